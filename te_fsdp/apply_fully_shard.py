@@ -209,8 +209,8 @@ def divide_gradients(state: ShardedModel, policy: Fsdp2Policy) -> None:
             ranks *= state.meshes.size("dp_replicate") if storage.gradient[0] != "P" else 1
         shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
         # Over one rank FSDP2 divides fp16 gradients twice, by the factor each time (torch 2.11 to 2.13 foreach_reduce).
-        own = policy if state.precision is None else state.precision.fsdp2_policy(name)
-        twice = shards.size() == 1 and _fsdp2.reduced_dtype(unit, own) == torch.float16
+        unit_policy = policy if state.precision is None else state.precision.fsdp2_policy(name)
+        twice = shards.size() == 1 and _fsdp2.reduced_dtype(unit, unit_policy) == torch.float16
         factor = math.sqrt(ranks) if twice else float(ranks)
         unit.set_gradient_divide_factor(factor)  # type: ignore[not-callable]
         if shards.size() > 1:

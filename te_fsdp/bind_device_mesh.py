@@ -352,11 +352,11 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         if id(parameter) not in replaced:
             mesh, new = binding.unsharded_mesh(name), parameter
             if isinstance(parameter, DTensor):
-                own = binding.distributed.get(name)
-                if own is None:  # a TE parameter that is already a DTensor on the tp mesh
+                user_dtensor = binding.distributed.get(name)
+                if user_dtensor is None:  # a TE parameter that is already a DTensor on the tp mesh
                     assert mesh is not None
-                    own = UserDTensor(mesh, tuple(parameter.placements), False, None)
-                new = on_known_mesh(parameter, own)
+                    user_dtensor = UserDTensor(mesh, tuple(parameter.placements), False, None)
+                new = on_known_mesh(parameter, user_dtensor)
             elif mesh is not None:
                 new = _to_dtensor(parameter, name, binding, mesh)
             local = _torch.local_of(new)
@@ -372,13 +372,13 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
 
 def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
     """Register a module's parameters under global expert indices, in their present order. Local operation."""
-    own = dict(module._parameters)
+    before = dict(module._parameters)
     module._parameters.clear()
-    module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
+    module._parameters.update({experts.registered_name(name): value for name, value in before.items()})
     record = module_record(module)
     if isinstance(record.no_shard, frozenset):
         record.no_shard = frozenset(map(experts.registered_name, record.no_shard))
-    _te_modules.rename_parameters(module, {name: experts.registered_name(name) for name in own})
+    _te_modules.rename_parameters(module, {name: experts.registered_name(name) for name in before})
 
 
 def _to_dtensor(
@@ -390,9 +390,9 @@ def _to_dtensor(
     """
     rule, local = binding.rules[name], parameter.detach()
     # ``detach`` loses this attribute, from which main weights are initialized.
-    kept = _te.high_precision_value(parameter)
-    if kept is not None:
-        _te.attach_high_precision_value(local, kept)
+    initial = _te.high_precision_value(parameter)
+    if initial is not None:
+        _te.attach_high_precision_value(local, initial)
     shape = list(local.shape)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if binding.experts is not None and rule.layout.is_grouped:

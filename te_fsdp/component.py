@@ -148,8 +148,8 @@ class Components:
 
     def get(self, kind: type[ComponentT]) -> ComponentT | None:
         """Return the component of a class, ``None`` if the model has none."""
-        found: Any = self.by_class.get(kind)
-        return found
+        component: Any = self.by_class.get(kind)
+        return component
 
     def _bind(self) -> None:
         for phase in _PHASES:

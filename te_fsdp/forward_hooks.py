@@ -42,9 +42,9 @@ def register_forward_hooks(state: ShardedModel) -> None:
         opaque = _fsdp2_outputs.opaque_in(output)
         if not opaque:
             return
-        found = list(_fsdp2_outputs.tensors_in(opaque))
-        _fsdp2_outputs.gather_in_backward_of(unit, [tensor for tensor in found if tensor.requires_grad])
-        if not found and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
+        tensors = list(_fsdp2_outputs.tensors_in(opaque))
+        _fsdp2_outputs.gather_in_backward_of(unit, [tensor for tensor in tensors if tensor.requires_grad])
+        if not tensors and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
             for check in state.checks.output:
                 check(name, unit, opaque)
 
@@ -143,9 +143,9 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
     if output is None and kept_weights.expose_after_exception(state):
         return
     for name, unit in state.modules.items():
-        kept = state.units[name].gather != "pass"
+        is_kept = state.units[name].gather != "pass"
         # The first forward creates the unsharded parameters. From then on te_fsdp can swap them without FSDP2.
-        if kept and name not in state.unsharded.recorded and _fsdp2.is_unit_unsharded(unit):
+        if is_kept and name not in state.unsharded.recorded and _fsdp2.is_unit_unsharded(unit):
             record_unsharded_params(unit)
             state.unsharded.recorded.add(name)
     if module is state.model and not state.computed.methods and _torch.backward_id() == -1:

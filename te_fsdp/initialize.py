@@ -111,21 +111,21 @@ def _in_order(module: nn.Module, binding: ModuleBinding) -> Iterator[tuple[str, 
     function.
     """
     users = binding.distributed  # TE has no initialization for them
-    own = {name: p for name, p in module._parameters.items() if p is not None and name not in users}
+    params = {name: p for name, p in module._parameters.items() if p is not None and name not in users}
     if binding.experts is None:
-        yield from ((name, p, False) for name, p in own.items())
+        yield from ((name, p, False) for name, p in params.items())
         return
-    yield from ((name, p, False) for name, p in own.items() if expert_index(name) is None)
+    yield from ((name, p, False) for name, p in params.items() if expert_index(name) is None)
     first = binding.experts.first
-    kinds = [name.rstrip("0123456789") for name in own if expert_index(name) == first]
+    kinds = [name.rstrip("0123456789") for name in params if expert_index(name) == first]
     for index in range(binding.experts.total):
         for kind in kinds:
             name = f"{kind}{index}"
             # Read it again, because initialization replaces meta parameters.
-            held = module._parameters.get(name)
+            parameter = module._parameters.get(name)
             template = module._parameters[f"{kind}{first}"]
             assert template is not None
-            yield (name, held, False) if held is not None else (f"{kind}{first}", template, True)
+            yield (name, parameter, False) if parameter is not None else (f"{kind}{first}", template, True)
 
 
 def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:
@@ -138,15 +138,15 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     _check_module_random_state(module)
     before = {name: p for name, p in module._parameters.items() if p is not None}
     infos = {name: shard_info(module, name, p) for name, p in before.items()}
-    whole: dict[int, torch.nn.Parameter] = {}  # one for each parameter: it may have several names here
+    full_params: dict[int, torch.nn.Parameter] = {}  # one for each parameter: it may have several names here
     versions: dict[int, int] = {}
     for name, parameter in before.items():
-        if id(parameter) not in whole:
+        if id(parameter) not in full_params:
             full = sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
-            whole[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
-            versions[id(parameter)] = _torch.version_of(whole[id(parameter)])
-            copy_param_attrs(parameter, whole[id(parameter)], leave_out=(PARAMETER,))
-        module._parameters[name] = whole[id(parameter)]
+            full_params[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
+            versions[id(parameter)] = _torch.version_of(full_params[id(parameter)])
+            copy_param_attrs(parameter, full_params[id(parameter)], leave_out=(PARAMETER,))
+        module._parameters[name] = full_params[id(parameter)]
     # Buffers already on the device keep their values, including NaN.
     pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
     for name, buffer in pending.items():
@@ -156,9 +156,9 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             reset()
         filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
         for name, parameter in {id(p): (name, p) for name, p in before.items()}.values():
-            same = module._parameters[name] is whole[id(parameter)]
-            own = _torch.version_of(whole[id(parameter)]) - versions[id(parameter)]
-            count_rewrites(parameter, own if same else None)
+            same = module._parameters[name] is full_params[id(parameter)]
+            writes = _torch.version_of(full_params[id(parameter)]) - versions[id(parameter)]
+            count_rewrites(parameter, writes if same else None)
     finally:
         # Also after an exception: otherwise the model would keep tensors of original size.
         module._parameters.update(before)
@@ -195,10 +195,10 @@ def _check_module_random_state(module: nn.Module) -> None:
     Plain parameters have no mesh on which to check.
     """
     binding, label = binding_of(module), name_of(module)
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    params = {name: p for name, p in module._parameters.items() if p is not None}
     if binding is not None and binding.ep.mesh is not None:
-        check_random_state(next(iter(own.values())), binding.ep.mesh, label)
-    for name, parameter in own.items():
+        check_random_state(next(iter(params.values())), binding.ep.mesh, label)
+    for name, parameter in params.items():
         if isinstance(parameter, DTensor):
             check_random_state(parameter, parameter.device_mesh, f"{label} ({name})")
             return

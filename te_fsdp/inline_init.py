@@ -55,10 +55,10 @@ def count_rewrites(parameter: torch.Tensor, writes: int | None) -> None:
         record.rewrites += (writes,)
 
 
-def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
+def refuse_lost_writes(model: nn.Module, contained: Iterable[Callable[[str], bool]]) -> None:
     """Raise InitError if a constructor's writes were not repeated. Local operation; clears the counts.
 
-    ``own``: for each initialization of the model's own, whether it contains the module of a name.
+    ``contained``: for each initialization of the model's own, whether it contains the module of a name.
     """
     lost = []
     for place in iter_param_owners(model):
@@ -82,13 +82,13 @@ def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -
             fix=_FIX,
         )
     # Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.
-    own = list(own)
-    found = {}
+    contained = list(contained)
+    calls_of = {}
     for name, module in model.named_modules():
-        if type(module) not in found and not any(contains(name) for contains in own):
+        if type(module) not in calls_of and not any(contains(name) for contains in contained):
             calls = _in_place_calls(type(module))
-            found[type(module)] = calls if "data" in calls else set()
-    for cls, calls in found.items():
+            calls_of[type(module)] = calls if "data" in calls else set()
+    for cls, calls in calls_of.items():
         if calls:
             _log.warning(
                 "materialize: the constructor of %s may have written to .data of parameters on meta (%s), which had no "

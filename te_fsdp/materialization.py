@@ -131,34 +131,34 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
     # Keep the tensors, because a freed tensor's id could be used again.
     owners: dict[int, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
     for owner in model.modules():
-        for own, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
-                held = owner._parameters if own in owner._parameters else owner._buffers
-                owners.setdefault(id(tensor), []).append((held, own, tensor))
+                table = owner._parameters if key in owner._parameters else owner._buffers
+                owners.setdefault(id(tensor), []).append((table, key, tensor))
     dropped = dropped_by_ties(model)
     unset: list[str] = []
     first_error: Exception | None = None
     for name, module in pending:
         before = {
-            own: t for own, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
+            key: t for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
         }
-        kept = [_torch.local_of(t) for own, t in before.items() if (id(module), own) in dropped]
-        values = [(local, local.detach().clone()) for local in kept if not local.is_meta]
+        dropped_locals = [_torch.local_of(t) for key, t in before.items() if (id(module), key) in dropped]
+        values = [(local, local.detach().clone()) for local in dropped_locals if not local.is_meta]
         try:
-            unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
+            unset += [f"{name}.{key}" if name else key for key in _initialize(module)]
             for local, value in values:
                 local.detach().copy_(value)
         except Exception as error:  # raised after the loop
             first_error = first_error or error
-        for own, old in before.items():
-            new = module._parameters.get(own, module._buffers.get(own))
+        for key, old in before.items():
+            new = module._parameters.get(key, module._buffers.get(key))
             if new is None or new is old:
                 continue
             if isinstance(old, torch.nn.Parameter):
                 inherit(old, new)
             owners[id(new)] = owners[id(old)]
-            for held, other, _ in owners[id(old)]:
-                held[other] = new
+            for table, other, _ in owners[id(old)]:
+                table[other] = new
     if first_error is not None:
         raise first_error
     return unset
@@ -174,8 +174,8 @@ def _initialize(module: nn.Module) -> list[str]:
         return initialize_by_reset(module, reset)  # te.ops modules are not bound and do not support shards
     elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
         # TE initializes nothing where the user's DTensors have replaced all parameters of the module.
-        binding, own = binding_of(module), {n for n, p in module._parameters.items() if p is not None}
-        if binding is None or not own or own != binding.distributed.keys():
+        binding, param_names = binding_of(module), {n for n, p in module._parameters.items() if p is not None}
+        if binding is None or not param_names or param_names != binding.distributed.keys():
             reset()
         return []
     reset = reset or getattr(module, "_reset_parameters", None)

@@ -73,15 +73,15 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
                 got=repr(target),
                 fix=fix,
             )
-    found: list[str | None] = []
+    axes: list[str | None] = []
     for name, size in zip(have, mesh.shape, strict=True):
-        own = given.get(name, name)
+        internal = given.get(name, name)
         # An axis of size 1 affects no weight, so any name is accepted.
         # Names of pipeline axes vary. A missed one would bind stages as if they had one model.
         is_stage = "".join(c for c in name.lower() if c.isalnum()) in _STAGES
         if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
-            own = STAGES if size > 1 else None
-        if own is not None and own not in (STAGES, *ALL_AXES):
+            internal = STAGES if size > 1 else None
+        if internal is not None and internal not in (STAGES, *ALL_AXES):
             near = suggest(name, ALL_AXES, _OTHER_LIBRARIES) or "dp_shard"
             raise MeshError(
                 f"Meshes.from_device_mesh: axis {name!r} of size {size}",
@@ -91,15 +91,15 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
                 fix=f"names={{{name!r}: {near!r}}} for its meaning, or names={{{name!r}: None}} if ranks along it "
                 "have different weights, as pipeline stages do",
             )
-        if own is not None and own in found:
+        if internal is not None and internal in axes:
             raise MeshError(
-                f"{where}: two axes named {own!r}",
+                f"{where}: two axes named {internal!r}",
                 expected="each name once",
                 got=f"axes {have} with names={given}",
                 fix="flatten them into one, or give one of them a different name",
             )
-        found.append(own)
-    return found
+        axes.append(internal)
+    return axes
 
 
 def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
@@ -203,10 +203,10 @@ def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
         )
 
 
-def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh | None) -> None:
+def check_stages(mesh: DeviceMesh, axes: Sequence[str | None], pp: DeviceMesh | None) -> None:
     """Raise :class:`MeshError` unless the pipeline mesh crosses the mesh of this rank's stage in this rank only.
 
-    ``found`` contains te_fsdp's names for the axes of the stage's mesh.
+    ``axes`` contains te_fsdp's names for the axes of the stage's mesh.
     """
     if pp is None:
         return
@@ -215,7 +215,7 @@ def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh |
     check_ascending(pp, "pp", where)
     # A rank is in one stage only, so the mesh of its stage and the pipeline's mesh share this rank alone.
     both = sorted({*pp.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()})
-    if STAGES in found or both != [dist.get_rank()]:
+    if STAGES in axes or both != [dist.get_rank()]:
         raise MeshError(
             f"{where}: pp",
             expected=f"for the mesh of one stage, a pp mesh that shares only this rank, {dist.get_rank()}, with it",
@@ -245,9 +245,9 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
             dist.broadcast_object_list(received, src=digests.index(kind))
             lists += received
         each = sorted({str(model): model for one in lists for model in one}.values())
-        found = [torch.tensor(model, device="cpu") for model in each]
-        numbers = sorted(n for model in found for n in model.flatten().tolist())
-        alike = all(model.shape == ranks.shape[1:] for model in found)
+        stages = [torch.tensor(model, device="cpu") for model in each]
+        numbers = sorted(n for model in stages for n in model.flatten().tolist())
+        alike = all(model.shape == ranks.shape[1:] for model in stages)
         if numbers != list(range(dist.get_world_size())) or not alike:
             raise MeshError(
                 "Meshes.from_device_mesh: a mesh of some of the ranks",
@@ -255,7 +255,7 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
                 got=f"ranks {each}",
                 fix="slice one mesh of all ranks on every rank",
             )
-        ranks = torch.stack(found)
+        ranks = torch.stack(stages)
     outer = [(name, at) for at, name in enumerate(("model", STAGES)) if ranks.shape[at] > 1]
     shape = (*(ranks.shape[at] for _, at in outer), *ranks.shape[2:])
     names = (*(name for name, _ in outer), *AXES)
@@ -372,14 +372,14 @@ def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
         "tp": "it all-reduces the activations of every layer",
         "ep": "it sends every token to its experts",
     }
-    found = [
+    sentences = [
         f"{axis}={groups[axis].shape[1]} crosses nodes of {node} ranks: {why[axis]}. Choose a size that divides {node}"
         for axis in ("tp", "ep")
         if axis in crossing
     ]
     if "dp_replicate" in groups and "dp_shard" in crossing and "dp_replicate" not in crossing:
-        found.append(
+        sentences.append(
             f"dp_shard={groups['dp_shard'].shape[1]} crosses nodes of {node} ranks and dp_replicate does not: "
             "weights are all-gathered between nodes in every pass. Exchange the two axes"
         )
-    return found
+    return sentences

@@ -147,8 +147,8 @@ def release_weights(step: Step) -> None:
             unit.reshard()
         if state.unsharded.versions:
             # Versions of units that were resharded say nothing about the next all-gather.
-            kept = dict(state.gathered())
-            for name in state.unsharded.versions.keys() - kept.keys():
+            gathered = dict(state.gathered())
+            for name in state.unsharded.versions.keys() - gathered.keys():
                 del state.unsharded.versions[name]
         # Later forwards then need not search for cleared gradients of earlier microbatches.
         if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.pending():

@@ -66,8 +66,8 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _children(module: nn.Module, name: str) -> Iterator[str]:
     """Yield the names of the outermost modules with a forward and parameters below a module."""
-    for own, child in module.named_children():
-        path = f"{name}.{own}" if name else own
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
         if not _has_forward(child):
             yield from _children(child, path)
         elif any(True for _ in child.parameters()):
@@ -81,14 +81,14 @@ def dense_params_in_expert_units(
 
     Raises PlacementError if they are too large to replicate.
     """
-    own = list(_sharded_over_ep(model, meshes))
-    if not own:
+    expert_places = list(_sharded_over_ep(model, meshes))
+    if not expert_places:
         return set()
     names = dict(model.named_modules())
     modules = {id(names[name]) for name in find_experts(model, experts)}
-    known = {id(place.parameter) for place in own}
-    homes = {_home(names, place.path) for place in own}
-    found = set()
+    known = {id(place.parameter) for place in expert_places}
+    homes = {_home(names, place.path) for place in expert_places}
+    replicated = set()
     for home in homes:
         if units[home].is_replicated:
             continue
@@ -109,5 +109,5 @@ def dense_params_in_expert_units(
                 why="FSDP2 shards the parameters of one module over one mesh",
                 fix="register them in a submodule with a forward, or call te_fsdp.fsdp_no_shard(parameter)",
             )
-        found.update(once)
-    return found
+        replicated.update(once)
+    return replicated

@@ -100,8 +100,8 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     # Containers of one host have different names, but the boot id of the host.
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     # One gather for everything that all ranks must know, because each gather waits for the slowest rank.
-    own = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
-    gathered = gather(own, group)
+    me = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
+    gathered = gather(me, group)
     hosts = {host for host, *_ in gathered}
     identities = [identity for _, identity, *_ in gathered]
     if len(hosts) > 1:
@@ -109,10 +109,10 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     overlap = device.type != "cpu" and len(set(identities)) < len(identities)
     if overlap and not all(may_share for *_, may_share, _ in gathered):
         return "two of its ranks share a GPU"
-    for _, _, apart, *_ in gathered:
-        if apart is None:
+    for _, _, unreachable, *_ in gathered:
+        if unreachable is None:
             return "this torch has no symmetric memory"
-        if apart & set(identities):
+        if unreachable & set(identities):
             return "two of its GPUs have no direct access to each other's memory"
     failed = ""
     # "" uses the group itself, for torch versions that do not accept te_fsdp's own group.
@@ -142,12 +142,12 @@ def _out_of_reach(device: torch.device) -> set[str] | None:
         return set()
     if not torch.cuda.is_available():
         return None
-    own = torch.cuda.current_device() if device.index is None else device.index
-    others = (number for number in range(torch.cuda.device_count()) if number != own)
+    device_index = torch.cuda.current_device() if device.index is None else device.index
+    others = (number for number in range(torch.cuda.device_count()) if number != device_index)
     return {
         _identity(torch.device("cuda", number))
         for number in others
-        if not torch.cuda.can_device_access_peer(own, number)
+        if not torch.cuda.can_device_access_peer(device_index, number)
     }
 
 

@@ -133,10 +133,10 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         in_expert_units = dense_params_in_expert_units(model, meshes, units, request.experts)
         # Without a compute dtype FSDP2 gathers a unit in the dtype of its parameters, of the frozen ones as well.
         by_model = policy is not None and policy.param_dtype is None
-        rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, apart=in_expert_units)
+        rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, exempt=in_expert_units)
         _unshardable.refuse_sparse_gradients(model)
         _unshardable.refuse_quantized_ops(
-            model, lambda owner, own: rows[id(owner), own].storage.is_replicated
+            model, lambda owner, attr: rows[id(owner), attr].storage.is_replicated
         )
         replicated = _replicated_modules(model, rows)
         owners = iter_param_owners(model)
@@ -217,7 +217,7 @@ def plan_storage(
     *,
     one_dtype: bool = False,
     with_frozen: bool = False,
-    apart: Collection[int] = (),
+    exempt: Collection[int] = (),
 ) -> dict[Key, ParameterPlan]:
     """Return the unit and the storage of each parameter, the same on all ranks with the same model. Local operation.
 
@@ -226,7 +226,7 @@ def plan_storage(
         units: Name -> storage of each unit; ``""`` is the root.
         one_dtype: Replicate trained parameters whose dtype differs from most of their unit.
         with_frozen: With ``one_dtype``, also frozen ones.
-        apart: ``id`` of parameters to replicate in any case. Parameters without elements always are.
+        exempt: ``id`` of parameters to replicate in any case. Parameters without elements always are.
 
     Returns:
         One plan for each place of a parameter, by ``id`` of its owner and its name there.
@@ -246,7 +246,7 @@ def plan_storage(
     for place in iter_param_owners(model):
         if not units[inside[place.path]].is_replicated and id(place.owner) not in marked:
             sharded.setdefault(inside[place.path], []).append(place)
-    odd = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(apart)
+    odd = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(exempt)
     for place in iter_param_owners(model, remove_duplicate=False):
         unit = inside[place.path]
         storage = units[unit]
@@ -274,11 +274,11 @@ def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
 
     FSDP2 would shard it once per unit: torch 2.11 trains two parameters, torch 2.13 raises in the first forward.
     """
-    whole = [place.label for place, _, storage in places if storage.is_replicated]
+    replicated = [place.label for place, _, storage in places if storage.is_replicated]
     others = {place.label: unit for place, unit, storage in places if not storage.is_replicated}
-    if whole and others:
+    if replicated and others:
         raise PlacementError(
-            f"{whole[0]} is exempt from sharding, but tied to {', '.join(others)}",
+            f"{replicated[0]} is exempt from sharding, but tied to {', '.join(others)}",
             expected="all owners of a tied parameter exempt, or none",
             why="One tensor cannot be replicated for one owner and sharded for another",
             fix="pass the parameter itself, or all of its owners, to te_fsdp.fsdp_no_shard",
@@ -298,8 +298,8 @@ def _replicated_modules(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> 
     """Return the names of modules with parameters, in them or in submodules, all of which are replicated."""
     around: dict[bool, set[str]] = {True: set(), False: set()}
     for place in iter_param_owners(model, remove_duplicate=False):
-        own = around[rows[id(place.owner), place.name].storage.is_replicated]
-        own.update(("", *itertools.accumulate(place.path.split("."), "{}.{}".format)))
+        prefixes = around[rows[id(place.owner), place.name].storage.is_replicated]
+        prefixes.update(("", *itertools.accumulate(place.path.split("."), "{}.{}".format)))
     return frozenset(around[True] - around[False])
 
 
@@ -312,18 +312,18 @@ def _with_module_rows(
     for (owner, name), row in placed.items():
         item = planned.get(owner)
         if item is not None:
-            own = item.registered(name)
+            registered_name = item.registered(name)
             # Binding renames parameters of experts to their global numbers, also for the other owners of a tied
             # parameter.
-            labels[row.label] = row.label.removesuffix(name) + own
+            labels[row.label] = row.label.removesuffix(name) + registered_name
             row = replace(
                 row,
                 label=labels[row.label],
-                name=own,
-                rule=item.rules.get(name, item.rules.get(own)),
+                name=registered_name,
+                rule=item.rules.get(name, item.rules.get(registered_name)),
                 experts=item.experts is not None
                 or (name in item.distributed and item.distributed[name].is_expert),
-                fsdp_dim=item.fsdp_dims.get(own),
+                fsdp_dim=item.fsdp_dims.get(registered_name),
             )
         rows[owner, name] = row
     return {
@@ -335,12 +335,12 @@ def _with_module_rows(
 def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[ReplicatedParameter]:
     """Return the replicated parameters, each once, in an order that is the same on all ranks. Local operation."""
     modules = {id(module): module for module in model.modules()}
-    found = {
+    by_id = {
         row.label: ReplicatedParameter(row, modules[owner])
         for (owner, _), row in rows.items()
         if row.storage.is_replicated and row.label == row.owners[0]
     }
-    return list(found.values())
+    return list(by_id.values())
 
 
 # --- requests
@@ -382,8 +382,8 @@ def find_units(
         layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
         chosen = {name for name, module in names.items() if isinstance(module, layer)}
     else:
-        wanted = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
-        chosen = {name for want in wanted for name in _find(names, want)}
+        selectors = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
+        chosen = {name for want in selectors for name in _find(names, want)}
     given: dict[str, str] = {}
     if isinstance(strategy, Mapping):
         # Classes first, so that a name overrides the strategy of its class.
@@ -398,8 +398,8 @@ def find_units(
                         got=f"{given[name]} and {word}",
                         fix="add the module's name to the mapping",
                     )
-                for own in _with_forward(names, name):
-                    given[own] = word
+                for unit in _with_forward(names, name):
+                    given[unit] = word
         chosen |= given.keys()
     else:
         given[""] = check_option("strategy", strategy)
@@ -414,7 +414,7 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
     for name, module in names.items():
         first.setdefault(id(module), name)
     if isinstance(want, type):
-        found = [n for n, m in names.items() if isinstance(m, want)]
+        matches = [n for n, m in names.items() if isinstance(m, want)]
     elif not isinstance(want, str):
         raise PlacementError(
             f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
@@ -423,10 +423,10 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
         )
     elif want.endswith(".*"):
         prefix = want[:-1]
-        found = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]
+        matches = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]
     else:
-        found = [want] if want in names else []
-    if not found:
+        matches = [want] if want in names else []
+    if not matches:
         near = None if isinstance(want, type) or want.endswith(".*") else suggest(want, names)
         kinds = {type(module).__name__ for module in names.values()}
         raise PlacementError(
@@ -438,7 +438,7 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
             if near
             else "use names of model.named_modules()",
         )
-    return list(dict.fromkeys(first[id(names[name])] for name in found))
+    return list(dict.fromkeys(first[id(names[name])] for name in matches))
 
 
 def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
@@ -446,7 +446,7 @@ def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
     if not name or not _unshardable.is_container(names[name]):
         return [name]
     return [
-        own for child, _ in names[name].named_children() for own in _with_forward(names, f"{name}.{child}")
+        unit for child, _ in names[name].named_children() for unit in _with_forward(names, f"{name}.{child}")
     ]
 
 

@@ -182,12 +182,12 @@ def share_record(parameter: torch.Tensor, unsharded: torch.Tensor) -> None:
 
 def param_attrs_to_copy(parameter: torch.Tensor) -> dict[str, Any]:
     """Return the Python attributes that a successor gets, without the private ones of a tensor subclass."""
-    own = _OWN
+    excluded = _OWN
     if not isinstance(parameter, DTensor) and type(parameter) is not torch.nn.Parameter:
-        own = own.union(
+        excluded = excluded.union(
             parameter.detach().__dict__, _te.DATA_ATTRIBUTES
         )  # of quantized and of grouped tensors
-    return {key: value for key, value in parameter.__dict__.items() if key not in own}
+    return {key: value for key, value in parameter.__dict__.items() if key not in excluded}
 
 
 def copy_param_attrs(

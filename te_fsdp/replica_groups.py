@@ -31,6 +31,6 @@ def replica_groups_of_plan(state: ShardedModel, place: ParamOwner) -> list[dist.
     if plan is None:
         return []  # the user's own, since fully_shard
     root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
-    own = place.parameter.device_mesh.mesh_dim_names if isinstance(place.parameter, DTensor) else ()
+    axes = place.parameter.device_mesh.mesh_dim_names if isinstance(place.parameter, DTensor) else ()
     alike = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]
-    return [root.get_group(axis) for axis in alike if axis not in (own or ()) and root[axis].size() > 1]
+    return [root.get_group(axis) for axis in alike if axis not in (axes or ()) and root[axis].size() > 1]

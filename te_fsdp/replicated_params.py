@@ -62,11 +62,11 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     items = [several] if is_one else list(several)
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
-            wanted, fix = (
+            expected, fix = (
                 "a module, a parameter or several",
                 "pass modules and parameters of the model, not names",
             )
-            text = message("fsdp_no_shard: what", expected=wanted, got=type(item).__name__, fix=fix)
+            text = message("fsdp_no_shard: what", expected=expected, got=type(item).__name__, fix=fix)
             raise TypeError(text)
     modules = [item for item in items if isinstance(item, nn.Module)]
     parameters = [item for item in items if not isinstance(item, nn.Module)]
@@ -243,8 +243,8 @@ class Bucket:
         seen = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
         if averaged != ranks.divisor:
             flat.mul_(averaged / ranks.divisor)
-        pieces = zip(self.members, self.buffer.views(flat), seen, strict=True)
-        return [(slot, piece.view(shape)) for (slot, shape), piece, given in pieces if given]
+        reduced = zip(self.members, self.buffer.views(flat), seen, strict=True)
+        return [(slot, piece.view(shape)) for (slot, shape), piece, given in reduced if given]
 
 
 @dataclass(eq=False)

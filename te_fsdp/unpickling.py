@@ -51,21 +51,21 @@ class TableUnpickler(pickle.Unpickler):
         if full == "builtins.getattr":
             return partial(get_member_of_class)
         if full in self.known:
-            found = self.known[full]
-            found = super().find_class(module, name) if found is None else found
-        elif module != "torch" or not isinstance(found := getattr(torch, name, None), torch.dtype):
+            entry = self.known[full]
+            entry = super().find_class(module, name) if entry is None else entry
+        elif module != "torch" or not isinstance(entry := getattr(torch, name, None), torch.dtype):
             raise pickle.UnpicklingError(f"{full} has no place in {self.what}")
-        if isinstance(found, type):
-            self.named.setdefault(found, dict(vars(found)))
-        elif isinstance(found, FunctionType):
-            found = partial(found)  # attributes are set on this one, then
-        return found
+        if isinstance(entry, type):
+            self.named.setdefault(entry, dict(vars(entry)))
+        elif isinstance(entry, FunctionType):
+            entry = partial(entry)  # attributes are set on this one, then
+        return entry
 
     def load(self) -> Any:
         """Return the object of the pickle."""
         changed, nothing = [], object()
         try:
-            found = super().load()
+            result = super().load()
         finally:  # a pickle may set attributes of the classes that it names: that is undone
             for one, before in self.named.items():
                 for name in [n for n, value in vars(one).items() if before.get(n, nothing) is not value]:
@@ -76,4 +76,4 @@ class TableUnpickler(pickle.Unpickler):
                         delattr(one, name)
         if changed:
             raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which {self.what} never does")
-        return found
+        return result

@@ -69,10 +69,10 @@ def check_order(model: nn.Module) -> None:
             )
 
 
-def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int] = ()) -> None:
+def check_accepted(model: nn.Module, units: Iterable[str], replicated: Collection[int] = ()) -> None:
     """Check for parameters that FSDP2 would refuse after it has sharded some units.
 
-    ``kept``: ids of unsharded parameters.
+    ``replicated``: ids of unsharded parameters.
     """
     for name in units:
         module = model.get_submodule(name)
@@ -88,7 +88,7 @@ def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int]
             )
     for name, parameter in model.named_parameters():
         # FSDP2 raises for a scalar when it reaches the unit, and has sharded other units by then.
-        if parameter.ndim == 0 and id(parameter) not in kept:
+        if parameter.ndim == 0 and id(parameter) not in replicated:
             raise PlacementError(
                 f"{name}: fully_shard of a scalar parameter",
                 expected="at least one dim to cut",
@@ -134,7 +134,7 @@ def refuse_quantized_ops(model: nn.Module, stays_replicated: Callable[[nn.Module
     """Raise ``PlacementError`` for quantized weights of ``te.ops`` modules that would be sharded. Local operation."""
     for name, module in model.named_modules():
         if _te.kind_of(module) == "unknown" and _te_modules.holds_quantized(module):
-            if all(stays_replicated(module, own) for own, p in module._parameters.items() if p is not None):
+            if all(stays_replicated(module, attr) for attr, p in module._parameters.items() if p is not None):
                 continue
             raise PlacementError(
                 f"{name or type(module).__name__}: a quantized weight of te.ops.{type(module).__name__}",
@@ -185,15 +185,15 @@ def find_unshardable(
                     trained.setdefault(parameter.dtype, {})[id(parameter)] = place
             if len(trained) < 2:
                 continue
-            sizes = {dtype: sum(p.parameter.numel() for p in own.values()) for dtype, own in trained.items()}
+            sizes = {dtype: sum(p.parameter.numel() for p in ps.values()) for dtype, ps in trained.items()}
             # The name decides between equal sizes, so that all ranks choose the same dtype.
             main = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
-            others = [place for dtype, own in trained.items() if dtype != main for place in own.values()]
+            others = [place for dtype, ps in trained.items() if dtype != main for place in ps.values()]
             elements = sum(sizes.values()) - sizes[main]
             if elements > MOST:
-                found = [f"{place.label} ({place.parameter.dtype})" for place in others]
+                labels = [f"{place.label} ({place.parameter.dtype})" for place in others]
                 raise PlacementError(
-                    f"{shorten(found, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
+                    f"{shorten(labels, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
                     expected=f"{main}, the dtype of most of the unit (up to {MOST:,} elements of other "
                     "dtypes are replicated)",
                     got=f"{elements:,} elements of other dtypes",

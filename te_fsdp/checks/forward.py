@@ -142,8 +142,8 @@ def refuse_second_derivatives_of_te(state: ShardedModel) -> None:
     """Raise in a backward with ``create_graph=True`` of a model with a module of TransformerEngine. Local operation."""
     if not (torch.is_grad_enabled() and _torch.in_backward()):
         return
-    found = (name or "the model" for name, module in state.model.named_modules() if _te.kind_of(module))
-    name = next(found, None)
+    names = (name or "the model" for name, module in state.model.named_modules() if _te.kind_of(module))
+    name = next(names, None)
     if name is not None:
         raise OrderError(
             f"{name}: backward with create_graph=True through a TransformerEngine module",
@@ -218,7 +218,7 @@ def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: boo
         return
     # In the first forward all ranks compare one unit of each class: some may enter te.autocast, some not.
     is_first = before is _UNKNOWN and bool(name)
-    is_first = is_first and type(state.modules[name]) not in {type(state.modules[own]) for own in known.units}
+    is_first = is_first and type(state.modules[name]) not in {type(state.modules[n]) for n in known.units}
     known.units[name] = recipe
     inner = recipe != known.under[0] if before is _UNKNOWN else recipe != before
     changed = inner and (before, recipe) not in known.pairs
@@ -231,7 +231,7 @@ def _trained(state: ShardedModel) -> list[bool]:
     """Return the ``requires_grad`` of each parameter. Read by owner, because weak references forbid torch's swaps."""
     known = state.computed
     try:
-        return [held[name].requires_grad for _, held, name in known.places]
+        return [table[name].requires_grad for _, table, name in known.places]
     except (KeyError, AttributeError):  # a parameter was removed
         known.places.clear()
         return []
@@ -310,12 +310,12 @@ def _compare(
                 ranks.setdefault(text, []).append(rank)
             words = {text: text.split(", ") for text in ranks}
             common = set.intersection(*map(set, words.values()))
-            kinds = {own[0] for own in words.values()}
+            kinds = {ranks_of_text[0] for ranks_of_text in words.values()}
             shown = []
-            for text, own in ranks.items():
+            for text, ranks_of_text in ranks.items():
                 kind, *options = words[text]
                 options = [option for option in options if option not in common] if len(kinds) == 1 else []
-                shown.append(f"{', '.join([kind, *options])} on {format_ranks(own)}")
+                shown.append(f"{', '.join([kind, *options])} on {format_ranks(ranks_of_text)}")
             raise PrecisionError(
                 f"{where}: recipes that differ between ranks",
                 expected="the same te.autocast, and torch.autocast, on all ranks of the model",
@@ -359,7 +359,7 @@ def _what_changed(state: ShardedModel, mine: str, trained: list[bool] | None, un
         return f"forward under another recipe than before: {mine}"
     # If the class of the recipe differs, its options say nothing more.
     words = mine.split(", "), _format_recipe(*known.under).split(", ")
-    now, before = (own[:1] if words[0][0] != words[1][0] else own for own in words)
+    now, before = (recipe[:1] if words[0][0] != words[1][0] else recipe for recipe in words)
     return f"forward under another recipe than before: {', '.join(now)} in place of {', '.join(before)}"
 
 
@@ -372,16 +372,16 @@ def _other_parameters(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> Me
     """Return the error that names the parameters. Collective over ``mesh``."""
     # Only after a difference was found, because the names of all parameters are a large message.
     everyone = gather_by_rank(mine, mesh)
-    found = []
-    for name in dict.fromkeys(name for own in everyone.values() for name in own):
-        flags = [(rank, own.get(name)) for rank, own in sorted(everyone.items())]
-        trained, frozen = ([rank for rank, flag in flags if flag is wanted] for wanted in (True, False))
+    lines = []
+    for name in dict.fromkeys(name for names in everyone.values() for name in names):
+        flags = [(rank, names.get(name)) for rank, names in sorted(everyone.items())]
+        trained, frozen = ([rank for rank, flag in flags if flag is expected] for expected in (True, False))
         if trained and frozen:
-            found.append(f"{name} trained on {format_ranks(trained)}, frozen on {format_ranks(frozen)}")
+            lines.append(f"{name} trained on {format_ranks(trained)}, frozen on {format_ranks(frozen)}")
     return MeshError(
         f"{where}: other parameters are trained on some ranks",
         expected="the same requires_grad on all ranks of the model",
-        got=shorten(found, 3, "; ") or f"{sum(mine.values())} trained parameters here",
+        got=shorten(lines, 3, "; ") or f"{sum(mine.values())} trained parameters here",
         why="Their gradients are reduced together: each rank would wait for others",
         fix="call requires_grad_() on all ranks in the same way, not under `if rank == 0`",
     )

@@ -185,22 +185,22 @@ def check_inputs(
     if check.compared is None:
         check.compared = _compared(module)
         check.rates = list(_dropout_rates(module)) if check.compared[1] else []
-    found = list(_tensors((args, kwargs), ()))
+    inputs = list(_tensors((args, kwargs), ()))
     over_tp = [
-        (path, t) for path, t in found if check.tp_mesh is not None and check.compared[_is_floating(t)]
+        (path, t) for path, t in inputs if check.tp_mesh is not None and check.compared[_is_floating(t)]
     ]
-    found = found if check.cp_mesh is not None else over_tp
+    inputs = inputs if check.cp_mesh is not None else over_tp
     # A rate may be raised at any time.
     drops = module.training and any(getattr(owner, rate) > 0 for owner, rate in check.rates)
     recipe = _te.format_recipe(_te.active_recipe())
     modes = module.training, torch.is_grad_enabled(), drops, recipe
-    key = method, modes, tuple((path, t.shape, t.dtype, t.requires_grad) for path, t in found)
-    if not found or ((key in check.seen or len(check.seen) >= _MOST) and not check.every):
+    key = method, modes, tuple((path, t.shape, t.dtype, t.requires_grad) for path, t in inputs)
+    if not inputs or ((key in check.seen or len(check.seen) >= _MOST) and not check.every):
         return
     if _torch.in_backward() or is_capturing():
         return
     where = f"{type(module).__name__}.{method}"
-    for mesh, tensors, axis in ((check.cp_mesh, found, "cp"), (check.tp_mesh, over_tp, "tp")):
+    for mesh, tensors, axis in ((check.cp_mesh, inputs, "cp"), (check.tp_mesh, over_tp, "tp")):
         if mesh is None or not tensors:
             continue
         names = _names(getattr(module, method), [path for path, _ in tensors])
@@ -329,8 +329,8 @@ def _compared(model: nn.Module) -> tuple[bool, bool]:
         kind = _te.kind_of(module)
         # A mark on a linear layer of TE that tp does not shard is the user's.
         unsplit = kind in ("Linear", "LayerNormLinear") and module.parallel_mode is None
-        own = module._parameters.values() if kind is None or unsplit else ()
-        if any(getattr(p, "sequence_parallel", False) for p in own):
+        params = module._parameters.values() if kind is None or unsplit else ()
+        if any(getattr(p, "sequence_parallel", False) for p in params):
             return False, False
         if kind is None:
             continue
@@ -349,8 +349,8 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the plain tensors in nested inputs, each with its path."""
     if isinstance(value, torch.Tensor):
         # Wrappers (DTensor, FakeTensor, quantized ones) have a dispatch of their own.
-        own = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        if not (own or value.is_meta or value.is_nested) and value.layout is torch.strided:
+        dispatches = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        if not (dispatches or value.is_meta or value.is_nested) and value.layout is torch.strided:
             yield path, value
         return
     items: Iterable[tuple[Any, Any]]
@@ -424,10 +424,10 @@ def _check_equal(
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
         mine["the random state of dropout"] = mesh.device_type, int(checksum(state))
-    found, differing = _differing(gather(mine | _seen(tensors), mesh), "tp")
+    differences, differing = _differing(gather(mine | _seen(tensors), mesh), "tp")
     exact = [text for name, text in differing if name not in tensors or not _is_floating(tensors[name])]
-    if found or exact:
-        found += [text for _, text in differing]
+    if differences or exact:
+        differences += [text for _, text in differing]
     elif differing:
         # Inputs that each rank computes, for example with an encoder before the model, may differ in the last
         # bits.
@@ -443,12 +443,12 @@ def _check_equal(
             limit = _ROUNDING * torch.finfo(tensor.dtype).eps * first.abs().max()
             if not same or bool((plain - first).abs().max() > limit):
                 beyond.append(text)
-        found = list(dict.fromkeys(text for texts in gather(beyond, mesh) for text in texts))
-    if found:
+        differences = list(dict.fromkeys(text for texts in gather(beyond, mesh) for text in texts))
+    if differences:
         raise InputError(
             f"{where}: inputs that differ over tp",
             expected="the same on all ranks of a tp group",
-            got=shorten(found, 3, "; "),
+            got=shorten(differences, 3, "; "),
             why="These ranks compute one forward together: each would contribute its part of a different batch",
             fix="shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size, with seeds that depend on "
             "these numbers, not on the global rank (docs/data.md). Where tp ranks get parts of the sequence, build TE "

@@ -101,10 +101,10 @@ def compare_initial_values(plan: ModelPlan) -> None:
     axis, small object gathers.
     """
     meshes, rows = plan.meshes, plan.parameters
-    found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in iter_param_owners(plan.model))
+    items = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in iter_param_owners(plan.model))
     # Without experts all ranks compare the same values, so all detect the same differences.
     may_differ = any(row.experts for row in rows.values())
-    _require_equal(found, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
+    _require_equal(items, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
     if (meshes.tp_or_none is not None or meshes.ep is not None) and has_device_parameters(plan.modules):
         with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
             refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp_or_none, meshes.ep))
@@ -112,8 +112,8 @@ def compare_initial_values(plan: ModelPlan) -> None:
 
 def compare_renewed_values(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> None:
     """Compare as :func:`compare_initial_values` unsharded parameters that were materialized or converted."""
-    found = ((item.plan.label, item.parameter, item.plan) for item in parameters)
-    _require_equal(found, meshes, meshes.device_mesh, "materialize")
+    rows = ((item.plan.label, item.parameter, item.plan) for item in parameters)
+    _require_equal(rows, meshes, meshes.device_mesh, "materialize")
 
 
 #: A parameter before it is sharded: its label, a checksum of the tp-local value, whether tp replicates it.
@@ -127,34 +127,34 @@ def _require_equal(
     where: str,
 ) -> None:
     """Raise for parameters whose values differ between ranks; on all ranks of ``affected`` if only some detect it."""
-    held: dict[bool, list[_Sum]] = {False: [], True: []}
+    checksums: dict[bool, list[_Sum]] = {False: [], True: []}
     for label, parameter, plan in parameters:
         local = _torch.local_of(parameter)
         if not local.is_meta:
             replicated = plan.rule is None or plan.rule.shard_dim is None
-            held[plan.experts].append((label, checksum(local), replicated))
+            checksums[plan.experts].append((label, checksum(local), replicated))
     with raised_on_all_ranks(affected, where):
-        bad = _differing(held[False], meshes.device_mesh)
-        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        bad = _differing(checksums[False], meshes.device_mesh)
+        bad += _differing(checksums[True], meshes.expert_mesh or meshes.device_mesh)
         if bad:
             raise InitError(
                 f"{shorten(bad)}: values differ between ranks that must hold the same",
                 expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
-                got=f"{len(bad)} of {sum(map(len, held.values()))} parameters differ",
+                got=f"{len(bad)} of {sum(map(len, checksums.values()))} parameters differ",
                 why="FSDP2 would shard a different initialization on each rank",
                 fix="use one seed on all ranks before building the model, or build it on meta and call "
                 "te_fsdp.materialize",
             )
 
 
-def _differing(held: list[_Sum], mesh: DeviceMesh) -> list[str]:
+def _differing(checksums: list[_Sum], mesh: DeviceMesh) -> list[str]:
     """Return labels of parameters that differ over the data-parallel axes of ``mesh``, or over tp though replicated.
 
     Collective over ``mesh`` without ``ep``. All its ranks get the same result.
     """
-    if not held:
+    if not checksums:
         return []
-    labels, sums, replicas = zip(*held, strict=True)
+    labels, sums, replicas = zip(*checksums, strict=True)
     mine = torch.stack(sums)
     differs = ~are_equal(mine, mesh, leave_out=("ep", "tp"))
     if "tp" in (mesh.mesh_dim_names or ()):
@@ -229,8 +229,8 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
     owners = {id(module._parameters) for module in state.model.modules()}
     gone = [
         label
-        for held, name, label in state.checked.places.values()
-        if held.get(name) is None and id(held) in owners
+        for table, name, label in state.checked.places.values()
+        if table.get(name) is None and id(table) in owners
     ]
     if gone:
         raise _removed(gone)
@@ -376,9 +376,9 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
         if written:
             record_unsharded_params(unit)
             names = state.names()
-            found = [names.get(id(_fsdp2.sharded_param_of(record)), "a parameter") for record in written]
+            labels = [names.get(id(_fsdp2.sharded_param_of(record)), "a parameter") for record in written]
             raise OrderError(
-                f"{shorten(found, 3)}: written to in forward",
+                f"{shorten(labels, 3)}: written to in forward",
                 expected="a forward that only reads weights",
                 got="an in-place write, as by nn.Embedding(max_norm=...) or weight.clamp_() in a module's forward",
                 why="It changes only the gathered copy, which is released: the sharded weight stays as it was",
@@ -403,12 +403,12 @@ def is_assigned(parameter: torch.Tensor) -> bool:
 
 def refuse_assigned(state: ShardedModel) -> None:
     """Raise OrderError if ``.data`` of a sharded parameter was assigned. Local operation."""
-    found = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
-    if found:
+    assigned = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
+    if assigned:
         raise OrderError(
-            f"{shorten(found, 3)}: parameter.data was assigned",
+            f"{shorten(assigned, 3)}: parameter.data was assigned",
             expected="values that are written in place",
-            got=f"an assignment to .data of {len(found)} parameter(s), as by torch.nn.utils.vector_to_parameters",
+            got=f"an assignment to .data of {len(assigned)} parameter(s), as by torch.nn.utils.vector_to_parameters",
             why="torch leaves the values of a DTensor as they are then, and says nothing",
             fix="with torch.no_grad(): parameter.copy_(value)",
         )

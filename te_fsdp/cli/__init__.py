@@ -164,14 +164,14 @@ def _one_of(commands: Mapping[str, Any]) -> Any:
     import tyro
 
     choices = []
-    for name, found in commands.items():
+    for name, member in commands.items():
 
         def group(command: Any) -> None:
             """Group several commands."""
 
-        if isinstance(found, dict):
-            group.__annotations__["command"] = _one_of(found)
-        function = group if isinstance(found, dict) else found
+        if isinstance(member, dict):
+            group.__annotations__["command"] = _one_of(member)
+        function = group if isinstance(member, dict) else member
         choices.append(tyro.conf.subcommand(name, constructor=function))
     return functools.reduce(operator.or_, [Annotated[Any, choice] for choice in choices])
 

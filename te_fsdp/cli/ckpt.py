@@ -200,10 +200,10 @@ def export(
 
 
 def _bytes(text: str) -> int:
-    found = bytes_of(text, unit=True)
-    if not found:
+    size = bytes_of(text, unit=True)
+    if not size:
         raise UsageError(f"--max-shard-size {text}: expected a size with a unit, such as 5GB or 500MiB")
-    return found
+    return size
 
 
 def _verify_source(contents: Contents, as_json: bool) -> None:
@@ -414,8 +414,8 @@ def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
         answer = {"ok": not problems, "path": str(where), "files": len(files), "bytes": total}
         print_json(answer | {"problems": problems})
     elif problems:
-        found = "not readable" if refused_files(problems) == problems else "damaged"
-        print_lines([f"{where}: {found}", *(f"  {problem}" for problem in problems)])
+        verdict = "not readable" if refused_files(problems) == problems else "damaged"
+        print_lines([f"{where}: {verdict}", *(f"  {problem}" for problem in problems)])
     else:
         print_lines([f"{where}: no damage found, {counted(len(files), 'file')}, {human_bytes(total)}"])
     return 1 if problems else 0

@@ -77,12 +77,14 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
 
 def gather_by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
     """Map each global rank of a mesh to its value, for error texts. Collective: :func:`gather` over each axis."""
-    told = {rank(): value}
+    values = {rank(): value}
     # Axis by axis, because a mesh has no process group of all its ranks.
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            told = {key: own for part in gather(told, mesh.get_group(axis)) for key, own in part.items()}
-    return told
+            values = {
+                key: mine for part in gather(values, mesh.get_group(axis)) for key, mine in part.items()
+            }
+    return values
 
 
 def gather_if_any(value: T) -> list[T]:

@@ -76,10 +76,10 @@ class Liveness:
                 family, host = socket.AF_INET, "127.0.0.1"
                 with contextlib.suppress(OSError):
                     master = os.environ.get("MASTER_ADDR", "")
-                    found = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-                    with socket.socket(*found[:3]) as probe:
-                        probe.connect(found[4])  # sends nothing
-                        family, host = found[0], probe.getsockname()[0]
+                    address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+                    with socket.socket(*address[:3]) as probe:
+                        probe.connect(address[4])  # sends nothing
+                        family, host = address[0], probe.getsockname()[0]
                 self.listener = socket.socket(family, socket.SOCK_STREAM)
                 self.listener.bind((host, 0))
                 self.listener.listen(socket.SOMAXCONN)
@@ -264,8 +264,8 @@ class _Rendezvous:
         known = _process().last.setdefault(dist.group.WORLD, {})
         number, before = known.get(ranks, (-1, ""))
         known[ranks] = number + 1, call
-        whole = len(ranks) == dist.get_world_size()
-        name = "world" if whole else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        is_world = len(ranks) == dist.get_world_size()
+        name = "world" if is_world else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}{name}", _torch.default_store())
         return cls(call, ranks, number + 1, dist.get_rank(), before, store)
 
@@ -400,9 +400,9 @@ class _Rendezvous:
     def _absent(self, came: int) -> str:
         """Format the missing ranks with the start of the verb, for example 'ranks 1, 3 have'."""
         missing = len(self.ranks) - came
-        found = self._without_key(self.ranks, min(missing, _NAMED))
-        more = f" and {missing - len(found)} more" if missing > len(found) else ""
-        return f"{format_ranks(found)}{more} {'has' if missing == 1 else 'have'}"
+        absent = self._without_key(self.ranks, min(missing, _NAMED))
+        more = f" and {missing - len(absent)} more" if missing > len(absent) else ""
+        return f"{format_ranks(absent)}{more} {'has' if missing == 1 else 'have'}"
 
     def _without_key(self, ranks: tuple[int, ...], most: int) -> list[int]:
         """Return the first ``most`` missing ranks by bisection, which takes few requests if few ranks are missing."""

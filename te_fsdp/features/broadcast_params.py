@@ -50,7 +50,7 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
         if state is not None:
             # Unsharded copies would keep the values from before the broadcast.
             release_params(model)
-        found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         quantized = []
         for place in first_owners(model).values():
             parameter, local = place.parameter, _torch.local_of(place.parameter)
@@ -64,13 +64,13 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
             shapes = (parameter.shape, local.shape)
             states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
             for group in replica_groups_of_dtensor(parameter):
-                found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
+                by_group.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
             # States that are not sharded over further axes are equal on data-parallel ranks.
             axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
-            whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
+            unsharded = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
             for group in replica_groups_of_plan(state, place) if state is not None else ():
-                found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, whole)])
-        for group, tensors in found.items():
+                by_group.setdefault(group, []).extend([*buffers, *map(_torch.local_of, unsharded)])
+        for group, tensors in by_group.items():
             broadcast(tensors, group)
         for local in quantized:
             # TE has derived transposes and other buffers from data that are overwritten now.

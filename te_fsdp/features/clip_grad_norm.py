@@ -150,11 +150,11 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
         for place, part in zip(places, parts.unbind(), strict=True):
             sums[place] = part
     # Roots are taken at the end: only powers of the norm add up over shards.
-    whole = torch.stack(sums)
-    whole = whole.amax() if math.isinf(norm_type) else whole.sum()
+    total = torch.stack(sums)
+    total = total.amax() if math.isinf(norm_type) else total.sum()
     if stages is not None:
-        dist.all_reduce(whole, op=op, group=stages.get_group())
-    return whole if math.isinf(norm_type) else whole ** (1.0 / norm_type)
+        dist.all_reduce(total, op=op, group=stages.get_group())
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
 def _check_parameter_list(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -220,12 +220,12 @@ def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return each parameter, or its main parameter with the averaged gradient."""
-    found = averaged_tensors_of(parameters)
-    for parameter, main in zip(parameters, found, strict=True):
+    averaged = averaged_tensors_of(parameters)
+    for parameter, main in zip(parameters, averaged, strict=True):
         record = get_record(parameter)
         if main is not parameter and record is not None and record.ep_mesh is not None:
             get_or_create_record(main).ep_mesh = record.ep_mesh
-    return [main for main in found if main.requires_grad or main.grad is not None]
+    return [main for main in averaged if main.requires_grad or main.grad is not None]
 
 
 def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:
@@ -265,9 +265,9 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
         averages.finish()
     # Replace gradients by their averages, which the next step uses.
     rows = {key: average for averages in averaging for key, average in averages.made.items()}
-    own = [gradient for gradient in gradients_of(state.parameters().values()) if gradient is not None]
+    gradients = [gradient for gradient in gradients_of(state.parameters().values()) if gradient is not None]
     _torch.multiply_all_(
-        _torch.local_tensors_of(rows.get(id(gradient), gradient) for gradient in own), number
+        _torch.local_tensors_of(rows.get(id(gradient), gradient) for gradient in gradients), number
     )
     for averages in averaging:
         averages.multiplied(number)

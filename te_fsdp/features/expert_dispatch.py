@@ -132,18 +132,18 @@ class ExpertDispatcher:
         buckets = self.num_experts * self.groups
         groups = torch.arange(self.groups, device=chosen.device)[:, None, None]
         # (groups, top_k, tokens of a group): the order of precedence.
-        wanted = chosen.reshape(self.groups, -1, top_k).transpose(1, 2) * self.groups + groups
-        wanted = wanted.flatten()
+        expert_slots = chosen.reshape(self.groups, -1, top_k).transpose(1, 2) * self.groups + groups
+        expert_slots = expert_slots.flatten()
         # Stable, so that copies for one expert keep their order of precedence.
-        order = wanted.argsort(stable=True)
-        ordered = wanted[order]
+        order = expert_slots.argsort(stable=True)
+        ordered = expert_slots[order]
         # The first copy of each expert and group in the sorted order.
         begin = torch.searchsorted(ordered, torch.arange(buckets, device=chosen.device, dtype=ordered.dtype))
         place = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
         position = torch.empty_like(place).scatter_(0, order, place)
         unused = buckets * self.capacity
         # Copies beyond the capacity get the unused last row, which `dispatch` cuts off.
-        rows = torch.where(position < self.capacity, wanted * self.capacity + position, unused)
+        rows = torch.where(position < self.capacity, expert_slots * self.capacity + position, unused)
         route = ExpertRoute(rows.view(self.groups, top_k, -1).transpose(1, 2).reshape(count, top_k), unused)
         copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
         # The last row receives the dropped copies.
@@ -225,8 +225,8 @@ class ExpertDispatcher:
             back = results.reshape(mine, ranks, each, -1).transpose(0, 1).flatten(0, 2)
             results = _AllToAll.apply(back, self._receive, self._send, self.group)
         padded = torch.cat([results, results.new_zeros(1, results.shape[1])])
-        found = padded.index_select(0, route.rows.flatten()).unflatten(0, route.rows.shape)
-        return (found * weights[..., None]).sum(1)
+        outputs = padded.index_select(0, route.rows.flatten()).unflatten(0, route.rows.shape)
+        return (outputs * weights[..., None]).sum(1)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -225,12 +225,12 @@ class GraphedStep:
                 _log.info("graphed_step: recorded again, because of a change: %s", what)
                 self._drop()
             signature = Signature.of(leaves, structure)
-            found = next((r for r in self._recorded if r.signature.fits(signature)), None)
-            reads_rates = self._step_can_be_recorded() if found is None else found.update is not None
+            recording = next((r for r in self._recorded if r.signature.fits(signature)), None)
+            reads_rates = self._step_can_be_recorded() if recording is None else recording.update is not None
             if reads_rates:
                 self._rates.take()
             is_warm = self._steps >= self._warmup
-            if found is None and is_warm and not self.why_eager and self._has_run(signature):
+            if recording is None and is_warm and not self.why_eager and self._has_run(signature):
                 why = ""
                 if len(self._recorded) == MAX_KINDS:
                     why = f"inputs of more than {MAX_KINDS} kinds (shapes, dtypes, or non-tensor values)"
@@ -239,9 +239,9 @@ class GraphedStep:
                 if why:
                     self._run_eagerly(why)
                 else:
-                    found = self._record(signature, leaves, structure)
-            if found is not None:
-                return self._replay(found, leaves)
+                    recording = self._record(signature, leaves, structure)
+            if recording is not None:
+                return self._replay(recording, leaves)
             there = [
                 leaf.to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in leaves
@@ -413,8 +413,8 @@ class GraphedStep:
             for root in self._state.roots() if number < self._last else ():
                 _fsdp2.clear_events(root)
         trained = [p for p in self._state.parameters().values() if p.grad is not None]
-        held = [p.grad for p in trained if p.grad is not None]
-        return _Recording(signature, inputs, parts, norm, trained, held)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        return _Recording(signature, inputs, parts, norm, trained, gradients)
 
     def _clear_events(self) -> None:
         """Clear all events of a recording, or of the step before one, on which a stream could wait."""

@@ -104,7 +104,7 @@ def graphed_units(
 def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
     """All-gather units to fixed addresses from now on; raise if some cannot be. Local operation."""
     # Units that are gathered in each pass take turns in the memory of two units. The others keep their own.
-    transports, shared, own = transports_of(state).by_unit, FixedMemory(2), FixedMemory(0)
+    transports, shared, separate = transports_of(state).by_unit, FixedMemory(2), FixedMemory(0)
     gathered = [name for name in names if transports[name].name != "none"]
     for name in gathered:
         unit, label = state.modules[name], name or "the root"
@@ -135,8 +135,8 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
     for name in gathered:
         gathers = transports[name].gathers
         assert gathers is not None
-        gathers.fix_addresses(state.modules[name], shared if state.units[name].gather == "pass" else own)
-    return [shared, own]
+        gathers.fix_addresses(state.modules[name], shared if state.units[name].gather == "pass" else separate)
+    return [shared, separate]
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -176,7 +176,7 @@ class _Shared:
     def pending(self) -> list[_Pending]:
         """Return the replayed forwards whose backward has not run, in order ([Note: order of replays])."""
         alive = [
-            found for reference in self._stack if (found := reference()) is not None and not found.is_done
+            pass_ for reference in self._stack if (pass_ := reference()) is not None and not pass_.is_done
         ]
         if len(alive) != len(self._stack):
             self._stack = [weakref.ref(each) for each in alive]
@@ -197,11 +197,11 @@ class _Shared:
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
-        found = {part.untyped_storage().data_ptr() for part in _parts(_graphs.shards_of(unit))}
+        addresses = {part.untyped_storage().data_ptr() for part in _parts(_graphs.shards_of(unit))}
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             for memory in self._memory:
-                found |= memory.storages(group)
-        return found
+                addresses |= memory.storages(group)
+        return addresses
 
     def reason_of_addresses(self, unit: nn.Module) -> str:
         """Return why weights of a unit have no fixed addresses; empty if they have."""
@@ -238,9 +238,9 @@ class _Pending:
             )
         if self._shared.last_backward != self.recording.order + 1:
             self.recording.wait_for_reductions()  # [Note: gradients of weights] expects the unit in between
-        found = self.recording.run_backward(gradients)
+        results = self.recording.run_backward(gradients)
         self.is_done, self._shared.last_backward = True, self.recording.order
-        return found
+        return results
 
 
 class _Unit:

@@ -56,9 +56,9 @@ def is_low_precision(parameter: torch.Tensor) -> bool:
 
 def initial_main_weight(local: torch.Tensor) -> torch.Tensor:
     """Return a new fp32 tensor with the value with which a local tensor was initialized."""
-    kept = _te.high_precision_value(local)
-    if kept is not None:
-        return kept.to(device=local.device, dtype=torch.float32, copy=True)
+    initial = _te.high_precision_value(local)
+    if initial is not None:
+        return initial.to(device=local.device, dtype=torch.float32, copy=True)
     if _te.is_quantized(local):
         return local.dequantize(dtype=torch.float32).detach().clone()  # type: ignore[call-arg]
     return local.detach().to(torch.float32, copy=True)
@@ -66,8 +66,8 @@ def initial_main_weight(local: torch.Tensor) -> torch.Tensor:
 
 def main_parameters_of(optimizer: Optimizer) -> MainParameters | None:
     """Return the main parameters of an optimizer with sharded state, else ``None``."""
-    found = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    return found if found is not None and found.cuts else None
+    main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    return main_params if main_params is not None and main_params.cuts else None
 
 
 def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> OptimizerShard | None:
@@ -78,8 +78,8 @@ def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> Optimiz
 
 def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, int, int] | None:
     """Return dim, start and end of the part of a local tensor that a state covers; ``None`` if it is not sharded."""
-    own = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
-    if not isinstance(value, DTensor) or value.device_mesh.ndim != own + 1:
+    mesh_dims = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+    if not isinstance(value, DTensor) or value.device_mesh.ndim != mesh_dims + 1:
         return None
     mesh, dim = value.device_mesh, _torch.shard_dim_of(value.placements[0])
     assert dim is not None
@@ -180,11 +180,11 @@ class MainParameters:
         main = optimizer.state.get(parameter, {}).get(MAIN)
         if main is None or (shard is not None and rows_of_state(main, parameter) is None):
             # Keep only this rank's rows of an unsharded main weight created by main_weights.
-            whole = initial_main_weight(local) if main is None else _torch.local_of(main)
+            value = initial_main_weight(local) if main is None else _torch.local_of(main)
             if shard is None:
-                main = _torch.placed_like(whole, parameter)
+                main = _torch.placed_like(value, parameter)
             else:
-                main = shard.distributed(shard.of(whole).clone(memory_format=torch.contiguous_format))
+                main = shard.distributed(shard.of(value).clone(memory_format=torch.contiguous_format))
             optimizer.state[parameter][MAIN] = main
         _te.drop_high_precision_value(local)
         return main
@@ -198,37 +198,37 @@ class MainParameters:
         """Return trained parameters with sharded state in the optimizer's order, identical on all replicas. Local."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        found = []
+        pairs = []
         for parameter in [p for group in groups for p in group["params"] if p.requires_grad]:
-            own = self.known.get(id(parameter))
-            if own is None or own.shard is None:
-                own = self.of(parameter)
-            if own.shard is not None:
-                found.append(own)
-        return found
+            pair = self.known.get(id(parameter))
+            if pair is None or pair.shard is None:
+                pair = self.of(parameter)
+            if pair.shard is not None:
+                pairs.append(pair)
+        return pairs
 
     def lookup(self, parameters: Sequence[torch.Tensor], optimizer: Any = None) -> list[MainParameter | None]:
         """Return the main parameters for a step, created or updated as needed; ``None`` if not needed. Local."""
         optimizer = self._optimizer() if optimizer is None else optimizer
         assert optimizer is not None
-        found: list[MainParameter | None] = []
+        pairs: list[MainParameter | None] = []
         for parameter, local in zip(parameters, _torch.local_tensors_of(parameters), strict=True):
             state = optimizer.state.get(parameter)
             if not parameter.requires_grad and not state:
-                found.append(None)
+                pairs.append(None)
                 continue
-            own = self.known.get(id(parameter)) or self.of(parameter)
+            pair = self.known.get(id(parameter)) or self.of(parameter)
             # The cached main parameter is valid while the parameter has the same local tensor (initialization and
             # loading may replace it) and its state the same main weight (loading may replace it). Rows of the
             # parameter itself may be a copy, so they are updated in each step. A main parameter with an averaged
             # gradient stays.
-            averaged = own.source is not None
-            kept = state.get(MAIN) is own.main if state and own.low else averaged
-            if own.local is not local or not (own.main is None or kept):
-                main = own.main if averaged else self.make(optimizer, parameter)
-                own.local, own.low, own.main = local, is_low_precision(parameter), main
-            found.append(None if own.main is None else own)
-        return found
+            averaged = pair.source is not None
+            is_current = state.get(MAIN) is pair.main if state and pair.low else averaged
+            if pair.local is not local or not (pair.main is None or is_current):
+                main = pair.main if averaged else self.make(optimizer, parameter)
+                pair.local, pair.low, pair.main = local, is_low_precision(parameter), main
+            pairs.append(None if pair.main is None else pair)
+        return pairs
 
     # --- in the parameters' places, and out of them
 
@@ -241,11 +241,11 @@ class MainParameters:
             self.restore_params(optimizer)
         scales, count = getattr(optimizer, "_scales", None), 0  # no scales without low-precision states
         for group in optimizer.param_groups:
-            live, held = group["params"], list(group["params"])
-            self._groups.append((live, held))
-            count += len(held)
+            live, parameters = group["params"], list(group["params"])
+            self._groups.append((live, parameters))
+            count += len(parameters)
             live.clear()
-            for parameter, pair in zip(held, self.lookup(held, optimizer), strict=True):
+            for parameter, pair in zip(parameters, self.lookup(parameters, optimizer), strict=True):
                 if pair is None:
                     # FusedAdam creates state for all parameters that it sees.
                     frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
@@ -262,7 +262,7 @@ class MainParameters:
                 self.pairs.append(pair)
                 live.append(pair.main)
         if len(self.known) > count:  # drop parameters that the optimizer no longer has
-            ids = {id(parameter) for _, held in self._groups for parameter in held}
+            ids = {id(parameter) for _, parameters in self._groups for parameter in parameters}
             self.known = {key: known for key, known in self.known.items() if key in ids}
         if self.averages is not None and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights, so FusedAdam must not create any.
@@ -281,8 +281,8 @@ class MainParameters:
         if self.locals:
             remove_local_tensors(optimizer, self.locals)
         # In place, because learning rate schedulers and users hold the group's own list.
-        for live, held in self._groups:
-            live[:] = held
+        for live, parameters in self._groups:
+            live[:] = parameters
         scales = getattr(optimizer, "_scales", None)
         for pair in self.pairs:
             # The state moves back to the parameter, by which state_dict and checkpoints find it.
@@ -319,9 +319,9 @@ class MainParameters:
             self.restore_params(optimizer)
             self.averages.make()
         self.install_main_params(optimizer, stepping=True)
-        whole = [pair for pair in self.pairs if pair.shard is None]
+        pairs = [pair for pair in self.pairs if pair.shard is None]
         if self.lent:
-            parameters = {id(pair.main): pair.parameter for pair in whole}
+            parameters = {id(pair.main): pair.parameter for pair in pairs}
             fused: Any = optimizer
             name = "decoupled_grad" if fused.use_decoupled_grad else "grad"
             for group in optimizer.param_groups:
@@ -347,14 +347,14 @@ class MainParameters:
                             main.grad_dtype = gradient.dtype
                     assign_main_gradients(mains, gradients)
         else:
-            mains, gradients = [pair.main for pair in whole], gradients_of([pair.parameter for pair in whole])
+            mains, gradients = [pair.main for pair in pairs], gradients_of([pair.parameter for pair in pairs])
             assign_main_gradients(mains, _torch.in_dtypes_of(gradients, mains))
         self.locals = install_local_tensors(optimizer)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         cut: list[tuple[OptimizerShard, torch.Tensor]] = []
-        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        updates: list[tuple[torch.Tensor, torch.Tensor]] = []
         with without_subclasses():  # reads .grad of DTensors without Python calls
             for pair in self.pairs:
                 main: Any = pair.main
@@ -362,10 +362,10 @@ class MainParameters:
                     continue
                 local = _torch.local_of_dtensor(main) if isinstance(main, DTensor) else main
                 if pair.shard is None:
-                    whole.append((pair.local, local))
+                    updates.append((pair.local, local))
                 else:
                     cut.append((pair.shard, local))
-        quantize_into(whole)
+        quantize_into(updates)
         if cut:
             all_gather_main_params(cut)
         self.remove_main_params(optimizer)
@@ -435,9 +435,9 @@ class MainParameters:
     def _shards(self, optimizer: Optimizer, state_dict: Any) -> Iterator[tuple[Any, OptimizerShard]]:
         """Yield (key in the state dict, shard) of each parameter with sharded state."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         # torch checks the groups and raises if they differ.
-        for key, parameter in zip(keys, held, strict=False):
+        for key, parameter in zip(keys, params, strict=False):
             shard = self.of(parameter).shard
             if shard is not None:
                 yield key, shard

@@ -103,8 +103,8 @@ class Muon(Optimizer):
                 got=", ".join(unknown),
                 fix="omit it, or pass adamw=None and use your own optimizer for the other parameters",
             )
-        found = torch.optim.AdamW(some, **(adamw or {})).defaults
-        others = {key: found[key] for key in known}
+        adamw_defaults = torch.optim.AdamW(some, **(adamw or {})).defaults
+        others = {key: adamw_defaults[key] for key in known}
         if params is None:
             # TransformerEngine's linear layers, including single weights of all experts.
             weights = {
@@ -195,7 +195,7 @@ class Muon(Optimizer):
         pairs = [] if main_parameters is None else main_parameters.pairs
         originals: dict[int, torch.Tensor] = {id(pair.main): pair.parameter for pair in pairs}
         # Main weights are identified by their parameters, which are constant.
-        held = [
+        trained = [
             (parameter, original, group)
             for group in self.param_groups
             for parameter in group["params"]
@@ -203,27 +203,27 @@ class Muon(Optimizer):
             and (original := originals.get(id(parameter), parameter)).requires_grad
         ]
         # Freezing, adding groups or loading may change the set of parameters and their shards, which needs a new plan.
-        key = tuple((id(original), tuple(_torch.local_of(own).shape)) for own, original, _ in held)
+        key = tuple((id(original), tuple(_torch.local_of(sharded).shape)) for sharded, original, _ in trained)
         plan = self._plan
         if plan is None or plan.key != key:
-            made = _make_exchange_plan(model, [each[:2] for each in held], self._split_fused)
+            made = _make_exchange_plan(model, [each[:2] for each in trained], self._split_fused)
             plan = self._plan = _ExchangePlan(key, *made)
         updates: dict[int, torch.Tensor] = {}
-        for index, (parameter, _, group) in enumerate(held):
+        for index, (parameter, _, group) in enumerate(trained):
             if parameter.grad is not None:
                 updates[index] = self._update(parameter, parameter.grad, group)
         newton_schulz, adjusted = _torch.muon_arithmetic()
 
-        def orthogonalized(weight: _MuonWeight, whole: torch.Tensor) -> torch.Tensor:
-            group = held[weight.index][2]
+        def orthogonalized(weight: _MuonWeight, full: torch.Tensor) -> torch.Tensor:
+            group = trained[weight.index][2]
             options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-            return weight.joined([newton_schulz(matrix, *options) for matrix in weight.matrices(whole)])
+            return weight.joined([newton_schulz(matrix, *options) for matrix in weight.matrices(full)])
 
         with torch.profiler.record_function("te_fsdp::muon"):
             for ranks, weights in plan.exchanges:
                 updates |= _exchange(ranks, weights, updates, orthogonalized)
         for index, flat in updates.items():
-            parameter, _, group = held[index]
+            parameter, _, group = trained[index]
             local, rate, weight = _torch.local_of(parameter), float(group["lr"]), plan.weights[index]
             update = flat.view(local.shape)
             local.mul_(1 - rate * group["weight_decay"])
@@ -280,12 +280,12 @@ class _MuonWeight:
         """Return the shapes of the matrices."""
         return [(self.fused[0] * height, self.shape[1]) for height in self.heights]
 
-    def matrices(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def matrices(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Split an unsharded weight into its matrices."""
         if len(self.fused[1]) == 1:
-            return [whole]
+            return [full]
         turns, columns = self.fused[0], self.shape[1]
-        parts = whole.view(turns, -1, columns).split(self.heights, 1)
+        parts = full.view(turns, -1, columns).split(self.heights, 1)
         return [part.reshape(-1, columns) for part in parts]
 
     def joined(self, matrices: list[torch.Tensor]) -> torch.Tensor:
@@ -319,14 +319,14 @@ class _ExchangePlan(NamedTuple):
 
 
 def _make_exchange_plan(
-    model: nn.Module, held: list[tuple[torch.Tensor, torch.Tensor]], split_fused: bool
+    model: nn.Module, pairs: list[tuple[torch.Tensor, torch.Tensor]], split_fused: bool
 ) -> tuple[list[_MuonWeight], list[_Exchange]]:
     """Return the weights of parameters, and the exchanges between ranks. Collective over the ranks that shard them."""
     fused = fused_matrices(model) if split_fused else {}
     places = {id(shard_of(place.parameter)): place for place in first_owners(model).values()}
-    found: list[_MuonWeight] = []
+    muon_weights: list[_MuonWeight] = []
     exchanges: dict[tuple[int, ...], _Exchange] = {}
-    for parameter, original in held:
+    for parameter, original in pairs:
         place = places.get(id(original))
         if place is None:
             raise OrderError(
@@ -339,8 +339,8 @@ def _make_exchange_plan(
         # shard_optimizer may have sharded it further.
         boxes = info.boxes if cut is None else cut_boxes(info.boxes, *cut)
         matrices = fused.get((id(place.owner), place.name), _WHOLE)
-        weight = _MuonWeight(len(found), place.label, info.original_shape, matrices, boxes)
-        found.append(weight)
+        weight = _MuonWeight(len(muon_weights), place.label, info.original_shape, matrices, boxes)
+        muon_weights.append(weight)
         group = _group_of(parameter, place)
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         # One exchange for all weights over the same ranks.
@@ -364,7 +364,7 @@ def _make_exchange_plan(
             for weight in sorted(weights, key=lambda w: -costs[w.index]):
                 weight.owner = min(range(len(layouts)), key=loads.__getitem__)
                 loads[weight.owner] += costs[weight.index]
-    return found, list(exchanges.values())
+    return muon_weights, list(exchanges.values())
 
 
 def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup | None:
@@ -418,17 +418,17 @@ def _exchange(
     incoming = list(map(sum, sizes))
     received = sent.new_empty(sum(incoming))
     dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
-    parts = [part.split(own) for part, own in zip(received.split(incoming), sizes, strict=True)]
-    for weight, pieces in zip(mine, zip(*parts, strict=True), strict=True):
-        whole = sent.new_empty(weight.shape)
+    parts = [part.split(size) for part, size in zip(received.split(incoming), sizes, strict=True)]
+    for weight, shards in zip(mine, zip(*parts, strict=True), strict=True):
+        full = sent.new_empty(weight.shape)
         views = []
-        for boxes, piece in zip(weight.boxes_of, pieces, strict=True):
+        for boxes, piece in zip(weight.boxes_of, shards, strict=True):
             # The boxes of a local tensor are contiguous, because stacked blocks are sharded along rows only.
             for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
                 views.append((box.original_slices(), values.view(box.sizes)))
         for where, values in views:
-            whole[where] = values
-        result = orthogonalized(weight, whole)
+            full[where] = values
+        result = orthogonalized(weight, full)
         for where, values in views:
             values.copy_(result[where])  # the memory of the received parts is sent back
     dist.all_to_all_single(sent, received, outgoing, incoming, group=group)

@@ -20,7 +20,7 @@ import torch
 from te_fsdp.collectives.agreement import gather, maximum
 from te_fsdp.collectives.redistribute import GradComm
 from te_fsdp.component import Component
-from te_fsdp.errors import GradientError, OrderError, PlacementError, message
+from te_fsdp.errors import GradientError, OrderError, PlacementError, message, shorten
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
 from te_fsdp.sharded_model import get_sharded_model, shard_of
 from te_fsdp.unit_communication import set_unit_grad_comm
@@ -180,11 +180,11 @@ class NanReport(Component):
             for _ in _fsdp2_gradients.params_with_unreduced_gradients(unit)
         ) or any(unreduced() for unreduced in state.components.unreduced):
             return False
-        found = (p.grad for p in map(shard_of, state.model.parameters()))
+        gradients = (p.grad for p in map(shard_of, state.model.parameters()))
         if not self._raised:  # stops at the first one: this runs before each microbatch
-            return all(gradient is None for gradient in found)
+            return all(gradient is None for gradient in gradients)
         # Zeros, not only finite values: this rank's NaN may be in another rank's shard of the gradient.
-        left = [_torch.local_of(gradient) for gradient in found if gradient is not None]
+        left = [_torch.local_of(gradient) for gradient in gradients if gradient is not None]
         return not any(bool(gradient.count_nonzero()) for gradient in left)
 
     def _look_at_unreduced(self) -> None:
@@ -200,10 +200,10 @@ class NanReport(Component):
                 # One number for all of them, kept on the device: reading it here would wait for the backward.
                 self._note(name, _torch.abs_max(list(map(_torch.local_of, gradients))))
         replicated = state.components.get(ReplicatedGradients)
-        whole = replicated.waiting() if replicated is not None else []
+        accumulated = replicated.waiting() if replicated is not None else []
         # foreach kernels take tensors of one dtype.
-        for dtype in {gradient.dtype for gradient in whole}:
-            self._note(NOT_SHARDED, _torch.abs_max([g for g in whole if g.dtype == dtype]))
+        for dtype in {gradient.dtype for gradient in accumulated}:
+            self._note(NOT_SHARDED, _torch.abs_max([g for g in accumulated if g.dtype == dtype]))
 
     def _look(self, label: str | None, buffer: torch.Tensor) -> None:
         """Check one buffer of gradients right before its reduction."""
@@ -226,30 +226,30 @@ class NanReport(Component):
         mine = dict(zip(self._labels, self._first.tolist(), strict=True))
         flagged = {label: number for label, number in mine.items() if number}
         gradients = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
-        names = [n for n, own in gradients.items() if not bool(torch.isfinite(_torch.local_of(own)).all())]
+        names = [n for n, g in gradients.items() if not bool(torch.isfinite(_torch.local_of(g)).all())]
         # All ranks build the report from all findings, so that they raise the same error.
-        found = gather((flagged, names))
-        bad = list(dict.fromkeys(name for _, named in found for name in named))
+        reports = gather((flagged, names))
+        bad = list(dict.fromkeys(name for _, named in reports for name in named))
         if not bad:  # zero_grad after an error
             self._first.zero_()
             return ""
         lines = []
         for label in self._labels:
-            where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(found) if label in f]
+            where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(reports) if label in f]
             if where:
-                whole = {name for name, plan in state.plans.items() if plan.storage.is_replicated}
+                replicated = {name for name, plan in state.plans.items() if plan.storage.is_replicated}
                 prefix = f"{label}." if label else ""
                 inner = tuple(
                     f"{u}." for u in self._labels if u not in (NOT_SHARDED, label) and u.startswith(prefix)
                 )
-                own = [
+                names = [
                     name
                     for name in bad
-                    if name.startswith(prefix) and not name.startswith(inner) and name not in whole
+                    if name.startswith(prefix) and not name.startswith(inner) and name not in replicated
                 ]
                 if label == NOT_SHARDED:
-                    own = [name for name in bad if name in whole]
-                named = ", ".join([*own[:MOST], f"and {len(own) - MOST} more"] if len(own) > MOST else own)
+                    names = [name for name in bad if name in replicated]
+                named = shorten(names, MOST)
                 named = f"{label} ({named})" if label == NOT_SHARDED and named else named
                 lines.append(f"{named or label or 'the root unit'}: {', '.join(where)}")
         return message(

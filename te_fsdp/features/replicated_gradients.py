@@ -84,13 +84,13 @@ class ReplicatedGradients(Component):
     ) -> None:
         # Collectives of one process group must start in one order on all ranks. FSDP2 and these reductions
         # start independently of each other.
-        apart = with_fsdp2 and bool(units)
+        alone = with_fsdp2 and bool(units)
         divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
         dense = experts = ReductionGroup.of(
-            meshes.fsdp, "data", meshes.device_mesh if apart else None, divisor
+            meshes.fsdp, "data", meshes.device_mesh if alone else None, divisor
         )
         if (mesh := meshes.expert_mesh) is not None:
-            experts = ReductionGroup.of(meshes.expert_fsdp, "expert_data", mesh if apart else None, divisor)
+            experts = ReductionGroup.of(meshes.expert_fsdp, "expert_data", mesh if alone else None, divisor)
         self._slots = []
         for parameter in replicated:
             plan = parameter.plan
@@ -179,8 +179,8 @@ class ReplicatedGradients(Component):
             work, gave_up = self._said
             work.wait()
             self._said, self._gave_up = None, self._gave_up or bool(gave_up)
-        found, self._gave_up = self._gave_up, False
-        return found
+        was_abandoned, self._gave_up = self._gave_up, False
+        return was_abandoned
 
     def _send_abort_flag(self, gave_up: bool) -> None:
         """Start the all-reduce of the "aborted" flag for the reduction just completed, without waiting.
@@ -373,7 +373,9 @@ class ReplicatedGradients(Component):
             for slot in trained:
                 units.setdefault(slot.unit, []).append(slot)
             packed = [
-                (unit, bucket) for unit, own in units.items() for bucket in pack(own, self._meshes.tp_or_none)
+                (unit, bucket)
+                for unit, each in units.items()
+                for bucket in pack(each, self._meshes.tp_or_none)
             ]
             early = [(unit, bucket) for unit, bucket in packed if unit is not None and unit in agreed]
             self._buckets = early, [bucket for unit, bucket in packed if unit not in agreed]
@@ -462,7 +464,7 @@ def reduce_replicated_gradients(setup: Setup) -> None:
             sum(parameter.requires_grad for parameter in parameters),
             shorten([item.plan.label for item in replicated], 3),
         )
-    own = ReplicatedGradients(
+    new = ReplicatedGradients(
         state.model,
         replicated,
         state.meshes,
@@ -472,7 +474,7 @@ def reduce_replicated_gradients(setup: Setup) -> None:
         average=state.average_gradients,
         with_fsdp2=bool(state.modules),
     )
-    state.components.attach(own)
+    state.components.attach(new)
     # torch's pipeline stage informs only FSDP2's modules when the last microbatch runs.
     if state.meshes.pp is not None and fsdp2_units.is_fsdp_module(state.model):
-        _fsdp2_patches.wrap_pipeline_step(state.model, own.set_gradient_sync, own.reduce_after_microbatches)
+        _fsdp2_patches.wrap_pipeline_step(state.model, new.set_gradient_sync, new.reduce_after_microbatches)

@@ -71,20 +71,20 @@ def addresses_of(tensor: torch.Tensor) -> tuple[int, ...]:
     row = _te.format_of(local) if _te.is_quantized(local) else None
     if row is None:
         return (local.data_ptr(),)
-    found = [getattr(local, buffer.attribute, None) for buffer in row.buffers if not buffer.is_derived]
-    return tuple([0 if value is None else value.data_ptr() for value in found])
+    values = [getattr(local, buffer.attribute, None) for buffer in row.buffers if not buffer.is_derived]
+    return tuple([0 if value is None else value.data_ptr() for value in values])
 
 
 def weights_of(unit: nn.Module) -> list[Weight]:
     """Return the parameters of a unit, each one where it is registered first."""
-    found: dict[int, Weight] = {}
+    weights: dict[int, Weight] = {}
     for module in unit.modules():
-        own: dict[str, Any] = module._parameters
-        for name, parameter in own.items():
+        table: dict[str, Any] = module._parameters
+        for name, parameter in table.items():
             if parameter is not None:
-                weight = Weight(own, name, parameter, addresses_of(parameter), parameter.requires_grad)
-                found.setdefault(id(parameter), weight)
-    return list(found.values())
+                weight = Weight(table, name, parameter, addresses_of(parameter), parameter.requires_grad)
+                weights.setdefault(id(parameter), weight)
+    return list(weights.values())
 
 
 # [Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture
@@ -146,8 +146,8 @@ class UnitRecording:
 
     def changed(self) -> str:
         """Return what has changed since the recording; empty if nothing has. Local operation, in every forward."""
-        for own, name, parameter, addresses, trained in self.weights:
-            if own.get(name) is not parameter or parameter.requires_grad is not trained:
+        for table, name, parameter, addresses, trained in self.weights:
+            if table.get(name) is not parameter or parameter.requires_grad is not trained:
                 return f"{name} is a different parameter, or its requires_grad has changed"
             if addresses_of(parameter) != addresses:
                 return f"{name} has a different address"
@@ -197,8 +197,8 @@ class UnitRecording:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        for own, name, parameter in replaced:
-            own[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        for table, name, parameter in replaced:
+            table[name] = by_id[id(parameter)]  # type: ignore[assignment]
         # torch.autocast must not keep casts in the memory of a graph.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -206,8 +206,8 @@ class UnitRecording:
             output = self._call(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(caches)
-            for own, name, parameter in replaced:
-                own[name] = parameter
+            for table, name, parameter in replaced:
+                table[name] = parameter
         leaves, structure = _torch.flatten(output)
         # A replay writes to the memory of these tensors. Other values are those of the recording, so only
         # constants are allowed.
@@ -235,8 +235,8 @@ class UnitRecording:
     def replay_forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy inputs, replay, and return copies of the outputs."""
         static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
-        for held, tensor in zip(static, tensors, strict=True):
-            held.data.copy_(tensor)  # by .data, because autograd has saved the static input
+        for static_input, tensor in zip(static, tensors, strict=True):
+            static_input.data.copy_(tensor)  # by .data, because autograd has saved the static input
         self._forward_graph.replay()
         return [output.clone() for output in self._outputs]
 
@@ -252,13 +252,13 @@ class UnitRecording:
 
     def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
         """Replay the backward, which the first call records. Return gradients of inputs and parameters."""
-        wanted = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
+        outputs_grad = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
         if not self.is_complete:
             outputs = [o for o, trained in zip(self._outputs, self._trained, strict=True) if trained]
             self._grad_outputs = [self._buffers.like("output", n, output) for n, output in enumerate(outputs)]
-        for held, gradient in zip(self._grad_outputs, wanted, strict=True):
+        for static, gradient in zip(self._grad_outputs, outputs_grad, strict=True):
             # Autograd passes None for an output that the loss does not use. The graph reads a tensor.
-            held.zero_() if gradient is None else held.copy_(gradient)
+            static.zero_() if gradient is None else static.copy_(gradient)
         # Each pass derives these buffers again, in new memory. The graph reads those that it was recorded with.
         for local, attribute, staged in self._staged if self.is_complete else ():
             value = getattr(local, attribute)
@@ -294,20 +294,20 @@ class UnitRecording:
             # Later backwards replay the recording, so the autograd graph behind it can be freed.
             self._stand_ins, self._edges = [], []
         self._backward_graph.replay()
-        found: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
-        kept = not _graphs.reduces_gradients(self._unit)
+        results: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
+        accumulates = not _graphs.reduces_gradients(self._unit)
         managed = {id(parameter) for parameter in _graphs.managed_parameters(self._unit)}
         for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
             if not weight.trained:
                 continue
             if gradient is None:
-                found.append(None)
+                results.append(None)
                 continue
             # The next replay overwrites a gradient that is not reduced before.
-            copies = (kept or id(weight.parameter) not in managed) and weight.parameter.grad is None
+            copies = (accumulates or id(weight.parameter) not in managed) and weight.parameter.grad is None
             local = gradient.local.clone() if copies else gradient.local.detach()
-            found.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
-        return found
+            results.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
+        return results
 
     def _stage(
         self, place: int, local: torch.Tensor, made: torch.Tensor
@@ -338,9 +338,9 @@ class UnitRecording:
     def _backward(self) -> list[torch.Tensor | None]:
         """Return gradients of all input tensors, then of all weights."""
         tensors = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)] + self._stand_ins
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        found = iter(torch.autograd.grad(self._edges, wanted, self._grad_outputs, allow_unused=True))
-        return [next(found) if tensor.requires_grad else None for tensor in tensors]
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        computed = iter(torch.autograd.grad(self._edges, trained, self._grad_outputs, allow_unused=True))
+        return [next(computed) if tensor.requires_grad else None for tensor in tensors]
 
 
 def _recorded(gradient: torch.Tensor) -> Gradient:

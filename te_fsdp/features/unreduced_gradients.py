@@ -298,12 +298,12 @@ class UnreducedGradients(Component):
 def watch_unreduced_gradients(setup: Setup) -> None:
     """Mark gradients that backwards of the model leave unreduced, from now on. Local operation."""
     state = setup.state
-    own = UnreducedGradients(state)
-    state.components.attach(own)
+    marks = UnreducedGradients(state)
+    state.components.attach(marks)
     for name, unit in state.modules.items():
         for group in fsdp2_units.fsdp_parameter_groups(unit):
-            own.groups.append(group)
+            marks.groups.append(group)
             _fsdp2_patches.add_reduction_listener(
-                group, before=own.before_reduction, ended=functools.partial(own.after_backward, name)
+                group, before=marks.before_reduction, ended=functools.partial(marks.after_backward, name)
             )
-            _fsdp2_patches.before_backward(group, functools.partial(own.before_backward, name))
+            _fsdp2_patches.before_backward(group, functools.partial(marks.before_backward, name))

@@ -21,10 +21,10 @@ _UNFIT = ("Adafactor", "Rprop")
 _FUSED: dict[type, str] = {torch.optim.SGD: "_fused_sgd_", torch.optim.Adagrad: "_fused_adagrad_"}
 
 
-def refuse_unsupported_optimizer(optimizer: Optimizer, held: list[torch.Tensor]) -> None:
-    """Raise for an optimizer whose step would fail, or be wrong, on the sharded parameters of ``held``. Local."""
+def refuse_unsupported_optimizer(optimizer: Optimizer, params: list[torch.Tensor]) -> None:
+    """Raise for an optimizer whose step would fail, or be wrong, on the sharded parameters of ``params``. Local."""
     # docs/optimizers.md has the table of exact optimizers.
-    sharded = [p for p in held if isinstance(p, DTensor)]
+    sharded = [p for p in params if isinstance(p, DTensor)]
     kind, got = type(optimizer), f"{len(sharded)} sharded ones"
 
     def refused(got: str, why: str, fix: str) -> PlacementError:

@@ -183,9 +183,9 @@ class LoraLinear(nn.Module, _LoraLayer):
         mode = base.parallel_mode if getattr(base, "tp_size", 1) > 1 else None
         split = bool(getattr(base if mode else base.weight, "sequence_parallel", False))
         common = {"bias": False, "device": base.weight.device}
-        whole = {**common, "dtype": torch.float32}
-        a: Any = nn.Linear(base.in_features, r, **whole) if mode != "row" else None
-        b: Any = _Zeros(r, base.out_features, **whole) if mode != "column" else None
+        full = {**common, "dtype": torch.float32}
+        a: Any = nn.Linear(base.in_features, r, **full) if mode != "row" else None
+        b: Any = _Zeros(r, base.out_features, **full) if mode != "column" else None
         for half in filter(None, (a, b)):
             if split:  # its input is sequence parallel: te_fsdp sums its gradient over tp
                 half.weight.sequence_parallel = True

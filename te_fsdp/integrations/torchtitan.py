@@ -121,11 +121,11 @@ def parallelize(
         ),
         "activation_checkpoint": (ac_config is not None, "None, and te.checkpoint in the model"),
     }
-    if found := {name: instead for name, (is_set, instead) in unsupported.items() if is_set}:
+    if refused := {name: instead for name, (is_set, instead) in unsupported.items() if is_set}:
         raise PlacementError(
-            f"parallelize: {', '.join(found)}",
+            f"parallelize: {', '.join(refused)}",
             why="torchtitan's own code for it does not support TransformerEngine's modules",
-            fix="; ".join(f"{name}={instead}" for name, instead in found.items()),
+            fix="; ".join(f"{name}={instead}" for name, instead in refused.items()),
         )
     if not {"strategy", "precision"} & sharding.keys():
         # Without pipeline parallelism, "default" means "always".
@@ -221,9 +221,9 @@ class CheckpointManager(_Manager):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self.config
-        wanted = curr_step % config.interval == 0 or last_step
-        wanted |= config.enable_first_step_checkpoint and curr_step == 1
-        if config.load_only or not wanted:
+        is_due = curr_step % config.interval == 0 or last_step
+        is_due |= config.enable_first_step_checkpoint and curr_step == 1
+        if config.load_only or not is_due:
             return False
         model_only = last_step and config.last_save_model_only
         extra: dict[str, Any] = {name: other.state_dict() for name, other in self.others.items()}

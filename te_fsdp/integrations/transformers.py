@@ -78,10 +78,10 @@ class TeFsdpTrainer(_Trainer):
         handlers = options.get("kwargs_handlers") or []
         if not any(name.startswith("ddp_") and name not in _OTHER for name in given):
             handlers = [h for h in handlers if type(h).__name__ != "DistributedDataParallelKwargs"]
-        own = {**options, "kwargs_handlers": handlers}
+        accelerator_options = {**options, "kwargs_handlers": handlers}
         if not self.args.torch_compile:
-            own.pop("dynamo_plugin", None)
-        self._accelerator_options = own
+            accelerator_options.pop("dynamo_plugin", None)
+        self._accelerator_options = accelerator_options
         return options
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -112,22 +112,22 @@ def check_attention(model: nn.Module, meshes: Meshes) -> None:
 
     Raise MeshError if an attention module uses ranks other than those of ``meshes.cp``, or only some modules use them.
     """
-    found = _attentions(model)
-    groups = {name: _ranks_of(module) for name, module in found.items()}
-    wanted = None if meshes.cp is None else dist.get_process_group_ranks(meshes.cp.get_group())
+    attentions = _attentions(model)
+    groups = {name: _ranks_of(module) for name, module in attentions.items()}
+    cp_ranks = None if meshes.cp is None else dist.get_process_group_ranks(meshes.cp.get_group())
     for name, ranks in groups.items():
         # Without any group `fully_shard` sets that of the meshes later.
-        if ranks != wanted and any(other is not None for other in groups.values()):
+        if ranks != cp_ranks and any(other is not None for other in groups.values()):
             raise MeshError(
                 f"{name}: context-parallel ranks of attention",
-                expected="none" if wanted is None else f"{wanted}, those of meshes.cp",
+                expected="none" if cp_ranks is None else f"{cp_ranks}, those of meshes.cp",
                 got=ranks,
                 why="Attention would exchange keys and values with ranks that have different sequences",
                 fix="te_fsdp.set_context_parallel(model, meshes) with the meshes of fully_shard, instead of "
                 "TransformerEngine's set_context_parallel_group",
             )
-    if wanted is not None and None in groups.values():
-        for name, module in found.items():
+    if cp_ranks is not None and None in groups.values():
+        for name, module in attentions.items():
             _check_attention(name, module, "p2p", None)
 
 

@@ -51,17 +51,17 @@ def experts_over_ranks(module: torch.nn.Module, path: str) -> Experts | None:
         return None
     numbers = range(binding.experts.total)
     names = {f"{stack}{n}" for stack in ("weight", "bias") for n in numbers}
-    own = [name for name in module._parameters if name in names and name not in binding.distributed]
-    stacks = {_stack(name) for name in own}
-    others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(own)
+    local_names = [name for name in module._parameters if name in names and name not in binding.distributed]
+    stacks = {_stack(name) for name in local_names}
+    others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(local_names)
     path = _torch.without_wrappers(path)
-    return Experts(binding.ep.mesh, f"{path}." if path else "", own, others)
+    return Experts(binding.ep.mesh, f"{path}." if path else "", local_names, others)
 
 
 def _modules(model: torch.nn.Module) -> Iterator[Experts]:
     for path, module in model.named_modules():
-        if (found := experts_over_ranks(module, path)) is not None:
-            yield found
+        if (experts := experts_over_ranks(module, path)) is not None:
+            yield experts
 
 
 def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *arguments: Any) -> Any:
@@ -83,7 +83,7 @@ def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *argumen
     if not is_full:
         return state
     if "state" in state:  # nested: torch shares the inner dicts with the optimizer
-        state["state"] = {name: dict(own) for name, own in state["state"].items()}
+        state["state"] = {name: dict(param_state) for name, param_state in state["state"].items()}
     for experts in modules:
         _complete(state, experts, to_cpu=info.cpu_offload)
     return _torch.full_or_cpu_state_dict(state, info)
@@ -108,34 +108,34 @@ def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
 
     With ``to_cpu``, only rank 0 keeps them, as in torch.
     """
-    own = {path: value for name in experts.own for path, value in _entries(state, experts.prefix + name)}
+    local = {path: value for name in experts.own for path, value in _entries(state, experts.prefix + name)}
     extra = f"{experts.prefix}_extra_state"
     rows = state.get(extra)
     rows = rows.as_subclass(torch.Tensor) if isinstance(rows, ExpertEntry) and rows.numel() else None
     described = {
         path: _Tensor(tuple(value.shape), value.dtype) if _is_sent(value) else value
-        for path, value in own.items()
+        for path, value in local.items()
     }
     keeps, group = not to_cpu or rank() == 0, experts.mesh.get_group()
     device = torch.device(experts.mesh.device_type)
     # All experts are inserted below in the order of the ranks. With ``to_cpu`` this rank may keep none.
-    for path in own:
+    for path in local:
         _holder(state, path).pop(path[-1])
     everyone = gather((described, rows), group)
     for source, (others, _) in enumerate(everyone):
         is_mine = source == experts.mesh.get_local_rank()
         for path, value in others.items():
             if isinstance(value, _Tensor):
-                whole = _unsharded(own[path], device) if is_mine else None
-                if whole is None:
-                    whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-                dist.broadcast(whole, group=group, group_src=source)
-                value = whole.cpu() if to_cpu and keeps else whole
+                full = _unsharded(local[path], device) if is_mine else None
+                if full is None:
+                    full = torch.empty(value.shape, dtype=value.dtype, device=device)
+                dist.broadcast(full, group=group, group_src=source)
+                value = full.cpu() if to_cpu and keeps else full
             if keeps:
                 _holder(state, path)[path[-1]] = value
-    found = [theirs for _, theirs in everyone if theirs is not None]
-    if len(found) == len(everyone):
-        state[extra] = torch.cat(found)
+    entries_of_ranks = [theirs for _, theirs in everyone if theirs is not None]
+    if len(entries_of_ranks) == len(everyone):
+        state[extra] = torch.cat(entries_of_ranks)
 
 
 def _is_sent(value: Any) -> bool:
@@ -192,8 +192,8 @@ def wrap_optimizer_loading(stock: Any) -> Any:
         modules = [*_modules(model)] if info.broadcast_from_rank0 and world_size() > 1 else []
         if modules:
             flat: dict[_Path, Any] = {(key,): value for key, value in state_dict.items() if key != "state"}
-            for name, own in state_dict.get("state", {}).items():
-                flat |= {("state", name, key): value for key, value in own.items()}
+            for name, param_state in state_dict.get("state", {}).items():
+                flat |= {("state", name, key): value for key, value in param_state.items()}
             described = [
                 {path: _Tensor(tuple(v.shape), v.dtype) if _is_sent(v) else v for path, v in flat.items()}
             ]
@@ -201,17 +201,17 @@ def wrap_optimizer_loading(stock: Any) -> Any:
             device = torch.device(modules[0].mesh.device_type)
             others = {experts.prefix + name for experts in modules for name in experts.others}
             heads = tuple(f"{kind}.{name}." for kind in ("state", "param_groups") for name in others)
-            found: dict[str, Any] = {}
+            loaded: dict[str, Any] = {}
             for path, value in described[0].items():
                 if isinstance(value, _Tensor):
-                    whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    full = torch.empty(value.shape, dtype=value.dtype, device=device)
                     if rank() == 0:
-                        whole.copy_(flat[path])
-                    dist.broadcast(whole, src=0)
-                    value = whole.cpu()
+                        full.copy_(flat[path])
+                    dist.broadcast(full, src=0)
+                    value = full.cpu()
                 if others.isdisjoint(path) and not path[0].startswith(heads):
-                    _holder(found, path)[path[-1]] = value
-            state_dict, info = found, replace(info, broadcast_from_rank0=False)
+                    _holder(loaded, path)[path[-1]] = value
+            state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
         token = _loads.set(True)
         try:
             stock(model, optimizers, state_dict, info)

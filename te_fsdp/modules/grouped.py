@@ -63,15 +63,15 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
         holders = [
             n for n, m in names.items() if (n == want if isinstance(want, str) else isinstance(m, want))
         ]
-        found = [n for n in grouped if any(n == h or not h or n.startswith(f"{h}.") for h in holders)]
-        if not found:
+        matched = [n for n in grouped if any(n == h or not h or n.startswith(f"{h}.") for h in holders)]
+        if not matched:
             raise PlacementError(
                 f"set_device_mesh: experts {want if isinstance(want, str) else want.__name__!r}",
                 expected="a GroupedLinear, or a module that contains some",
                 got="no module of this name or class",
                 fix="use names from model.named_modules()",
             )
-        chosen.update(found)
+        chosen.update(matched)
     # Parameters that the user has distributed already are not divided a second time.
     return chosen & owners
 
@@ -126,12 +126,12 @@ def single_names(module: Any) -> tuple[str, ...]:
 
 def single_parameters(module: Any) -> dict[str, Any]:
     """Return the module's own parameters by their names after binding. Local operation without side effects."""
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    params = {name: p for name, p in module._parameters.items() if p is not None}
     for single in single_names(module):
         parts = [f"{single}{index}" for index in range(module.num_gemms)]
-        found = [own.pop(name) for name in parts if name in own]
-        own.setdefault(single, found[0] if found else None)
-    return own
+        local = [params.pop(name) for name in parts if name in params]
+        params.setdefault(single, local[0] if local else None)
+    return params
 
 
 def check_single(module: Any, label: str) -> None:
@@ -225,7 +225,7 @@ def plan_single_shard_dims(
     """
     names = single_names(module)
     counts = experts.counts() if experts is not None else (module.num_gemms,) if names else ()
-    found = {}
+    dims = {}
     for name in names:
         shape = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
         quantizer = weight = None
@@ -240,8 +240,8 @@ def plan_single_shard_dims(
         def fits_within(dim: int, weight: Weight | None = weight) -> bool:
             return weight is None or fits(weight, grid.dp_shard, dim - 1)
 
-        found[name] = grouped_shard_dim((module.num_gemms, *shape), grid.dp_shard, counts, fits_within)
-    return found
+        dims[name] = grouped_shard_dim((module.num_gemms, *shape), grid.dp_shard, counts, fits_within)
+    return dims
 
 
 class GroupedModule(GroupedWeightAccess, ResettableModule):
@@ -267,8 +267,8 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
         if binding is None or binding.experts is None:
             return super().__getattr__(name)
         registered = binding.experts.registered_name(name)
-        found = self.__dict__["_parameters"].get(registered)
-        return super().__getattr__(registered) if found is None else found
+        parameter = self.__dict__["_parameters"].get(registered)
+        return super().__getattr__(registered) if parameter is None else parameter
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Resolve TE's local name in an assignment."""

@@ -87,22 +87,22 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        binding, found, specs = ctx.binding, list(gradients), list(ctx.specs)
+        binding, grads, specs = ctx.binding, list(gradients), list(ctx.specs)
         # A DTensor hides from autograd that a gradient is expanded, or returned for two parameters. Autograd would then
         # add to it in place. Clipping scales it in place too.
         seen: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
-        for place, gradient in enumerate(found):
+        for place, gradient in enumerate(grads):
             if gradient is None:
                 continue
             # Compare addresses, which tensors that torch.compile traces do not have.
             key = gradient.data_ptr() if type(gradient) is torch.Tensor else id(gradient)
             if key in seen or (not gradient.is_contiguous() and 0 in gradient.stride()):
-                found[place] = gradient.clone(memory_format=torch.contiguous_format)
+                grads[place] = gradient.clone(memory_format=torch.contiguous_format)
             elif gradient.numel():
                 seen.add(key)
         if binding.is_tp_sharded:
             for place, name in enumerate(ctx.names):
-                spec, gradient = specs[place], found[place]
+                spec, gradient = specs[place], grads[place]
                 if spec is None or not binding.rules[name].partial_grad:
                     continue
                 assert binding.tp_mesh is not None
@@ -117,9 +117,9 @@ class _ToLocal(torch.autograd.Function):
                         known = binding.fsdp.partial_specs[name] = spec, partial
                     specs[place] = known[1]
                 elif gradient is not None:
-                    found[place] = summed = gradient.contiguous()
+                    grads[place] = summed = gradient.contiguous()
                     dist.all_reduce(summed, group=binding.tp_mesh.get_group())
-        made = _torch.dtensors(found, specs)
+        made = _torch.dtensors(grads, specs)
         if binding.fsdp.is_managed and not torch.compiler.is_compiling():
             made = _autograd.assign_to_leaves(ctx, made)
         return None, None, None, *made
@@ -144,10 +144,10 @@ def local_parameters(
     returns a local tensor must pass its result through :func:`replace_returned_parameters`. Local operation. Raise
     OrderError if parameters are still sharded because FSDP2's hooks did not run.
     """
-    own: dict[str, Any] = module._parameters  # type: ignore[assignment]
+    table: dict[str, Any] = module._parameters  # type: ignore[assignment]
     names: list[str] = []
     parameters: list[DTensor] = []
-    for name, value in own.items():
+    for name, value in table.items():
         if isinstance(value, DTensor):
             if name in binding.distributed:
                 _check_gathered(binding, name, value)  # the user's code reads the DTensor
@@ -165,13 +165,13 @@ def local_parameters(
         local = _ToLocal.apply(binding, names, is_foreign, *parameters)
     else:
         local, _ = _torch.locals_and_specs(parameters)
-    own.update(zip(names, local, strict=True))
+    table.update(zip(names, local, strict=True))
     try:
         yield local
     finally:
         for name, parameter, tensor in zip(names, parameters, local, strict=True):
-            if own.get(name) is tensor:
-                own[name] = parameter
+            if table.get(name) is tensor:
+                table[name] = parameter
             if not tensor.is_leaf and not is_foreign:
                 # The graph already has its edges. If the autograd node stayed on the tensor, parameter and local
                 # tensor would form a cycle that outlives the model. requires_grad stays, because TE's recomputation
@@ -194,19 +194,19 @@ def replace_returned_parameters(
     dangling view if FSDP2 may free the parameter after this forward.
     """
     inside = set(map(id, local))
-    kept = list(output)
+    results = list(output)
     for place, item in enumerate(output):
         if isinstance(item, torch.Tensor) and id(item) in inside:
             # Do not create a view without gradients: it would require gradients as soon as its base does.
             kept_view = item.view_as(item) if torch.is_grad_enabled() else item.detach()
-            kept[place] = item.clone() if copy else kept_view
-    return tuple(kept)
+            results[place] = item.clone() if copy else kept_view
+    return tuple(results)
 
 
 def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise OrderError if a parameter is still sharded over data parallel. Kernels must not read shards."""
-    whole = binding.unsharded_mesh(name)
-    if whole is not None and (parameter.device_mesh is whole or parameter.device_mesh == whole):
+    mesh = binding.unsharded_mesh(name)
+    if mesh is not None and (parameter.device_mesh is mesh or parameter.device_mesh == mesh):
         return
     raise OrderError(
         f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
@@ -302,9 +302,9 @@ class MeshModule(torch.nn.Module):
         """Prepare the replacement of an own parameter by a new ``value``."""
         _check_assignment(self, binding, name, value)
         pair = binding.fsdp.pairs.setdefault(name, ShardedUnshardedPair())
-        whole = binding.unsharded_mesh(name)
-        is_shard = isinstance(value, DTensor) and value.device_mesh != whole
-        if not is_shard and isinstance(old, DTensor) and old.device_mesh != whole:
+        unsharded_mesh = binding.unsharded_mesh(name)
+        is_shard = isinstance(value, DTensor) and value.device_mesh != unsharded_mesh
+        if not is_shard and isinstance(old, DTensor) and old.device_mesh != unsharded_mesh:
             share_record(old, value)
         elif old is not None:
             copy_param_attrs(old, value)
@@ -359,10 +359,10 @@ class MeshModule(torch.nn.Module):
                 # torch cannot copy a DTensor whose local tensor is a view with an offset. TE's split parameters are
                 # such views of one buffer, and copies of their local tensors keep this structure.
                 local = copy.deepcopy(_torch.local_of(parameter), memo)
-                own = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
-                copy_param_attrs(copy.deepcopy(param_attrs_to_copy(parameter), memo), own)
-                own.grad = copy.deepcopy(parameter.grad, memo)
-                memo[id(parameter)] = own
+                copied = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
+                copy_param_attrs(copy.deepcopy(param_attrs_to_copy(parameter), memo), copied)
+                copied.grad = copy.deepcopy(parameter.grad, memo)
+                memo[id(parameter)] = copied
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 

@@ -44,18 +44,18 @@ def place_user_dtensor(
         OrderError: The parameter is on a mesh axis other than ``ep`` and ``tp``.
         PlacementError: Its placements have no correct gradient or no correct position in a checkpoint.
     """
-    found = _by_axis(label, parameter, {"ep": ep_mesh, "tp": tp_mesh})
-    _check_placements(label, parameter, found, tp_mesh)
-    placements: list[Placement] = [found["ep"]] if "ep" in found else []
+    by_axis = _by_axis(label, parameter, {"ep": ep_mesh, "tp": tp_mesh})
+    _check_placements(label, parameter, by_axis, tp_mesh)
+    placements: list[Placement] = [by_axis["ep"]] if "ep" in by_axis else []
     if tp_mesh is not None:
-        placements.append(found.get("tp", Replicate()))
-    if ep_mesh is not None and "ep" in found:
+        placements.append(by_axis.get("tp", Replicate()))
+    if ep_mesh is not None and "ep" in by_axis:
         mesh = mesh_of_experts(ep_mesh, tp_mesh, label)
     else:
         mesh = tp_mesh or single or parameter.device_mesh
     placements = placements or [Replicate()] * mesh.ndim
-    tp_dim = _torch.shard_dim_of(found["tp"]) if "tp" in found else None
-    own = UserDTensor(mesh, tuple(placements), "ep" in found, tp_dim)
+    tp_dim = _torch.shard_dim_of(by_axis["tp"]) if "tp" in by_axis else None
+    own = UserDTensor(mesh, tuple(placements), "ep" in by_axis, tp_dim)
     # The rows of a local tensor have a known position only if torch.chunk would make it.
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     dims = enumerate(map(_torch.shard_dim_of, placements))
@@ -75,7 +75,7 @@ def place_user_dtensor(
 
 def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | None]) -> dict[str, Placement]:
     """Return the placement on ``ep`` and on ``tp``, in the mesh's order, without axes of size 1."""
-    mesh, found = parameter.device_mesh, dict[str, Any]()
+    mesh, placements = parameter.device_mesh, dict[str, Any]()
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     for axis, placement in enumerate(parameter.placements):
         if mesh.size(axis) == 1:
@@ -95,28 +95,28 @@ def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | No
                 fix="call set_device_mesh before torch's fully_shard, with ep_mesh= for parameters over ep. Distribute "
                 "the parameter over meshes.ep or meshes.tp alone, or register a plain tensor",
             )
-        found[name] = placement
-    return found
+        placements[name] = placement
+    return placements
 
 
 def _check_placements(
-    label: str, parameter: DTensor, found: Mapping[str, Placement], tp_mesh: DeviceMesh | None
+    label: str, parameter: DTensor, by_axis: Mapping[str, Placement], tp_mesh: DeviceMesh | None
 ) -> None:
     placements, is_marked = tuple(parameter.placements), bool(getattr(parameter, "sequence_parallel", False))
     problem = why = fix = ""
-    if not all(type(placement) in (Shard, Replicate) for placement in found.values()):
+    if not all(type(placement) in (Shard, Replicate) for placement in by_axis.values()):
         problem = "a parameter that is neither sharded nor replicated"
         why = "Its shards have no defined position"
         fix = "Shard(dim) or Replicate() on each axis"
-    elif "ep" in found and found["ep"].is_replicate():
+    elif "ep" in by_axis and by_axis["ep"].is_replicate():
         problem = "a parameter that is replicated over ep"
         why = "ep is part of data parallelism for such a parameter"
         fix = "register a plain tensor, or a DTensor over meshes.tp alone: FSDP2 then shards it over ep too"
-    elif list(found) == ["tp", "ep"] and found["tp"] == found["ep"]:
+    elif list(by_axis) == ["tp", "ep"] and by_axis["tp"] == by_axis["ep"]:
         problem = "a dim that tp shards before ep"
         why = "Parameters of experts are on (ep, tp), in this order"
         fix = "distribute it over (ep, tp)"
-    elif tp_mesh is not None and is_marked and not found.get("tp", Replicate()).is_shard():
+    elif tp_mesh is not None and is_marked and not by_axis.get("tp", Replicate()).is_shard():
         problem = "sequence_parallel=True on a DTensor"
         why = "te_fsdp does not change this DTensor's gradient"
         fix = "parameter.to_local(grad_placements=[Partial()]) in forward, without the mark"
@@ -130,7 +130,7 @@ def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -
     Raises:
         PlacementError: Some ranks have no elements of a trained parameter.
     """
-    found = None
+    first = None
     for dim, length in enumerate(parameter.shape):
         lengths = {int(length)}
         for axis, placement in enumerate(own.placements):
@@ -147,9 +147,9 @@ def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -
                 why="FSDP2 cannot reduce an empty gradient",
                 fix="fewer ranks on the axis, or te_fsdp.fsdp_no_shard(parameter)",
             )
-        if found is None and 0 not in lengths and all(n % ranks == 0 for n in lengths):
-            found = dim
-    return found or 0
+        if first is None and 0 not in lengths and all(n % ranks == 0 for n in lengths):
+            first = dim
+    return first or 0
 
 
 def on_known_mesh(parameter: DTensor, own: UserDTensor) -> torch.nn.Parameter:

@@ -67,30 +67,30 @@ def plan_modules(
         with raised_on_all_ranks(ep_mesh, where):
             planned = _plan(model, dense, of_experts, find_experts(model, experts), where, stays_replicated)
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
-        held = experts_over(modules, ep_mesh, where)
-        planned = [replace(item, experts=held.get(item.name)) for item in planned]
+        expert_ranges = experts_over(modules, ep_mesh, where)
+        planned = [replace(item, experts=expert_ranges.get(item.name)) for item in planned]
     # Plan all weights at once: a mesh proposed in an error must work for all of them.
     of_dense = plan_shard_dims(
         _quantizable(item for item in planned if item.experts is None), dense.grid, stays_replicated
     )
-    found = []
+    plans = []
     for item in planned:
         cuts = of_dense.get(id(item.module), {})
         grid = item.meshes.grid
         if item.experts is not None:
-            own = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
-            cuts = {item.registered(name): dim for name, dim in own.items()}
+            dtensor = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
+            cuts = {item.registered(name): dim for name, dim in dtensor.items()}
         if item.kind == "GroupedLinear":
             cuts = {**cuts, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
-        for name, own in item.distributed.items():
+        for name, dtensor in item.distributed.items():
             if stays_replicated(item.module, name):
                 continue
-            ranks = (of_experts if own.is_expert else dense).grid.dp_shard
+            ranks = (of_experts if dtensor.is_expert else dense).grid.dp_shard
             label = f"{item.name}.{name}" if item.name else name
-            dim = dim_to_shard(label, item.module._parameters[name], own, ranks)
+            dim = dim_to_shard(label, item.module._parameters[name], dtensor, ranks)
             cuts = {**cuts, name: dim} if dim else cuts
-        found.append(replace(item, fsdp_dims=cuts))
-    return found
+        plans.append(replace(item, fsdp_dims=cuts))
+    return plans
 
 
 def _plan(
@@ -125,12 +125,12 @@ def _plan(
         # The placements of the user's DTensors replace rules. DTensors of a bound module are those of an earlier call.
         if binding_of(item.module) is None:
             label = item.name or type(item.module).__name__
-            own = {
+            placed = {
                 name: place_user_dtensor(f"{label}.{name}", p, meshes.tp_mesh, ep_mesh, meshes.single)
                 for name, p in user_dtensors(item.module).items()
             }
-            rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in own.items()}}
-            item = replace(item, rules=rules, distributed=own)
+            rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in placed.items()}}
+            item = replace(item, rules=rules, distributed=placed)
         _check_item(item)
         planned.append(item)
     return planned
@@ -138,15 +138,15 @@ def _plan(
 
 def user_dtensors(module: Any) -> dict[str, DTensor]:
     """Return a module's DTensor parameters that TE does not read itself, by name. Local operation."""
-    found = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
-    kind = _te.kind_of(module) if found else None
+    dtensors = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    kind = _te.kind_of(module) if dtensors else None
     read: Collection[str] = ()
     if kind == "GroupedLinear":
         counted = [f"{what}{index}" for what in ("weight", "bias") for index in range(module.num_gemms)]
         read = {*counted, *single_names(module)}
     elif kind not in (None, "unknown"):
         read = _rules(module, kind, {}, PLAIN, False)
-    return {name: p for name, p in found.items() if name not in read}
+    return {name: p for name, p in dtensors.items() if name not in read}
 
 
 def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
@@ -305,12 +305,12 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
         if kind == "MultiheadAttention":
             layouts.update(_fused_layouts(module))
             per_head.update(id(norm) for norm in (module.q_norm, module.k_norm) if norm is not None)
-        own = {n: p for n, p in module._parameters.items() if p is not None}
+        params = {n: p for n, p in module._parameters.items() if p is not None}
         if kind == "GroupedLinear":
             check_single(module, label)
-            own = single_parameters(module)
+            params = single_parameters(module)
         if kind == "unknown":
-            if own and tp_size > 1:
+            if params and tp_size > 1:
                 # te.ops has a Linear too, which is not the one that is expected.
                 kind_name = f"{type(module).__module__}.{type(module).__name__}"
                 raise PlacementError(
@@ -320,28 +320,28 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
                     fix="use one of these modules, or no tensor parallelism",
                 )
             continue
-        if kind is None and not own:
+        if kind is None and not params:
             continue
         distributed = user_dtensors(module)
-        of_te = {n: p for n, p in own.items() if n not in distributed}
+        of_te = {n: p for n, p in params.items() if n not in distributed}
         rules = _rules(module, kind, of_te, layouts.get(id(module), PLAIN), id(module) in per_head)
         rules |= dict.fromkeys(distributed, ParameterRule(None))  # until the meshes are known
-        missing = sorted(own.keys() - rules.keys())
+        missing = sorted(params.keys() - rules.keys())
         if missing:
             raise PlacementError(
                 f"{label}: no placement rule for parameter(s) {', '.join(missing)}",
                 expected=f"the parameters of {kind}",
                 fix="register additional parameters in a module of your own",
             )
-        for n, p in own.items():  # TE and Megatron mark parameters whose gradient is partial over tp
+        for n, p in params.items():  # TE and Megatron mark parameters whose gradient is partial over tp
             if rules[n].shard_dim is None and getattr(p, "sequence_parallel", False):
                 rules[n] = replace(rules[n], partial_grad=True)
-        planned.append(ModulePlan(name, module, kind, {n: rules[n] for n in own}))
+        planned.append(ModulePlan(name, module, kind, {n: rules[n] for n in params}))
     return planned
 
 
 def _rules(
-    module: Any, kind: str | None, own: dict[str, object], layout: Layout, per_head: bool
+    module: Any, kind: str | None, params: dict[str, object], layout: Layout, per_head: bool
 ) -> dict[str, ParameterRule]:
     """Return the rules of all parameters that a module of this kind may have."""
     sequence_parallel = bool(getattr(module, "sequence_parallel", False))
@@ -352,16 +352,16 @@ def _rules(
         return table.mlp_rules(module.activation, sequence_parallel=sequence_parallel)
     if kind == "GroupedLinear":
         # Local indices, or global indices after binding.
-        single = [name for name in own if expert_index(name) is None]
-        weights = [name for name in own if name not in single and name.startswith("weight")]
-        biases = [name for name in own if name not in single and name.startswith("bias")]
+        single = [name for name in params if expert_index(name) is None]
+        weights = [name for name in params if name not in single and name.startswith("weight")]
+        biases = [name for name in params if name not in single and name.startswith("bias")]
         mode = module.parallel_mode
         return table.grouped_linear_rules(weights, biases, mode) | table.single_grouped_rules(single, mode)
     if kind in ("LayerNorm", "RMSNorm"):
         return table.norm_rules(sequence_parallel=sequence_parallel, per_head=per_head)
     if kind == "DotProductAttention":
         return {"softmax_offset": ParameterRule(0)}  # one value per local head
-    return dict.fromkeys(own if kind is None else (), ParameterRule(None))
+    return dict.fromkeys(params if kind is None else (), ParameterRule(None))
 
 
 def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -391,7 +391,7 @@ def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[in
         relative heights of the matrices in a group. ``(1, (1, 1))`` is gate above up. ``(2, (4, 1, 1))`` is an
         interleaved QKV of two groups with four query heads each.
     """
-    found = {}
+    matrices = {}
     modules: list[Any] = list(root.modules())
     for module in modules:
         kind = _te.kind_of(module)
@@ -402,11 +402,11 @@ def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[in
                 # Interleaved weights repeat the blocks of query, key and value for each group of heads.
                 turns = int(module.num_gqa_groups)
                 blocks = (blocks[0] // turns, 1, 1) if len(blocks) == 3 else blocks
-            found[id(projection), projection.weight_names[0]] = turns, blocks
+            matrices[id(projection), projection.weight_names[0]] = turns, blocks
         # A gated activation has two matrices in one weight, which Muon must orthogonalize separately.
         if kind == "LayerNormMLP" and module.activation in table.GATED_ACTIVATIONS:
-            found[id(module), "fc1_weight"] = 1, (1, 1)
-    return found
+            matrices[id(module), "fc1_weight"] = 1, (1, 1)
+    return matrices
 
 
 def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
@@ -416,7 +416,7 @@ def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
     does not depend on the mesh. Rules contain it only if tp shards the rows.
     """
     fused: dict[int, Layout] = {}
-    found: dict[int, dict[str, Layout]] = {}
+    by_module: dict[int, dict[str, Layout]] = {}
     modules: list[Any] = list(root.modules())
     for module in modules:
         kind = _te.kind_of(module)
@@ -432,5 +432,5 @@ def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
         elif kind == "LayerNormMLP":
             rules = table.mlp_rules(module.activation)
             layouts = {name: rules[name].layout if name in rules else PLAIN for name in layouts}
-        found[id(module)] = layouts
-    return found
+        by_module[id(module)] = layouts
+    return by_module

@@ -145,7 +145,7 @@ class Semantics:
 
 def semantics_of(model: nn.Module) -> dict[str, Semantics]:
     """Return the semantics of TE's and torch's modules, with subclasses, by FQN without wrappers. Local operation."""
-    found: dict[str, Semantics] = {}
+    semantics: dict[str, Semantics] = {}
     inside: str | None = None
     for prefix, module in model.named_modules():
         if inside is not None and prefix.startswith(inside):
@@ -157,7 +157,7 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
         )
         if is_ordered and _own_class(type(module)) is None:
             kind = "Sequential" if isinstance(module, nn.Sequential) else "ModuleDict"
-            found[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
+            semantics[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
         if known is None:
             continue
         kind, library, arguments = known
@@ -166,10 +166,10 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
         )
         if library == "te" and kind in _DERIVED:
             _DERIVED[kind](module, settings)
-        found[_torch.without_wrappers(prefix)] = Semantics(kind, library, settings)
+        semantics[_torch.without_wrappers(prefix)] = Semantics(kind, library, settings)
         if kind == "DotProductAttention":  # its children are its backends
             inside = f"{prefix}." if prefix else ""
-    return found
+    return semantics
 
 
 # [Note: user-defined modules] For modules of user-defined classes, the class and the public attributes are
@@ -179,14 +179,14 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
 def own_settings(model: nn.Module) -> dict[str, Semantics]:
     """Return classes and public attributes of user-defined modules by FQN. Functions are described. Local operation."""
     # Fields of a configuration shared by many modules are recorded once, as ``config.<field>``.
-    found, seen = {}, set[int]()
+    classes, seen = {}, set[int]()
     for prefix, module in model.named_modules():
-        cls, own = type(module), _own_class(type(module))
-        if own is None or _known_kind(cls) is not None:
+        cls, user_class = type(module), _own_class(type(module))
+        if user_class is None or _known_kind(cls) is not None:
             continue
         # Of a module without state only the class is known, so that it counts like the name of a function.
         is_leaf = not (module._modules or module._parameters or module._buffers)
-        recorded = [("class", f"{_FUNCTION if is_leaf else ''}{own.__name__}")]
+        recorded = [("class", f"{_FUNCTION if is_leaf else ''}{user_class.__name__}")]
         for name, value in vars(module).items():
             recorded.append((name, _public_value(cls, name, value)))
             if not name.startswith("_") and id(value) not in seen:
@@ -194,8 +194,10 @@ def own_settings(model: nn.Module) -> dict[str, Semantics]:
                 recorded += (
                     (f"{name}.{field}", _public_value(cls, field, one)) for field, one in _fields(value)
                 )
-        found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, _known_values(recorded))
-    return found
+        classes[_torch.without_wrappers(prefix)] = Semantics(
+            user_class.__name__, OWN, _known_values(recorded)
+        )
+    return classes
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
@@ -215,7 +217,7 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
     """Return kind, library and arguments of the stock class behind a bound or user-defined class."""
     for base in _te.stock_classes(cls):
         packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
-        library = next((own for own, name in packages.items() if base.__module__.startswith(name)), None)
+        library = next((lib for lib, name in packages.items() if base.__module__.startswith(name)), None)
         if library is None:
             continue
         kind = base.__name__
@@ -291,23 +293,23 @@ def _public_value(cls: type, name: str, value: Any) -> Any:
     """Return an attribute's plain value; ``UNKNOWN`` if it is private, torch's, or hides a method as wrappers do."""
     if name.startswith("_") or name == "training" or (callable(value) and hasattr(cls, name)):
         return UNKNOWN
-    found = plain_value(value)
+    plain = plain_value(value)
     values = [value, *value] if isinstance(value, (list, tuple)) else [value]
-    if found is not UNKNOWN and any(map(callable, values)):
-        found = f"{_FUNCTION}{found}"
-    if found is UNKNOWN or len(text := found if isinstance(found, str) else repr(found)) <= _LONGEST:
-        return found
+    if plain is not UNKNOWN and any(map(callable, values)):
+        plain = f"{_FUNCTION}{plain}"
+    if plain is UNKNOWN or len(text := plain if isinstance(plain, str) else repr(plain)) <= _LONGEST:
+        return plain
     return f"{text[:_LONGEST]}... {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
+def to_json(modules: Mapping[str, Semantics]) -> dict[str, Any]:
     """Convert semantics by FQN to plain JSON. Values shared by several modules are stored once."""
     kinds = {
         repr(one): {"kind": one.kind, "library": one.library, "settings": dict(one.settings)}
-        for one in found.values()
+        for one in modules.values()
     }
     places = {text: place for place, text in enumerate(kinds)}
-    return {"kinds": [*kinds.values()], "modules": {name: places[repr(one)] for name, one in found.items()}}
+    return {"kinds": [*kinds.values()], "modules": {name: places[repr(one)] for name, one in modules.items()}}
 
 
 def record(model: nn.Module) -> dict[str, Any]:
@@ -322,8 +324,8 @@ NOTHING: Mapping[str, Any] = {"recipes": [], **to_json({})}
 def from_json(recorded: Mapping[str, Any], *, own: bool = False) -> dict[str, Semantics]:
     """Load the output of :func:`to_json`, for modules of the libraries or (``own``) user-defined modules."""
     kinds = [Semantics(one["kind"], one["library"], one["settings"]) for one in recorded["kinds"]]
-    found = {name: kinds[index] for name, index in recorded["modules"].items()}
-    return {name: one for name, one in found.items() if (one.library == OWN) == own}
+    semantics = {name: kinds[index] for name, index in recorded["modules"].items()}
+    return {name: one for name, one in semantics.items() if (one.library == OWN) == own}
 
 
 # --- comparing
@@ -350,7 +352,7 @@ def differences(
     ``tensors`` are names of parameters and buffers that only one model has. They already report a module that
     only this model has. A module without tensors may be missing, or be user-defined in the other model.
     """
-    found = [
+    different = [
         Difference(f"{name}.{setting}".lstrip("."), *values)
         for name in saved.keys() & here.keys()
         for setting, *values in _compare(saved[name], here[name])
@@ -360,7 +362,7 @@ def differences(
         then, now = (_parts(name, side) for side in (saved, here))
         then, now = [n for n in then if n in now], [n for n in now if n in then]
         if then != now:
-            found.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
+            different.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
     both = {**saved, **here}
     # Containers have no function of their own: wrapping layers in one does not change the model.
     alone = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
@@ -369,8 +371,8 @@ def differences(
         # A missing module is reported without its submodules, which are missing with it.
         if name.rpartition(".")[0] not in alone:
             then, now = (_class(side[name]) if name in side else _NOT_KNOWN for side in (saved, here))
-            found.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
-    return sorted(found, key=lambda d: d.name)
+            different.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
+    return sorted(different, key=lambda d: d.name)
 
 
 def _parts(name: str, modules: Iterable[str]) -> list[str]:
@@ -384,7 +386,7 @@ def _parts(name: str, modules: Iterable[str]) -> list[str]:
 
 def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
     """Return the differences between attributes that modules of both models have. Local operation."""
-    found = []
+    different = []
     for name in sorted(saved.keys() & here.keys()):
         then, now = saved[name].settings, here[name].settings
         for setting in sorted(then.keys() & now.keys()):
@@ -392,16 +394,16 @@ def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics
             if not _same(*pair):
                 asks = all(value is None or str(value).startswith(_FUNCTION) for value in pair)
                 label = f"{name}.{setting}".lstrip(".")
-                found.append(Difference(label, *pair, "strict" if asks else "note"))
-    return found
+                different.append(Difference(label, *pair, "strict" if asks else "note"))
+    return different
 
 
-def format_differences(found: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
+def format_differences(different: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
     """Format one text per setting and pair of values with its modules."""
     # Settings recorded on one side only share one text.
     groups: dict[str, list[str]] = {}
     one_sided: dict[str, list[str]] = {}
-    for one in found:
+    for one in different:
         module, _, setting = one.name.rpartition(".")
         if _NOT_KNOWN in (one.then, one.now):
             one_sided.setdefault(setting, []).append(module)
@@ -431,7 +433,7 @@ def distinguishing_settings(here: Mapping[str, Semantics]) -> str:
         for setting, value in one.settings.items():
             if setting in SETTINGS and SETTINGS[setting].effect == "error":
                 values.setdefault(setting, {})[str(value)] = None
-    return ", ".join(f"{setting} {' or '.join(found)}" for setting, found in sorted(values.items()))
+    return ", ".join(f"{setting} {' or '.join(texts)}" for setting, texts in sorted(values.items()))
 
 
 def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any, Effect]]:

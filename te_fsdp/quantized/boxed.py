@@ -105,12 +105,12 @@ class QuantizedDTensor(BoxedDTensor):
         return _te.is_quantized(self._local_tensor) or super()._needs_values()
 
     def _boxes(self) -> list[Box]:
-        found = super()._boxes()
+        boxes = super()._boxes()
         if not _te.is_grouped(self._local_tensor):
-            return found
+            return boxes
         return [
             Box((b.original[0] + n, *b.original[1:]), (b.local[0] + n, *b.local[1:]), (1, *b.sizes[1:]))
-            for b in found
+            for b in boxes
             for n in range(b.sizes[0])
         ]
 
@@ -132,14 +132,14 @@ class QuantizedDTensor(BoxedDTensor):
         one.waits = True
         return one.stored() if to_write else one
 
-    def fill(self, whole: torch.Tensor) -> DTensor:
+    def fill(self, original: torch.Tensor) -> DTensor:
         """Write this rank's rectangles of an original tensor. ``load_state_dict`` completes formats with one scale."""
         local = self._local_tensor
         if not _te.is_quantized(local):
-            return super().fill(whole)
-        whole = whole.detach()
+            return super().fill(original)
+        original = original.detach()
         for box in self._boxes():
-            self._shard_of(box, to_write=False).copy_(whole[box.original_slices()])
+            self._shard_of(box, to_write=False).copy_(original[box.original_slices()])
         return self
 
 
@@ -155,11 +155,11 @@ class QuantizedParameter(QuantizedDTensor):
     def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # Copies are of the newest values. A detached parameter shares those that wait.
         newest = self if name == "detach" else _newest(self)
-        found = getattr(torch.Tensor, name)(newest, *args, **kwargs)
-        if type(found) is DTensor:
+        copied = getattr(torch.Tensor, name)(newest, *args, **kwargs)
+        if type(copied) is DTensor:
             kind = _DetachedParameter if name == "detach" else QuantizedDTensor
-            found.__class__, found.__dict__[_torch.BOXES] = kind, self.__dict__[_torch.BOXES]
-        return found
+            copied.__class__, copied.__dict__[_torch.BOXES] = kind, self.__dict__[_torch.BOXES]
+        return copied
 
     detach = functools.partialmethod(_copied, "detach")
     clone = functools.partialmethod(_copied, "clone")
@@ -188,12 +188,12 @@ def waiting_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor |
     records = [weight_record(one) for one in weights]
     if all(record.pending is None for record in records):
         return None
-    found = [
+    waiting = [
         values_of(weight) if record.pending is None else record.pending
         for weight, record in zip(weights, records, strict=True)
     ]
-    values = torch.stack(found) if _te.is_grouped(local) else found[0]
-    for record, value in zip(records, values if _te.is_grouped(local) else found, strict=True):
+    values = torch.stack(waiting) if _te.is_grouped(local) else waiting[0]
+    for record, value in zip(records, values if _te.is_grouped(local) else waiting, strict=True):
         record.pending = None if take else value  # writes to the result change what waits
     return values
 
@@ -234,10 +234,10 @@ def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False
 def take_written(local: torch.Tensor) -> bool:
     """Return whether a load has written bytes, and forget it."""
     records = [weight_record(one) for one in weights_of(local)]
-    found = any(record.is_loaded for record in records)
+    is_written = any(record.is_loaded for record in records)
     for record in records:
         record.is_loaded = False
-    return found
+    return is_written
 
 
 def drop_derived(local: torch.Tensor) -> None:
@@ -315,9 +315,9 @@ class QuantizedSlice(torch.Tensor):
         return self._like(offsets, sizes, self.is_stacked)
 
     def _like(self, offsets: Sequence[int], sizes: Sequence[int], is_stacked: bool) -> QuantizedSlice:
-        found = QuantizedSlice(self.base, offsets, sizes, is_stacked)
-        found.waits = self.waits
-        return found
+        part = QuantizedSlice(self.base, offsets, sizes, is_stacked)
+        part.waits = self.waits
+        return part
 
     def stacked(self) -> QuantizedSlice:
         """Return the same rectangle with a first dim of one expert."""
@@ -333,8 +333,8 @@ class QuantizedSlice(torch.Tensor):
 
     def stored(self) -> torch.Tensor:
         """Return what DCP writes: a quantized tensor, or values where the rectangle cuts through blocks."""
-        found = self._stored()
-        return found.view(self.shape) if self.is_stacked else found
+        tensor = self._stored()
+        return tensor.view(self.shape) if self.is_stacked else tensor
 
     def _stored(self) -> torch.Tensor:
         if self.box[1] == tuple(self.base.shape):
@@ -353,15 +353,15 @@ class QuantizedSlice(torch.Tensor):
     def component_boxes(self) -> dict[str, tuple[slice, ...]] | None:
         """Return the rectangle in units of each component; ``None`` if it splits blocks."""
         zeros = (0,) * len(self.box[0])
-        found = {}
+        boxes = {}
         for component in components_of(self.base, "weight"):
             box = Box(self.box[0], zeros, self.box[1])
             try:
                 (one,) = component.boxes([box], "weight", tuple(self.base.shape))
             except PlacementError:
                 return None
-            found[component.name] = one.original_slices()
-        return found
+            boxes[component.name] = one.original_slices()
+        return boxes
 
     @torch.no_grad()
     def receive(self, source: torch.Tensor) -> None:
@@ -438,5 +438,5 @@ def write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Te
 
 def _kind_of(tensor: torch.Tensor) -> list[str]:
     """Return format and element type. Delayed and current scaling have the same data."""
-    found = str(describe_format(tensor)).split()
-    return [found[0], found[-1]]
+    terms = str(describe_format(tensor)).split()
+    return [terms[0], terms[-1]]

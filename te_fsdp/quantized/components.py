@@ -99,7 +99,7 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
                 else "keep this weight in high precision"
             ),
         )
-    found = []
+    components = []
     turned = metadata.get(row.transpose) if metadata.get("data") is None else None
     for buffer in row.buffers:
         tensor = metadata.get(buffer.name)
@@ -109,7 +109,7 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
         if tensor is None:
             continue
         if buffer.block is None:
-            found.append(Component(buffer.name, tensor.detach().view(-1), None))
+            components.append(Component(buffer.name, tensor.detach().view(-1), None))
             continue
         steps = _steps(buffer.block, shape)
         sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
@@ -120,36 +120,36 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
             raise PlacementError(
                 f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
             )
-        found.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
-    return found
+        components.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
+    return components
 
 
 def rowwise_components(local: torch.Tensor) -> list[Component]:
     """Return :func:`components_of` a float8 tensor with rowwise data, with fewer calls; none for other tensors."""
-    row, found = _te.format_of(local), list[Component]()
+    row, components = _te.format_of(local), list[Component]()
     for buffer in row.buffers if row is not None and row.block == 1 else ():
         tensor = getattr(local, buffer.attribute, None)
         if tensor is None:
             return []
-        whole = buffer.block is None
+        is_data = buffer.block is None
         view = tensor.detach()
-        found.append(
-            Component(buffer.name, view.view(-1) if whole else view, None if whole else (1,) * view.ndim)
+        components.append(
+            Component(buffer.name, view.view(-1) if is_data else view, None if is_data else (1,) * view.ndim)
         )
-    return found
+    return components
 
 
 def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
     """Return :func:`components_of` in a fixed order, for a hybrid tensor those of both parts. Local operation."""
     # Names of both parts may be equal. A high-precision part is one buffer of its values.
-    found: list[Component] = []
+    buffers: list[Component] = []
     for part in _te.storage_parts_of(local):
         values = _te.high_precision_part(part)
         if values is None:
-            found += components_of(part, label)
+            buffers += components_of(part, label)
         else:
-            found.append(Component("high precision", values.detach(), (1,) * values.ndim))
-    return found
+            buffers.append(Component("high precision", values.detach(), (1,) * values.ndim))
+    return buffers
 
 
 def empty_on_meta(
@@ -160,11 +160,11 @@ def empty_on_meta(
     The shape is 3-D for one weight of all experts of a layer. ``backward`` selects the buffers read by backward
     (true) or forward (false); ``None``: all buffers.
     """
-    own = quantizer.copy()
+    configured = quantizer.copy()
     if backward is not None:
-        own.set_usage(rowwise=not backward, columnwise=backward)
+        configured.set_usage(rowwise=not backward, columnwise=backward)
     rows, columns = math.prod(shape[:-1]), shape[-1]  # experts are stacked along the rows
-    return own.make_empty((rows, columns), dtype=dtype, device=torch.device("meta"))
+    return configured.make_empty((rows, columns), dtype=dtype, device=torch.device("meta"))
 
 
 def keep_rowwise_only(shard: torch.Tensor) -> None:
@@ -184,8 +184,8 @@ def keep_rowwise_only(shard: torch.Tensor) -> None:
 
 def block_of(local: torch.Tensor) -> int | None:
     """Return the rows (and columns) per scale of a quantized tensor, the maximum for hybrids; ``None`` if unknown."""
-    found = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.storage_parts_of(local)]
-    parts = [1 if values is not None or row is None else row.block for values, row in found]
+    formats = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.storage_parts_of(local)]
+    parts = [1 if values is not None or row is None else row.block for values, row in formats]
     return None if None in parts else max(part for part in parts if part is not None)
 
 
@@ -211,7 +211,7 @@ def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int
     ends = [o + s for o, s in zip(box.original, box.sizes, strict=True)]
     # The last block of a dim ends with the weight, even if it is incomplete.
     short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
-    found = []
+    scaled = []
     for values in (box.original, box.local, box.sizes):
         cuts = [value % step != 0 for value, step in zip(values, block, strict=True)]
         if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
@@ -222,8 +222,8 @@ def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int
                 why="The block would belong to two ranks at once",
                 fix="choose sizes for which every rank gets complete blocks, or use high-precision weights",
             )
-        found.append(tuple(math.ceil(value / step) for value, step in zip(values, block, strict=True)))
-    return Box(*found)
+        scaled.append(tuple(math.ceil(value / step) for value, step in zip(values, block, strict=True)))
+    return Box(*scaled)
 
 
 # --- values

@@ -160,17 +160,17 @@ def patch_new_zeros(local: torch.Tensor) -> None:
     if row is not None and row.name in ("mxfp8", "mxfp8-2d"):
         quantizer = _te.quantizer_of(local).copy()
         quantizer.set_usage(**local.get_usages())  # type: ignore[attr-defined]
-        own = {"dtype": local.dtype, "device": local.device}
-        apply_patch_to(local, "new zeros", functools.partial(_zeros, quantizer, row.block or 1, own))
+        options = {"dtype": local.dtype, "device": local.device}
+        apply_patch_to(local, "new zeros", functools.partial(_zeros, quantizer, row.block or 1, options))
 
 
 def _zeros(
-    quantizer: Any, block: int, own: Mapping[str, Any], size: Sequence[int], **options: Any
+    quantizer: Any, block: int, defaults: Mapping[str, Any], size: Sequence[int], **options: Any
 ) -> torch.Tensor:
     """Return zeros like a weight of a quantizer, with padded scale buffers."""
     if options or any(length % block for length in size):  # FSDP2's sharding raises right after this
-        return torch.zeros(tuple(size), **{**own, **options})
-    zeros = quantizer.make_empty(tuple(size), **own)
+        return torch.zeros(tuple(size), **{**defaults, **options})
+    zeros = quantizer.make_empty(tuple(size), **defaults)
     for buffer in _te.buffers_of(zeros):
         buffer.zero_()
     return zeros
@@ -267,10 +267,10 @@ def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBindi
     # A weight that was on meta when FSDP2 sharded it is checked here.
     row = _te.format_of(shard)
     if row is not None and row.name == NVFP4_ROWS:
-        own = [
+        names = [
             name for name, p in module._parameters.items() if p is not None and _torch.local_of(p) is shard
         ]
-        refuse_sharded_rows(binding.label(own[0] if own else "weight"), _te.quantizer_of(shard), shard)
+        refuse_sharded_rows(binding.label(names[0] if names else "weight"), _te.quantizer_of(shard), shard)
     return row
 
 
@@ -286,10 +286,10 @@ def _build_gather_metadata(
     attach_amax_group(shard, binding)
     _fsdp2_patches.disable_flat_shards(module, shard)
     keep_zeros_unquantized(module, shard)
-    ranks, whole = mesh.size(), now[2]
+    ranks, full_shape = mesh.size(), now[2]
     row = _te.format_of(shard)
     assert row is not None
-    is_even = tuple(shard.shape[1:]) == tuple(whole[1:]) and whole[0] % ranks == 0
+    is_even = tuple(shard.shape[1:]) == tuple(full_shape[1:]) and full_shape[0] % ranks == 0
     one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(shard)))
     keep_rowwise_only(shard)  # no effect if te_fsdp.fully_shard and materialize did so already
     group = _te.fsdp_group_of(module)
@@ -318,16 +318,16 @@ def _customize_gather(
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
         rows, columns = shard.shape
         known = {c.tensor.data_ptr(): c for c in components_of(shard, "gathered weight")}
-        found = [known[i.data_ptr()] for i in inputs]  # inputs are views that start where their buffers start
+        sent = [known[i.data_ptr()] for i in inputs]  # inputs are views that start where their buffers start
         buffers = []
-        for component in found:
-            whole = component.tensor.shape[1] * ranks
+        for component in sent:
+            gathered_columns = component.tensor.shape[1] * ranks
             if component.name.endswith("wise_scale_inv"):  # data has no padding
                 is_columnwise = component.name.startswith("columnwise")
                 sizes = _te.quantizer_of(shard).get_scale_shape((rows, columns * ranks), is_columnwise)
-                whole = int(sizes[-1])
-            buffers.append((component.tensor.shape, whole))
-        flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
+                gathered_columns = int(sizes[-1])
+            buffers.append((component.tensor.shape, gathered_columns))
+        flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in sent], (1, rows, columns))
         inputs, packed = tuple(flat[0] for flat in flats), Packed((rows, columns), places, buffers)
         return inputs, CustomGather(metadata, packed=packed)
     # FSDP2 requires buffers of one size from all ranks. Short or empty float8 shards are padded with rows
@@ -347,10 +347,10 @@ def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Packed) -> tuple[to
     ranks = outputs[0].numel() // (rows * columns)
     flats = bytes_of_ranks(outputs, (1, rows, columns), 2, ranks)[0]
     buffers = []
-    for found, (shape, whole) in zip(packed.places.typed(flats), packed.buffers, strict=True):
-        pieces = found.view(ranks, *shape)
-        buffer = torch.zeros((shape[0], whole), dtype=found.dtype, device=flats.device)
-        buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(pieces.transpose(0, 1))
+    for flat, (shape, gathered_columns) in zip(packed.places.typed(flats), packed.buffers, strict=True):
+        shards = flat.view(ranks, *shape)
+        buffer = torch.zeros((shape[0], gathered_columns), dtype=flat.dtype, device=flats.device)
+        buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(shards.transpose(0, 1))
         buffers.append(buffer)
     for output in outputs:  # FSDP2 would free them with the weight only, and allocates them again
         output.untyped_storage().resize_(0)
@@ -370,17 +370,17 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         # From the second all-gather on, FSDP2 passes `out` as the DTensor around the unsharded weight. TE
         # would set the gathered buffers on that wrapper, and kernels would keep reading the old ones.
         target = _torch.local_of_dtensor(out) if isinstance(out, DTensor) else out
-        buffers, own, inner = all_gather_outputs, metadata, None
+        buffers, te_metadata, inner = all_gather_outputs, metadata, None
         if isinstance(metadata, CustomGather):
             # FSDP2 must not free the shard's memory.
-            buffers, own, inner = metadata.buffers, metadata.metadata, ()
+            buffers, te_metadata, inner = metadata.buffers, metadata.metadata, ()
             if metadata.rows:
                 # The padding is at the end, so the rows are a contiguous part of the gathered buffer, which FSDP2
                 # frees.
                 buffers = (all_gather_outputs[0][: metadata.rows],)
             elif metadata.packed is not None:
                 buffers = _join_columns(all_gather_outputs, metadata.packed)
-        tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
+        tensor, gathered = stock(self, buffers, te_metadata, param_dtype, out=target)
         # Buffers that TE has removed for backward stay allocated until FSDP2 frees them ([Note: recomputed forwards]).
         record: WeightRecord | None = self.__dict__.get(WEIGHT)
         known: GatherMetadata | None = None if record is None else record.gathers

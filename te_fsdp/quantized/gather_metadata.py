@@ -85,8 +85,8 @@ def replay_gather(
 
     ``now`` is the pass of FSDP2's group (``fsdp2_settled.pass_of``).
     """
-    own = shard.__dict__
-    weight: WeightRecord | None = own.get(WEIGHT)
+    attrs = shard.__dict__
+    weight: WeightRecord | None = attrs.get(WEIGHT)
     known: GatherMetadata | None = None if weight is None else weight.gathers
     binding: ModuleBinding | None = module.__dict__.get(BINDING)
     if (
@@ -106,7 +106,7 @@ def replay_gather(
         known.group is None
         or not record
         or record.amax_group != known.group
-        or GROUP_ATTRIBUTE in own
+        or GROUP_ATTRIBUTE in attrs
         or getattr(quantizer, _te.REDUCES_AMAX, False)
     ):
         return None
@@ -115,8 +115,8 @@ def replay_gather(
         return None
     metadata = list(replay.constants)
     for place, name in replay.attributes:
-        metadata[place] = own[name]
-    inputs = tuple(map(own.__getitem__, replay.inputs))
+        metadata[place] = attrs[name]
+    inputs = tuple(map(attrs.__getitem__, replay.inputs))
     if known.nothing is not None:
         return (known.nothing,), CustomGather(tuple(metadata), buffers=inputs)
     return inputs, tuple(metadata)

@@ -171,14 +171,14 @@ class CopyEngineGathers:
         moved. ``alias`` is :func:`te_fsdp.peer_memory.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
-        found = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]
-        if not found:
+        to_move = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]
+        if not to_move:
             return
-        sizes = [tuple([tensor.nbytes for tensor in tensors.values()]) for _, tensors in found]
+        sizes = [tuple([tensor.nbytes for tensor in tensors.values()]) for _, tensors in to_move]
         # One allocation for all shards, because exchanging handles of shared memory is collective and slow.
         memory, offset = self.make(sum(_aligned(size) for several in sizes for size in several)), 0
         self._gathers.clear()
-        for (managed, tensors), several in zip(found, sizes, strict=True):
+        for (managed, tensors), several in zip(to_move, sizes, strict=True):
             self._homes[id(managed)] = _SharedLocation(memory, offset, several)
             for (name, data), size in zip(tensors.items(), several, strict=True):
                 moved = alias(memory.own, offset, data).copy_(data.view(-1))
@@ -199,16 +199,16 @@ class CopyEngineGathers:
         managed.reset_sharded_param()  # FSDP2 has not re-read the parameter since its initialization
         if not has_all_gather_hooks(local):
             data = managed._sharded_param_data  # FSDP2's own flat tensor has no name
-            found = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
+            tensors = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
         elif dim == 0 and managed._orig_size[0] == managed.mesh_info.shard_mesh_size * local.shape[0]:
-            found = {each: getattr(local, each) for each in self.sent_of(local)}
+            tensors = {each: getattr(local, each) for each in self.sent_of(local)}
         else:  # the hooks create new tensors
-            found = {}
-        if not all(each is not None and each.numel() and each.is_contiguous() for each in found.values()):
+            tensors = {}
+        if not all(each is not None and each.numel() and each.is_contiguous() for each in tensors.values()):
             return {}
         home = self._homes.get(id(managed))
-        is_shared = home is not None and [each.data_ptr() for each in found.values()] == home.addresses
-        return {} if is_shared else found
+        is_shared = home is not None and [each.data_ptr() for each in tensors.values()] == home.addresses
+        return {} if is_shared else tensors
 
     # --- what FSDP2 calls
 
@@ -219,11 +219,11 @@ class CopyEngineGathers:
         phase, device = group._training_state.name, group.device_handle
         if phase == "PRE_BACKWARD" and not group.unshard_in_backward:
             return
-        held = self._held.pop(id(group), None)
+        released = self._held.pop(id(group), None)
         if type(group._all_gather_comm).__name__ != "DefaultAllGather":  # set by the user meanwhile
             stock(async_op)
             return
-        if held is not None and phase == "PRE_BACKWARD" and self._has_backward_weights(group, held):
+        if released is not None and phase == "PRE_BACKWARD" and self._has_backward_weights(group, released):
             with torch.no_grad():
                 sent_tensors(group)  # hooks must run before they receive the gathered tensors
             group._all_gather_result = _PendingCopy(None)
@@ -234,8 +234,8 @@ class CopyEngineGathers:
         shown = profiler_range(group._with_fqn("FSDP::all_gather"))
         with shown, torch.no_grad(), device.stream(stream):
             _wait(stream, self._last)  # the previous all-gather may have used a different stream
-            _wait(stream, held and held.event)
-            del held  # not earlier, because other buffers could reuse the memory
+            _wait(stream, released and released.event)
+            del released  # not earlier, because other buffers could reuse the memory
             gather = self._lay_out(group)
             if (fixed := self._fixed.get(id(group))) is not None:
                 fixed.take(group, stream)
@@ -299,15 +299,15 @@ class CopyEngineGathers:
 
     def expire(self) -> None:
         """Make the next backward all-gather again, because shards have new values. Local operation."""
-        self._held = {key: held._replace(is_kept=False) for key, held in self._held.items()}
+        self._held = {key: released._replace(is_kept=False) for key, released in self._held.items()}
 
-    def _has_backward_weights(self, group: Any, held: _ReleasedUnit) -> bool:
+    def _has_backward_weights(self, group: Any, released: _ReleasedUnit) -> bool:
         """Return whether a released group's memory contains the weights for a backward. Identical on all ranks."""
         fixed = self._fixed.get(id(group))
         if fixed is not None and not fixed.contains(group):
             return False
         # Changes of shards are not checked here: some ranks may have no rows of the weight.
-        return held.is_kept and all(
+        return released.is_kept and all(
             (not has_all_gather_hooks(m.sharded_param) or self.sent_of(local_of(m.sharded_param)))
             and m.all_gather_outputs
             and all(output.untyped_storage().size() for output in m.all_gather_outputs)
@@ -352,8 +352,8 @@ class CopyEngineGathers:
         ]
         if fixed is not None:
             fixed.assign(group, [(n, key[2]) for n, key in zip(numels, keys, strict=True)], ranks)
-        for managed, (_, _, dtypes), own in zip(records, keys, numels, strict=True):
-            managed.init_all_gather_outputs(own, list(dtypes), ranks, managed.device)
+        for managed, (_, _, dtypes), numels_of_record in zip(records, keys, numels, strict=True):
+            managed.init_all_gather_outputs(numels_of_record, list(dtypes), ranks, managed.device)
             managed.alloc_all_gather_outputs()
         gather = self._gathers.pop(id(group), None)
         outputs = [managed.all_gather_outputs for managed in records]
@@ -365,8 +365,8 @@ class CopyEngineGathers:
             self._gathers[id(group)] = gather
         pairs = [
             (mine, tensor)
-            for own, tensors in zip(gather.own, sent, strict=True)
-            for mine, tensor in zip(own, tensors, strict=True)
+            for numels_of_record, tensors in zip(gather.own, sent, strict=True)
+            for mine, tensor in zip(numels_of_record, tensors, strict=True)
             if tensor.data_ptr() != mine.data_ptr()
         ]
         self._stage([mine for mine, _ in pairs], [tensor.view(-1) for _, tensor in pairs])
@@ -385,12 +385,12 @@ class CopyEngineGathers:
         for managed, (offset, sizes, dtypes) in zip(records, keys, strict=True):
             home = self._homes[id(managed)] if offset is None else None
             memory: Any = self._staging if home is None else home.memory
-            at, targets, own = offset if home is None else home.offset, managed.all_gather_outputs, []
+            at, targets, parts = offset if home is None else home.offset, managed.all_gather_outputs, []
             if managed.fsdp_placement.dim != 0:
                 targets = [torch.empty_like(output) for output in targets]
                 joins.append((managed, targets))
             for target, size, dtype in zip(targets, sizes, dtypes, strict=True):
-                own.append(memory.own[at : at + size].view(dtype))
+                parts.append(memory.own[at : at + size].view(dtype))
                 # Use .data: autograd would treat a write to the tensor as a modification of saved tensors.
                 rows = target.data.view(torch.uint8).view(ranks, size)
                 # each rank starts with a different peer, so that no rank is read by all at once
@@ -399,7 +399,7 @@ class CopyEngineGathers:
                     copies.append((rows[rank], memory.parts[rank][at : at + size]))
                 local.append((rows[self._rank], memory.own[at : at + size]))
                 at += _aligned(size)
-            every_own.append(own)
+            every_own.append(parts)
         outputs = [managed.all_gather_outputs for managed in records]
         storages = [(tensor.untyped_storage(), tensor.nbytes) for tensors in outputs for tensor in tensors]
         pairs = [pair for pair in (*copies, *local) if pair[0].numel() <= SMALL]
@@ -433,8 +433,8 @@ class CopyEngineGathers:
             self._free()
 
     def _free(self) -> None:
-        for held in self._held.values():
-            for storage in held.storages:
+        for released in self._held.values():
+            for storage in released.storages:
                 if storage.nbytes():
                     storage.resize_(0)
         self._held.clear()
@@ -461,5 +461,5 @@ def _join(managed: Any, parts: list[torch.Tensor]) -> None:
     for part, output in zip(parts, managed.all_gather_outputs, strict=True):
         ranks = part.numel() // managed.padded_sharded_param_size.numel()
         chunks = part.view(ranks * shape[0], *shape[1:]).chunk(ranks)
-        whole = [length * ranks if at == dim else length for at, length in enumerate(shape)]
-        torch.cat(chunks, dim=dim, out=output.data.view(whole))
+        full_shape = [length * ranks if at == dim else length for at, length in enumerate(shape)]
+        torch.cat(chunks, dim=dim, out=output.data.view(full_shape))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
     """Return the unsharded, unreduced gradients of an ``FSDPParam``."""
     gathered = getattr(managed, "_unsharded_param", None)
-    found = (getattr(managed, "unsharded_accumulated_grad", None), getattr(gathered, "grad", None))
-    return [gradient for gradient in found if gradient is not None]
+    gradients = (getattr(managed, "unsharded_accumulated_grad", None), getattr(gathered, "grad", None))
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
@@ -73,22 +73,22 @@ def tensors_between_microbatches(unit: nn.Module) -> Iterator[list[torch.Tensor]
     """
     for group in fsdp_parameter_groups(unit):
         for managed in group.fsdp_params:
-            found = (group._partial_reduce_output, managed._unsharded_param if group.is_unsharded else None)
+            tensors = (group._partial_reduce_output, managed._unsharded_param if group.is_unsharded else None)
             yield [
                 *unreduced_gradients_of(managed),
-                *(tensor for tensor in found if tensor is not None),
+                *(tensor for tensor in tensors if tensor is not None),
             ]
 
 
 def sharded_unsharded_pairs(groups: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return each trained sharded parameter with its unsharded parameter, or ``None`` if its group is sharded."""
-    found = list[tuple[torch.Tensor, torch.Tensor | None]]()
+    pairs = list[tuple[torch.Tensor, torch.Tensor | None]]()
     for group in groups:
-        whole = group.is_unsharded
+        is_unsharded = group.is_unsharded
         for managed in group.fsdp_params:
             if managed.sharded_param.requires_grad:
-                found.append((managed.sharded_param, managed._unsharded_param if whole else None))
-    return found
+                pairs.append((managed.sharded_param, managed._unsharded_param if is_unsharded else None))
+    return pairs
 
 
 def leaves_of(groups: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -154,7 +154,7 @@ def replicated_records(group: Any) -> list[Any]:
     if known is not None and known[0] is group.fsdp_params:
         return known[1]
     created = [(m, m.__dict__.get("_unsharded_param")) for m in group.fsdp_params]
-    found = [
+    records = [
         managed
         for managed, parameter in created
         if isinstance(parameter, DTensor)
@@ -162,8 +162,8 @@ def replicated_records(group: Any) -> list[Any]:
         and spec_of(parameter).placements[0].is_replicate()
     ]
     if all(parameter is not None for _, parameter in created):
-        record.replicated = group.fsdp_params, found
-    return found
+        record.replicated = group.fsdp_params, records
+    return records
 
 
 def partial_gradients(records: Iterable[Any], placement: Placement) -> Iterator[tuple[Any, DTensor]]:
@@ -187,8 +187,8 @@ def partial_gradients(records: Iterable[Any], placement: Placement) -> Iterator[
 def set_unsharded_gradient(managed: Any, gradient: torch.Tensor) -> None:
     """Replace a gradient of :func:`partial_gradients` by a local tensor with the unsharded parameter's placements."""
     parameter = managed._unsharded_param
-    whole = dtensor(gradient, with_dtype(spec_of(parameter), gradient.dtype))
+    full = dtensor(gradient, with_dtype(spec_of(parameter), gradient.dtype))
     if managed.__dict__.get("unsharded_accumulated_grad") is not None:
-        managed.unsharded_accumulated_grad = whole
+        managed.unsharded_accumulated_grad = full
     else:
-        parameter.grad = whole
+        parameter.grad = full

@@ -74,8 +74,8 @@ def _shortened(hook: Any) -> Any:
     is_disabled = inner is not None and "_dynamo" in names and "disable" in names
     stock = inner if is_disabled else hook
     if "record_function" in stock.__code__.co_names:
-        own = {**stock.__globals__, "record_function": profiler_range}
-        made = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
+        scope = {**stock.__globals__, "record_function": profiler_range}
+        made = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
         made.__kwdefaults__ = stock.__kwdefaults__
         stock = functools.update_wrapper(made, stock)
     return torch._dynamo.disable(stock, recursive=True) if is_disabled else stock

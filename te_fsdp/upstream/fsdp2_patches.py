@@ -73,8 +73,8 @@ def add_reduction_listener(
                 else:
                     record.flags.reduce_with(group, stock, *args)
             finally:
-                for own, name in shortened:
-                    del own[name]
+                for attrs, name in shortened:
+                    del attrs[name]
             for call in (*after, *ended):
                 call(group)
 
@@ -289,13 +289,13 @@ def _init_outputs(
     """Run ``FSDPParam.init_all_gather_outputs`` in every all-gather, with the sizes and dtypes of its inputs."""
     data, outputs = managed._sharded_param_data, managed.all_gather_outputs
     # FSDP2 writes the inputs to the outputs. Alias the shard only if the inputs are the shard itself.
-    own = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
-    if own and outputs and outputs[0] is data:
+    is_own_shard = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
+    if is_own_shard and outputs and outputs[0] is data:
         return  # as in the previous all-gather
     # Whether this all-gather uses the memory of the shard, and whether the previous one did. The unsharded parameter
     # can share the memory of a shard that uses its full storage on the device.
     lends = (
-        own
+        is_own_shard
         and data.untyped_storage().nbytes() == data.numel() * data.itemsize
         and data.device == managed.device
         and not has_all_gather_hooks(managed.sharded_param)
@@ -342,13 +342,13 @@ def _reduce_single_rank(group: Any) -> None:
     show, factor = getattr(group._reduce_scatter_comm, "expose", None), group.gradient_divide_factor
     seen = set[int]()
     for managed in group.fsdp_params:
-        parameter, whole = managed.sharded_param, getattr(managed, "_unsharded_param", None)
+        parameter, unsharded = managed.sharded_param, getattr(managed, "_unsharded_param", None)
         # Before torch 2.15 accumulated gradients are stored separately.
         if vars(managed).get("unsharded_accumulated_grad") is not None:
             managed.accumulate_unsharded_grad_if_needed()
             gradient, managed.unsharded_accumulated_grad = managed.unsharded_accumulated_grad_data, None
-        elif whole is not None and whole.grad is not None:
-            gradient, whole.grad = managed.unsharded_grad_data, None
+        elif unsharded is not None and unsharded.grad is not None:
+            gradient, unsharded.grad = managed.unsharded_grad_data, None
         else:
             continue
         reduced = group._reduce_dtype or getattr(managed, "unsharded_grad_dtype", None)
@@ -358,8 +358,8 @@ def _reduce_single_rank(group: Any) -> None:
             gradient = gradient / (factor * factor if gradient.dtype == torch.float16 else factor)
         if show is not None:
             show(gradient)
-        kept = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
-        gradient = gradient if kept is None else gradient.to(kept)
+        dtype = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
+        gradient = gradient if dtype is None else gradient.to(dtype)
         if parameter.grad is not None:
             local_of(parameter.grad).add_(gradient)
         else:

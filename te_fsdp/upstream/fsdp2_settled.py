@@ -89,23 +89,23 @@ def _to_unsharded(
         return
     # avoids __torch_function__ of DTensor subclasses for each attribute
     with torch._C.DisableTorchFunctionSubclass():
-        for managed, owner, own, name, pair in known[0].slots:
-            shard, whole = managed.sharded_param, managed._unsharded_param
-            if shard.requires_grad is not whole.requires_grad:
-                whole.requires_grad_(shard.requires_grad)
+        for managed, owner, table, name, pair in known[0].slots:
+            shard, unsharded = managed.sharded_param, managed._unsharded_param
+            if shard.requires_grad is not unsharded.requires_grad:
+                unsharded.requires_grad_(shard.requires_grad)
             if pair is None:
-                own[name] = whole
-            elif own.get(name) is shard is pair.shard and whole is pair.unsharded:
+                table[name] = unsharded
+            elif table.get(name) is shard is pair.shard and unsharded is pair.unsharded:
                 # An attribute that was added to the shard since must be copied, which the module does in
                 # `__setattr__`.
-                have, wanted = whole.__dict__, shard.__dict__
-                added = () if wanted.keys() <= have.keys() else wanted.keys() - have.keys() - OWN_ATTRIBUTES
-                if not added and have.get(record) is wanted.get(record):
-                    own[name] = whole
+                attrs, source = unsharded.__dict__, shard.__dict__
+                added = () if source.keys() <= attrs.keys() else source.keys() - attrs.keys() - OWN_ATTRIBUTES
+                if not added and attrs.get(record) is source.get(record):
+                    table[name] = unsharded
                 else:
-                    setattr(owner, name, whole)
+                    setattr(owner, name, unsharded)
             else:
-                setattr(owner, name, whole)
+                setattr(owner, name, unsharded)
             managed.sharded_state = _UNSHARDED
     group._sharded_state = _UNSHARDED
 
@@ -117,20 +117,20 @@ def _to_sharded(group: Any, stock: Callable[[], None], known: list[_ParamSlots])
     if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _UNSHARDED:
         stock()
         return
-    for managed, owner, own, name, pair in known[0].slots:
-        shard, whole = managed.sharded_param, managed._unsharded_param
+    for managed, owner, table, name, pair in known[0].slots:
+        shard, unsharded = managed.sharded_param, managed._unsharded_param
         if pair is None:
-            own[name] = shard
+            table[name] = shard
         elif (
-            own.get(name) is whole is pair.unsharded
+            table.get(name) is unsharded is pair.unsharded
             and shard is pair.shard
             and not pair.is_shard_exposed
             # Modules copy attributes back to a shard from DTensors only.
-            and (not isinstance(whole, DTensor) or whole.__dict__.keys() <= shard.__dict__.keys())
+            and (not isinstance(unsharded, DTensor) or unsharded.__dict__.keys() <= shard.__dict__.keys())
         ):
             if pair.release is not None:
                 pair.release()
-            own[name] = shard
+            table[name] = shard
         else:
             setattr(owner, name, shard)
     for managed in group.fsdp_params:
@@ -185,9 +185,9 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
         local = managed.sharded_param._local_tensor
         if type(local) is not torch.Tensor:
             mesh, module = managed.shard_mesh_from_root, managed._module_info.module
-            found = replay(local, mesh, managed._orig_size, module, now)
-            if found is not None:
-                tensors, managed._extensions_data.all_gather_metadata = found
+            replayed = replay(local, mesh, managed._orig_size, module, now)
+            if replayed is not None:
+                tensors, managed._extensions_data.all_gather_metadata = replayed
                 managed._extensions_data.all_gather_input_sizes = list(map(_shape, tensors))
                 managed.__dict__["all_gather_inputs"] = list(map(_flat, tensors))
         elif managed.param_dtype is None:
@@ -205,32 +205,32 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
     if group._all_gather_result is None:
         return
     for managed in group.fsdp_params:
-        own, outputs, local = (
+        attrs, outputs, local = (
             managed.__dict__,
             managed.all_gather_outputs,
             managed.sharded_param._local_tensor,
         )
-        views, extensions = own.get("gathered_views"), own.get("_extensions_data")
-        if "_unsharded_param" in own and type(local) is torch.Tensor:
+        views, extensions = attrs.get("gathered_views"), attrs.get("_extensions_data")
+        if "_unsharded_param" in attrs and type(local) is torch.Tensor:
             # The unsharded parameter is a view of the outputs, whose memory is allocated below: nothing is
             # left to do.
-            own["init_unsharded_param"] = _nothing
+            attrs["init_unsharded_param"] = _nothing
         elif (
             views is not None and views[0] is outputs and views[1] == tuple(extensions.all_gather_input_sizes)
         ):
-            own["init_unsharded_param"] = functools.partial(
+            attrs["init_unsharded_param"] = functools.partial(
                 local.fsdp_post_all_gather,
                 views[2],
                 extensions.all_gather_metadata,
                 managed.param_dtype or managed.orig_dtype,
-                out=own["_unsharded_param"],
+                out=attrs["_unsharded_param"],
             )
         for tensor in (*outputs, *managed._unsharded_inner_tensors):
             storage, size = tensor.untyped_storage(), tensor.nbytes
             if storage.nbytes() != size:
                 storage.resize_(size)
         if outputs:  # the first all-gather creates them
-            own["alloc_all_gather_outputs"] = _nothing
+            attrs["alloc_all_gather_outputs"] = _nothing
     try:
         stock()
     finally:
@@ -254,7 +254,7 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
     has_copied = False
     replay, now = group.__dict__[GROUP].replay, pass_of(group)
     for managed in group.fsdp_params:
-        outputs, local, found = managed.all_gather_outputs, managed.sharded_param._local_tensor, None
+        outputs, local, replayed = managed.all_gather_outputs, managed.sharded_param._local_tensor, None
         if (
             outputs
             and outputs[0] is managed._sharded_param_data
@@ -266,11 +266,11 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         has_copied, views = True, managed.gathered_views
         if views is not None and views[0] is outputs:
             mesh, module = managed.shard_mesh_from_root, managed._module_info.module
-            found = replay(local, mesh, managed._orig_size, module, now)
-        if found is not None and views[1] == tuple(map(_shape, found[0])) == (torch.Size([0]),):
+            replayed = replay(local, mesh, managed._orig_size, module, now)
+        if replayed is not None and views[1] == tuple(map(_shape, replayed[0])) == (torch.Size([0]),):
             # A quantized shard sends nothing, and its unsharded weight uses its buffers.
             dtype = managed.param_dtype or managed.orig_dtype
-            local.fsdp_post_all_gather(views[2], found[1], dtype, out=managed._unsharded_param)
+            local.fsdp_post_all_gather(views[2], replayed[1], dtype, out=managed._unsharded_param)
             continue
         data = managed.all_gather_inputs[0]
         managed.init_all_gather_outputs([data.numel()], [data.dtype], 1, group.device)
@@ -297,11 +297,11 @@ def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
     """
     record, now = group.__dict__.get(GROUP), pass_of(group)
     replay, mesh = None if record is None else record.replay, None
-    found = list[Sequence[torch.Tensor]]()
+    sent = list[Sequence[torch.Tensor]]()
     for managed in group.fsdp_params:
         local = managed.sharded_param._local_tensor
         if type(local) is torch.Tensor:
-            found.append((managed._sharded_param_data,))
+            sent.append((managed._sharded_param_data,))
             continue
         if replay is not None:
             mesh = mesh or managed.shard_mesh_from_root  # that of the group
@@ -310,20 +310,20 @@ def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
                 extensions = managed._extensions_data
                 tensors, extensions.all_gather_metadata = replayed
                 extensions.all_gather_input_sizes = list(map(_shape, tensors))
-                found.append(tensors)
+                sent.append(tensors)
                 continue
         # ``FSDPParam.all_gather_inputs`` inspects the signature of a hook in each all-gather.
         if not hasattr(local, "fsdp_pre_all_gather"):
-            found.append((managed._sharded_param_data,))
+            sent.append((managed._sharded_param_data,))
         elif (
             not takes_all(type(local))
             or local.shape != managed.padded_sharded_param_size
             or managed.offload_to_cpu
         ):
-            found.append(managed.all_gather_inputs)
+            sent.append(managed.all_gather_inputs)
         else:
-            found.append(call_all_gather_hook(managed, local))
-    return found
+            sent.append(call_all_gather_hook(managed, local))
+    return sent
 
 
 #: A plain gradient without a Python call. FSDP2 reads it if there is one.
@@ -415,13 +415,13 @@ def shorten_gradients(group: Any) -> list[tuple[dict[str, Any], str]]:
     """
     changed = []
     for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
-        own = managed.__dict__
-        if "to_sharded_dtensor" not in own:
+        attrs = managed.__dict__
+        if "to_sharded_dtensor" not in attrs:
             spec = managed._sharding_spec
-            own["to_sharded_dtensor"] = functools.partial(
+            attrs["to_sharded_dtensor"] = functools.partial(
                 new_dtensor, DTensor, spec=spec, requires_grad=False
             )
-            changed.append((own, "to_sharded_dtensor"))
+            changed.append((attrs, "to_sharded_dtensor"))
     return changed
 
 
@@ -435,15 +435,15 @@ def shorten_gradient_reads(group: Any) -> list[tuple[dict[str, Any], str]]:
     changed = []
     with torch._C.DisableTorchFunctionSubclass():
         for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
-            own = managed.__dict__
-            parameter = own.get("_unsharded_param")
-            if parameter is None or own.get("unsharded_accumulated_grad") is not None:
+            attrs = managed.__dict__
+            parameter = attrs.get("_unsharded_param")
+            if parameter is None or attrs.get("unsharded_accumulated_grad") is not None:
                 continue
-            own["accumulate_unsharded_grad_if_needed"] = _nothing
-            changed.append((own, "accumulate_unsharded_grad_if_needed"))
+            attrs["accumulate_unsharded_grad_if_needed"] = _nothing
+            changed.append((attrs, "accumulate_unsharded_grad_if_needed"))
             if parameter.grad is not None:
-                own["unsharded_param"] = SimpleNamespace(grad=True) if managed.is_dtensor else parameter
-                changed.append((own, "unsharded_param"))
+                attrs["unsharded_param"] = SimpleNamespace(grad=True) if managed.is_dtensor else parameter
+                changed.append((attrs, "unsharded_param"))
     return changed
 
 

@@ -427,8 +427,8 @@ def _amax_tensors() -> list[type]:
 def _modules_with(name: str) -> list[ModuleType]:
     """Return TE's Python modules of linear layers that define or import ``name``."""
     files = ("linear", "layernorm_linear", "layernorm_mlp")
-    found = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
-    return [module for module in found if hasattr(module, name)]
+    modules = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
+    return [module for module in modules if hasattr(module, name)]
 
 
 def _enums_pickled_by_name() -> list[type]:

@@ -95,10 +95,10 @@ def allocate_shared_memory(
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    own, group = symmetric.empty(size, dtype=torch.uint8, device=device), exchange.group
-    handle = symmetric.rendezvous(own, exchange.name)  # type: ignore[bad-argument-type]
+    mine, group = symmetric.empty(size, dtype=torch.uint8, device=device), exchange.group
+    handle = symmetric.rendezvous(mine, exchange.name)  # type: ignore[bad-argument-type]
     shared = [
-        own if rank == group.rank() else handle.get_buffer(rank, (size,), torch.uint8)
+        mine if rank == group.rank() else handle.get_buffer(rank, (size,), torch.uint8)
         for rank in range(group.size())
     ]
     return handle, shared

@@ -140,11 +140,11 @@ class Format:
         """Return the sets of buffers that each contain the weight's values, rowwise first: name -> block."""
         if self.has_one_scale:
             return [{buffer.name: buffer.block for buffer in self.buffers}]
-        found = [
+        directions = [
             {buffer.name: buffer.block for buffer in self.buffers if direction in buffer.name}
             for direction in ("rowwise", "columnwise")
         ]
-        return [needed for needed in found if needed]
+        return [needed for needed in directions if needed]
 
 
 _VALUES = (1, 1)
@@ -337,8 +337,8 @@ def _rebuild_whole(
     with warnings.catch_warnings():
         # The pickle contains typed storages, which torch has deprecated but still reads.
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        whole = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped())  # type: ignore[no-matching-overload]
-    return whole.as_strided(size, stride, offset).clone()
+        full = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped())  # type: ignore[no-matching-overload]
+    return full.as_strided(size, stride, offset).clone()
 
 
 ENTRIES = {

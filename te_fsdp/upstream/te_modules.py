@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def holds_quantized(module: nn.Module) -> bool:
     """Return whether a ``te.ops`` module has, or on meta will have, a quantized weight (``_with_quantized_weight``)."""
-    own = [p for p in module._parameters.values() if p is not None]
-    return bool(getattr(module, "_with_quantized_weight", False)) or any(map(_te.is_quantized, own))
+    params = [p for p in module._parameters.values() if p is not None]
+    return bool(getattr(module, "_with_quantized_weight", False)) or any(map(_te.is_quantized, params))
 
 
 def has_recipe_state(module: Any) -> bool:
@@ -256,13 +256,13 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
     logs._log_level = logging.DEBUG  # the selection resets its logger to this level in each call
     logger.propagate = False
     try:
-        found = module.get_attention_backend(asked)
+        backends = module.get_attention_backend(asked)
     finally:
         logger.removeHandler(seen)
         logs._log_level = level
         logger.propagate = propagate
     # (flash, flash version, fused, fused version, unfused, all available): TE 2.18 and later
-    names = {"flash": found[0], "fused": found[2], "unfused": found[4]}
+    names = {"flash": backends[0], "fused": backends[2], "unfused": backends[4]}
     flags = {
         "flash-attn": "is_installed",
         "flash-attn-3": "v3_is_installed",

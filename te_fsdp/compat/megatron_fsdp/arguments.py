@@ -169,11 +169,11 @@ def native_units(units: Sequence[type | str] | None) -> list[type] | None:
         return None
     classes: list[type] = []
     for unit in units:
-        found: Any = unit
+        cls: Any = unit
         if isinstance(unit, str):
             place, _, name = unit.rpartition(".")
             try:
-                found = getattr(importlib.import_module(place), name)
+                cls = getattr(importlib.import_module(place), name)
             except (ImportError, AttributeError, ValueError) as error:
                 raise PlacementError(
                     f"fully_shard: fsdp_unit_modules: {unit!r}",
@@ -181,8 +181,8 @@ def native_units(units: Sequence[type | str] | None) -> list[type] | None:
                     got=str(error),
                     fix='"package.module.Class"',
                 ) from error
-        require_kind("fully_shard", f"fsdp_unit_modules: {unit!r}", found, type, expected="a class")
-        classes.append(found)
+        require_kind("fully_shard", f"fsdp_unit_modules: {unit!r}", cls, type, expected="a class")
+        classes.append(cls)
     return classes
 
 
@@ -275,8 +275,8 @@ def native_meshes(
             differs from te_fsdp's (outer, shard, tp). All ranks raise the last error.
     """
     axes = {"dp_replicate": dp_outer_dim, "dp_shard": dp_shard_dim, "tp": tp_dim}
-    found = [_place(device_mesh, name, axis) for axis, name in axes.items()]
-    sizes, places = {axis: size for axis, (size, _) in zip(axes, found, strict=True)}, [at for _, at in found]
+    sized = [_place(device_mesh, name, axis) for axis, name in axes.items()]
+    sizes, places = {axis: size for axis, (size, _) in zip(axes, sized, strict=True)}, [at for _, at in sized]
     place = 0
     if expt_device_mesh is not None:
         # Dense parameters are sharded over the ranks of dp_shard and ep together.

@@ -220,11 +220,11 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
     if precision_aware:
         text = UNUSED_ARGUMENTS["use_decoupled_grad"]
         _log.warning("megatron_fsdp: precision_aware=True has no effect: %s", text)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    given = {id(note): note for p in held if isinstance(note := p.__dict__.get(BRIDGED), _Note)}.values()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    given = {id(note): note for p in params if isinstance(note := p.__dict__.get(BRIDGED), _Note)}.values()
     # With several optimizers the first call has sharded the model already.
     notes = [note for note in given if note.module.__dict__.get(BRIDGED) is note]  # not sharded yet
-    if optimizer.state and (notes or any(isinstance(p.__dict__.get(BRIDGED), nn.Parameter) for p in held)):
+    if optimizer.state and (notes or any(isinstance(p.__dict__.get(BRIDGED), nn.Parameter) for p in params)):
         raise OrderError(
             f"fully_shard_optimizer({type(optimizer).__name__})",
             expected="an optimizer before its first step",
@@ -248,8 +248,8 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
 
 def _shard(root: _Note) -> None:
     """Shard a model with its units. Collective over the world."""
-    found = {name: m.__dict__[BRIDGED] for name, m in root.module.named_modules() if BRIDGED in m.__dict__}
-    for name, note in found.items():
+    notes = {name: m.__dict__[BRIDGED] for name, m in root.module.named_modules() if BRIDGED in m.__dict__}
+    for name, note in notes.items():
         if (note.mesh, note.outer, note.policy) != (root.mesh, root.outer, root.policy):
             raise PlacementError(
                 f"experimental.fully_shard: {name}",
@@ -268,10 +268,10 @@ def _shard(root: _Note) -> None:
     if not on_meta:
         # Sharding needs the values on the device.
         root.module.to(meshes.device)
-    strategies = {name: note.strategy for name, note in found.items()}
+    strategies = {name: note.strategy for name, note in notes.items()}
     options = {"outer_strategy": root.outer, "precision": root.policy.native()}
     native_fully_shard(root.module, meshes, units=[], strategy=strategies, **options)  # type: ignore[arg-type]
-    for note in found.values():
+    for note in notes.values():
         note.guard.remove()
         del note.module.__dict__[BRIDGED]
     if on_meta:

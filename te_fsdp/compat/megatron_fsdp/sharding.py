@@ -277,12 +277,12 @@ def _native_strategies(
 
 def _move(module: torch.nn.Module, device: torch.device) -> None:
     """Move a model to a device; raise InitError if it has meta tensors."""
-    found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
-    if found:
+    meta = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
+    if meta:
         raise InitError(
-            f"fully_shard: {found[0]} is on meta",
+            f"fully_shard: {meta[0]} is on meta",
             expected="a model with values",
-            got=f"{len(found)} meta tensor(s)",
+            got=f"{len(meta)} meta tensor(s)",
             fix="init_model_with_meta_device=True",
         )
     module.to(device)
@@ -327,9 +327,9 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
 
 def _show_arguments(function: Callable[..., Any], more: int) -> None:
     """Set a function's signature so that ``help`` and editors show :class:`Arguments` after ``more`` arguments."""
-    own = list(inspect.signature(function).parameters.values())[:more]
+    leading = list(inspect.signature(function).parameters.values())[:more]
     theirs = list(inspect.signature(Arguments).parameters.values())
-    function.__signature__ = inspect.Signature([*own, *theirs])  # type: ignore[attr-defined]
+    function.__signature__ = inspect.Signature([*leading, *theirs])  # type: ignore[attr-defined]
 
 
 def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> Optimizer:
@@ -415,10 +415,10 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         result = stock["zero_grad"](*args, **kwargs)
         # Buffered gradients are discarded for a whole model. An optimizer over some of its parameters must leave the
         # gradients of other optimizers alone, because these may not have stepped yet.
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         to_none = kwargs.get("set_to_none", args[0] if args else None)
         for model in models if zero_grad_buffer else ():
-            if all(id(p) in held for p in model.parameters() if p.requires_grad):
+            if all(id(p) in parameter_ids for p in model.parameters() if p.requires_grad):
                 gradient_sync.zero_grad(model, set_to_none=to_none is not False)
         return result
 
@@ -430,10 +430,10 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         if not state_dict["state"]:
             _allocate(optimizer)
             # A state dict without state would reset the optimizer silently.
-            if kept := sum(bool(state) for state in optimizer.state.values()):
+            if with_state := sum(bool(state) for state in optimizer.state.values()):
                 raise CheckpointError(
                     f"{type(optimizer).__name__}.load_state_dict",
-                    expected=f"a state dict with state of {kept} parameters",
+                    expected=f"a state dict with state of {with_state} parameters",
                     got="a state dict without state",
                     why="DCP loads only the entries that the given state dict contains",
                     fix="call optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into the result",

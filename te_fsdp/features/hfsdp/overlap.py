@@ -81,7 +81,7 @@ class GradientAveraging:
         Returns:
             This rank's rows in the order of the shards; ``None`` if no replica has a gradient.
         """
-        found: list[torch.Tensor | None] = [None] * len(self.shards)
+        received: list[torch.Tensor | None] = [None] * len(self.shards)
         moves: list[Pending[torch.Tensor]] = []
         # Gradients missing on this rank, with the number of replicas that have one.
         flags: list[tuple[int, torch.Tensor]] = []
@@ -101,24 +101,24 @@ class GradientAveraging:
                 by = replace(by or GradComm(), fp32_sum=True)
             packed = self._packed(places, buffer, gradients)
             result = send(packed.view(-1), packed.shape[1:], first, by)
-            pieces = iter(buffer.views(result))
+            averages = iter(buffer.views(result))
             for flag, at in enumerate(places, buffer.numel - buffer.trailing):
                 shard, gradient = self.shards[at], gradients[at]
                 if not self._alone[at]:
-                    found[at] = next(pieces)[: self._numels[at]].view(shard.shape)
+                    received[at] = next(averages)[: self._numels[at]].view(shard.shape)
                 else:
-                    whole = (
+                    gradient_or_zeros = (
                         packed.new_zeros(shard.rows.shape) if gradient is None else gradient.to(packed.dtype)
                     )
-                    found[at] = send(whole.contiguous().view(-1), shard.shape, first, by)
+                    received[at] = send(gradient_or_zeros.contiguous().view(-1), shard.shape, first, by)
                 if gradient is None:
                     flags.append((at, result[flag]))
 
         def finish(unused: None) -> list[torch.Tensor | None]:
             for at, replicas in flags:
                 if not bool(replicas > 0):  # waits for the device, only on ranks without a gradient
-                    found[at] = None
-            return found
+                    received[at] = None
+            return received
 
         return all_of(moves).then(finish)
 
@@ -132,14 +132,14 @@ class GradientAveraging:
         memory = torch.zeros(first.size, buffer.numel, dtype=first.sent, device=device)
         memory[:, flags:] = 1
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        pieces = iter(buffer.views(memory))
+        views = iter(buffer.views(memory))
         for flag, at in enumerate(places, flags):
             shard, gradient = self.shards[at], gradients[at]
             if gradient is None:
                 memory[:, flag] = 0
             if self._alone[at]:
                 continue
-            piece = next(pieces)
+            piece = next(views)
             if gradient is not None:
                 copies += [(there, rows) for rows, there in shard.rows.pairs(gradient, piece)]
         copy_pairs(copies)
@@ -332,10 +332,10 @@ class EarlyAverages:
         groups: list[str] = []
         place = {id(shard.parameter): at for at, shard in enumerate(shards)}
         for name, unit in state.modules.items() if state is not None else ():
-            own = [[place[id(p)] for p in group if id(p) in place] for group in _fsdp2.sharded_by_group(unit)]
-            if any(own):
-                units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*own))])
-                groups += [name for members in own if members]
+            groups_at = [[place[id(p)] for p in g if id(p) in place] for g in _fsdp2.sharded_by_group(unit)]
+            if any(groups_at):
+                units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*groups_at))])
+                groups += [name for members in groups_at if members]
         self._plan = _OverlapPlan(shards, state, units, groups, UnitOrder(list(units)))
         return self._plan
 
