@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
-def require_meshes(model: nn.Module, given: Meshes | DeviceMesh) -> Meshes:
+def require_meshes(model: nn.Module, passed: Meshes | DeviceMesh) -> Meshes:
     """Return the job's meshes. Raise if they have no ``tp`` axis, but the model was built for one. Local operation."""
-    meshes = as_meshes(given, "fully_shard")
+    meshes = as_meshes(passed, "fully_shard")
     require_model(model, "fully_shard(model, meshes)")
     sizes = {name: getattr(module, "tp_size", 1) for name, module in model.named_modules()}
     name, size = next(((name, size) for name, size in sizes.items() if size not in (1, None)), ("", 1))
@@ -86,14 +86,14 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     model, device, request = plan.model, plan.meshes.device, plan.request
     # For averages of weights. torch has no ``_foreach_copy_`` of DTensors (2.11 to 2.15).
     support_foreach_copy()
-    for place in iter_param_owners(model):
-        row = get_or_create_record(place.parameter).plan = plan.parameters[id(place.owner), place.name]
-        if type(place.parameter) is torch.nn.Parameter and not place.parameter.is_contiguous():
+    for owner in iter_param_owners(model):
+        row = get_or_create_record(owner.parameter).plan = plan.parameters[id(owner.module), owner.name]
+        if type(owner.parameter) is torch.nn.Parameter and not owner.parameter.is_contiguous():
             # FSDP2 shards no others (torch 2.11 to 2.15).
-            place.parameter.data = place.parameter.data.contiguous()
+            owner.parameter.data = owner.parameter.data.contiguous()
         # FSDP2 moves the parameters that it shards to the device, and nothing else moves these.
-        if row.storage.is_replicated and place.parameter.device.type == "cpu" != device.type:
-            place.parameter.data = place.parameter.data.to(device)
+        if row.storage.is_replicated and owner.parameter.device.type == "cpu" != device.type:
+            owner.parameter.data = owner.parameter.data.to(device)
     for module in model.modules() if "" in plan.replicated_modules else ():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "cpu":

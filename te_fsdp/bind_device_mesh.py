@@ -315,15 +315,15 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     """Bind one module: class, process group, parameters. ``replaced`` keeps tied parameters tied."""
     module, meshes = item.module, item.meshes
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
-    known = binding_of(module)
-    if known is not None:
+    previous = binding_of(module)
+    if previous is not None:
         # A parent has more information than the module alone (q/k norms, fused projections), so its rules replace
         # earlier ones.
-        known.rules.update(item.rules)
-        known.weight_mesh = known.weight_mesh or weight_mesh
-        known.name = item.name if len(item.name) > len(known.name) else known.name
+        previous.rules.update(item.rules)
+        previous.weight_mesh = previous.weight_mesh or weight_mesh
+        previous.name = item.name if len(item.name) > len(previous.name) else previous.name
         for name, parameter in module._parameters.items():
-            describe_shards(module, known, name, parameter)
+            describe_shards(module, previous, name, parameter)
         return
     binding = ModuleBinding(item.name, tp_mesh, weight_mesh, dict(item.rules))
     binding.distributed = dict(item.distributed)

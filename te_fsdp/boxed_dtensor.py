@@ -367,9 +367,9 @@ class BoxedDTensor(DTensor):
         return self if local is self._local_tensor else boxed_like(_torch.dtensor(local, self._spec), self)
 
 
-def _keep(result: DTensor, given: Sequence[Any], func: Any) -> None:
+def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
     """Give a result the class of the first argument that has it, if the placements are the same."""
-    for one in given:
+    for one in args:
         if isinstance(one, BoxedDTensor) and (box_map := one.__dict__.get(_KEY)) is not None:
             same_placements = tuple(result._spec.placements) == box_map.placements
             # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.

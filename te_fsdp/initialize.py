@@ -40,12 +40,12 @@ _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
     """Raise OrderError if a forward would run on parameters without values. Local operation."""
-    left = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
-    if left:
+    meta = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
+    if meta:
         raise OrderError(
-            f"{left[0]}: forward before te_fsdp.materialize",
+            f"{meta[0]}: forward before te_fsdp.materialize",
             expected="parameters with values, on the device",
-            got=f"{len(left)} parameter(s) on meta",
+            got=f"{len(meta)} parameter(s) on meta",
             fix="call te_fsdp.materialize(model) after te_fsdp.fully_shard, or load a checkpoint after it",
         )
 
@@ -172,8 +172,8 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
         else:
             store_part(module, name, parameter, take_part(filled[name], infos[name]), binding_of(module))
             stored[id(parameter)] = module._parameters[name]
-    left = {name: module._buffers.get(name) for name in pending}
-    return unset + [name for name, b in left.items() if b is not None and has_sentinel(b)]
+    buffers = {name: module._buffers.get(name) for name in pending}
+    return unset + [name for name, b in buffers.items() if b is not None and has_sentinel(b)]
 
 
 def target_device(tensor: torch.Tensor) -> torch.device:

@@ -37,9 +37,9 @@ _FIX = (
 # than these would get values that differ from the constructor's.
 def record_writes(model: nn.Module) -> None:
     """Record how often each parameter on meta was written to, before parameters are replaced. Local operation."""
-    for place in iter_param_owners(model):
-        parameter = place.parameter
-        if not parameter.is_meta or isinstance(parameter, DTensor) or binding_of(place.owner) is not None:
+    for owner in iter_param_owners(model):
+        parameter = owner.parameter
+        if not parameter.is_meta or isinstance(parameter, DTensor) or binding_of(owner.module) is not None:
             continue
         if version := _torch.version_of(parameter):
             record = get_or_create_record(parameter)
@@ -61,18 +61,18 @@ def refuse_lost_writes(model: nn.Module, contained: Iterable[Callable[[str], boo
     ``contained``: for each initialization of the model's own, whether it contains the module of a name.
     """
     lost = []
-    for place in iter_param_owners(model):
-        record = get_record(place.parameter)
+    for owner in iter_param_owners(model):
+        record = get_record(owner.parameter)
         if record is None or not record.writes:
             continue
         writes, repeated = record.writes, record.rewrites  # of a tied parameter: one count for each owner
         record.writes, record.rewrites = 0, ()
         # reset_parameters that was called several times draws again, which changes no distribution.
         again = any(count and writes % count == 0 for count in repeated)
-        parts = place.path.split(".") if place.path else []
+        parts = owner.path.split(".") if owner.path else []
         around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
         if writes not in repeated and (not again or any(_in_place_calls(type(module)) for module in around)):
-            lost.append(place.label)
+            lost.append(owner.label)
     if lost:
         raise InitError(
             f"materialize: {shorten(lost, 3)}: initialized by code that ran on meta, in a constructor or after it",

@@ -104,13 +104,13 @@ class _Lists:
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Run the list before a step; return the new arguments if the closure was replaced."""
         step = Step(optimizer, args, kwargs)
-        given = step.closure
+        closure = step.closure
         for function in self.before:
             function(step)
-        if step.closure is given:
+        if step.closure is closure:
             return None
         # The user may have passed the closure by position or by name.
-        exchanged = {id(given): step.closure}
+        exchanged = {id(closure): step.closure}
         args = tuple(exchanged.get(id(value), value) for value in args)
         return args, {key: exchanged.get(id(value), value) for key, value in kwargs.items()}
 

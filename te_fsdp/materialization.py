@@ -76,10 +76,10 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         track_replaced_parameters(model, "materialize"),
     ):
         refuse_computed_weights(pending)
-        left = _draw_all(model, pending)
-        if left:
+        unset = _draw_all(model, pending)
+        if unset:
             raise InitError(
-                f"{len(left)} tensor(s) were not initialized: {', '.join(sorted(left))}",
+                f"{len(unset)} tensor(s) were not initialized: {', '.join(sorted(unset))}",
                 expected="an initializer for each",
                 got="meta tensors, or values that reset_parameters left uninitialized",
                 why="They would contain uninitialized memory",
@@ -102,24 +102,24 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
     initializers = find_initializers(model)
     resets = {id(item.module) for item in initializers if item.is_reset}
     alone = [(name, module) for name, module in pending if id(module) not in resets]
-    left, done = set(), 0
+    unset, done = set(), 0
     for initializer in initializers:  # in the order of constructors: after the initialization of submodules
         inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
         end = max((done, *(i + 1 for i in inside)))
-        left |= set(_initialize_all(model, [item for item in pending[done:end] if item in alone]))
+        unset |= set(_initialize_all(model, [item for item in pending[done:end] if item in alone]))
         initializer.run([pending[i][1] for i in inside])
         done = end
-    left |= set(_initialize_all(model, [item for item in pending[done:] if item in alone]))
+    unset |= set(_initialize_all(model, [item for item in pending[done:] if item in alone]))
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     # A later initializer may have filled what an earlier one has left.
-    left = {name for name in left if has_sentinel(_torch.local_of(tensors[name]))}
-    left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
-    left |= set(attributes_on_meta(model))
-    if not left:
+    unset = {name for name in unset if has_sentinel(_torch.local_of(tensors[name]))}
+    unset |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
+    unset |= set(attributes_on_meta(model))
+    if not unset:
         # Only if nothing is left: tensors that stay on meta are the clearer error.
         refuse_lost_writes(model, [item.contains for item in initializers if not item.is_reset])
-    return left
+    return unset
 
 
 def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:

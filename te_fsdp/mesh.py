@@ -420,25 +420,25 @@ class _PartOf:
         return OrderedDict, ()  # an empty object of a class that torch.load(weights_only=True) accepts
 
 
-def as_meshes(given: object, where: str) -> Meshes:
+def as_meshes(passed: object, where: str) -> Meshes:
     """Return the :class:`Meshes` for what a user passed as ``meshes``; raise ``MeshError`` otherwise.
 
     A torch mesh is adopted. :attr:`Meshes.fsdp` is resolved to the :class:`Meshes` that it belongs to.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    if isinstance(given, Meshes):
-        return given
-    if isinstance(given, DeviceMesh):
+    if isinstance(passed, Meshes):
+        return passed
+    if isinstance(passed, DeviceMesh):
         # A slice of a te_fsdp mesh refers to its Meshes, because the plan needs all axes.
-        part = getattr(given, _PART_OF, None)
-        return part.meshes if isinstance(part, _PartOf) else Meshes.from_device_mesh(given)
+        part = getattr(passed, _PART_OF, None)
+        return part.meshes if isinstance(part, _PartOf) else Meshes.from_device_mesh(passed)
     raise MeshError(
         f"{where}: meshes",
         expected="te_fsdp.Meshes, or a DeviceMesh with named axes",
-        got=type(given).__name__,
+        got=type(passed).__name__,
         fix="pass meshes = te_fsdp.Meshes.build(dp_shard=-1, tp=...) itself, whose meshes.fsdp is None on one rank"
-        if given is None
+        if passed is None
         else "te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
     )
 

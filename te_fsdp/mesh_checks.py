@@ -58,8 +58,8 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
         expected="a dict of axis names",
         error=MeshError,
     )
-    given = dict(names or {})
-    for name, target in given.items():
+    by_name = dict(names or {})
+    for name, target in by_name.items():
         if name not in have:
             near = suggest(name, have)
             fix = f"{near!r}, if that is what you mean" if near else "name axes of this mesh"
@@ -75,11 +75,11 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
             )
     axes: list[str | None] = []
     for name, size in zip(have, mesh.shape, strict=True):
-        internal = given.get(name, name)
+        internal = by_name.get(name, name)
         # An axis of size 1 affects no weight, so any name is accepted.
         # Names of pipeline axes vary. A missed one would bind stages as if they had one model.
         is_stage = "".join(c for c in name.lower() if c.isalnum()) in _STAGES
-        if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
+        if name not in by_name and name not in ALL_AXES and (size == 1 or is_stage):
             internal = STAGES if size > 1 else None
         if internal is not None and internal not in (STAGES, *ALL_AXES):
             near = suggest(name, ALL_AXES, _OTHER_LIBRARIES) or "dp_shard"
@@ -95,7 +95,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
             raise MeshError(
                 f"{where}: two axes named {internal!r}",
                 expected="each name once",
-                got=f"axes {have} with names={given}",
+                got=f"axes {have} with names={by_name}",
                 fix="flatten them into one, or give one of them a different name",
             )
         axes.append(internal)
@@ -283,17 +283,17 @@ def check_started(sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_device_type(given: str | torch.device) -> str:
+def check_device_type(passed: str | torch.device) -> str:
     """Return the device type. Raise ``MeshError`` for an unknown type, or for a device with an index."""
     try:
-        device = torch.device(given)
+        device = torch.device(passed)
     except (RuntimeError, TypeError, ValueError):
         device = None
     if device is None or device.index is not None:
         raise MeshError(
             "Meshes.build: device_type",
             expected="'cuda' or 'cpu'",
-            got=f"{given!r:.80}",
+            got=f"{passed!r:.80}",
             fix="pass the type alone: LOCAL_RANK selects this rank's device",
         )
     return device.type
@@ -337,10 +337,10 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
         return {axis: world_size // product if size == -1 else size for axis, size in sizes.items()}
     if not free and product == world_size:
         return sizes
-    left, over = divmod(world_size, product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1))
+    remaining, over = divmod(world_size, product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1))
     fix = "sizes whose product is WORLD_SIZE"
-    if left and not over:
-        fix = f"dp_shard={left}, or dp_shard=-1 to infer it"
+    if remaining and not over:
+        fix = f"dp_shard={remaining}, or dp_shard=-1 to infer it"
     if world_size == 1:
         fix += (
             "; or start the script with torchrun --nproc-per-node N, because it runs as a single process now"

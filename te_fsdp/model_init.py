@@ -95,7 +95,7 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
         call = _initializer(name, module)
         if call is not None:
             initializers.append(Initializer(name, module, call))
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     last = {item.name: max(order[name] for name in order if item.contains(name)) for item in initializers}
     # Hugging Face's marks on modules and tensors on meta are wrong: their constructors ran without effect.
     for module in (inner for item in initializers for inner in item.module.modules()):

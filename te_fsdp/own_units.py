@@ -31,22 +31,22 @@ def expert_units(model: nn.Module, meshes: Meshes, experts: Selection) -> set[st
     # These are the ``GroupedLinear`` modules of `experts`, and what the user's DTensors over ``ep`` need.
     modules = dict(model.named_modules())
     places = list(_sharded_over_ep(model, meshes))
-    homes = {_home(modules, place.path) for place in places}
+    homes = {_home(modules, owner.path) for owner in places}
     units = homes | find_experts(model, experts)
     units |= {name for home in homes for name in _children(modules[home], home)}
-    return units - ({place.path for place in places} - homes)
+    return units - ({owner.path for owner in places} - homes)
 
 
 def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
     if meshes.ep is None:
         return
-    for place in iter_param_owners(model):
-        parameter = user_dtensors(place.owner).get(place.name)
+    for owner in iter_param_owners(model):
+        parameter = user_dtensors(owner.module).get(owner.name)
         if (
             parameter is not None
-            and place_user_dtensor(place.label, parameter, meshes.tp_or_none, meshes.ep).is_expert
+            and place_user_dtensor(owner.label, parameter, meshes.tp_or_none, meshes.ep).is_expert
         ):
-            yield place
+            yield owner
 
 
 def _home(modules: Mapping[str, nn.Module], path: str) -> str:
@@ -86,23 +86,23 @@ def dense_params_in_expert_units(
         return set()
     names = dict(model.named_modules())
     modules = {id(names[name]) for name in find_experts(model, experts)}
-    known = {id(place.parameter) for place in expert_places}
-    homes = {_home(names, place.path) for place in expert_places}
+    expert_params = {id(owner.parameter) for owner in expert_places}
+    homes = {_home(names, owner.path) for owner in expert_places}
     replicated = set()
     for home in homes:
         if units[home].is_replicated:
             continue
         once: dict[int, ParamOwner] = {}
-        for place in iter_param_owners(model):
-            path = place.path
+        for owner in iter_param_owners(model):
+            path = owner.path
             while path not in units:
                 path = path.rpartition(".")[0]
-            if path == home and id(place.owner) not in modules and id(place.parameter) not in known:
-                once[id(place.parameter)] = place
-        elements = sum(place.parameter.numel() for place in once.values())
+            if path == home and id(owner.module) not in modules and id(owner.parameter) not in expert_params:
+                once[id(owner.parameter)] = owner
+        elements = sum(owner.parameter.numel() for owner in once.values())
         if elements > MOST:
             raise PlacementError(
-                f"{shorten([place.label for place in once.values()], 3)}: dense parameters of module "
+                f"{shorten([owner.label for owner in once.values()], 3)}: dense parameters of module "
                 f"{home or 'the root'}, which has DTensor parameters over ep",
                 expected=f"at most {MOST:,} elements, which are replicated",
                 got=f"{elements:,} elements",

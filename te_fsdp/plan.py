@@ -135,12 +135,10 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         by_model = policy is not None and policy.param_dtype is None
         rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, exempt=in_expert_units)
         _unshardable.refuse_sparse_gradients(model)
-        _unshardable.refuse_quantized_ops(
-            model, lambda owner, attr: rows[id(owner), attr].storage.is_replicated
-        )
+        _unshardable.refuse_quantized_ops(model, lambda m, name: rows[id(m), name].storage.is_replicated)
         replicated = _replicated_modules(model, rows)
         owners = iter_param_owners(model)
-        unsharded = {id(p.parameter) for p in owners if rows[id(p.owner), p.name].storage.is_replicated}
+        unsharded = {id(p.parameter) for p in owners if rows[id(p.module), p.name].storage.is_replicated}
         named = [(name, p) for name, p in model.named_parameters() if id(p) not in unsharded]
         _unshardable.refuse_hooks(named, sharded=False)
         # A module with only replicated parameters does not become a unit.
@@ -151,9 +149,9 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         if request.precision is not None:
             all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
             precision = plan_precision(model, rows, sharded_units, request.precision, all_reduces=all_reduces)
-            for place in iter_param_owners(model):
-                key = id(place.owner), place.name
-                dtype = precision.gradient_of(place.parameter, rows[key])
+            for owner in iter_param_owners(model):
+                key = id(owner.module), owner.name
+                dtype = precision.gradient_of(owner.parameter, rows[key])
                 rows[key] = replace(rows[key], gradient_dtype=dtype)
 
     def stays_replicated(module: nn.Module, name: str) -> bool:
@@ -243,29 +241,29 @@ def plan_storage(
         inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
     tied: dict[object, list[tuple[ParamOwner, str, Storage]]] = {}
     sharded: dict[str, list[ParamOwner]] = {}
-    for place in iter_param_owners(model):
-        if not units[inside[place.path]].is_replicated and id(place.owner) not in marked:
-            sharded.setdefault(inside[place.path], []).append(place)
+    for owner in iter_param_owners(model):
+        if not units[inside[owner.path]].is_replicated and id(owner.module) not in marked:
+            sharded.setdefault(inside[owner.path], []).append(owner)
     odd = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(exempt)
-    for place in iter_param_owners(model, remove_duplicate=False):
-        unit = inside[place.path]
+    for owner in iter_param_owners(model, remove_duplicate=False):
+        unit = inside[owner.path]
         storage = units[unit]
-        is_exempt = id(place.owner) in marked or is_replicated(place.owner, place.name)
-        if not storage.is_replicated and (is_exempt or id(place.parameter) in odd):
+        is_exempt = id(owner.module) in marked or is_replicated(owner.module, owner.name)
+        if not storage.is_replicated and (is_exempt or id(owner.parameter) in odd):
             storage = STORAGE[REPLICATED, storage.outer]
         # The key for tied parameters, and for experts that will be one parameter.
-        single = place.name.rstrip("0123456789")
-        is_single = single != place.name and single in single_names(place.owner)
-        tensor = (id(place.owner), single) if is_single else id(place.parameter)
-        tied.setdefault(tensor, []).append((place, unit, storage))
+        single = owner.name.rstrip("0123456789")
+        is_single = single != owner.name and single in single_names(owner.module)
+        tensor = (id(owner.module), single) if is_single else id(owner.parameter)
+        tied.setdefault(tensor, []).append((owner, unit, storage))
     rows: dict[Key, ParameterPlan] = {}
     for places in tied.values():
         _check_tied(places)
-        owners = tuple(place.label for place, _, _ in places)
-        for place, unit, storage in places:
-            row = ParameterPlan(place.label, place.name, unit, storage, owners)
+        owners = tuple(owner.label for owner, _, _ in places)
+        for owner, unit, storage in places:
+            row = ParameterPlan(owner.label, owner.name, unit, storage, owners)
             # the first name of a module with several names
-            rows.setdefault((id(place.owner), place.name), row)
+            rows.setdefault((id(owner.module), owner.name), row)
     return dict(sorted(rows.items(), key=lambda item: item[1].label))
 
 
@@ -274,8 +272,8 @@ def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
 
     FSDP2 would shard it once per unit: torch 2.11 trains two parameters, torch 2.13 raises in the first forward.
     """
-    replicated = [place.label for place, _, storage in places if storage.is_replicated]
-    others = {place.label: unit for place, unit, storage in places if not storage.is_replicated}
+    replicated = [owner.label for owner, _, storage in places if storage.is_replicated]
+    others = {owner.label: unit for owner, unit, storage in places if not storage.is_replicated}
     if replicated and others:
         raise PlacementError(
             f"{replicated[0]} is exempt from sharding, but tied to {', '.join(others)}",
@@ -297,9 +295,9 @@ def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
 def _replicated_modules(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
     """Return the names of modules with parameters, in them or in submodules, all of which are replicated."""
     around: dict[bool, set[str]] = {True: set(), False: set()}
-    for place in iter_param_owners(model, remove_duplicate=False):
-        prefixes = around[rows[id(place.owner), place.name].storage.is_replicated]
-        prefixes.update(("", *itertools.accumulate(place.path.split("."), "{}.{}".format)))
+    for owner in iter_param_owners(model, remove_duplicate=False):
+        prefixes = around[rows[id(owner.module), owner.name].storage.is_replicated]
+        prefixes.update(("", *itertools.accumulate(owner.path.split("."), "{}.{}".format)))
     return frozenset(around[True] - around[False])
 
 
@@ -346,18 +344,18 @@ def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -
 # --- requests
 
 
-def check_option(option: str, given: Any) -> str:
+def check_option(option: str, value: Any) -> str:
     """Return the value of an option of :data:`OPTIONS`; the error for other values suggests the most similar one."""
     words = OPTIONS[option]
-    if isinstance(given, str) and given in words:
-        return given
+    if isinstance(value, str) and value in words:
+        return value
     elsewhere = {theirs: ours for ours, many in _OTHER_LIBRARIES[option].items() for theirs in many.split()}
-    near = suggest(given, words, elsewhere)
+    near = suggest(value, words, elsewhere)
     fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
     raise PlacementError(
         f"fully_shard: {option}",
         expected=f"one of {words}",
-        got=repr(given),
+        got=repr(value),
         fix=fix if near is not None else f"use one of these, or leave {option} out",
     )
 
@@ -384,28 +382,28 @@ def find_units(
     else:
         selectors = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
         chosen = {name for want in selectors for name in _find(names, want)}
-    given: dict[str, str] = {}
+    strategies: dict[str, str] = {}
     if isinstance(strategy, Mapping):
         # Classes first, so that a name overrides the strategy of its class.
         for want in sorted(strategy, key=lambda want: isinstance(want, str)):
             word = check_option("strategy", strategy[want])
             for name in _find(names, want):
                 other_name = isinstance(want, str) and not want.endswith(".*") and want != name
-                if (isinstance(want, type) or other_name) and given.get(name, word) != word:
+                if (isinstance(want, type) or other_name) and strategies.get(name, word) != word:
                     raise PlacementError(
                         f"{name or 'model'}: two strategies",
                         expected="one class or name of the mapping that selects it, or equal strategies",
-                        got=f"{given[name]} and {word}",
+                        got=f"{strategies[name]} and {word}",
                         fix="add the module's name to the mapping",
                     )
                 for unit in _with_forward(names, name):
-                    given[unit] = word
-        chosen |= given.keys()
+                    strategies[unit] = word
+        chosen |= strategies.keys()
     else:
-        given[""] = check_option("strategy", strategy)
+        strategies[""] = check_option("strategy", strategy)
     # In the order of the model, outer units before inner ones, each module under its first name.
     inner = [name for name, _ in model.named_modules() if name in chosen and name]
-    return {name: nearest_strategy(name, given) for name in ["", *inner]}
+    return {name: nearest_strategy(name, strategies) for name in ["", *inner]}
 
 
 def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
@@ -450,11 +448,11 @@ def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
     ]
 
 
-def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
+def nearest_strategy(name: str, strategies: Mapping[str, str]) -> str:
     """Return the strategy of the innermost module around ``name`` that has one."""
-    while name not in given and name:
+    while name not in strategies and name:
         name = name.rpartition(".")[0]
-    return given.get(name, DEFAULT)
+    return strategies.get(name, DEFAULT)
 
 
 # --- errors
@@ -469,15 +467,15 @@ def _check_policies(request: ShardRequest) -> None:
             why="Each of them sets the dtypes of compute and reduction",
             fix="leave mp_policy out",
         )
-    for word, given, kind in (
+    for word, value, kind in (
         ("precision", request.precision, MixedPrecisionPolicy),
         ("mp_policy", request.mp_policy, Fsdp2Policy),
     ):
-        if given is not None and not isinstance(given, kind):
+        if value is not None and not isinstance(value, kind):
             raise PrecisionError(
                 f"fully_shard: {word}",
                 expected=f"a {kind.__module__.split('.')[0]} MixedPrecisionPolicy",
-                got=f"{type(given).__module__}.{type(given).__name__}",
+                got=f"{type(value).__module__}.{type(value).__name__}",
                 fix="pass precision=te_fsdp.MixedPrecisionPolicy(...), or "
                 "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
             )

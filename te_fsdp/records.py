@@ -240,55 +240,55 @@ def replace_local_tensor(
 
 
 class ParamOwner(NamedTuple):
-    """A place where a parameter is registered."""
+    """A module that owns a parameter, and the name under which it is registered there."""
 
     label: str  #: FQN, from the root
-    owner: nn.Module  #: The module with the parameter
+    module: nn.Module  #: The module that owns the parameter
     name: str  #: Name in that module
     parameter: nn.Parameter  #: The parameter
 
     @property
     def path(self) -> str:
-        """Return the FQN of the owner."""
+        """Return the FQN of the module."""
         return self.label.removesuffix(self.name).removesuffix(".")
 
 
 def iter_param_owners(
     model: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
 ) -> Iterator[ParamOwner]:
-    """Yield every place where a parameter is registered. Local operation.
+    """Yield the owners of each parameter, several for a tied one. Local operation.
 
-    A tied parameter is yielded once per place. Owners' parameters may be replaced during the iteration. With
-    ``remove_duplicate=False`` a module with several names is visited once per name.
+    Parameters may be replaced during the iteration. With ``remove_duplicate=False`` a module with several names is
+    visited once per name.
     """
-    for path, owner in model.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
+    for path, module in model.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
         # A copy, because callers replace parameters while they iterate.
-        for name, parameter in list(owner._parameters.items()):
+        for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                yield ParamOwner(f"{path}.{name}" if path else name, owner, name, parameter)
+                yield ParamOwner(f"{path}.{name}" if path else name, module, name, parameter)
 
 
 def first_owners(model: nn.Module) -> dict[int, ParamOwner]:
-    """Map the ``id`` of each parameter to its first place. A tied parameter occurs once. Local operation."""
-    places: dict[int, ParamOwner] = {}
-    for place in iter_param_owners(model):
-        places.setdefault(id(place.parameter), place)
-    return places
+    """Map the ``id`` of each parameter to its first owner. A tied parameter occurs once. Local operation."""
+    owners: dict[int, ParamOwner] = {}
+    for owner in iter_param_owners(model):
+        owners.setdefault(id(owner.parameter), owner)
+    return owners
 
 
-def require_model(given: object, where: str) -> None:
+def require_model(value: object, where: str) -> None:
     """Raise ``PlacementError`` unless an argument is a module. Most often two arguments were exchanged."""
     fix = "pass the model itself, as one module"
-    require_kind(where, "model", given, torch.nn.Module, expected="a torch.nn.Module", fix=fix)
+    require_kind(where, "model", value, torch.nn.Module, expected="a torch.nn.Module", fix=fix)
 
 
-def require_optimizer(given: object, where: str) -> None:
+def require_optimizer(value: object, where: str) -> None:
     """Raise ``PlacementError`` unless an argument is an optimizer with the protocol of ``torch.optim``."""
-    if not isinstance(getattr(given, "param_groups", None), list):
+    if not isinstance(getattr(value, "param_groups", None), list):
         raise PlacementError(
             f"{where}: optimizer",
             expected="a torch.optim.Optimizer",
-            got=type(given).__name__,
+            got=type(value).__name__,
             fix="pass the optimizer itself, not a list, a state dict or a scheduler",
         )
 

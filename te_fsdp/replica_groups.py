@@ -25,12 +25,12 @@ def replica_groups_of_dtensor(parameter: torch.Tensor) -> list[dist.ProcessGroup
     return [mesh.get_group(axis) for axis, p in axes if p.is_replicate() and mesh.size(axis) > 1]
 
 
-def replica_groups_of_plan(state: ShardedModel, place: ParamOwner) -> list[dist.ProcessGroup]:
+def replica_groups_of_plan(state: ShardedModel, owner: ParamOwner) -> list[dist.ProcessGroup]:
     """Return the groups of data-parallel ranks that have identical copies of a parameter outside its own mesh."""
-    plan, meshes = plan_of(place.parameter) or state.plans.get(place.label), state.meshes
+    plan, meshes = plan_of(owner.parameter) or state.plans.get(owner.label), state.meshes
     if plan is None:
         return []  # the user's own, since fully_shard
     root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
-    axes = place.parameter.device_mesh.mesh_dim_names if isinstance(place.parameter, DTensor) else ()
+    axes = owner.parameter.device_mesh.mesh_dim_names if isinstance(owner.parameter, DTensor) else ()
     alike = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]
     return [root.get_group(axis) for axis in alike if axis not in (axes or ()) and root[axis].size() > 1]

@@ -240,11 +240,11 @@ class Bucket:
         averaged = ranks.group.size() if ranks.group is not None and ranks.divisor != 1 else 1
         # Reading the flags of other ranks synchronizes the device. So read them only if this rank has no gradient for
         # some member. NaN counts as set.
-        seen = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
+        has_gradients = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
         if averaged != ranks.divisor:
             flat.mul_(averaged / ranks.divisor)
-        reduced = zip(self.members, self.buffer.views(flat), seen, strict=True)
-        return [(slot, piece.view(shape)) for (slot, shape), piece, given in reduced if given]
+        reduced = zip(self.members, self.buffer.views(flat), has_gradients, strict=True)
+        return [(slot, piece.view(shape)) for (slot, shape), piece, has_gradient in reduced if has_gradient]
 
 
 @dataclass(eq=False)

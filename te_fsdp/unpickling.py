@@ -26,8 +26,8 @@ def check_numbers(data: bytes) -> None:
 # defaults. Readers here accept both forms for the enums in their tables, and refuse ``getattr`` of anything else.
 def get_member_of_class(enum: Any, name: Any) -> Enum:
     """Replace ``builtins.getattr`` in pickles that name enums themselves: return a member, and nothing else."""
-    known = isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str)
-    if not known or name not in enum.__members__:
+    is_enum = isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str)
+    if not is_enum or name not in enum.__members__:
         raise pickle.UnpicklingError(f"getattr of {name!r}, which is not a member of an enum")
     return enum.__members__[name]
 
@@ -39,10 +39,10 @@ class TableUnpickler(pickle.Unpickler):
     other names, for attributes that the pickle sets of classes, and from :func:`check_numbers`.
     """
 
-    def __init__(self, data: bytes, known: Mapping[str, Any], what: str) -> None:
+    def __init__(self, data: bytes, allowed: Mapping[str, Any], what: str) -> None:
         check_numbers(data)
         super().__init__(io.BytesIO(data))
-        self.known, self.what = known, what
+        self.known, self.what = allowed, what
         self.named: dict[type, dict[str, Any]] = {}  #: Attributes of the named classes
 
     def find_class(self, module: str, name: str) -> Any:

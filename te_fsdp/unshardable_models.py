@@ -175,23 +175,23 @@ def find_unshardable(
     """
     odd: set[int] = set()
     for unit, places in units.items():
-        odd.update(id(place.parameter) for place in places if not place.parameter.numel())
+        odd.update(id(owner.parameter) for owner in places if not owner.parameter.numel())
         if one_dtype:
             trained: dict[torch.dtype, dict[int, ParamOwner]] = {}
-            for place in places:
-                parameter = place.parameter
+            for owner in places:
+                parameter = owner.parameter
                 counts = parameter.requires_grad or (with_frozen and parameter.is_floating_point())
-                if counts and parameter.numel() and not is_replicated(place.owner, place.name):
-                    trained.setdefault(parameter.dtype, {})[id(parameter)] = place
+                if counts and parameter.numel() and not is_replicated(owner.module, owner.name):
+                    trained.setdefault(parameter.dtype, {})[id(parameter)] = owner
             if len(trained) < 2:
                 continue
             sizes = {dtype: sum(p.parameter.numel() for p in ps.values()) for dtype, ps in trained.items()}
             # The name decides between equal sizes, so that all ranks choose the same dtype.
             main = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
-            others = [place for dtype, ps in trained.items() if dtype != main for place in ps.values()]
+            others = [owner for dtype, ps in trained.items() if dtype != main for owner in ps.values()]
             elements = sum(sizes.values()) - sizes[main]
             if elements > MOST:
-                labels = [f"{place.label} ({place.parameter.dtype})" for place in others]
+                labels = [f"{owner.label} ({owner.parameter.dtype})" for owner in others]
                 raise PlacementError(
                     f"{shorten(labels, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
                     expected=f"{main}, the dtype of most of the unit (up to {MOST:,} elements of other "
@@ -201,7 +201,7 @@ def find_unshardable(
                     fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
                     "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",
                 )
-            odd |= {id(place.parameter) for place in others}
+            odd |= {id(owner.parameter) for owner in others}
     # Tied parameters of several units are an error of their own.
-    homes = Counter(key for places in units.values() for key in {id(place.parameter) for place in places})
+    homes = Counter(key for places in units.values() for key in {id(owner.parameter) for owner in places})
     return {key for key in odd if homes[key] == 1}

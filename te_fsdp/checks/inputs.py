@@ -100,10 +100,10 @@ def watch_inputs(
     collective over the meshes, as the forward itself is.
     """
     for module in model.modules():
-        known: ModuleRecord | None = module.__dict__.get(MODULE)
-        if known is not None:
-            known.checks.pop(_InputCheck, None)
-            if (check := known.checks.pop(_TokenShardCheck, None)) is not None:
+        inner: ModuleRecord | None = module.__dict__.get(MODULE)
+        if inner is not None:
+            inner.checks.pop(_InputCheck, None)
+            if (check := inner.checks.pop(_TokenShardCheck, None)) is not None:
                 check.hook.remove()
     # After the removal above: a call without meshes ends the checks of an earlier call.
     tp_mesh = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
@@ -149,10 +149,10 @@ def watch_for_copies(state: ShardedModel) -> None:
         # Removed first, so that a rank that raises below does not compare again in its next forward.
         hook.remove()
         with _torch.without_modes():
-            given = {str(path): tensor for path, tensor in _tensors((args, kwargs), ())}
-            same = bool(are_equal([digest(repr(_seen(given)))], shards))
+            inputs = {str(path): tensor for path, tensor in _tensors((args, kwargs), ())}
+            same = bool(are_equal([digest(repr(_seen(inputs)))], shards))
             # All ranks may rightly have a batch of zeros or ones, for example in a warmup.
-            telling = not all(bool(is_constant(_plain(tensor))) for tensor in given.values())
+            telling = not all(bool(is_constant(_plain(tensor))) for tensor in inputs.values())
             if same and telling and rank() == 0:
                 _log.warning(
                     "%s.forward: the first batch is the same on all %d ranks of dp_shard, each of which computes the "
@@ -245,7 +245,7 @@ def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, m
     # A constant tensor, such as a mask of ones, may be equal in all parts.
     telling = [name for name, tensor in tensors.items() if not bool(is_constant(_plain(tensor)))]
     everyone = gather((mine, telling), mesh)
-    looks, _ = _differing([seen for seen, _ in everyone], "cp")
+    looks, _ = _differing([inputs for inputs, _ in everyone], "cp")
     same = [
         f"{', '.join(names)} the same on cp ranks {first} and {second}"
         for (first, (one, names)), (second, (other, _)) in combinations(enumerate(everyone), 2)
@@ -277,25 +277,25 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Raise if two ranks of tp have the same input of a sequence-parallel module. Collective over tp at first."""
     # The module all-gathers over tp anyway, so all its ranks arrive.
     looks, binding = module_record(module).checks.get(_TokenShardCheck), binding_of(module)
-    given = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
-    if looks is None or binding is None or binding.tp_mesh is None or given is None:
+    tensor = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
+    if looks is None or binding is None or binding.tp_mesh is None or tensor is None:
         return
     if _torch.in_backward() or is_capturing():
         return
-    tokens = _plain(given).flatten(0, -2)
+    tokens = _plain(tensor).flatten(0, -2)
     with _torch.without_modes():
         # Tokens that all equal each other, such as padding, may be equal on all ranks.
         telling = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
-        text, value = _seen({"": given})[""]
+        text, value = _seen({"": tensor})[""]
         # Ranks with and without a gradient reduce different parameters together.
-        text += " that requires gradients" if given.requires_grad and torch.is_grad_enabled() else ""
+        text += " that requires gradients" if tensor.requires_grad and torch.is_grad_enabled() else ""
         everyone = gather(((text, value), telling), binding.tp_mesh)
     label = binding.name or type(module).__name__
-    if len({seen[0] for seen, _ in everyone}) > 1:
+    if len({shown[0] for shown, _ in everyone}) > 1:
         raise InputError(
             f"{label}: inputs of a sequence-parallel module",
             expected="the same shape and dtype, with or without gradients, on each rank of a tp group",
-            got=", ".join(f"{seen[0]} on tp rank {rank}" for rank, (seen, _) in enumerate(everyone)),
+            got=", ".join(f"{shown[0]} on tp rank {rank}" for rank, (shown, _) in enumerate(everyone)),
             why="The collectives of the ranks would not match",
             fix="pad the sequence to a multiple of the tp size before it is sharded, and set requires_grad of inputs "
             "on all ranks or on none",
@@ -369,13 +369,13 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 def _names(call: Any, paths: list[Path]) -> list[str]:
     """Return names of a call's inputs for messages, from its signature: ``tokens``, ``batch['mask']``."""
     # Different paths have different names.
-    inner, known, names = inspect.unwrap(call), [], []
+    inner, positional, names = inspect.unwrap(call), [], []
     # For a wrapped method ``inspect`` would omit more than ``self``.
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(inner if inspect.ismethod(inner) else call).parameters.values()
-        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for by_name, first, *inside in paths:
-        name = first if by_name else known[first] if first < len(known) else f"argument {first}"
+        name = first if by_name else positional[first] if first < len(positional) else f"argument {first}"
         names.append(f"{name}{''.join(f'[{part!r}]' for part in inside)}")
     return names
 
@@ -402,9 +402,9 @@ def _seen(tensors: dict[str, torch.Tensor]) -> Seen:
 def _differing(everyone: list[Seen], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
     """Return inputs whose dtype or shape differs as texts, and inputs whose values differ by name and as texts."""
     looks_differ, values = [], []
-    for name in dict.fromkeys(name for seen in everyone for name in seen):
-        looks = [seen.get(name, ("none", 0))[0] for seen in everyone]
-        others = [rank for rank, seen in enumerate(everyone) if seen.get(name) != everyone[0].get(name)]
+    for name in dict.fromkeys(name for inputs in everyone for name in inputs):
+        looks = [inputs.get(name, ("none", 0))[0] for inputs in everyone]
+        others = [rank for rank, inputs in enumerate(everyone) if inputs.get(name) != everyone[0].get(name)]
         if len(set(looks)) > 1:
             shown = ", ".join(f"{look} on {axis} rank {n}" for n, look in enumerate(looks))
             looks_differ.append(f"{name} ({shown})")

@@ -101,7 +101,7 @@ def compare_initial_values(plan: ModelPlan) -> None:
     axis, small object gathers.
     """
     meshes, rows = plan.meshes, plan.parameters
-    items = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in iter_param_owners(plan.model))
+    items = ((p.label, p.parameter, rows[id(p.module), p.name]) for p in iter_param_owners(plan.model))
     # Without experts all ranks compare the same values, so all detect the same differences.
     may_differ = any(row.experts for row in rows.values())
     _require_equal(items, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
@@ -161,9 +161,9 @@ def _differing(checksums: list[_Sum], mesh: DeviceMesh) -> list[str]:
         replicated = torch.tensor(replicas, device=mine.device)
         differs |= replicated & ~are_equal(mine, mesh["tp"])
         # One tp rank may detect a difference alone. All must raise, or none.
-        seen = differs.to(torch.int64)
-        maximum(seen, mesh["tp"])
-        differs = seen.bool()
+        differs_anywhere = differs.to(torch.int64)
+        maximum(differs_anywhere, mesh["tp"])
+        differs = differs_anywhere.bool()
     return [label for label, flag in zip(labels, differs.tolist(), strict=True) if flag]
 
 
@@ -173,9 +173,9 @@ def _differing(checksums: list[_Sum], mesh: DeviceMesh) -> list[str]:
 def watch_model(state: ShardedModel) -> None:
     """Refuse copies, graphs, removed parameters and second derivatives of a model from now on. Local operation."""
     model = state.model
-    for place in iter_param_owners(model, remove_duplicate=False):
+    for owner in iter_param_owners(model, remove_duplicate=False):
         state.checked.places.setdefault(
-            (id(place.owner), place.name), (place.owner._parameters, place.name, place.label)
+            (id(owner.module), owner.name), (owner.module._parameters, owner.name, owner.label)
         )
     for name, unit in {"": model, **state.modules}.items():
         label = name or type(model).__name__.removeprefix("FSDP")
@@ -256,9 +256,9 @@ def _removed(names: list[str]) -> OrderError:
 def refuse_shared_memory(state: ShardedModel) -> None:
     """Refuse ``share_memory()`` of the model and of its modules from now on. Local operation."""
     labels: dict[int, str] = {}
-    for place in iter_param_owners(state.model, remove_duplicate=False):
-        if isinstance(place.parameter, DTensor):
-            labels.setdefault(id(place.owner), place.label)
+    for owner in iter_param_owners(state.model, remove_duplicate=False):
+        if isinstance(owner.parameter, DTensor):
+            labels.setdefault(id(owner.module), owner.label)
     for module in state.model.modules():
         if id(module) in labels:
             _fsdp2_patches.wrap_apply(module, functools.partial(_refuse_sharing, labels[id(module)]))
@@ -356,11 +356,11 @@ def refuse_writes_in_forward(state: ShardedModel) -> None:
 
 
 def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
-    seen: list[tuple[torch.Tensor, Any, int]] = []
+    reads: list[tuple[torch.Tensor, Any, int]] = []
 
     def before(unit: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
-            seen[:] = [
+            reads[:] = [
                 (parameter, record, _torch.version_of(parameter))
                 for parameter, record in _fsdp2.unsharded_parameters(unit)
                 if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those without a version
@@ -371,8 +371,8 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
             return
         while handles:
             handles.pop().remove()
-        written = [record for parameter, record, version in seen if _torch.version_of(parameter) != version]
-        seen.clear()
+        written = [record for parameter, record, version in reads if _torch.version_of(parameter) != version]
+        reads.clear()
         if written:
             record_unsharded_params(unit)
             names = state.names()
@@ -397,8 +397,8 @@ def is_assigned(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     record = get_record(parameter)
-    known = record.memory if record is not None else None
-    return known is not None and known[0] == id(parameter) and known[1] != _torch.memory_id(parameter)
+    memory = record.memory if record is not None else None
+    return memory is not None and memory[0] == id(parameter) and memory[1] != _torch.memory_id(parameter)
 
 
 def refuse_assigned(state: ShardedModel) -> None:

@@ -180,8 +180,8 @@ def check_first_step(step: Step) -> None:
     """
     count = sum(len(group["params"]) for group in step.optimizer.param_groups)
     for state, parameters in step.models:
-        known = state.checked.optimizers.get(step.optimizer)
-        if known == (count, id(step.optimizer.state)):  # loading assigns a different dict
+        checked = state.checked.optimizers.get(step.optimizer)
+        if checked == (count, id(step.optimizer.state)):  # loading assigns a different dict
             continue
         # The checks read values on the host, which a capture forbids. An eager step checks them.
         if is_capturing():
@@ -247,8 +247,8 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
     for group in step.optimizer.param_groups:
         fqns = [names[id(p)] for p in group["params"] if id(p) in names]
         # Each rank of ep has different experts, perhaps more of them.
-        known = (name.rstrip("0123456789") if state.is_expert(name) else name for name in fqns)
-        groups.append(list(dict.fromkeys(known)) if ordered else sorted(set(known)))
+        comparable = (name.rstrip("0123456789") if state.is_expert(name) else name for name in fqns)
+        groups.append(list(dict.fromkeys(comparable)) if ordered else sorted(set(comparable)))
         options.append({key: _format_option(value) for key, value in group.items() if key != "params"})
     same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
     if not all(same):

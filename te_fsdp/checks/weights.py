@@ -179,15 +179,15 @@ def compare_copies(state: ShardedModel, where: str) -> None:
     """
     with raised_on_all_ranks(state.meshes.device_mesh, where):
         copies: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
-        for place in iter_param_owners(state.model):
+        for owner in iter_param_owners(state.model):
             # Weights may be gathered now.
-            shard = place._replace(parameter=cast("torch.nn.Parameter", shard_of(place.parameter)))
+            shard = owner._replace(parameter=cast("torch.nn.Parameter", shard_of(owner.parameter)))
             groups = [*replica_groups_of_dtensor(shard.parameter), *replica_groups_of_plan(state, shard)]
             if groups:
                 # Once per parameter, although several axes may replicate it.
                 value = checksum(_torch.local_of(shard.parameter))
                 for group in groups:
-                    copies.setdefault(group, []).append((place.label, value))
+                    copies.setdefault(group, []).append((owner.label, value))
         # A parameter may differ over several groups. It is named once.
         bad = list(dict.fromkeys(label for label, is_same in _compare_sums(copies) if not is_same))
         if bad:

@@ -144,8 +144,8 @@ def convert(
 
     Names and shapes are those of the unsharded module's state_dict().
     """
-    place = Target(resolve_path(target), to, _bytes(max_shard_size), force)
-    kind = place.resolve_kind(None)
+    destination = Target(resolve_path(target), to, _bytes(max_shard_size), force)
+    kind = destination.resolve_kind(None)
     contents = open_any(source, Choices(key, extra_state, optimizer_class))
     if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
         option = "--optimizer-class" if key is None else "--key"
@@ -153,7 +153,7 @@ def convert(
     form = quantized or ("keep" if kind == "checkpoint" else "dequantize")
     values = {"dtype": None if dtype is None else getattr(torch, dtype), "dequantize": form == "dequantize"}
     options = {"check": check, "everything": everything, "table": False, "as_json": as_json}
-    return _transform_and_write(contents, place, _AS_USUAL, **options, **values)
+    return _transform_and_write(contents, destination, _AS_USUAL, **options, **values)
 
 
 def export(
@@ -188,15 +188,15 @@ def export(
     """
     if like is None and te != _AS_USUAL:
         raise UsageError("the --te... options describe the model to export; they need --like")
-    place = Target(resolve_path(target), None, _bytes(max_shard_size), force, like)
-    place.resolve_kind("safetensors")
+    destination = Target(resolve_path(target), None, _bytes(max_shard_size), force, like)
+    destination.resolve_kind("safetensors")
     config = config_contents(like) if like is not None else {}
     # the second key is that of transformers before 5
     word = dtype or config.get("dtype", config.get("torch_dtype"))
     word = word if word in get_args(_DType) else "bfloat16"
     values = {"dtype": getattr(torch, word), "dequantize": True, "weights": weights}
     options = {"check": check, "everything": False, "table": True, "as_json": as_json}
-    return _transform_and_write(open_any(source), place, te, **options, **values)
+    return _transform_and_write(open_any(source), destination, te, **options, **values)
 
 
 def _bytes(text: str) -> int:
@@ -252,19 +252,19 @@ def _transform_and_write(
     if target.kind == "torch" or (target.kind != "checkpoint" and not everything):
         into = weights_only(into, optimizer=everything)
     replacing = in_place_of(path) if target.force and path.exists() else nullcontext(path)
-    with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick, replacing as place:
+    with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick, replacing as temporary:
         if target.like is not None:
             values = values_for_huggingface(into, target.like, te.layers, te.names)
-            files = write_huggingface(place, values, target.like, tick, **shards)
+            files = write_huggingface(temporary, values, target.like, tick, **shards)
         elif target.kind == "checkpoint":
-            files = write_checkpoint(place, into, tick)
+            files = write_checkpoint(temporary, into, tick)
         elif target.kind == "safetensors":
-            files = write_safetensors(place, into, tick, **shards)
+            files = write_safetensors(temporary, into, tick, **shards)
         else:
-            files = write_pt(place, into, tick)
+            files = write_pt(temporary, into, tick)
         # Opened again before the old target is replaced. A Hugging Face folder has another layout.
         if target.like is None:
-            check_written(place, weights_only(into) if target.kind == "torch" else into)
+            check_written(temporary, weights_only(into) if target.kind == "torch" else into)
     columns = ("name", "from", "dtype")
     rows = [(name, origin, into.manifest.tensor(name)["dtype"]) for name, origin in sources.items()]
     if as_json:

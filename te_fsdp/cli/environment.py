@@ -135,7 +135,7 @@ def gather() -> Environment:
         cuda_problem=problem,
         driver=driver,
         nccl=nccl,
-        nvcc=next((place for place in compilers if os.path.isfile(place)), None),
+        nvcc=next((path for path in compilers if os.path.isfile(path)), None),
         **_cudnn(),
     )
 

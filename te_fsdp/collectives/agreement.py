@@ -205,8 +205,8 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
     for first, problem in sorted(told.items()):
         if problem is not None:
             kind, text = problem
-            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
-            raise known(f"{where} failed on rank {first}: {kind}: {text}")
+            cls = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
+            raise cls(f"{where} failed on rank {first}: {kind}: {text}")
 
 
 def from_rank_0(call: Callable[[], T]) -> T:
@@ -249,13 +249,13 @@ def _serialize_error(error: TeFsdpError | None) -> tuple[type[TeFsdpError], str]
     return None if error is None else (type(error), str(error))
 
 
-def _first_error(seen: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | None:
+def _first_error(by_rank: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | None:
     """Return the error of the first failing rank; it lists the failing ranks unless all failed."""
-    failed = [r for r, problem in enumerate(seen) if problem is not None]
+    failed = [r for r, problem in enumerate(by_rank) if problem is not None]
     if not failed:
         return None
-    kind, text = seen[failed[0]]  # type: ignore[misc]
-    if len(failed) < len(seen):
+    kind, text = by_rank[failed[0]]  # type: ignore[misc]
+    if len(failed) < len(by_rank):
         text = f"on rank(s) {', '.join(map(str, failed))}: {text}"
     return kind(text)
 

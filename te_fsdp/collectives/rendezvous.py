@@ -261,9 +261,9 @@ class _Rendezvous:
     @classmethod
     def next(cls, call: str, ranks: tuple[int, ...]) -> _Rendezvous:
         """Return the next joint call of these ranks."""
-        known = _process().last.setdefault(dist.group.WORLD, {})
-        number, before = known.get(ranks, (-1, ""))
-        known[ranks] = number + 1, call
+        last_calls = _process().last.setdefault(dist.group.WORLD, {})
+        number, before = last_calls.get(ranks, (-1, ""))
+        last_calls[ranks] = number + 1, call
         is_world = len(ranks) == dist.get_world_size()
         name = "world" if is_world else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}{name}", _torch.default_store())
@@ -347,9 +347,9 @@ class _Rendezvous:
             return []
         at = self.ranks.index(self.me)
         missing = self._without_key((*self.ranks[at + 1 :], *self.ranks[:at]), _NAMED)
-        known = [rank for rank in missing if self.store.check([f"alive/{rank}"])]
+        alive = [rank for rank in missing if self.store.check([f"alive/{rank}"])]
         ended = [
-            rank for rank in known if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())
+            rank for rank in alive if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())
         ]
         # A rank may have entered the call and ended since. It then counts as present.
         return sorted(rank for rank in ended if not self.store.check([f"{self.number}/{rank}"]))

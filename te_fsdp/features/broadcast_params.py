@@ -52,8 +52,8 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
             release_params(model)
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         quantized = []
-        for place in first_owners(model).values():
-            parameter, local = place.parameter, _torch.local_of(place.parameter)
+        for owner in first_owners(model).values():
+            parameter, local = owner.parameter, _torch.local_of(owner.parameter)
             buffers = [local]
             if _te.is_quantized(local):
                 # The bytes and scales themselves are sent, so that copies are equal without quantizing again.
@@ -68,7 +68,7 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
             # States that are not sharded over further axes are equal on data-parallel ranks.
             axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
             unsharded = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
-            for group in replica_groups_of_plan(state, place) if state is not None else ():
+            for group in replica_groups_of_plan(state, owner) if state is not None else ():
                 by_group.setdefault(group, []).extend([*buffers, *map(_torch.local_of, unsharded)])
         for group, tensors in by_group.items():
             broadcast(tensors, group)

@@ -93,13 +93,13 @@ class ExpertDispatcher:
         Raises:
             PlacementError: An argument is out of range, or not a number.
         """
-        given = (
+        limits = (
             ("tokens", tokens, 0),
             ("top_k", top_k, 1),
             ("num_experts", num_experts, 1),
             ("multiple", multiple, 1),
         )
-        for name, value, least in given:
+        for name, value, least in limits:
             require_integer("ExpertDispatcher.capacity_for", name, value, least=least)
         require_number("ExpertDispatcher.capacity_for", "factor", factor, least=0, fix="factor=1.25")
         rows = max(1, math.ceil(tokens * top_k * factor / num_experts))
@@ -139,8 +139,8 @@ class ExpertDispatcher:
         ordered = expert_slots[order]
         # The first copy of each expert and group in the sorted order.
         begin = torch.searchsorted(ordered, torch.arange(buckets, device=chosen.device, dtype=ordered.dtype))
-        place = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
-        position = torch.empty_like(place).scatter_(0, order, place)
+        rank_in_slot = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
+        position = torch.empty_like(rank_in_slot).scatter_(0, order, rank_in_slot)
         unused = buckets * self.capacity
         # Copies beyond the capacity get the unused last row, which `dispatch` cuts off.
         rows = torch.where(position < self.capacity, expert_slots * self.capacity + position, unused)
@@ -187,13 +187,13 @@ class ExpertDispatcher:
             self._check_shapes(tokens, chosen)
         mine = {"num_experts": self.num_experts, "capacity": self.capacity, "groups": self.groups}
         mine |= {"hidden": tokens.shape[1], "dtype": str(tokens.dtype)}
-        seen = [mine] if self._ep is None else gather(mine, self._ep)
-        if wrong := [name for name in mine if any(one[name] != seen[0][name] for one in seen)]:
+        by_rank = [mine] if self._ep is None else gather(mine, self._ep)
+        if wrong := [name for name in mine if any(one[name] != by_rank[0][name] for one in by_rank)]:
             raise InputError(
                 f"ExpertDispatcher: {', '.join(wrong)}",
                 expected="the same on all ranks of ep",
                 got=shorten(
-                    [f"ep rank {n}: {[one[name] for name in wrong]}" for n, one in enumerate(seen)], 8
+                    [f"ep rank {n}: {[one[name] for name in wrong]}" for n, one in enumerate(by_rank)], 8
                 ),
                 fix="pass equal values; compute the capacity from the largest number of tokens of all ranks",
             )

@@ -49,7 +49,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     if is_unit or get_sharded_model(module) is not None:
         _wrap_method(module, method)
         return
-    flags = [is_replicated(place.owner, place.name) for place in iter_param_owners(module)]
+    flags = [is_replicated(owner.module, owner.name) for owner in iter_param_owners(module)]
     if not flags or not all(flags):
         raise OrderError(
             f"register_forward_method({type(module).__name__}, {method!r})",

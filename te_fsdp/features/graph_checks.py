@@ -193,19 +193,19 @@ class LearningRates:
     def take(self) -> None:
         """Copy the groups' current rates. Local operation that enqueues one kernel per changed rate."""
         groups = self._optimizer.param_groups
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             value = group["lr"]
-            if place == len(self._rates):
+            if index == len(self._rates):
                 dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
                 self._rates.append((torch.empty((), dtype=dtype, device=self._device), None))
             # A recorded kernel has the address of this tensor, so a new rate is written into it.
-            rate, known = self._rates[place]
+            rate, previous = self._rates[index]
             if isinstance(value, torch.Tensor):
                 rate.copy_(value.detach().reshape(()), non_blocking=True)  # it may be changed in place
-                self._rates[place] = rate, None
-            elif value != known:
+                self._rates[index] = rate, None
+            elif value != previous:
                 rate.fill_(value)
-                self._rates[place] = rate, value
+                self._rates[index] = rate, value
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -335,7 +335,7 @@ class GraphedStep:
     # ------------------------------------------------------------------------------------------------------- recording
 
     def _has_run(self, signature: Signature) -> bool:
-        return any(known.fits(signature) for known in self._known)
+        return any(earlier.fits(signature) for earlier in self._known)
 
     def _record(self, signature: Signature, leaves: list[Any], structure: Any) -> _Recording | None:
         """Record a step; return ``None`` if some rank cannot. Collective over the model's ranks."""

@@ -301,9 +301,9 @@ class _Unit:
 
     def _has_run(self, signature: Signature) -> bool:
         """Return whether enough eager forwards have run with a kind of inputs; count this one if not."""
-        for place, (known, count) in enumerate(self.known):
-            if known.fits(signature):
-                self.known[place] = known, count + 1
+        for index, (earlier, count) in enumerate(self.known):
+            if earlier.fits(signature):
+                self.known[index] = earlier, count + 1
                 return count >= self.shared.warmup
         if len(self.known) == MAX_KINDS:
             self.run_eagerly(

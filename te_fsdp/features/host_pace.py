@@ -207,13 +207,13 @@ class HostPace(Component):
             first.register_hook(lambda gradient: self._mark())
 
     def _mark(self) -> None:
-        clock, place = self._clock, len(self._marks)
+        clock, index = self._clock, len(self._marks)
         if not self._handles or clock.is_capturing():
             return
         before = event = clock.event()
         behind = bool(self._marks) and not clock.is_done(self._marks[-1].event)
-        if place < len(self._sleeps):
-            clock.sleep(self._sleeps[place])
+        if index < len(self._sleeps):
+            clock.sleep(self._sleeps[index])
             event = clock.event()
         self._marks.append(_Mark(clock.now(), before, event, behind))
 

@@ -46,7 +46,7 @@ def install_local_tensors(optimizer: Any) -> list[Replaced]:
     with without_subclasses():
         for group in optimizer.param_groups:
             members = group["params"]
-            for place, parameter in enumerate(members):
+            for index, parameter in enumerate(members):
                 gradient = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
                 if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                     continue
@@ -65,17 +65,17 @@ def install_local_tensors(optimizer: Any) -> list[Replaced]:
                     if local_gradient.dtype is not local.dtype:
                         local.grad_dtype = local_gradient.dtype
                     local.grad = local_gradient
-                members[place] = local
-                replaced.append(Replaced(members, place, parameter, local))
+                members[index] = local
+                replaced.append(Replaced(members, index, parameter, local))
     return replaced
 
 
 def remove_local_tensors(optimizer: Optimizer, replaced: list[Replaced]) -> None:
     """Undo :func:`install_local_tensors`. Local operation."""
     scales = getattr(optimizer, "_scales", {})
-    for members, place, parameter, local in replaced:
-        if place < len(members) and members[place] is local:
-            members[place] = parameter
+    for members, index, parameter, local in replaced:
+        if index < len(members) and members[index] is local:
+            members[index] = parameter
         optimizer.state.pop(local, None)
         if scales:
             scales.pop(local, None)

@@ -150,16 +150,16 @@ class MainParameters:
 
     def of(self, parameter: torch.Tensor, shard: OptimizerShard | None = None) -> MainParameter:
         """Return the ``MainParameter`` of a parameter; set its ``shard`` if given. Local operation."""
-        known = self.known.get(id(parameter))
-        if known is None:
-            known = self.known[id(parameter)] = MainParameter(parameter)
-        if known.shard is None and self.cuts:
-            known.shard = shard or optimizer_shard(parameter)
-            if known.shard is not None:
+        pair = self.known.get(id(parameter))
+        if pair is None:
+            pair = self.known[id(parameter)] = MainParameter(parameter)
+        if pair.shard is None and self.cuts:
+            pair.shard = shard or optimizer_shard(parameter)
+            if pair.shard is not None:
                 # With this option FusedAdam reads ``decoupled_grad`` instead of ``grad``.
-                known.shard.decoupled = getattr(self._optimizer(), "use_decoupled_grad", False)
+                pair.shard.decoupled = getattr(self._optimizer(), "use_decoupled_grad", False)
                 get_or_create_record(parameter).main_parameters = weakref.ref(self)
-        return known
+        return pair
 
     def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the main parameter of a parameter, without a gradient; ``None`` if none is needed. Local operation."""
@@ -263,7 +263,7 @@ class MainParameters:
                 live.append(pair.main)
         if len(self.known) > count:  # drop parameters that the optimizer no longer has
             ids = {id(parameter) for _, parameters in self._groups for parameter in parameters}
-            self.known = {key: known for key, known in self.known.items() if key in ids}
+            self.known = {key: entry for key, entry in self.known.items() if key in ids}
         if self.averages is not None and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights, so FusedAdam must not create any.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False

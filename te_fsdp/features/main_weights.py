@@ -155,9 +155,9 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     # objects it would take longer than loading a model of 1 GiB.
     kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects() if may_keep else []
     listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
-    known = {id(optimizer): optimizer for optimizer in [*listed, *known_optimizers()]}.values()
+    optimizers = {id(optimizer): optimizer for optimizer in [*listed, *known_optimizers()]}.values()
     holding = []
-    for optimizer in known:
+    for optimizer in optimizers:
         main_parameters = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
         if main_parameters is not None:
             main_parameters.restore_params(optimizer)  # a failed step has left main parameters in the groups
@@ -262,11 +262,11 @@ def use_fused_adam_master_weights(step: Step) -> None:
 
 
 def optimizers_with_stale_main_weights(
-    parameters: Iterable[torch.Tensor], given: Iterable[Optimizer] = ()
+    parameters: Iterable[torch.Tensor], except_of: Iterable[Optimizer] = ()
 ) -> list[Optimizer]:
-    """Return other optimizers than ``given`` whose next step would restore old weights from main weights. Local."""
+    """Return other optimizers than ``except_of`` whose next step would restore old weights from main weights. Local."""
     # Optimizers inside of given wrappers (accelerate's) are excluded, because they share state.
-    loaded = {id(one.state) for one in given}
+    loaded = {id(one.state) for one in except_of}
     others = [o for o in optimizers_of(parameters) if id(o.state) not in loaded]
     return [o for o in others if any(MAIN in state for state in o.state.values())]
 
@@ -353,9 +353,9 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         main_parameters.cut(shards)
         for shard in shards:
             # Keep nonzero values of the full-shard state created by main_weights.
-            known = optimizer.state.pop(shard.parameter, {})
-            if MAIN in known:
-                optimizer.state[shard.parameter][MAIN] = known[MAIN]
+            param_state = optimizer.state.pop(shard.parameter, {})
+            if MAIN in param_state:
+                optimizer.state[shard.parameter][MAIN] = param_state[MAIN]
         _prepare_bytes(shards)
         main_parameters.start(optimizer)
     for state in states:

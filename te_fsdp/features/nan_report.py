@@ -126,10 +126,10 @@ class NanReport(Component):
         if self._asked:
             return
         self._look_at_unreduced()
-        seen = self._first.count_nonzero().to(torch.int32)
+        count = self._first.count_nonzero().to(torch.int32)
         # Also without a finding: a collective that only some ranks call would hang.
-        maximum(seen)
-        text = self._describe() if int(seen) else ""
+        maximum(count)
+        text = self._describe() if int(count) else ""
         if text and self.action == "raise":
             self._raised = True
             raise GradientError(text)
@@ -184,8 +184,8 @@ class NanReport(Component):
         if not self._raised:  # stops at the first one: this runs before each microbatch
             return all(gradient is None for gradient in gradients)
         # Zeros, not only finite values: this rank's NaN may be in another rank's shard of the gradient.
-        left = [_torch.local_of(gradient) for gradient in gradients if gradient is not None]
-        return not any(bool(gradient.count_nonzero()) for gradient in left)
+        present = [_torch.local_of(gradient) for gradient in gradients if gradient is not None]
+        return not any(bool(gradient.count_nonzero()) for gradient in present)
 
     def _look_at_unreduced(self) -> None:
         """Check the gradients of this rank that were accumulated without a reduction."""

@@ -313,8 +313,8 @@ class Cost:
 def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     """Return the further memory due to a model's policy on this rank: (use, bytes) pairs. Local operation."""
     costs: Counter[str] = Counter()
-    for place in first_owners(model).values():
-        cost = cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
+    for owner in first_owners(model).values():
+        cost = cost_of(owner.parameter, _te.weight_quantizer(owner.module, owner.name) is not None)
         dtype = str(cost.dtype).removeprefix("torch.")
         costs[f"gradients, {dtype}"] += cost.gradient
         costs[f"unreduced gradients during accumulation, {dtype}"] += cost.unreduced

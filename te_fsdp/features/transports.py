@@ -128,7 +128,7 @@ def choose_transports(state: ShardedModel, transport: str) -> None:
         transport: One of :data:`te_fsdp.plan.OPTIONS`.
     """
     transports = transports_of(state)
-    device, known = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()
+    device, by_group = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()
     for name, unit in state.modules.items():
         ranks = _fsdp2.all_gather_ranks(unit)
         if ranks is None:
@@ -139,7 +139,7 @@ def choose_transports(state: ShardedModel, transport: str) -> None:
         why = _default_transport_reason(transport, device, state.units[name])
         if not why:
             # Units over the same ranks share one setup, which is collective and takes memory.
-            gathers = known.get(ranks.group_name)
+            gathers = by_group.get(ranks.group_name)
             if gathers is None:
                 made = connect_peers(device, ranks)
                 if not isinstance(made, str):
@@ -147,7 +147,7 @@ def choose_transports(state: ShardedModel, transport: str) -> None:
                     made = _fsdp2_copies.CopyEngineGathers(
                         meeting, peers.share, _te.unchanged_hook_attributes
                     )
-                gathers = known[ranks.group_name] = made
+                gathers = by_group[ranks.group_name] = made
             if not isinstance(gathers, str):
                 gathers.install(unit)
                 transports.by_unit[name] = Transport("copy_engine", gathers=gathers)

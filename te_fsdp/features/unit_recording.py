@@ -57,9 +57,9 @@ class StaticBuffers:
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.recent: list[Any] = []  #: Gradients of weights of the last recorded backwards
 
-    def like(self, use: str, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    def like(self, use: str, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the buffer for the n-th tensor of a use, with the shape and dtype of ``tensor``."""
-        key = use, place, tensor.shape, tensor.dtype
+        key = use, index, tensor.shape, tensor.dtype
         if key not in self._made:
             self._made[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return self._made[key]
@@ -216,7 +216,7 @@ class UnitRecording:
             if type(leaf) is not torch.Tensor and not isinstance(leaf, _CONSTANTS):
                 raise NotRecordableError(f"it returns {type(leaf).__name__}, which a replay cannot create")
         self._output = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
-        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._trained = [tensor.requires_grad for tensor in tensors]
         self._edges = _graphs.retain_edges([tensor for tensor in tensors if tensor.requires_grad])
         return [tensor.detach() for tensor in tensors]
@@ -228,8 +228,8 @@ class UnitRecording:
         results = _Replay.apply(token, len(tensors), *tensors, *parameters)
         filled, structure = self._output
         filled = list(filled)
-        for place, result in zip(self._places, results, strict=True):
-            filled[place] = result
+        for index, result in zip(self._places, results, strict=True):
+            filled[index] = result
         return _torch.unflatten(filled, structure)
 
     def replay_forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -272,10 +272,10 @@ class UnitRecording:
         inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
         if not self.is_complete:
             restored: list[tuple[Any, str, torch.Tensor]] = []
-            for place, (weight, made) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
+            for index, (weight, made) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
                 local = _torch.local_of(weight.parameter)
                 if _te.is_quantized(local):
-                    restored += self._stage(place, local, _torch.local_of(made))
+                    restored += self._stage(index, local, _torch.local_of(made))
             del self._buffers.recent[:-1]  # [Note: gradients of weights]
             try:
                 self._backward_graph, recorded = self._recorder.record(self._backward)
@@ -310,7 +310,7 @@ class UnitRecording:
         return results
 
     def _stage(
-        self, place: int, local: torch.Tensor, made: torch.Tensor
+        self, index: int, local: torch.Tensor, made: torch.Tensor
     ) -> list[tuple[Any, str, torch.Tensor]]:
         """Copy the buffers of a quantized weight that TE derives in each pass to fixed addresses.
 
@@ -328,7 +328,7 @@ class UnitRecording:
             # Memory with a constant address needs no copy.
             if value is None or {value.data_ptr(), value.untyped_storage().data_ptr()} & self._fixed:
                 continue
-            staged = self._buffers.like(attribute, 100 * place + number, value)
+            staged = self._buffers.like(attribute, 100 * index + number, value)
             staged.copy_(value)
             setattr(made, attribute, staged)
             replaced.append((made, attribute, value))

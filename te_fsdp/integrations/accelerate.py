@@ -353,8 +353,8 @@ def _check_precision(asked: Any) -> None:
 
 def _refuse(options: Mapping[str, Any]) -> None:
     """Raise OrderError for options of ``Accelerator`` and of ``accelerate launch`` without effect here."""
-    given = [name for name, value in options.items() if value is not None]
-    refused = {f"{name}=": _INSTEAD[name] for name in given if name in _INSTEAD}
+    passed = [name for name, value in options.items() if value is not None]
+    refused = {f"{name}=": _INSTEAD[name] for name in passed if name in _INSTEAD}
     handlers = [type(handler).__name__ for handler in options.get("kwargs_handlers") or ()]
     refused |= {f"{name}()": _HANDLERS[name] for name in handlers if name in _HANDLERS}
     # ``accelerate launch`` passes its configuration file as environment variables.

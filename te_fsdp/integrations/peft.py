@@ -91,8 +91,8 @@ def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
             why="Adapters are sharded with their layers",
             fix="add them right after building the model",
         )
-    given = {name: getattr(config, name, plain) for name, plain in _PLAIN.items()}
-    odd = [f"{name}={value!r}" for name, value in given.items() if (value or _PLAIN[name]) != _PLAIN[name]]
+    values = {name: getattr(config, name, plain) for name, plain in _PLAIN.items()}
+    odd = [f"{name}={value!r}" for name, value in values.items() if (value or _PLAIN[name]) != _PLAIN[name]]
     cut = [name for name, module in chosen.items() if getattr(module, "tp_size", 1) > 1]
     odd += [f"lora_dropout={config.lora_dropout} with tp"] if cut and config.lora_dropout else []
     if odd or type(config) is not peft.LoraConfig:
@@ -244,15 +244,15 @@ def adapters_of(model: nn.Module) -> nn.Module:
     """
     tree = nn.Module()
     for name, layer in _layers(model):
-        place = tree
+        parent = tree
         for word in name.split(".") if name else ():
             # A tree with the names of the layers, so that a checkpoint of adapters fits any model with these
             # layers.
-            if word not in place._modules:
-                place.add_module(word, nn.Module())
-            place = place.get_submodule(word)
-        place.add_module("lora_A", layer.lora_A)
-        place.add_module("lora_B", layer.lora_B)
+            if word not in parent._modules:
+                parent.add_module(word, nn.Module())
+            parent = parent.get_submodule(word)
+        parent.add_module("lora_A", layer.lora_A)
+        parent.add_module("lora_B", layer.lora_B)
     if not tree._modules:
         fix = "add_adapters(model, config)"
         raise OrderError("adapters_of(model)", expected="a model with adapters", got="none", fix=fix)

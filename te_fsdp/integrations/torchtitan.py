@@ -54,12 +54,12 @@ class TeModel(_BaseModel):
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Copy the degrees of parallelism. The trainer calls it before it builds the model."""
-            given = config.parallelism
+            degrees = config.parallelism
             self.axes = {
-                "dp_replicate": given.data_parallel_replicate_degree,
-                "dp_shard": given.data_parallel_shard_degree,
-                "cp": given.context_parallel_degree,
-                "tp": given.tensor_parallel_degree,
+                "dp_replicate": degrees.data_parallel_replicate_degree,
+                "dp_shard": degrees.data_parallel_shard_degree,
+                "cp": degrees.context_parallel_degree,
+                "tp": degrees.tensor_parallel_degree,
             }
 
     def __init__(self, config: Config) -> None:

@@ -332,7 +332,7 @@ def context_parallel_shard(
         if isinstance(value, Mapping):
             return {name: cut(one, f"{path}[{name!r}]") for name, one in value.items()}
         if isinstance(value, (list, tuple)):
-            parts = [cut(one, f"{path}[{place}]") for place, one in enumerate(value)]
+            parts = [cut(one, f"{path}[{index}]") for index, one in enumerate(value)]
             # A named tuple takes its fields as separate arguments.
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return value
@@ -354,8 +354,8 @@ def _cut(
     parts = []
     for start, end in itertools.pairwise(ends):
         # Two chunks of each rank: one of the first half and its mirror image (DualChunkSwap).
-        chunk, left = divmod(end - start, 2 * size)
-        if left or ends[-1] != tensor.shape[dim]:
+        chunk, remainder = divmod(end - start, 2 * size)
+        if remainder or ends[-1] != tensor.shape[dim]:
             raise InputError(
                 f"context_parallel_shard: {path}, {end - start} tokens of a sequence",
                 expected=f"a multiple of {2 * size}, 2 x cp, and {ends[-1]} tokens in all",

@@ -77,10 +77,10 @@ class _ToLocal(torch.autograd.Function):
         if is_foreign:
             local = tuple([t.detach() for t in local])
         frozen = []
-        for place, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters):
             if not parameter.requires_grad:
-                specs[place] = None
-                frozen.append(local[place])
+                specs[index] = None
+                frozen.append(local[index])
         if frozen:
             ctx.mark_non_differentiable(*frozen)
         return local
@@ -90,19 +90,19 @@ class _ToLocal(torch.autograd.Function):
         binding, grads, specs = ctx.binding, list(gradients), list(ctx.specs)
         # A DTensor hides from autograd that a gradient is expanded, or returned for two parameters. Autograd would then
         # add to it in place. Clipping scales it in place too.
-        seen: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
-        for place, gradient in enumerate(grads):
+        storages: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
+        for index, gradient in enumerate(grads):
             if gradient is None:
                 continue
             # Compare addresses, which tensors that torch.compile traces do not have.
             key = gradient.data_ptr() if type(gradient) is torch.Tensor else id(gradient)
-            if key in seen or (not gradient.is_contiguous() and 0 in gradient.stride()):
-                grads[place] = gradient.clone(memory_format=torch.contiguous_format)
+            if key in storages or (not gradient.is_contiguous() and 0 in gradient.stride()):
+                grads[index] = gradient.clone(memory_format=torch.contiguous_format)
             elif gradient.numel():
-                seen.add(key)
+                storages.add(key)
         if binding.is_tp_sharded:
-            for place, name in enumerate(ctx.names):
-                spec, gradient = specs[place], grads[place]
+            for index, name in enumerate(ctx.names):
+                spec, gradient = specs[index], grads[index]
                 if spec is None or not binding.rules[name].partial_grad:
                     continue
                 assert binding.tp_mesh is not None
@@ -111,13 +111,13 @@ class _ToLocal(torch.autograd.Function):
                 if binding.fsdp.is_managed:
                     # Each tp rank has one term. FSDP2 adds the terms once, together with the data-parallel reduction.
                     # The gathered parameter is the same object in every backward, and so is its spec.
-                    known = binding.fsdp.partial_specs.get(name)
-                    if known is None or known[0] is not spec:
+                    cached = binding.fsdp.partial_specs.get(name)
+                    if cached is None or cached[0] is not spec:
                         partial = _torch.with_placements(spec, (Partial(),))
-                        known = binding.fsdp.partial_specs[name] = spec, partial
-                    specs[place] = known[1]
+                        cached = binding.fsdp.partial_specs[name] = spec, partial
+                    specs[index] = cached[1]
                 elif gradient is not None:
-                    grads[place] = summed = gradient.contiguous()
+                    grads[index] = summed = gradient.contiguous()
                     dist.all_reduce(summed, group=binding.tp_mesh.get_group())
         made = _torch.dtensors(grads, specs)
         if binding.fsdp.is_managed and not torch.compiler.is_compiling():
@@ -195,11 +195,11 @@ def replace_returned_parameters(
     """
     inside = set(map(id, local))
     results = list(output)
-    for place, item in enumerate(output):
+    for index, item in enumerate(output):
         if isinstance(item, torch.Tensor) and id(item) in inside:
             # Do not create a view without gradients: it would require gradients as soon as its base does.
             kept_view = item.view_as(item) if torch.is_grad_enabled() else item.detach()
-            results[place] = item.clone() if copy else kept_view
+            results[index] = item.clone() if copy else kept_view
     return tuple(results)
 
 

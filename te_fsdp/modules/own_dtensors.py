@@ -73,7 +73,7 @@ def place_user_dtensor(
     return own
 
 
-def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | None]) -> dict[str, Placement]:
+def _by_axis(label: str, parameter: DTensor, meshes: Mapping[str, DeviceMesh | None]) -> dict[str, Placement]:
     """Return the placement on ``ep`` and on ``tp``, in the mesh's order, without axes of size 1."""
     mesh, placements = parameter.device_mesh, dict[str, Any]()
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
@@ -81,10 +81,10 @@ def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | No
         if mesh.size(axis) == 1:
             continue
         # The user may have named the axes of the mesh in any way, so an axis is recognised by its ranks.
-        at = tuple(slice(None) if other == axis else place for other, place in enumerate(coordinate))
+        at = tuple(slice(None) if other == axis else position for other, position in enumerate(coordinate))
         ranks = mesh.mesh[at].tolist()
         name = next(
-            (n for n, m in known.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
+            (n for n, m in meshes.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
         )
         if name is None:
             raise OrderError(

@@ -156,16 +156,16 @@ def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
     """
     planned = {id(item.module): item for item in items}
     places: dict[int, dict[str, tuple[int | None, Layout]]] = {}
-    for place in iter_param_owners(model):
-        item = planned.get(id(place.owner))
-        kind = _te.kind_of(place.owner)
-        known = type(place.owner).__module__.startswith("torch.nn.") if kind is None else kind != "unknown"
-        if known and not isinstance(place.parameter, DTensor):
+    for owner in iter_param_owners(model):
+        item = planned.get(id(owner.module))
+        kind = _te.kind_of(owner.module)
+        stock = type(owner.module).__module__.startswith("torch.nn.") if kind is None else kind != "unknown"
+        if stock and not isinstance(owner.parameter, DTensor):
             rule = (
-                item.rules.get(place.name) if item is not None and item.meshes.tp_mesh is not None else None
+                item.rules.get(owner.name) if item is not None and item.meshes.tp_mesh is not None else None
             )
             cut = (None, PLAIN) if rule is None or rule.shard_dim is None else (rule.shard_dim, rule.layout)
-            places.setdefault(id(place.parameter), {})[place.label] = cut
+            places.setdefault(id(owner.parameter), {})[owner.label] = cut
     for cuts in places.values():
         if len(set(cuts.values())) > 1:
             raise PlacementError(
@@ -210,8 +210,8 @@ def _check_item(item: ModulePlan) -> None:
                 got=f"shape {tuple(parameter.shape)}",
                 fix="keep the shapes of TransformerEngine's parameters",
             )
-        known = parameter is not None and item.kind is not None
-        quantizer = _te.weight_quantizer(item.module, name) if known else None
+        is_te = parameter is not None and item.kind is not None
+        quantizer = _te.weight_quantizer(item.module, name) if is_te else None
         if quantizer is None:
             continue
         check_quantizer(f"{label}.{name}", quantizer)
@@ -239,18 +239,18 @@ def _check_item(item: ModulePlan) -> None:
 
 def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> None:
     """A second call may only repeat the first."""
-    known = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep.mesh)
-    same = known.tp_mesh == meshes.tp_mesh and known.ep_mesh == meshes.ep_mesh
+    bound = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep.mesh)
+    same = bound.tp_mesh == meshes.tp_mesh and bound.ep_mesh == meshes.ep_mesh
     # Without tp, FSDP2's shard axis was taken as the mesh.
-    is_left_out = meshes.weight_mesh is None or (known.weight_mesh is None and not binding.fsdp.is_managed)
-    if same and (known.weight_mesh == meshes.weight_mesh or is_left_out):
+    is_left_out = meshes.weight_mesh is None or (bound.weight_mesh is None and not binding.fsdp.is_managed)
+    if same and (bound.weight_mesh == meshes.weight_mesh or is_left_out):
         return
     what, fix = "with different meshes than before", "bind a model once; build a new model for a new mesh"
     if binding.fsdp.is_managed:
         what, fix = "after fully_shard", "call set_device_mesh before fully_shard"
     raise OrderError(
         f"{label}: set_device_mesh {what}",
-        expected=_meshes_for_module(known),
+        expected=_meshes_for_module(bound),
         got=_meshes_for_module(meshes),
         why="The parameters are placed already",
         fix=fix,
@@ -315,7 +315,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
                 kind_name = f"{type(module).__module__}.{type(module).__name__}"
                 raise PlacementError(
                     f"{label}: {kind_name} has no placement rule",
-                    expected=f"one of {', '.join(f'te.{known}' for known in _te.KINDS)}",
+                    expected=f"one of {', '.join(f'te.{supported}' for supported in _te.KINDS)}",
                     why="Its parameters would be saved and reduced incorrectly under tensor parallelism",
                     fix="use one of these modules, or no tensor parallelism",
                 )

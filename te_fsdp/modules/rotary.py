@@ -34,16 +34,16 @@ def wanted_rotary(
     rounding. ``actual`` contains its frequencies (possibly modified after construction); ``None``: those of its
     constructor. ``scaling`` is the file's ``rope_scaling``. Raise CheckpointError if a number is missing in it.
     """
-    given: Mapping[str, Any] = scaling or {}
+    rope_scaling: Mapping[str, Any] = scaling or {}
 
     def number(key: str) -> float:
-        if type(given.get(key)) not in (int, float):
+        if type(rope_scaling.get(key)) not in (int, float):
             what = f"rope_scaling in config.json: {key}"
-            raise CheckpointError(what, expected="a number", got=given.get(key))
-        return given[key]
+            raise CheckpointError(what, expected="a number", got=rope_scaling.get(key))
+        return rope_scaling[key]
 
     # fp64, for sequence lengths of the training. partial_rotary_factor has no effect if all channels are rotated.
-    frequencies, kind = _plain(base, dim), _kind(given)
+    frequencies, kind = _plain(base, dim), _kind(rope_scaling)
     if kind == "linear":
         frequencies = frequencies / number("factor")
     elif kind == "llama3":
@@ -62,7 +62,7 @@ def wanted_rotary(
     fits = fits and torch.allclose(actual.double().cpu(), frequencies, rtol=rounding, atol=0.0)
     if scaling is None and (fits or one["rotary_base"] != base):
         return {"rotary_base": base}
-    rope = {"rope_theta": base, **given}
+    rope = {"rope_theta": base, **rope_scaling}
     base_text = one["rotary_base"] if fits else f"of the frequencies by {rope}"
     return {**one.settings, "rotary_base": base_text, "interleaved": False}
 

@@ -150,7 +150,7 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
     for prefix, module in model.named_modules():
         if inside is not None and prefix.startswith(inside):
             continue
-        known = _known_kind(type(module))
+        stock = _known_kind(type(module))
         # The names of modules in other containers are numbers, which show the order.
         is_ordered = isinstance(module, (nn.Sequential, nn.ModuleDict)) and not all(
             map(str.isdigit, module._modules)
@@ -158,9 +158,9 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
         if is_ordered and _own_class(type(module)) is None:
             kind = "Sequential" if isinstance(module, nn.Sequential) else "ModuleDict"
             semantics[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
-        if known is None:
+        if stock is None:
             continue
-        kind, library, arguments = known
+        kind, library, arguments = stock
         settings = _known_values(
             (name, plain_value(_te.argument_of(module, name, UNKNOWN))) for name in arguments
         )
@@ -242,8 +242,8 @@ def _attention(module: Any, settings: dict[str, Any]) -> None:
     if hasattr(module, "core_attention"):
         settings["kv_channels"] = module.hidden_size_per_attention_head
         norm = getattr(module, "q_norm", None)
-        known = None if norm is None else _known_kind(type(norm))
-        settings["qk_norm_type"] = None if known is None else known[0]
+        stock = None if norm is None else _known_kind(type(norm))
+        settings["qk_norm_type"] = None if stock is None else stock[0]
         settings["qk_norm_eps"] = None if norm is None else norm.eps
         fused = [getattr(module, name, None) for name in ("layernorm_qkv", "qkv", "key_value")]
         settings["fuse_qkv_params"] = any(m is not None and "weight" in m._parameters for m in fused)
@@ -261,8 +261,8 @@ def _mask(settings: dict[str, Any], prefix: str = "", mask: str = "attn_mask_typ
     left, right = settings.get(f"{prefix}window_size") or (-1, -1)
     right = 0 if causal else -1 if (left, right) == (-1, 0) else right
     settings[f"{prefix}window_size"] = [left, right]
-    given = settings.get(f"{prefix}bottom_right_diagonal")
-    is_bottom_right = "bottom_right" in settings[mask] or (not causal and given is not False)
+    diagonal = settings.get(f"{prefix}bottom_right_diagonal")
+    is_bottom_right = "bottom_right" in settings[mask] or (not causal and diagonal is not False)
     settings[f"{prefix}bottom_right_diagonal"] = is_bottom_right
 
 
@@ -308,7 +308,7 @@ def to_json(modules: Mapping[str, Semantics]) -> dict[str, Any]:
         repr(one): {"kind": one.kind, "library": one.library, "settings": dict(one.settings)}
         for one in modules.values()
     }
-    places = {text: place for place, text in enumerate(kinds)}
+    places = {text: index for index, text in enumerate(kinds)}
     return {"kinds": [*kinds.values()], "modules": {name: places[repr(one)] for name, one in modules.items()}}
 
 
@@ -445,11 +445,11 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
         if not same:
             return
     for setting in sorted({*saved.settings, *here.settings}):
-        known = SETTINGS.get(setting, Setting("error"))
-        then, now = (s.settings.get(setting, known.absent) for s in (saved, here))
-        if _same(then, now) or known.effect == "names":
+        row = SETTINGS.get(setting, Setting("error"))
+        then, now = (s.settings.get(setting, row.absent) for s in (saved, here))
+        if _same(then, now) or row.effect == "names":
             continue
-        effect = known.effect
+        effect = row.effect
         if UNKNOWN in (then, now):  # only one version of a library has the setting
             effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):

@@ -324,12 +324,12 @@ def search(
             expected="positive numbers, with gpus divisible by cp",
             got=f"gpus={gpus}, memory={memory}, node={node}, cp={cp}",
         )
-    given = fixed or {}
+    sizes_fixed = fixed or {}
     every = _meshes(job, gpus // cp, node, cp)
-    meshes = [s for s in every if all(getattr(s, axis) == size for axis, size in given.items())]
+    meshes = [s for s in every if all(getattr(s, axis) == size for axis, size in sizes_fixed.items())]
     if not meshes:
         raise PlacementError(
-            f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in given.items())}",
+            f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in sizes_fixed.items())}",
             expected="sizes whose product divides the GPUs, tp within a node, ep only for models with experts",
             fix="omit a size, so that search tries all values",
         )

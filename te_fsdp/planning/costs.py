@@ -101,12 +101,12 @@ def weights_of(model: nn.Module, job: Job) -> list[Weight]:
     passes_of = {
         key: passes for unit in state.modules.values() for key, passes in single_rank_parameters(unit).items()
     }
-    return [_weight(place, passes_of.get(key), state, job) for key, place in first_owners(model).items()]
+    return [_weight(owner, passes_of.get(key), state, job) for key, owner in first_owners(model).items()]
 
 
-def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Job) -> Weight:
+def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Job) -> Weight:
     """Return the cost of one parameter. ``passes``: whether a single-rank gradient is passed on."""
-    label, module, name, parameter = place
+    label, module, name, parameter = owner
     plan, precision = plan_of(parameter), state.precision
     assert plan is not None  # fully_shard has noted it on each
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
@@ -309,8 +309,8 @@ def stages_of(model: nn.Module, job: Job, work: Workload, tp: int) -> tuple[list
         stage = _stage(module, modules.get(parent), child_name, sizes)
         if stage is not None:
             # An embedding runs first, wherever the model registers it.
-            place = 0 if isinstance(module, nn.Embedding) else len(stages)
-            stages.insert(place, replace(stage, module=name))
+            index = 0 if isinstance(module, nn.Embedding) else len(stages)
+            stages.insert(index, replace(stage, module=name))
         elif any(p is not None for p in module._parameters.values()) and not [*module.children()]:
             unknown[type(module).__name__] += 1
     if work.vocabulary:

@@ -116,15 +116,15 @@ class Job:
     experts_per_token: int | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("recipe", tuple(RECIPES)), ("optimizer", tuple(OPTIMIZERS))):
-            if getattr(self, name) not in known:
+        for name, options in (("recipe", tuple(RECIPES)), ("optimizer", tuple(OPTIMIZERS))):
+            if getattr(self, name) not in options:
                 got = repr(getattr(self, name))
-                raise PlacementError(f"plan: {name}", expected=f"one of {', '.join(known)}", got=got)
+                raise PlacementError(f"plan: {name}", expected=f"one of {', '.join(options)}", got=got)
         least = {"sequence": 1, "batch": 1, "microbatches": 1, "vocabulary": 0, "experts_per_token": 1}
         for name, smallest in least.items():
-            given = getattr(self, name)
-            if given is not None and given < smallest:
-                raise PlacementError(f"plan: {name}", expected=f"{smallest} or more", got=given)
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise PlacementError(f"plan: {name}", expected=f"{smallest} or more", got=value)
         if self.quantized_weights and self.recipe == "none":
             what, fix = "plan: quantized weights", "recipe='current'"
             raise PlacementError(what, expected="a recipe", got="recipe 'none'", fix=fix)

@@ -274,7 +274,7 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
         begin += len(members)
     by_options: dict[tuple[float, bool, float], Sequence[torch.Tensor]] = {}
     scales = [amaxes] * len(requests)
-    for place, index in enumerate(order):
+    for index_in_group, index in enumerate(order):
         quantizer = requests[index].quantizer
         options = _LARGEST[quantizer.dtype.name], quantizer.force_pow_2_scales, quantizer.amax_epsilon
         if options not in by_options:
@@ -286,7 +286,7 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
             if power_of_two:
                 each.view(torch.int32).bitwise_and_(0x7F800000)
             by_options[options] = each.masked_fill_((raised == 0) | raised.isinf(), 1.0).split(1)
-        scales[index] = by_options[options][place]
+        scales[index] = by_options[options][index_in_group]
     return scales
 
 
@@ -299,11 +299,11 @@ def cast(value: torch.Tensor, quantizer: Any, scale: torch.Tensor, target: Any =
     usages = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
     (make,) = _te.quantizer_classes("history")
     # As in TE's ``quantize_master_weights``. With an empty amax tensor the kernel computes no amax.
-    given: Any = make(scale=scale, amax=torch.empty(0), fp8_dtype=quantizer.dtype, **usages)
+    quantize: Any = make(scale=scale, amax=torch.empty(0), fp8_dtype=quantizer.dtype, **usages)
     if target is None:
-        target = given(value)
+        target = quantize(value)
     else:
-        given.update_quantized(value, target)
+        quantize.update_quantized(value, target)
     if not value.numel():  # no kernel runs, but this rank reads the gathered weight with its own scale
         _te.inverse_scale_of(target).copy_(scale.reciprocal())
     return target

@@ -69,14 +69,14 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
 def _finish(
     entry: tuple[Any, Any],
     loaded: torch.Tensor,
-    place: tuple[nn.Module, str],
+    owner: tuple[nn.Module, str],
     values: torch.Tensor | None,
 ) -> None:
     """Drop what a weight derived from overwritten bytes, and quantize values that wait. Collective if there are values.
 
-    ``entry`` is the container and key of the tensor ``loaded``, ``place`` the owner and name of the parameter.
+    ``entry`` is the container and key of the tensor ``loaded``, ``owner`` the owner and name of the parameter.
     """
-    (container, key), (module, name) = entry, place
+    (container, key), (module, name) = entry, owner
     parameter = module._parameters[name]
     assert parameter is not None
     local = _torch.local_of(parameter)
@@ -254,16 +254,16 @@ def patch_loading() -> None:
         @functools.wraps(stock)
         def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             stock(state_dict, *args, **kwargs)
-            given = signature.bind(state_dict, *args, **kwargs).arguments
+            arguments = signature.bind(state_dict, *args, **kwargs).arguments
 
             def read(more: dict[str, Any]) -> None:
-                stock(**{**given, "state_dict": more, "process_group": None, "no_dist": True})
+                stock(**{**arguments, "state_dict": more, "process_group": None, "no_dist": True})
 
             # With `no_dist`, or in a group of some ranks, others may not load at all, so a collective would hang.
             ranks = {0}
             if dist.is_initialized():
-                no_dist = given.get("no_dist", False)
-                group = given.get("process_group") or dist.group.WORLD
+                no_dist = arguments.get("no_dist", False)
+                group = arguments.get("process_group") or dist.group.WORLD
                 ranks = {dist.get_rank()} if no_dist else set(dist.get_process_group_ranks(group))
             finish_load(state_dict, ranks, read)
 

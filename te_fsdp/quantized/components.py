@@ -91,7 +91,7 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
     if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
         raise PlacementError(
             f"{label}: quantized weight without a known layout",
-            expected=f"a 2-D weight in one of {', '.join(n for n, known in FORMATS.items() if known.buffers)}",
+            expected=f"a 2-D weight in one of {', '.join(n for n, fmt in FORMATS.items() if fmt.buffers)}",
             got=f"{name} of shape {shape} {odd or ''}".rstrip(),
             fix=(
                 "build it in high precision, without quantized_model_init; the custom recipe can stay"
@@ -247,11 +247,11 @@ def needed_components(described: str, have: Sequence[str], label: str) -> dict[s
     for choice in row.directions() if dtype in row.elements else ():
         if set(choice) <= set(have):
             return choice
-    known = [row for row in FORMATS.values() if row.buffers]
-    *elements, last = dict.fromkeys(element for row in known for element in row.elements)
+    formats = [row for row in FORMATS.values() if row.buffers]
+    *elements, last = dict.fromkeys(element for row in formats for element in row.elements)
     raise CheckpointError(
         f"{label}: values of a quantized weight",
-        expected=f"components of one of {', '.join(map(str, known))}, of {', '.join(elements)} or {last}",
+        expected=f"components of one of {', '.join(map(str, formats))}, of {', '.join(elements)} or {last}",
         got=f"{described} with {', '.join(have)}",
         fix="load it into a model with the same format",
     )

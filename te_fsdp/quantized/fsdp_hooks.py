@@ -216,17 +216,17 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         if binding is None or module is None:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         record: WeightRecord | None = self.__dict__.get(WEIGHT)
-        known: GatherMetadata | None = None if record is None else record.gathers
-        state = None if known is None or known.unit() is None else pass_of(known.unit())
+        gathers: GatherMetadata | None = None if record is None else record.gathers
+        state = None if gathers is None or gathers.unit() is None else pass_of(gathers.unit())
         if (
             state is not None
             and (replayed := replay_gather(self, mesh, orig_size, module, state)) is not None
         ):
             return replayed
         now = id(binding.weight_mesh), id(mesh), orig_size
-        if known is not None and known[:3] != now:
-            known = None
-        row = _checked_format(self, module, binding) if known is None else known.row
+        if gathers is not None and gathers[:3] != now:
+            gathers = None
+        row = _checked_format(self, module, binding) if gathers is None else gathers.row
         shares_data = row is not None and row.shares_data
         if shares_data:
             keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
@@ -241,17 +241,17 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         # TE's hook replaces the tensor's amax group by the FSDP group, so scales would differ between tp
         # ranks.
-        if known is None:
-            known = _build_gather_metadata(self, module, binding, mesh, now)
-        elif known.has_one_scale and not has_amax_group(self, known.group):
+        if gathers is None:
+            gathers = _build_gather_metadata(self, module, binding, mesh, now)
+        elif gathers.has_one_scale and not has_amax_group(self, gathers.group):
             # TE's hook has set FSDP2's group, or the weight has a new quantizer.
-            set_amax_group(self, known.group)
-        can_replay = known.row.block == 1 and (known.is_unconverted or known.nothing is not None)
+            set_amax_group(self, gathers.group)
+        can_replay = gathers.row.block == 1 and (gathers.is_unconverted or gathers.nothing is not None)
         if state is not None and can_replay and not again:
             replay, quantizer = Replay.of(self, inputs, metadata), _te.quantizer_of(self)
             if replay is not None:
-                known.replays[(*state, quantizer.rowwise_usage, quantizer.columnwise_usage)] = replay
-        if not known.is_unconverted:
+                gathers.replays[(*state, quantizer.rowwise_usage, quantizer.columnwise_usage)] = replay
+        if not gathers.is_unconverted:
             inputs, metadata = _customize_gather(self, inputs, metadata, mesh, orig_size)
         if group is not None:
             _fsdp2.resize_all_gather_outputs(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
@@ -295,9 +295,9 @@ def _build_gather_metadata(
     group = _te.fsdp_group_of(module)
     unit, as_it_is = weakref.ref(group), ranks > 1 and is_even
     nothing = torch.empty(0, dtype=torch.uint8, device=shard.device) if ranks == 1 else None
-    known = GatherMetadata(*now, row, one_scale, binding.weight_group, as_it_is, unit, {}, nothing)
-    weight_record(shard).gathers = known
-    return known
+    gathers = GatherMetadata(*now, row, one_scale, binding.weight_group, as_it_is, unit, {}, nothing)
+    weight_record(shard).gathers = gathers
+    return gathers
 
 
 def _customize_gather(
@@ -317,8 +317,8 @@ def _customize_gather(
     # Along dims other than the first, FSDP2 only concatenates buffers of the parameter's own shape.
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
         rows, columns = shard.shape
-        known = {c.tensor.data_ptr(): c for c in components_of(shard, "gathered weight")}
-        sent = [known[i.data_ptr()] for i in inputs]  # inputs are views that start where their buffers start
+        buffers_at = {c.tensor.data_ptr(): c for c in components_of(shard, "gathered weight")}
+        sent = [buffers_at[i.data_ptr()] for i in inputs]  # inputs start where their buffers start
         buffers = []
         for component in sent:
             gathered_columns = component.tensor.shape[1] * ranks
@@ -383,14 +383,14 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         tensor, gathered = stock(self, buffers, te_metadata, param_dtype, out=target)
         # Buffers that TE has removed for backward stay allocated until FSDP2 frees them ([Note: recomputed forwards]).
         record: WeightRecord | None = self.__dict__.get(WEIGHT)
-        known: GatherMetadata | None = None if record is None else record.gathers
-        row = _te.format_of(self) if known is None else known.row
+        gathers: GatherMetadata | None = None if record is None else record.gathers
+        row = _te.format_of(self) if gathers is None else gathers.row
         for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
             if getattr(tensor, buffer.attribute) is None:
                 setattr(tensor, buffer.attribute, value)
-        if known is not None and known.row.shares_data:
-            assert known.row.block is not None
-            derive_columnwise(tensor, known.row.block)
+        if gathers is not None and gathers.row.shares_data:
+            assert gathers.row.block is not None
+            derive_columnwise(tensor, gathers.row.block)
         if out is None:
             # FSDP2 calls `torch.as_strided` on the first gathered tensor. TE's version scrambles the
             # transpose that backward on Hopper reads, without marking it invalid (confirmed on an H200). TE

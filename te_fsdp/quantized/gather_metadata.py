@@ -64,14 +64,14 @@ class Replay(NamedTuple):
         # running it.
         names = {id(value): name for name, value in vars(shard).items()}
         is_constant = [value is None or isinstance(value, (bool, int, str)) for value in metadata]
-        places = [place for place, constant in enumerate(is_constant) if not constant]
-        if not all(id(value) in names for value in (*inputs, *[metadata[place] for place in places])):
+        places = [index for index, constant in enumerate(is_constant) if not constant]
+        if not all(id(value) in names for value in (*inputs, *[metadata[index] for index in places])):
             return None
         constants = tuple(
             [v if constant else None for v, constant in zip(metadata, is_constant, strict=True)]
         )
         sent = tuple([names[id(value)] for value in inputs])
-        return cls(sent, constants, tuple([(place, names[id(metadata[place])]) for place in places]))
+        return cls(sent, constants, tuple([(index, names[id(metadata[index])]) for index in places]))
 
 
 def replay_gather(
@@ -87,13 +87,13 @@ def replay_gather(
     """
     attrs = shard.__dict__
     weight: WeightRecord | None = attrs.get(WEIGHT)
-    known: GatherMetadata | None = None if weight is None else weight.gathers
+    gathers: GatherMetadata | None = None if weight is None else weight.gathers
     binding: ModuleBinding | None = module.__dict__.get(BINDING)
     if (
-        known is None
-        or not known.replays
+        gathers is None
+        or not gathers.replays
         or binding is None
-        or known[:3] != (id(binding.weight_mesh), id(mesh), orig_size)
+        or gathers[:3] != (id(binding.weight_mesh), id(mesh), orig_size)
         # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
         or binding.fsdp.recomputed
         or module.__dict__.get("checkpoint") is True
@@ -102,23 +102,23 @@ def replay_gather(
     quantizer: Any = getattr(shard, _te.QUANTIZER)
     record = quantizer.__dict__.get(QUANTIZER_RECORD)
     # has_amax_group, without its call: TE's hook has set another group, or the weight has a new quantizer.
-    if known.has_one_scale and (
-        known.group is None
+    if gathers.has_one_scale and (
+        gathers.group is None
         or not record
-        or record.amax_group != known.group
+        or record.amax_group != gathers.group
         or GROUP_ATTRIBUTE in attrs
         or getattr(quantizer, _te.REDUCES_AMAX, False)
     ):
         return None
-    replay = known.replays.get((*now, quantizer.rowwise_usage, quantizer.columnwise_usage))
+    replay = gathers.replays.get((*now, quantizer.rowwise_usage, quantizer.columnwise_usage))
     if replay is None:
         return None
     metadata = list(replay.constants)
-    for place, name in replay.attributes:
-        metadata[place] = attrs[name]
+    for index, name in replay.attributes:
+        metadata[index] = attrs[name]
     inputs = tuple(map(attrs.__getitem__, replay.inputs))
-    if known.nothing is not None:
-        return (known.nothing,), CustomGather(tuple(metadata), buffers=inputs)
+    if gathers.nothing is not None:
+        return (gathers.nothing,), CustomGather(tuple(metadata), buffers=inputs)
     return inputs, tuple(metadata)
 
 

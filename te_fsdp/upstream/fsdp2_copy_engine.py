@@ -101,10 +101,10 @@ class _Gather(NamedTuple):
         """Return whether the plan applies to these tensors without staging. Every all-gather calls it."""
         if len(records) != len(self.seen):
             return False
-        for record, outputs, tensors, seen in zip(records, self.outputs, sent, self.seen, strict=True):
-            if record.all_gather_outputs is not outputs or len(tensors) != len(seen):
+        for record, outputs, tensors, addresses in zip(records, self.outputs, sent, self.seen, strict=True):
+            if record.all_gather_outputs is not outputs or len(tensors) != len(addresses):
                 return False
-            for tensor, (before, address) in zip(tensors, seen, strict=True):
+            for tensor, (before, address) in zip(tensors, addresses, strict=True):
                 if tensor is not before or tensor.data_ptr() != address:
                     return False
         return True

@@ -59,12 +59,12 @@ class FixedMemory:
             flat = [(n, dtype) for numels, dtypes in sizes for n, dtype in zip(numels, dtypes, strict=True)]
             made = [torch.empty(n * ranks, dtype=dtype, device=group.device) for n, dtype in flat]
             self._made[where] = _Place(made)
-        place = self._of[id(group)] = self._made[where]
+        memory = self._of[id(group)] = self._made[where]
         # Different tensor objects over the same storages, because versions count per object.
         views = iter(
             [
                 torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage(), 0, t.shape, (1,))
-                for t in place.tensors
+                for t in memory.tensors
             ]
         )
         for managed, (numels, _) in zip(group.fsdp_params, sizes, strict=True):
@@ -72,10 +72,10 @@ class FixedMemory:
 
     def take(self, group: Any, stream: Any) -> None:
         """Let a stream wait until a group's place can be written; raise OrderError if it is in use. Local operation."""
-        place = self._of.get(id(group))
-        if place is None:
+        memory = self._of.get(id(group))
+        if memory is None:
             return
-        owner = place.owner
+        owner = memory.owner
         is_other = owner is not None and owner is not group
         if is_other and (owner.is_unsharded or owner._all_gather_result is not None):
             raise OrderError(
@@ -86,22 +86,22 @@ class FixedMemory:
                 fix="prefetch one unit ahead only, and do not call unshard() of these units",
             )
         # Kernels of the previous owner may still read the memory.
-        if place.event is not None:
-            stream.wait_event(place.event)
-        place.owner = group
+        if memory.event is not None:
+            stream.wait_event(memory.event)
+        memory.owner = group
 
     def release(self, group: Any, event: Any) -> None:
         """Record after which event a group's place can be written again. Local operation."""
-        place = self._of.get(id(group))
-        if place is not None and place.owner is group:
-            place.event = event
+        memory = self._of.get(id(group))
+        if memory is not None and memory.owner is group:
+            memory.event = event
 
     def contains(self, group: Any) -> bool:
         """Return whether a group's place contains that group's weights."""
-        place = self._of.get(id(group))
-        return place is None or place.owner is group
+        memory = self._of.get(id(group))
+        return memory is None or memory.owner is group
 
     def storages(self, group: Any) -> set[int]:
         """Return the addresses of a group's storages; empty before its first all-gather."""
-        place = self._of.get(id(group))
-        return set() if place is None else {t.untyped_storage().data_ptr() for t in place.tensors}
+        memory = self._of.get(id(group))
+        return set() if memory is None else {t.untyped_storage().data_ptr() for t in memory.tensors}

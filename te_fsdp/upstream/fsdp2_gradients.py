@@ -150,9 +150,9 @@ def replicated_records(group: Any) -> list[Any]:
     """Return a group's records whose unsharded parameter is replicated over its only mesh axis. Local operation."""
     # The result changes only with the parameters, which the first all-gather creates.
     record = group.__dict__.get(GROUP) or record_of_group(group)
-    known = record.replicated
-    if known is not None and known[0] is group.fsdp_params:
-        return known[1]
+    cached = record.replicated
+    if cached is not None and cached[0] is group.fsdp_params:
+        return cached[1]
     created = [(m, m.__dict__.get("_unsharded_param")) for m in group.fsdp_params]
     records = [
         managed

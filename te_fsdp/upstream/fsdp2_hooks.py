@@ -104,17 +104,17 @@ def _register_post_backward(
     if not torch.is_grad_enabled():
         return args, kwargs
     values, places = [*args, *kwargs.values()], []
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
-                places.append(place)
+                places.append(index)
         elif type(value) not in _TENSORLESS and not (
             type(value) in (list, tuple) and _TENSORLESS.issuperset(map(type, value))
         ):
             return stock(args, kwargs)
     if not places:
         return args, kwargs
-    watched = _PostBackward.apply(group, *[values[place] for place in places])
-    for place, value in zip(places, watched, strict=True):
-        values[place] = value
+    watched = _PostBackward.apply(group, *[values[index] for index in places])
+    for index, value in zip(places, watched, strict=True):
+        values[index] = value
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

@@ -79,9 +79,9 @@ def add_reduction_listener(
                 call(group)
 
         group.post_backward = post_backward
-    for known, new in zip(record.listeners, (before, after, ended), strict=True):
+    for registered, new in zip(record.listeners, (before, after, ended), strict=True):
         if new is not None:
-            known.append(new)
+            registered.append(new)
 
 
 def before_backward(group: Any, call: Callable[[], None]) -> None:
@@ -154,7 +154,7 @@ def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
                 managed.to_sharded_dtensor = functools.partial(_to_sharded, managed.to_sharded_dtensor, [])
 
 
-def _to_sharded(stock: Callable[[torch.Tensor], DTensor], known: list[Any], tensor: torch.Tensor) -> DTensor:
+def _to_sharded(stock: Callable[[torch.Tensor], DTensor], cached: list[Any], tensor: torch.Tensor) -> DTensor:
     """Run ``FSDPParam.to_sharded_dtensor`` for gradients of a different dtype than their parameter's."""
     # FSDP2 gives them the parameter's spec, which contains the parameter's dtype. DTensor operations use this
     # dtype. For example, ``lerp_`` of an optimizer with fp32 main weights would treat an fp32 gradient as
@@ -165,9 +165,9 @@ def _to_sharded(stock: Callable[[torch.Tensor], DTensor], known: list[Any], tens
         return made
     # `known` caches the parameter's spec and the gradient's. A new one in every backward would also fill the
     # cache of DTensor's operations.
-    if not known or known[0] is not spec:
-        known[:] = spec, with_dtype(spec, tensor.dtype)
-    return dtensor(tensor, known[1])
+    if not cached or cached[0] is not spec:
+        cached[:] = spec, with_dtype(spec, tensor.dtype)
+    return dtensor(tensor, cached[1])
 
 
 def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:

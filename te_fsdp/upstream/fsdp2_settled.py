@@ -66,30 +66,30 @@ def swap_in_one_loop(group: Any, pair_of: PairOf, record: str) -> None:
 
     ``record`` is the attribute that both forms of a parameter share.
     """
-    known: list[_ParamSlots] = []
-    group._to_unsharded = functools.partial(_to_unsharded, group, group._to_unsharded, known, pair_of, record)
-    group._to_sharded = functools.partial(_to_sharded, group, group._to_sharded, known)
+    slots: list[_ParamSlots] = []
+    group._to_unsharded = functools.partial(_to_unsharded, group, group._to_unsharded, slots, pair_of, record)
+    group._to_sharded = functools.partial(_to_sharded, group, group._to_sharded, slots)
 
 
 def _to_unsharded(
-    group: Any, stock: Callable[[], None], known: list[_ParamSlots], pair_of: PairOf, record: str
+    group: Any, stock: Callable[[], None], cached: list[_ParamSlots], pair_of: PairOf, record: str
 ) -> None:
     """Replace ``FSDPParamGroup._to_unsharded``. Local operation."""
     # The list is another one while `regather_parameters` gathers only some parameters of the unit.
-    if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _SHARDED:
+    if not cached or cached[0].records is not group.fsdp_params or group._sharded_state is not _SHARDED:
         stock()
-        if not known:
+        if not cached:
             with contextlib.suppress(KeyError):  # a module has not recorded both forms of its parameters yet
                 slots = [
                     _ParamSlot(managed, owner, owner._parameters, name, pair_of(owner, name))
                     for managed in group.fsdp_params
                     for owner, name in owners_of(managed)
                 ]
-                known.append(_ParamSlots(group.fsdp_params, slots))
+                cached.append(_ParamSlots(group.fsdp_params, slots))
         return
     # avoids __torch_function__ of DTensor subclasses for each attribute
     with torch._C.DisableTorchFunctionSubclass():
-        for managed, owner, table, name, pair in known[0].slots:
+        for managed, owner, table, name, pair in cached[0].slots:
             shard, unsharded = managed.sharded_param, managed._unsharded_param
             if shard.requires_grad is not unsharded.requires_grad:
                 unsharded.requires_grad_(shard.requires_grad)
@@ -110,14 +110,14 @@ def _to_unsharded(
     group._sharded_state = _UNSHARDED
 
 
-def _to_sharded(group: Any, stock: Callable[[], None], known: list[_ParamSlots]) -> None:
+def _to_sharded(group: Any, stock: Callable[[], None], cached: list[_ParamSlots]) -> None:
     """Replace ``FSDPParamGroup._to_sharded``. Local operation."""
     if group._sharded_state is _SHARDED:
         return
-    if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _UNSHARDED:
+    if not cached or cached[0].records is not group.fsdp_params or group._sharded_state is not _UNSHARDED:
         stock()
         return
-    for managed, owner, table, name, pair in known[0].slots:
+    for managed, owner, table, name, pair in cached[0].slots:
         shard, unsharded = managed.sharded_param, managed._unsharded_param
         if pair is None:
             table[name] = shard
@@ -156,8 +156,8 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     """
     # For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``. Later versions are
     # not changed. Records get a subclass because properties cannot be replaced on an object.
-    known = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
-    if not all(known) or getattr(group.mesh_info, "is_spmd_mesh", False):
+    supported = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
+    if not all(supported) or getattr(group.mesh_info, "is_spmd_mesh", False):
         return
     record_of_group(group).replay = replay
     for managed in group.fsdp_params:
@@ -371,11 +371,11 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
             if tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor.untyped_storage().resize_(tensor.nbytes)
         extensions, outputs = self._extensions_data, self.all_gather_outputs
-        sizes, known = tuple(extensions.all_gather_input_sizes), self.gathered_views
-        if known is None or known[0] is not outputs or known[1] != sizes:
-            known = self.gathered_views = outputs, sizes, self._unflatten_all_gather_outputs()
+        sizes, cached = tuple(extensions.all_gather_input_sizes), self.gathered_views
+        if cached is None or cached[0] is not outputs or cached[1] != sizes:
+            cached = self.gathered_views = outputs, sizes, self._unflatten_all_gather_outputs()
         metadata, dtype = extensions.all_gather_metadata, self.param_dtype or self.orig_dtype
-        local.fsdp_post_all_gather(known[2], metadata, dtype, out=parameter)
+        local.fsdp_post_all_gather(cached[2], metadata, dtype, out=parameter)
         # As `clear`, without a call.
         extensions.all_gather_metadata, extensions.all_gather_input_sizes = None, ()
 

@@ -399,10 +399,10 @@ class _OwnChunk:
         size = self.tensor.shape[self.dim]
         # As in torch.chunk: the ranks at the end get fewer rows, or none.
         rows = -(-size // self.count)
-        left = size - index * rows
-        if left <= 0 < size:
+        remaining = size - index * rows
+        if remaining <= 0 < size:
             return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, index * rows, min(rows, left))
+        return self.tensor.narrow(self.dim, index * rows, min(rows, remaining))
 
 
 def defers_leaf_gradient(leaf: Any) -> bool:

@@ -188,11 +188,11 @@ class ZeroCopyInput(torch.Tensor):
 
     def _fill(self, gradients: Sequence[torch.Tensor], chunk_cat: Any) -> None:
         """Fill the parts from gradients in FSDP2's order."""
-        left = [gradient for gradient in gradients if gradient.numel()]
+        remaining = [gradient for gradient in gradients if gradient.numel()]
         # FSDP2 passes the gradients of all trained parameters, see reduce_unused.
-        assert len(left) == self.how.count
+        assert len(remaining) == self.how.count
         for part in self.how.parts:
-            mine, left = left[: part.count], left[part.count :]
+            mine, remaining = remaining[: part.count], remaining[part.count :]
             if part.is_alone:
                 self.sent.append(mine[0].to(self.dtype).contiguous().view(-1))
                 continue
@@ -222,8 +222,8 @@ def zero_copy_input_of(
     order = getattr(group, "_reduce_scatter_param_indices", None)
     records = [group.fsdp_params[at] for at in order] if order else group.fsdp_params
     trained = [managed for managed in records if managed.sharded_param.requires_grad]
-    key, known = (trained, packs_small), record.parts
-    if known is None or known[0] != key:
+    key, cached = (trained, packs_small), record.parts
+    if cached is None or cached[0] != key:
         # The shapes of FSDP2's records are constant, so the parts are too.
         packs, ranks = packs_small or len(trained) > FEW, group.mesh_info.shard_mesh_size
         parts = list[ReduceScatterPart]()
@@ -237,8 +237,8 @@ def zero_copy_input_of(
                 parts[-1] = ReduceScatterPart(parts[-1].numel + size, parts[-1].count + 1, is_alone=False)
             else:
                 parts.append(ReduceScatterPart(size, 1, is_alone=False))
-        known = record.parts = key, ReduceScatterParts.of(ranks, parts)
-    how = known[1]
+        cached = record.parts = key, ReduceScatterParts.of(ranks, parts)
+    how = cached[1]
     if how.numel != numel or not how.avoids_copies:
         return None
     return ZeroCopyInput.make(how, dtype, group.device)

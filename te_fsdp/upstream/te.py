@@ -466,10 +466,10 @@ def skip_amax_reduction_after_errors() -> Iterator[None]:
     except Exception:
         loaded = sys.modules.get("transformer_engine.pytorch.quantization")
         manager = getattr(loaded, "FP8GlobalStateManager", None)
-        known = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
-        for key, (recipe, group) in list(known.items()):
+        arguments = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
+        for key, (recipe, group) in list(arguments.items()):
             if getattr(recipe, "reduce_amax", False):
                 alone = copy.copy(recipe)
                 alone.reduce_amax = False
-                known[key] = alone, group
+                arguments[key] = alone, group
         raise

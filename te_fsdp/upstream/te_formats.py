@@ -368,8 +368,8 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
         return None
     try:
         # A new enum each time, because a pickle may change the members.
-        known = {**ENTRIES, "transformer_engine.common.recipe.Format": Enum("Format", _RANGES)}
-        state = TableUnpickler(data, known, "the state of delayed scaling").load()
+        allowed = {**ENTRIES, "transformer_engine.common.recipe.Format": Enum("Format", _RANGES)}
+        state = TableUnpickler(data, allowed, "the state of delayed scaling").load()
         if not isinstance(state, dict) or not isinstance(state.get("recipe"), _Recipe):
             raise pickle.UnpicklingError("no recipe of delayed scaling")
         if "scale_fwd" not in state:

@@ -249,16 +249,16 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
         attn_mask_type="causal",
         window_size=(-1, 0),
     )
-    seen, logger = logging.handlers.BufferingHandler(sys.maxsize), logging.getLogger("DotProductAttention")
+    handler, logger = logging.handlers.BufferingHandler(sys.maxsize), logging.getLogger("DotProductAttention")
     logs = module.AttentionLogging
     level, propagate = logs._log_level, logger.propagate
-    logger.addHandler(seen)
+    logger.addHandler(handler)
     logs._log_level = logging.DEBUG  # the selection resets its logger to this level in each call
     logger.propagate = False
     try:
         backends = module.get_attention_backend(asked)
     finally:
-        logger.removeHandler(seen)
+        logger.removeHandler(handler)
         logs._log_level = level
         logger.propagate = propagate
     # (flash, flash version, fused, fused version, unfused, all available): TE 2.18 and later
@@ -270,7 +270,7 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
     }
     taken = {name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()}
     backend = next((name for name, chosen in names.items() if chosen), "none")
-    said = [record.getMessage() for record in seen.buffer]
+    said = [record.getMessage() for record in handler.buffer]
     # that line repeats the request
     reasons = [line for line in said if not line.startswith("Running with config")]
     return {"backend": backend, "reasons": reasons, "taken": taken}

@@ -52,11 +52,11 @@ def assign_to_leaves(node: Any, gradients: Sequence[torch.Tensor | None]) -> lis
 
     ``gradients`` has one element for each tensor argument of the node.
     """
-    left = list(gradients)
+    unassigned = list(gradients)
     if torch.is_grad_enabled():
-        return left
+        return unassigned
     with without_subclasses():
-        for place, ((edge, _), gradient) in enumerate(zip(node.next_functions, gradients, strict=True)):
+        for index, ((edge, _), gradient) in enumerate(zip(node.next_functions, gradients, strict=True)):
             leaf = getattr(edge, "variable", None)
             if (
                 gradient is None
@@ -74,8 +74,8 @@ def assign_to_leaves(node: Any, gradients: Sequence[torch.Tensor | None]) -> lis
             except RuntimeError:  # the gradient is a result of torch.autograd.grad
                 continue
             if runs:
-                leaf.grad, left[place] = gradient, None
-    return left
+                leaf.grad, unassigned[index] = gradient, None
+    return unassigned
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

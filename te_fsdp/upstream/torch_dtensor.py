@@ -129,8 +129,8 @@ def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> Device
     """
     assert mesh.mesh_dim_names is not None
     # torch 2.11 supports indices only: it rejects the names of existing axes.
-    place = mesh.mesh_dim_names.index(axis)
-    return mesh._unflatten(place, tuple(sizes.values()), tuple(sizes))
+    index = mesh.mesh_dim_names.index(axis)
+    return mesh._unflatten(index, tuple(sizes.values()), tuple(sizes))
 
 
 #: Mesh, placements, global shape and stride of a DTensor (``DTensor._spec``).

@@ -75,13 +75,13 @@ class MixedLists:
             return op([_full(tensor) for tensor in args[0]], *args[1:], **kwargs)
         others = [_full(value) for value in args[1:]]
         places: dict[Any, list[int]] = {}
-        for place, tensor in enumerate(args[0]):
-            places.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(place)
+        for index, tensor in enumerate(args[0]):
+            places.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(index)
         results: list[Any] = [None] * len(args[0])
         for indices in places.values():
-            part = op([args[0][place] for place in indices], *others, **kwargs)
-            for place, result in zip(indices, part or (), strict=bool(part)):
-                results[place] = result
+            part = op([args[0][index] for index in indices], *others, **kwargs)
+            for index, result in zip(indices, part or (), strict=bool(part)):
+                results[index] = result
         return results if any(result is not None for result in results) else None
 
 

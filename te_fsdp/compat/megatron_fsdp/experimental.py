@@ -100,12 +100,12 @@ class Placements:
 
     def __post_init__(self) -> None:
         for name in ("parameter", "gradient", "optimizer"):
-            given = getattr(self, name)
-            if len(given) != len(self.dp_axes):
+            placements = getattr(self, name)
+            if len(placements) != len(self.dp_axes):
                 raise PlacementError(
                     f"Placements: {name}",
                     expected=f"{len(self.dp_axes)} placements, one per axis of {list(self.dp_axes)}",
-                    got=len(given),
+                    got=len(placements),
                     fix="pass one placement per data-parallel axis",
                 )
 
@@ -221,9 +221,9 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
         text = UNUSED_ARGUMENTS["use_decoupled_grad"]
         _log.warning("megatron_fsdp: precision_aware=True has no effect: %s", text)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    given = {id(note): note for p in params if isinstance(note := p.__dict__.get(BRIDGED), _Note)}.values()
+    by_id = {id(note): note for p in params if isinstance(note := p.__dict__.get(BRIDGED), _Note)}.values()
     # With several optimizers the first call has sharded the model already.
-    notes = [note for note in given if note.module.__dict__.get(BRIDGED) is note]  # not sharded yet
+    notes = [note for note in by_id if note.module.__dict__.get(BRIDGED) is note]  # not sharded yet
     if optimizer.state and (notes or any(isinstance(p.__dict__.get(BRIDGED), nn.Parameter) for p in params)):
         raise OrderError(
             f"fully_shard_optimizer({type(optimizer).__name__})",

@@ -106,11 +106,11 @@ class MegatronFSDP(torch.nn.Module):
         fine_grained_recurse_module_types: tuple[type, ...] | None = None,
         report_nan_in_param_grad: bool = False,
     ) -> None:
-        given: dict[str, Any] = {k: v for k, v in locals().items() if k in Arguments.__dataclass_fields__}
+        arguments: dict[str, Any] = {k: v for k, v in locals().items() if k in Arguments.__dataclass_fields__}
         hooks = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
-        given["enable_fine_grained_param_gather"] = hooks or bool(fine_grained_recurse_module_types)
+        arguments["enable_fine_grained_param_gather"] = hooks or bool(fine_grained_recurse_module_types)
         super().__init__()
-        Arguments(**given)  # warns about arguments without effect
+        Arguments(**arguments)  # warns about arguments without effect
         config = ddp_config or DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params"
         )
@@ -299,29 +299,29 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
         MeshError, PlacementError, PrecisionError, InitError: As :func:`te_fsdp.fully_shard` and
             :func:`te_fsdp.materialize`.
     """
-    given = Arguments(*args, **kwargs)
-    strategy = native_strategy(given.zero_dp_strategy, "zero_dp_strategy")
-    outer = native_strategy(given.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
-    if given.device_mesh is None:
-        index = default_index(given.dp_shard_dim, given.tp_dim)
+    named = Arguments(*args, **kwargs)
+    strategy = native_strategy(named.zero_dp_strategy, "zero_dp_strategy")
+    outer = native_strategy(named.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+    if named.device_mesh is None:
+        index = default_index(named.dp_shard_dim, named.tp_dim)
     else:
-        taken = inspect.signature(FSDPDistributedIndex).parameters.keys() & vars(given).keys()
+        taken = inspect.signature(FSDPDistributedIndex).parameters.keys() & vars(named).keys()
         index = FSDPDistributedIndex(
-            **{name: getattr(given, name) for name in taken},
-            hsdp_outer_dp_shard=outer == "optim" and given.dp_outer_dim is not None,
+            **{name: getattr(named, name) for name in taken},
+            hsdp_outer_dp_shard=outer == "optim" and named.dp_outer_dim is not None,
         )
     strategies = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
     return MegatronFSDP(
         module,
         index,
         DistributedDataParallelConfig(**strategies),
-        given.mixed_precision_policy or MixedPrecisionPolicy(),
-        given.fsdp_unit_modules,
-        device=given.device,
-        calculate_per_token_loss=given.calculate_per_token_loss,
-        init_model_with_meta_device=given.init_model_with_meta_device,
-        sync_model_each_microbatch=given.sync_model_each_microbatch,
-        report_nan_in_param_grad=given.report_nan_in_param_grad,
+        named.mixed_precision_policy or MixedPrecisionPolicy(),
+        named.fsdp_unit_modules,
+        device=named.device,
+        calculate_per_token_loss=named.calculate_per_token_loss,
+        init_model_with_meta_device=named.init_model_with_meta_device,
+        sync_model_each_microbatch=named.sync_model_each_microbatch,
+        report_nan_in_param_grad=named.report_nan_in_param_grad,
     )
 
 

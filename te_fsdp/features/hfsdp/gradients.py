@@ -90,7 +90,7 @@ class OuterAverages:
             if parameter.__dict__[PARAMETER].deferred_scale is not None:
                 apply_deferred_grad_scale(parameter, gradient)
         self._main_parameters.lookup(parameters)
-        given: list[MainParameter] = []
+        averaged: list[MainParameter] = []
         averages, specs, sources = [], [], []
         local = {
             id(pair.parameter): None if gradient is None else _torch.local_of(gradient)
@@ -119,15 +119,15 @@ class OuterAverages:
                 source = zero_gradient(pair.parameter)
                 if not pair.shard.reduced:
                     hide_unaveraged_grad(source)
-            given.append(pair)
+            averaged.append(pair)
             averages.append(rows)
             specs.append(pair.shard.spec(rows))
             sources.append(source)
-        assign_main_gradients([pair.main for pair in given], _torch.dtensors(averages, specs))
-        for pair, seen in zip(given, TensorVersion.now(sources), strict=True):
-            pair.source = seen
+        assign_main_gradients([pair.main for pair in averaged], _torch.dtensors(averages, specs))
+        for pair, version in zip(averaged, TensorVersion.now(sources), strict=True):
+            pair.source = version
         broadcast_tp_gradients(
-            [pair.parameter for pair in given], {id(pair.parameter): pair.main for pair in given}
+            [pair.parameter for pair in averaged], {id(pair.parameter): pair.main for pair in averaged}
         )
 
     def finish(self) -> None:
@@ -198,12 +198,12 @@ def averaged_tensors_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
     same order on all ranks. Raises OrderError if a parameter of ``outer_strategy="optim"`` has no sharded optimizer, or
     gradients have changed since they were averaged.
     """
-    given = list(parameters)
+    listed = list(parameters)
     ready: dict[int, MainParameter] = {}
-    for averages in averages_of(given, "clip_grad_norm_ before shard_optimizer"):
+    for averages in averages_of(listed, "clip_grad_norm_ before shard_optimizer"):
         averages.make()
         ready |= averages.ready
-    return [ready[id(p)].main if id(p) in ready else p for p in given]
+    return [ready[id(p)].main if id(p) in ready else p for p in listed]
 
 
 def check_step(optimizer: Optimizer) -> None:

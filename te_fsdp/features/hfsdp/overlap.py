@@ -216,8 +216,8 @@ class EarlyAverages:
     def _begin(self, plan: _OverlapPlan, unit: str) -> None:
         """Start a unit's averages. Collective over the replicas."""
         averaging = plan.units[unit]
-        given = gradients_of([shard.parameter for shard in averaging.shards])
-        local = [None if g is None else _torch.local_of(g) for g in given]
+        gradients = gradients_of([shard.parameter for shard in averaging.shards])
+        local = [None if g is None else _torch.local_of(g) for g in gradients]
         assert self._groups is not None and plan.state is not None
         start = functools.partial(averaging.start, local, plan.comm, self._groups[0])
         events = self._events.pop(unit, [])
@@ -227,7 +227,7 @@ class EarlyAverages:
         ):
             # The side stream waits for each move before the next one starts, and then frees its memory.
             self._begun[unit] = self._side.start(start, local)
-        self._sources += TensorVersion.now(given)
+        self._sources += TensorVersion.now(gradients)
 
     # --- between backward and step
 
@@ -330,9 +330,9 @@ class EarlyAverages:
         state = next(iter(states.values())) if alike else None
         units: dict[str, GradientAveraging] = {}
         groups: list[str] = []
-        place = {id(shard.parameter): at for at, shard in enumerate(shards)}
+        index = {id(shard.parameter): at for at, shard in enumerate(shards)}
         for name, unit in state.modules.items() if state is not None else ():
-            groups_at = [[place[id(p)] for p in g if id(p) in place] for g in _fsdp2.sharded_by_group(unit)]
+            groups_at = [[index[id(p)] for p in g if id(p) in index] for g in _fsdp2.sharded_by_group(unit)]
             if any(groups_at):
                 units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*groups_at))])
                 groups += [name for members in groups_at if members]
