@@ -113,7 +113,7 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
 def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
     """Bind the model, then apply FSDP2 to each unit. Inner units are first, because FSDP2 skips sharded parameters."""
     model, precision = plan.model, plan.precision
-    with track_replaced_parameters(model, "fully_shard"), _fsdp2.chunk_own_rank_only():
+    with track_replaced_parameters(model, "fully_shard"), _fsdp2.chunk_this_rank_only():
         bind(model, plan.modules)
         for binding in filter(None, map(binding_of, model.modules())):
             binding.amax.agreed = True  # the weight mesh and FSDP2's mesh are from the same Meshes

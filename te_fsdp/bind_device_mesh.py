@@ -39,9 +39,9 @@ from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
 from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.options import check_divisible
-from te_fsdp.modules.own_dtensors import on_known_mesh
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.modules.state_loading import watch_loading
+from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.boxed_loading import patch_loading
@@ -356,7 +356,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
                 if user_dtensor is None:  # a TE parameter that is already a DTensor on the tp mesh
                     assert mesh is not None
                     user_dtensor = UserDTensor(mesh, tuple(parameter.placements), False, None)
-                new = on_known_mesh(parameter, user_dtensor)
+                new = on_te_fsdp_mesh(parameter, user_dtensor)
             elif mesh is not None:
                 new = _to_dtensor(parameter, name, binding, mesh)
             local = _torch.local_of(new)

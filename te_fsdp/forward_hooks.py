@@ -52,7 +52,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
         unit.register_forward_hook(_torch.disable_compile(functools.partial(after_unit, name)))
         handle: list[Any] = []
         choose = _torch.disable_compile(functools.partial(choose_root, state, handle))
-        # Before FSDP2's own hook, which chooses the root and gathers.
+        # Before FSDP2's hook, which chooses the root and gathers.
         handle.append(unit.register_forward_pre_hook(choose, prepend=True))
         before = _torch.disable_compile(functools.partial(before_unit, state, name))
         unit.register_forward_pre_hook(before, prepend=True)
@@ -62,7 +62,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
             )
     first = _torch.disable_compile(functools.partial(before_forward, state))
     state.model.register_forward_pre_hook(first, prepend=True)
-    # After FSDP2's own hook, so that only units that are kept are still unsharded.
+    # After FSDP2's hook, so that only units that are kept are still unsharded.
     last = _torch.disable_compile(functools.partial(after_forward, state))
     state.model.register_forward_hook(last, always_call=True)
     wrap_zero_grad(state)

@@ -55,7 +55,7 @@ def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], pre
 # those that stock TE draws in one process with that state, on any mesh. The cost is one original tensor of
 # temporary memory.
 def initialize_te_parameters(module: nn.Module) -> None:
-    """Initialize the own parameters of a bound TE module with TE's ``init_fn`` of each.
+    """Initialize the direct parameters of a bound TE module with TE's ``init_fn`` of each.
 
     Meta parameters are replaced by parameters on the device, others are filled in place. Quantized weights are
     quantized once, with the scale of the unsharded weight. Collective over the parameters' mesh (a check of the random
@@ -107,7 +107,7 @@ def initialize_te_parameters(module: nn.Module) -> None:
 def _in_order(module: nn.Module, binding: ModuleBinding) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield (name, parameter, whether it belongs to another rank) in the initialization order of one process.
 
-    Parameters of another rank's experts are represented by those of an own expert, with the same shape and init
+    Parameters of another rank's experts are represented by those of a local expert, with the same shape and init
     function.
     """
     users = binding.distributed  # TE has no initialization for them
@@ -132,7 +132,7 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     """Initialize a module outside of TE with its own ``reset`` on tensors of original size.
 
     Its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the device. Collective over their mesh (a
-    check of the random state). Returns the names of own parameters and floating-point buffers that stayed
+    check of the random state). Returns the names of direct parameters and floating-point buffers that stayed
     uninitialized.
     """
     _check_module_random_state(module)
@@ -205,7 +205,7 @@ def _check_module_random_state(module: nn.Module) -> None:
 
 
 def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the original (unsharded) value of a module's own parameter, in high precision.
+    """Return a copy of the original (unsharded) value of a module's direct parameter, in high precision.
 
     On meta every value is a sentinel that no init function produces. Collective over the mesh axes that shard the
     parameter: one sum all-reduce of the original tensor per axis, to which all ranks but one contribute zero.

@@ -83,7 +83,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
                 expected="an initializer for each",
                 got="meta tensors, or values that reset_parameters left uninitialized",
                 why="They would contain uninitialized memory",
-                fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer, "
+                fix="define reset_parameters() on the module that owns them, filling all of its parameters and buffers, "
                 "or assign tensors with values before materialize (such as rotary frequencies of the model's own, "
                 "computed outside of torch.device('meta'))",
             )
@@ -165,7 +165,7 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
 
 
 def _initialize(module: nn.Module) -> list[str]:
-    """Initialize one module's own tensors; return the names of uninitialized tensors."""
+    """Initialize one module's direct tensors; return the names of uninitialized tensors."""
     reset: Any = getattr(module, "reset_parameters", None)
     if isinstance(module, ForeignModule):
         # Its reset_parameters would raise for this module only, while materialize reports all modules in one error.

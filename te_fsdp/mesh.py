@@ -471,7 +471,7 @@ def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
     if device_type != "cpu":
         # Before the process group exists: NCCL uses the current device, which is GPU 0 on every rank by
         # default.
-        torch.get_device_module(device_type).set_device(mesh_checks.own_device(device_type))
+        torch.get_device_module(device_type).set_device(mesh_checks.device_of_rank(device_type))
     # gloo next to NCCL: errors and checkpoints are exchanged on the CPU, without a wait for the GPU.
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:

@@ -299,7 +299,7 @@ def check_device_type(passed: str | torch.device) -> str:
     return device.type
 
 
-def own_device(device_type: str) -> int:
+def device_of_rank(device_type: str) -> int:
     """Return the index of this rank's accelerator: ``LOCAL_RANK``.
 
     Raises ``MeshError`` if the machine does not have that many, or if ``LOCAL_RANK`` is not set and ranks would share

@@ -213,7 +213,7 @@ class _Entry:
     """The unsharded tensor that stands for a parameter or a buffer."""
 
     def __init__(self, module: nn.Module, name: str, registered: torch.Tensor, full: torch.Tensor) -> None:
-        self.module, self.name, self.held, self.full = module, name, registered, full
+        self.module, self.name, self.registered, self.full = module, name, registered, full
         self.before, self.version = _fingerprint(full), _torch.version_of(full)
         self.views: list[weakref.ref[torch.Tensor]] = []
 
@@ -319,12 +319,12 @@ class _Unsharded(TorchFunctionMode):
         entry = self.live.pop(key)
         # Writes through ``.data`` change no version, so the bits are compared too.
         if _torch.version_of(entry.full) != entry.version or _fingerprint(entry.full) != entry.before:
-            count_rewrites(entry.held, None)
-        if _fingerprint(entry.full) == entry.before or id(entry.held) not in self.pending:
+            count_rewrites(entry.registered, None)
+        if _fingerprint(entry.full) == entry.before or id(entry.registered) not in self.pending:
             return
         if has_sentinel(entry.full):
             return  # reported by name as never initialized
-        module, name, registered = entry.module, entry.name, entry.held
+        module, name, registered = entry.module, entry.name, entry.registered
         if not isinstance(registered, torch.nn.Parameter):
             for owner, attr in self.places[key][1]:
                 owner._buffers[attr] = entry.full

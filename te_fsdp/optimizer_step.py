@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def known_optimizers() -> weakref.WeakSet[Optimizer]:
+def registered_optimizers() -> weakref.WeakSet[Optimizer]:
     """Return the optimizers that have main weights, or have begun a step on parameters of a sharded model."""
     # Weak, so that te_fsdp does not keep optimizers and their state alive.
     return weakref.WeakSet()
 
 
 def register_optimizer(optimizer: Optimizer) -> None:
-    """Add an optimizer to :func:`known_optimizers`. Local operation."""
-    known_optimizers().add(optimizer)
+    """Add an optimizer to :func:`registered_optimizers`. Local operation."""
+    registered_optimizers().add(optimizer)
 
 
 def record_stepping_optimizer(step: Step) -> None:
     """Record the optimizer of the step, for :func:`te_fsdp.recovery.recover_from_exception`."""
     for state, _ in step.models:
         state.step.optimizer = weakref.ref(step.optimizer)
-        known_optimizers().add(step.optimizer)
+        registered_optimizers().add(step.optimizer)
 
 
 def wait_for_gradients(step: Step) -> None:

@@ -1,6 +1,6 @@
 """Memory that the ranks of one host read from each other.
 
-A rank writes to its own part of :class:`PeerMemory` only. A barrier separates its writes from the reads of other
+A rank writes to its part of :class:`PeerMemory` only. A barrier separates its writes from the reads of other
 ranks, and their reads from its next writes:
 
 =======  ==============================================================  =====================================
@@ -36,11 +36,11 @@ class PeerMemory:
 
     Attributes:
         parts: uint8 tensors of one size on this rank's device, by rank.
-        own: This rank's part.
+        local: This rank's part.
     """
 
     def __init__(self, parts: list[torch.Tensor], group: dist.ProcessGroup, handle: Any = None) -> None:
-        self.parts, self.own, self.group, self._handle = parts, parts[group.rank()], group, handle
+        self.parts, self.local, self.group, self._handle = parts, parts[group.rank()], group, handle
 
     def barrier(self) -> None:
         """Let the current stream, or the caller on the CPU, wait for all ranks.

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadP
 from te_fsdp import unshardable_models as _unshardable
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError, shorten, suggest
+from te_fsdp.expert_units import dense_params_in_expert_units, expert_units
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
 from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import Selection, single_names
 from te_fsdp.modules.plan import plan_modules, refuse_uneven_ties
-from te_fsdp.own_units import dense_params_in_expert_units, expert_units
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
@@ -100,7 +100,7 @@ class ModelPlan:
 
     @property
     def mp_policy(self) -> Fsdp2Policy:
-        """Return FSDP2's own policy, for models without a policy of te_fsdp."""
+        """Return FSDP2's policy, for models without a policy of te_fsdp."""
         return self.request.mp_policy or Fsdp2Policy()
 
     def settings(self) -> str:
@@ -155,7 +155,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
                 rows[key] = replace(rows[key], gradient_dtype=dtype)
 
     def stays_replicated(module: nn.Module, name: str) -> bool:
-        """Return whether a module's own parameter is replicated, by its present name or its name after binding."""
+        """Return whether a module's direct parameter is replicated, by its present name or its name after binding."""
         row = rows.get((id(module), name)) or rows.get((id(module), f"{name}0"))
         return row is not None and row.storage.is_replicated
 

@@ -130,7 +130,7 @@ class PrecisionPlan:
         return None if dtype == default else dtype
 
     def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
-        """Return FSDP2's own policy for a unit. Local operation."""
+        """Return FSDP2's policy for a unit. Local operation."""
         policy = self.policy
         return Fsdp2Policy(
             param_dtype=self.compute[unit],

@@ -3,7 +3,7 @@
 Binding, sharding, initialization, casts and loading replace the object of a parameter. The attributes of the old
 object are copied to the new one, its successor (:func:`copy_param_attrs`):
 
-    ``_te_fsdp``          te_fsdp's own record, :class:`ParameterRecord`; each successor gets its own copy
+    ``_te_fsdp``          te_fsdp's record, a :class:`ParameterRecord`; each replacement gets a copy
     other attributes      the user's and TE's; attributes that the successor already has are unchanged
 
 A sharded parameter and the unsharded parameter that FSDP2 installs in its place share one record. Optimizers, and
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 PARAMETER = "_te_fsdp"
 #: Attribute of the local tensor of a quantized weight: its :class:`WeightRecord`.
 WEIGHT = "_te_fsdp_weight"
-_OWN = _torch.OWN_ATTRIBUTES | {WEIGHT}
+_NOT_COPIED = _torch.DTENSOR_ATTRIBUTES | {WEIGHT}
 #: Cause in :attr:`ParameterRecord.replaced_by` of a copy.
 COPIED = "copy.deepcopy"
 
@@ -182,7 +182,7 @@ def share_record(parameter: torch.Tensor, unsharded: torch.Tensor) -> None:
 
 def param_attrs_to_copy(parameter: torch.Tensor) -> dict[str, Any]:
     """Return the Python attributes that a successor gets, without the private ones of a tensor subclass."""
-    excluded = _OWN
+    excluded = _NOT_COPIED
     if not isinstance(parameter, DTensor) and type(parameter) is not torch.nn.Parameter:
         excluded = excluded.union(
             parameter.detach().__dict__, _te.DATA_ATTRIBUTES
@@ -303,7 +303,7 @@ MODULE = "_te_fsdp_module"
 class ModuleRecord:
     """Data of te_fsdp about a module, bound or not."""
 
-    #: By ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or the names of own ones.
+    #: By ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or the names of direct ones.
     no_shard: bool | frozenset[str] = frozenset()
     sharded: Any = None  #: The ``ShardedModel``, if it is the root of one
     #: Checks that watch it, if ``set_device_mesh`` was called on it.
@@ -394,8 +394,8 @@ class ModuleBinding:
     name: str  #: Name of the module in the tree of the ``set_device_mesh`` call, for messages
     tp_mesh: DeviceMesh | None  #: 1-D tensor-parallel mesh, or ``None``
     weight_mesh: DeviceMesh | None  #: 1-D mesh of the ranks that shard one weight, or ``None``
-    rules: dict[str, ParameterRule]  #: Rule of each own parameter
-    #: Python attributes of each own parameter (TE's and the user's), copied to every object that replaces the
+    rules: dict[str, ParameterRule]  #: Rule of each direct parameter
+    #: Python attributes of each direct parameter (TE's and the user's), copied to every object that replaces the
     #: parameter.
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: The experts of an expert module. Its parameters are registered under their global indices.
@@ -425,11 +425,11 @@ class ModuleBinding:
         return self.amax.named[1]
 
     def label(self, parameter: str) -> str:
-        """Return the FQN of an own parameter, for messages."""
+        """Return the FQN of a direct parameter, for messages."""
         return f"{self.name}.{parameter}" if self.name else parameter
 
     def unsharded_mesh(self, name: str) -> DeviceMesh | None:
-        """Return the mesh of an own parameter without FSDP2's sharding; ``None`` for an ordinary tensor."""
+        """Return the mesh of a direct parameter without FSDP2's sharding; ``None`` for an ordinary tensor."""
         if name in self.distributed:
             return self.distributed[name].mesh
         grouped = name in self.rules and self.rules[name].layout.is_grouped
@@ -474,7 +474,7 @@ def name_of(module: nn.Module) -> str:
 
 
 def is_replicated(module: Any, name: str) -> bool:
-    """Return whether a module's own parameter is, or will be, replicated over data parallel. Local operation."""
+    """Return whether a module's direct parameter is, or will be, replicated over data parallel. Local operation."""
     mark = no_shard_mark(module)
     if mark is True or (mark and name in mark):
         return True

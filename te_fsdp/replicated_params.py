@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp.collectives.async_work import Pending, current_stream
-from te_fsdp.collectives.groups import own_group
+from te_fsdp.collectives.groups import separate_group
 from te_fsdp.collectives.redistribute import PackedLayout, redistribute
 from te_fsdp.errors import OrderError, message
 from te_fsdp.process_modules import registered_at
@@ -133,7 +133,9 @@ class ReductionGroup:
             return cls(None, divisor)
         if len(axes) > 1:
             return cls(_torch.flatten_mesh(mesh, name).get_group(), divisor)
-        return cls(mesh[axes[0]].get_group() if root is None else own_group(root, axes[0], name), divisor)
+        return cls(
+            mesh[axes[0]].get_group() if root is None else separate_group(root, axes[0], name), divisor
+        )
 
 
 @dataclass(eq=False)

@@ -42,7 +42,7 @@ class TableUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, allowed: Mapping[str, Any], what: str) -> None:
         check_numbers(data)
         super().__init__(io.BytesIO(data))
-        self.known, self.what = allowed, what
+        self.allowed, self.what = allowed, what
         self.named: dict[type, dict[str, Any]] = {}  #: Attributes of the named classes
 
     def find_class(self, module: str, name: str) -> Any:
@@ -50,8 +50,8 @@ class TableUnpickler(pickle.Unpickler):
         full = f"{module}.{name}".replace("__builtin__.", "builtins.")
         if full == "builtins.getattr":
             return partial(get_member_of_class)
-        if full in self.known:
-            entry = self.known[full]
+        if full in self.allowed:
+            entry = self.allowed[full]
             entry = super().find_class(module, name) if entry is None else entry
         elif module != "torch" or not isinstance(entry := getattr(torch, name, None), torch.dtype):
             raise pickle.UnpicklingError(f"{full} has no place in {self.what}")

@@ -39,7 +39,7 @@ def check_order(model: nn.Module) -> None:
                 f"{name or 'model'}: fully_shard of a {type(module).__name__}",
                 expected="the model that it was made of",
                 got="a wrapper that reduces gradients, or cuts parameters, itself",
-                fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps whole weights on each rank",
+                fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps unsharded weights on each rank",
             )
         if fsdp2_units.is_fsdp_module(module):
             raise OrderError(
@@ -126,7 +126,7 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
         )
 
 
-#: Most elements of one unit that are replicated on their own.
+#: Most elements of one unit that are replicated in place of an error.
 MOST = 1 << 20
 
 
@@ -202,6 +202,6 @@ def find_unshardable(
                     "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",
                 )
             odd |= {id(owner.parameter) for owner in others}
-    # Tied parameters of several units are an error of their own.
+    # Tied parameters of several units raise in `_check_tied`.
     homes = Counter(key for places in units.values() for key in {id(owner.parameter) for owner in places})
     return {key for key in odd if homes[key] == 1}

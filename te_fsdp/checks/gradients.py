@@ -270,7 +270,7 @@ def compare_replicated_gradients(step: Step) -> None:
             names = step.names
             for owner, name in registered_at({id(parameter) for parameter, _ in different} - names.keys()):
                 binding = binding_of(owner)
-                # A bound model without fully_shard has no names of its own.
+                # A bound model without fully_shard has no names.
                 names[id(owner._parameters[name])] = name if binding is None else binding.label(name)
             shown = [
                 f"{names.get(id(parameter), 'a parameter')} by {ratio:.0%} of its norm"

@@ -230,7 +230,7 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
     if looks or values:
         raise InputError(
             "context_parallel_shard: batches that differ over cp",
-            expected="the same whole sequences on all ranks of a cp group",
+            expected="the same unsharded sequences on all ranks of a cp group",
             got="; ".join((looks + [text for _, text in values])[:3]),
             why="Each takes a different part of them",
             fix="shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size, with seeds that depend on "

@@ -199,7 +199,7 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
     told: dict[int, tuple[str, str] | None] = {}
     if mesh is not None and mesh.size() > 1 and on_any_rank(mine is not None, mesh):
         told = gather_by_rank(None if mine is None else (type(mine).__name__, str(mine)), mesh)
-    # The own error first: its traceback shows the cause.
+    # The error of this rank first: its traceback shows the cause.
     if mine is not None:
         raise mine
     for first, problem in sorted(told.items()):

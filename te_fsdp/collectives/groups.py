@@ -34,7 +34,9 @@ def _shared(key: Any, make: Callable[[], Any]) -> dist.ProcessGroup:
     return groups[key]
 
 
-def own_group(root: DeviceMesh, axis: str, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+def separate_group(
+    root: DeviceMesh, axis: str, purpose: str, backend: str | None = None
+) -> dist.ProcessGroup:
     """Return a process group of the ranks of one axis, for one purpose.
 
     Collectives that ranks may start in different orders must not share a group, such as FSDP2's own and these when

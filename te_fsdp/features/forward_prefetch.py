@@ -102,6 +102,6 @@ def prefetch_in_forward(setup: Setup) -> None:
     prefetch = ForwardPrefetch(units)
     state.components.attach(prefetch)
     for name, unit in units.items():
-        # After FSDP2's own hook, which unshards the unit.
+        # After FSDP2's hook, which unshards the unit.
         hook = _torch.disable_compile(functools.partial(prefetch.gather_next, name))
         unit.register_forward_pre_hook(hook)

@@ -167,7 +167,7 @@ def addresses_between_microbatches(state: ShardedModel) -> dict[str, tuple[int, 
     labeled = {
         f"the gradient of {name}": _addresses(parameter.grad)
         for name, parameter in state.parameters().items()
-        # Markers stand for gradients that are reduced later, and have no memory of their own.
+        # Markers stand for gradients that are reduced later, and have no storage.
         if parameter.grad is not None and not is_marker(parameter.grad)
     }
     replicated = state.components.get(ReplicatedGradients)

@@ -161,7 +161,7 @@ class _Recording:
     gradients: list[_Part]  #: The graph of all microbatches, or those of [Note: graphs of microbatches]
     norm: torch.Tensor | None  #: Gradient norm, overwritten by each replay
     trained: list[torch.Tensor]  #: Parameters with gradients
-    held: list[torch.Tensor]  #: Their gradients if they are read between the graphs, else empty
+    read_between: list[torch.Tensor]  #: Their gradients if they are read between the graphs, else empty
     update: torch.cuda.CUDAGraph | None = None  #: The optimizer's step; ``None`` if it runs eagerly
 
 
@@ -361,7 +361,7 @@ class GraphedStep:
             return None
         if recording.update is not None and self._state.components.get(NanReport) is None:
             # Both graphs are replayed at once: nothing reads gradients between them.
-            recording.held = []
+            recording.read_between = []
         self._recorded.append(recording)
         self._snapshot = Snapshot(self._state, None if recording.update is None else self._optimizer)
         self.recordings += 1
@@ -455,7 +455,7 @@ class GraphedStep:
             part.graph.replay()
             # The next replay writes to the same addresses.
             outputs.append(_copied(part.output))
-        for parameter, gradient in zip(recording.trained, recording.held, strict=False):
+        for parameter, gradient in zip(recording.trained, recording.read_between, strict=False):
             parameter.grad = gradient
         if report is not None:
             report.check()
@@ -467,7 +467,7 @@ class GraphedStep:
         else:
             norm = self._clip() if norm is None else norm
             self._optimizer.step()
-        for parameter in recording.trained if recording.held else ():
+        for parameter in recording.trained if recording.read_between else ():
             parameter.grad = None
         if report is not None:
             report.forget()

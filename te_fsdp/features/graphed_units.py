@@ -249,7 +249,7 @@ class _Unit:
     def __init__(self, shared: _Shared, name: str, unit: nn.Module) -> None:
         self.name, self.module, self.forward = name, unit, unit.forward
         self.shared, self.why = shared, ""
-        self.known: list[tuple[Signature, int]] = []  # with the number of eager forwards
+        self.eager_forwards: list[tuple[Signature, int]] = []  # with the number of eager forwards
         self.recordings: list[UnitRecording] = []
         self.count = 0  #: Number of recordings that were made, also of those that were replaced
 
@@ -301,16 +301,16 @@ class _Unit:
 
     def _has_run(self, signature: Signature) -> bool:
         """Return whether enough eager forwards have run with a kind of inputs; count this one if not."""
-        for index, (earlier, count) in enumerate(self.known):
+        for index, (earlier, count) in enumerate(self.eager_forwards):
             if earlier.fits(signature):
-                self.known[index] = earlier, count + 1
+                self.eager_forwards[index] = earlier, count + 1
                 return count >= self.shared.warmup
-        if len(self.known) == MAX_KINDS:
+        if len(self.eager_forwards) == MAX_KINDS:
             self.run_eagerly(
                 f"inputs of more than {MAX_KINDS} kinds (shapes, dtypes, recipes, or other values)"
             )
         else:
-            self.known.append((signature, 1))
+            self.eager_forwards.append((signature, 1))
         return False
 
     def _record(
@@ -425,7 +425,7 @@ class GraphedUnits:
         """
         for unit in self._units:
             unit.recordings.clear()
-            unit.known.clear()
+            unit.eager_forwards.clear()
             unit.why = ""
         if self._units:
             self._shared.why_eager.clear()

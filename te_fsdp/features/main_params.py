@@ -101,7 +101,7 @@ class MainParameters:
         #: Averages of the gradients over the replicas; ``None`` if state is not sharded (main weights only).
         self.averages: OuterAverages | None = None
         #: By ``id`` of the parameter.
-        self.known: dict[int, MainParameter] = {}
+        self.by_id: dict[int, MainParameter] = {}
         #: Those whose main parameters are in the groups; empty between steps.
         self.pairs: list[MainParameter] = []
         #: Members of the groups that local tensors have replaced; empty between steps.
@@ -144,15 +144,15 @@ class MainParameters:
     def cut(self, shards: Iterable[OptimizerShard]) -> None:
         """Enable sharding of optimizer state across replicas, and register the given shards. Local operation."""
         self.averages = OuterAverages(self)
-        self.known.clear()
+        self.by_id.clear()
         for shard in shards:
             self.of(shard.parameter, shard)
 
     def of(self, parameter: torch.Tensor, shard: OptimizerShard | None = None) -> MainParameter:
         """Return the ``MainParameter`` of a parameter; set its ``shard`` if given. Local operation."""
-        pair = self.known.get(id(parameter))
+        pair = self.by_id.get(id(parameter))
         if pair is None:
-            pair = self.known[id(parameter)] = MainParameter(parameter)
+            pair = self.by_id[id(parameter)] = MainParameter(parameter)
         if pair.shard is None and self.cuts:
             pair.shard = shard or optimizer_shard(parameter)
             if pair.shard is not None:
@@ -200,7 +200,7 @@ class MainParameters:
         groups = [] if optimizer is None else optimizer.param_groups
         pairs = []
         for parameter in [p for group in groups for p in group["params"] if p.requires_grad]:
-            pair = self.known.get(id(parameter))
+            pair = self.by_id.get(id(parameter))
             if pair is None or pair.shard is None:
                 pair = self.of(parameter)
             if pair.shard is not None:
@@ -217,7 +217,7 @@ class MainParameters:
             if not parameter.requires_grad and not state:
                 pairs.append(None)
                 continue
-            pair = self.known.get(id(parameter)) or self.of(parameter)
+            pair = self.by_id.get(id(parameter)) or self.of(parameter)
             # The cached main parameter is valid while the parameter has the same local tensor (initialization and
             # loading may replace it) and its state the same main weight (loading may replace it). Rows of the
             # parameter itself may be a copy, so they are updated in each step. A main parameter with an averaged
@@ -261,9 +261,9 @@ class MainParameters:
                     rekey_scales(optimizer, parameter, pair.main)
                 self.pairs.append(pair)
                 live.append(pair.main)
-        if len(self.known) > count:  # drop parameters that the optimizer no longer has
+        if len(self.by_id) > count:  # drop parameters that the optimizer no longer has
             ids = {id(parameter) for _, parameters in self._groups for parameter in parameters}
-            self.known = {key: entry for key, entry in self.known.items() if key in ids}
+            self.by_id = {key: entry for key, entry in self.by_id.items() if key in ids}
         if self.averages is not None and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights, so FusedAdam must not create any.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False
@@ -419,7 +419,7 @@ class MainParameters:
         self.restore_params(optimizer)
         for key, shard in self._shards(optimizer, state_dict):  # this rank's rows of sharded states
             if key in states:
-                states[key] = {name: _own_rows(shard, name, value) for name, value in states[key].items()}
+                states[key] = {name: _local_rows(shard, name, value) for name, value in states[key].items()}
         self.install_main_params(optimizer)
         return {**state_dict, "state": states}
 
@@ -478,7 +478,7 @@ def _padded(shard: OptimizerShard, value: Any) -> Any:
     return _torch.placed(padded, mesh, placements, like)
 
 
-def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
+def _local_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
     """Return this rank's rows of a loaded state: already sharded (possibly padded), or of the full parameter shard."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value

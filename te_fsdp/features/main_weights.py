@@ -44,7 +44,7 @@ from te_fsdp.features.main_params import (
 )
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
 from te_fsdp.lifecycle import parameters_of_optimizer
-from te_fsdp.optimizer_step import known_optimizers, register_optimizer
+from te_fsdp.optimizer_step import register_optimizer, registered_optimizers
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
@@ -155,7 +155,7 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     # objects it would take longer than loading a model of 1 GiB.
     kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects() if may_keep else []
     listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
-    optimizers = {id(optimizer): optimizer for optimizer in [*listed, *known_optimizers()]}.values()
+    optimizers = {id(optimizer): optimizer for optimizer in [*listed, *registered_optimizers()]}.values()
     holding = []
     for optimizer in optimizers:
         main_parameters = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)

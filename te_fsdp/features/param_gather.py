@@ -29,7 +29,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
 
     Args:
         model: The sharded model.
-        units: Names of units, ``""`` for the root's own parameters. ``None``: all units, in the model's order.
+        units: Names of units, ``""`` for the root's direct parameters. ``None``: all units, in the model's order.
 
     Raises:
         OrderError: The call is made during backward.

@@ -3,7 +3,7 @@
 The weights of each unit are all-gathered by NCCL as FSDP2 does, or by the copy engines:
 
 ===============  ====================================================================================================
-``nccl``         FSDP2's own all-gather (gloo on the CPU): with copies before and after the communication kernels
+``nccl``         FSDP2's all-gather (gloo on the CPU): with copies before and after the communication kernels
 ``copy_engine``  copies from rank to rank into the memory that kernels read (``upstream/fsdp2_copy_engine.py``)
 ``auto``         ``copy_engine`` if it is possible and measurably faster, ``nccl`` otherwise
 ===============  ====================================================================================================
@@ -133,7 +133,7 @@ def choose_transports(state: ShardedModel, transport: str) -> None:
         ranks = _fsdp2.all_gather_ranks(unit)
         if ranks is None:
             groups = fsdp2_units.fsdp_parameter_groups(unit)
-            why = "one rank holds whole shards" if groups else "it has no sharded weights"
+            why = "the shard group has one rank" if groups else "it has no sharded weights"
             transports.by_unit[name] = Transport("none", why)
             continue
         why = _default_transport_reason(transport, device, state.units[name])
@@ -182,7 +182,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, op
 
     Args:
         state: State of a model that FSDP2 has just sharded, with chosen transports. Its ``copied`` is filled.
-        policy: FSDP2's own, for models without a precision policy.
+        policy: FSDP2's policy, for models without a precision policy.
         option: Whether for all units, or ``"auto"``.
     """
     if not option:
@@ -193,7 +193,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, op
     for name, unit in state.modules.items():
         groups = fsdp2_units.fsdp_parameter_groups(unit)
         if not groups or fsdp2_units.reduction_of(unit)[0] == 1:
-            continue  # a root whose units hold all parameters; or one rank holds whole shards
+            continue  # a root whose units hold all parameters; or the shard group has one rank
         if option == "auto" and transports.by_unit[name].name != "copy_engine":
             continue
         (group,) = groups

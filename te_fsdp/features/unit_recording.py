@@ -36,7 +36,7 @@ class NotRecordableError(RuntimeError):
 class Weight(NamedTuple):
     """A parameter of a unit, unsharded."""
 
-    own: dict[str, Any]  #: ``_parameters`` of its module
+    table: dict[str, Any]  #: ``_parameters`` of its module
     name: str
     parameter: torch.Tensor
     addresses: tuple[int, ...]

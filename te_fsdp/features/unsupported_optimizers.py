@@ -37,7 +37,7 @@ def refuse_unsupported_optimizer(optimizer: Optimizer, params: list[torch.Tensor
         fix = "use an optimizer that works element by element, such as torch.optim.AdamW"
         raise refused(got, "It uses operations that torch's DTensor refuses", fix)
     if _te.is_fused_sgd(optimizer):
-        why = "TransformerEngine passes DTensors to a kernel, which have no memory of their own"
+        why = "TransformerEngine passes DTensors to a kernel, which have no storage"
         raise refused(got, why, "torch.optim.SGD(..., foreach=True)")
     if kind is getattr(torch.optim, "Muon", None) and any(map(_has_empty_shards, sharded)):
         fix = "use te_fsdp.Muon(model, params, ...), which takes any shards"

@@ -43,12 +43,12 @@ class ExpertMark(NamedTuple):
     index: int | None  #: Global index of the expert; ``None``: the tensor contains all
     total: int  #: Number of experts of all ranks
 
-    def own(self) -> str:
+    def registered(self) -> str:
         """Return the name that the module registers."""
         return self.stack if self.index is None else f"{self.stack}{self.index}"
 
     def saved(self) -> list[str]:
-        """Return the names in the different form that contain the tensor."""
+        """Return the names that contain the tensor in the other form: stacked, or one tensor per expert."""
         return [f"{self.stack}{i}" for i in range(self.total)] if self.index is None else [self.stack]
 
 
@@ -61,7 +61,7 @@ def marks_of(module: torch.nn.Module) -> dict[str, ExpertMark]:
     total = binding.experts.total if binding.experts is not None else count
     marks = {}
     for name, parameter in module._parameters.items():
-        # The user's own DTensors describe their experts themselves.
+        # The user's DTensors describe their experts themselves.
         if parameter is None or name in binding.distributed:
             continue
         index = expert_index(name)
@@ -102,7 +102,7 @@ def patch_expert_loading() -> None:
     def wrap_model_state(stock: Any) -> Any:
         @functools.wraps(stock)
         def load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-            states_of = _in_own_form(model, state_dict)
+            states_of = _in_model_form(model, state_dict)
             if info.broadcast_from_rank0 and has_other_experts(model):
                 # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
                 info = replace(info, cpu_offload=False)
@@ -135,13 +135,13 @@ def patch_expert_loading() -> None:
         stock = getattr(owner, name)
         if not hasattr(stock, _MARK):
             replacement = wrap(stock)
-            setattr(replacement, _MARK, True)  # torch's own decorators leave ``__wrapped__``
+            setattr(replacement, _MARK, True)  # torch's decorators leave ``__wrapped__``
             setattr(owner, name, replacement)
 
 
-def _in_own_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _in_model_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict of unsharded tensors whose experts are in the form of the model. Local operation."""
-    # torch would keep the model's own values for names that it does not find.
+    # torch would keep the model's values for names that it does not find.
     entries = dict(state_dict)
     for path, module in model.named_modules():
         prefix = f"{_torch.without_wrappers(path)}." if path else ""
@@ -160,7 +160,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place_entries(planner: Any) -> None:
-    """Replace delayed-scaling entries of experts by entries that read the rows of a rank's own experts."""
+    """Replace delayed-scaling entries of experts by entries that read the rows of the local experts."""
     saved, entries = planner.metadata.state_dict_metadata, {}
     for key, value in planner.state_dict.items():
         stored = saved.get(key)
@@ -195,16 +195,16 @@ def _holder(planner: Any, key: str) -> tuple[Any, Any]:
 
 @dataclass
 class _Fit:
-    """The entries of one load whose experts the checkpoint stores in the different form."""
+    """The entries of one load whose experts the checkpoint stores in the other form."""
 
     planner: Any
-    #: Keys of the checkpoint, by the own key that each replaces; all of them are tensors of experts.
+    #: Keys of the checkpoint, by the key of the model that each replaces; all are tensors of experts.
     tensors: dict[str, list[str]] = field(default_factory=dict)
     #: The same for other entries of a parameter: the step of an optimizer, options of a flattened state dict.
     others: dict[str, list[str]] = field(default_factory=dict)
-    #: Prefixes of keys up to the name of a parameter, own and saved.
+    #: Prefixes of keys up to the name of a parameter, in the model and in the checkpoint.
     prefixes: dict[str, tuple[ExpertMark, list[str]]] = field(default_factory=dict)
-    first: dict[str, torch.Tensor] = field(default_factory=dict)  #: Loaded numbers, by own key
+    first: dict[str, torch.Tensor] = field(default_factory=dict)  #: Loaded numbers, by key of the model
 
     def find(self) -> bool:
         """Find the entries; return whether there are any. Local operation."""
@@ -213,9 +213,9 @@ class _Fit:
         for key, value in entries.items():
             mark = value.__dict__.get(_MARK) if isinstance(value, torch.Tensor) else None
             # The form that the checkpoint has is loaded as torch loads it.
-            if mark is None or key in saved or mark.own() not in (parts := key.split(".")):
+            if mark is None or key in saved or mark.registered() not in (parts := key.split(".")):
                 continue
-            at = len(parts) - 1 - parts[::-1].index(mark.own())
+            at = len(parts) - 1 - parts[::-1].index(mark.registered())
             prefixes = [".".join([*parts[:at], name]) for name in mark.saved()]
             keys = [".".join([prefix, *parts[at + 1 :]]) for prefix in prefixes]
             shape = value.shape[1:] if mark.index is None else (mark.total, *value.shape)
@@ -226,7 +226,7 @@ class _Fit:
                 for n in (n for n, part in enumerate(parts[:at]) if part == "state"):
                     head, tail = [*parts[:n], "param_groups"], parts[n + 1 : at]
                     renamed = [".".join([*head, *tail, name]) for name in mark.saved()]
-                    self.prefixes[".".join([*head, *tail, mark.own()])] = mark, renamed
+                    self.prefixes[".".join([*head, *tail, mark.registered()])] = mark, renamed
         for key in entries:
             for prefix, (_, prefixes) in self.prefixes.items():
                 if key.startswith(f"{prefix}.") and key not in saved:
@@ -271,7 +271,7 @@ class _Fit:
         return targets
 
     def load_bytes(self, stock: Callable[..., None], item: Any, value: io.BytesIO) -> None:
-        """Load an object into every own entry that it belongs to, with the names of parameters in the own form."""
+        """Load an object into every entry that it belongs to, with the parameter names of the model."""
         targets = self._targets(item.dest_index.fqn) or [item.dest_index.fqn]
         for key in targets:
             # The stock function reads the stream to its end, once for each target.
@@ -282,7 +282,7 @@ class _Fit:
                 names: dict[str, None] = {}
                 for name in holder[last]:
                     local_names = [
-                        ".".join([*name.split(".")[:-1], mark.own()])
+                        ".".join([*name.split(".")[:-1], mark.registered()])
                         for mark, prefixes in self.prefixes.values()
                         if any(prefix.endswith(f".{name}") for prefix in prefixes)
                     ]
@@ -290,7 +290,7 @@ class _Fit:
                 holder[last] = list(names)
 
     def commit_tensor(self, stock: Callable[..., None], item: Any, tensor: torch.Tensor) -> None:
-        """Copy a number to every own entry that it belongs to; CheckpointError if experts have different ones."""
+        """Copy a number to every entry that it belongs to; CheckpointError if experts have different ones."""
         stock(item, tensor)
         for key in self._targets(item.dest_index.fqn):
             # Numbers such as "step" exist once per parameter, here once per expert.

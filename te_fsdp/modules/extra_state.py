@@ -258,7 +258,7 @@ def plain_entry(value: Any) -> Any:
 
 # [Note: rows of experts] The delayed-scaling state of experts has one row for each expert
 # (:class:`ExpertEntry`). The ranks of an expert-parallel mesh have different experts under one name, and a
-# load plan reads the rows of a rank's own experts.
+# load plan reads the rows of the local experts.
 class ExpertEntry(_Entry):
     """Entry of experts. DCP writes and reads it by rows."""
 
@@ -311,7 +311,7 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
         return stock
     # Bytes without states are the pickle of a custom recipe. TE ignores it when it loads the entry.
     states = _te.delayed_states(module) if stock.numel() else None
-    experts = own_experts(module)
+    experts = local_experts(module)
     cls, entry = _Entry if experts is None else ExpertEntry, stock.new_empty(0)
     if states is not None:
         # Its tensors, and the recipe needed to create the state again.
@@ -325,7 +325,7 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
     return entry
 
 
-def own_experts(module: nn.Module) -> ExpertRange | None:
+def local_experts(module: nn.Module) -> ExpertRange | None:
     """Return the experts of a ``GroupedLinear``; ``None`` for other modules."""
     if _te.kind_of(module) != "GroupedLinear":
         return None
@@ -391,7 +391,7 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
     if not isinstance(state, torch.Tensor):
         return saved, None, state
     try:
-        contents = unpack(_own_rows(module, state.as_subclass(torch.Tensor)))
+        contents = unpack(_local_rows(module, state.as_subclass(torch.Tensor)))
     except DamagedEntryError as error:
         raise CheckpointError(
             f"{name_of(module)}._extra_state of a state dict",
@@ -403,9 +403,9 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
     return (saved, None, state) if contents is None else (contents[0] or None, contents[1], None)
 
 
-def _own_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
-    """Return the rows of the module's own experts, if the entry has rows of experts."""
-    experts = own_experts(module)
+def _local_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the module's local experts, if the entry has rows of experts."""
+    experts = local_experts(module)
     if experts is None or not has_expert_rows(entry):
         return entry
     states = [(unpack(row) or ((), None))[1] or {"recipe": {}} for row in entry]

@@ -1,7 +1,7 @@
 """Unsharded state dicts of experts (``full_state_dict=True``) under expert parallelism."""
 
 # [Note: full state dicts of experts] On an expert-parallel mesh, a ``GroupedLinear`` with a parameter for each
-# expert registers the rank's own experts only. torch gathers each tensor over its own mesh, which excludes
+# expert registers the local experts only. torch gathers each tensor over its mesh, which excludes
 # expert parallelism. Rank 0 would therefore export the first experts only, without an error. Here the ranks
 # exchange their experts before torch gathers everything else. A load ignores the experts of other ranks.
 
@@ -22,7 +22,7 @@ from te_fsdp.modules.extra_state import ExpertEntry
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
-#: Whether torch loads an optimizer, for which it compares the names with those of the rank's own parameters.
+#: Whether torch loads an optimizer, for which it compares the names with those of the rank's parameters.
 _loads: ContextVar[bool] = ContextVar("loads", default=False)
 #: Keys that lead to a value in nested dicts.
 _Path = tuple[str, ...]
@@ -40,7 +40,7 @@ class Experts(NamedTuple):
 
     mesh: Any  #: The expert-parallel mesh
     prefix: str  #: Of the names in state dicts
-    own: list[str]  #: Names of this rank's tensors of one expert each, without the prefix
+    names: list[str]  #: Names of this rank's tensors of one expert each, without the prefix
     others: set[str]  #: Names of the other ranks' tensors
 
 
@@ -78,7 +78,7 @@ def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *argumen
         stock(model, *before, replace(info, full_state_dict=False, cpu_offload=False) if is_full else info)
     )
     if "param_groups" in state and not _loads.get():
-        # DCP writes the list of one rank, in which every rank must find its own experts when it loads.
+        # DCP writes the list of one rank, in which every rank must find its experts when it loads.
         state["param_groups"] = [_with_all_names(group, modules) for group in state["param_groups"]]
     if not is_full:
         return state
@@ -93,7 +93,7 @@ def _with_all_names(group: dict[str, Any], modules: list[Experts]) -> dict[str, 
     """Return a group of an optimizer with the names of the other ranks' experts after this rank's."""
     names = dict.fromkeys(group["params"])
     for experts in modules:
-        stacks = {_stack(name) for name in experts.own if experts.prefix + name in names}
+        stacks = {_stack(name) for name in experts.names if experts.prefix + name in names}
         more = sorted(name for name in experts.others if _stack(name) in stacks)
         names |= dict.fromkeys(experts.prefix + name for name in more)
     return {**group, "params": list(names)}
@@ -108,7 +108,7 @@ def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
 
     With ``to_cpu``, only rank 0 keeps them, as in torch.
     """
-    local = {path: value for name in experts.own for path, value in _entries(state, experts.prefix + name)}
+    local = {path: value for name in experts.names for path, value in _entries(state, experts.prefix + name)}
     extra = f"{experts.prefix}_extra_state"
     rows = state.get(extra)
     rows = rows.as_subclass(torch.Tensor) if isinstance(rows, ExpertEntry) and rows.numel() else None
@@ -188,7 +188,7 @@ def wrap_optimizer_loading(stock: Any) -> Any:
     @functools.wraps(stock)
     def load_states(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
         # Without expert parallelism torch broadcasts the parameters that rank 0 has. Otherwise the full state dict of
-        # rank 0 is broadcast here, and each rank keeps the states of its own parameters.
+        # rank 0 is broadcast here, and each rank keeps the states of its parameters.
         modules = [*_modules(model)] if info.broadcast_from_rank0 and world_size() > 1 else []
         if modules:
             flat: dict[_Path, Any] = {(key,): value for key, value in state_dict.items() if key != "state"}

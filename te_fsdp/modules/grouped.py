@@ -125,7 +125,7 @@ def single_names(module: Any) -> tuple[str, ...]:
 
 
 def single_parameters(module: Any) -> dict[str, Any]:
-    """Return the module's own parameters by their names after binding. Local operation without side effects."""
+    """Return the module's direct parameters by their names after binding. Local operation without side effects."""
     params = {name: p for name, p in module._parameters.items() if p is not None}
     for single in single_names(module):
         parts = [f"{single}{index}" for index in range(module.num_gemms)]
@@ -346,7 +346,7 @@ def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
         assert binding.ep.mesh is not None
         raise OrderError(
             f"{binding.name or 'model'}: gradients of experts under torch's fully_shard",
-            expected="a gradient divide factor of the expert module's own FSDP2 unit",
+            expected="a gradient divide factor of the expert module's FSDP2 unit",
             got="none",
             why="FSDP2 would divide by the ranks that share an expert, not by all data-parallel ranks whose tokens "
             f"it sees: {binding.ep.mesh.size()} times too little",

@@ -3,7 +3,7 @@
 During a forward, DTensor parameters are replaced by the local tensors that TE's kernels read:
 
     forward    DTensor parameter --(same local object, not a copy, not a view)--> TE kernel
-    backward   local gradient    --(wrapped as DTensor: own placement, or Partial)--> FSDP2 / the parameter
+    backward   local gradient    --(wrapped as DTensor: its placement, or Partial)--> FSDP2 / the parameter
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object
 def local_parameters(
     module: nn.Module, binding: ModuleBinding, *, differentiable: bool = True
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Replace the module's own DTensor parameters by their local tensors, which the context yields.
+    """Replace the module's direct DTensor parameters by their local tensors, which the context yields.
 
     The entries of ``module._parameters`` are swapped. Attribute access, ``parameters()`` and TE's op fuser therefore
     see the same objects. Gradients flow back to the DTensors if ``differentiable`` (not in a backward). A forward that
@@ -190,7 +190,7 @@ def replace_returned_parameters(
 ) -> Any:
     """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive the forward.
 
-    ``local`` are the tensors of :func:`local_parameters`, or else the module's own parameters. ``copy`` avoids a
+    ``local`` are the tensors of :func:`local_parameters`, or else the module's direct parameters. ``copy`` avoids a
     dangling view if FSDP2 may free the parameter after this forward.
     """
     inside = set(map(id, local))
@@ -235,7 +235,7 @@ class MeshModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run TE's forward on local tensors."""
         binding: ModuleBinding | None = self.__dict__.get(BINDING)
-        # TE's containers have no parameters of their own.
+        # TE's containers have no direct parameters.
         if binding is None or (binding.amax.group is None and not self._parameters):
             return super().forward(*args, **kwargs)
         if binding.amax.group is None:
@@ -286,7 +286,7 @@ class MeshModule(torch.nn.Module):
                 have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
                 if there and value is pair.unsharded and have.get(PARAMETER) is not there.get(PARAMETER):
                     share_record(old, value)
-                elif there.keys() - have.keys() - _torch.OWN_ATTRIBUTES:
+                elif there.keys() - have.keys() - _torch.DTENSOR_ATTRIBUTES:
                     copy_param_attrs(old, value)
         parameters[name] = value
 
@@ -299,7 +299,7 @@ class MeshModule(torch.nn.Module):
         super().register_parameter(name, param, **kwargs)
 
     def _on_replace(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
-        """Prepare the replacement of an own parameter by a new ``value``."""
+        """Prepare the replacement of a direct parameter by a new ``value``."""
         _check_assignment(self, binding, name, value)
         pair = binding.fsdp.pairs.setdefault(name, ShardedUnshardedPair())
         unsharded_mesh = binding.unsharded_mesh(name)
@@ -381,7 +381,7 @@ def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
 def _check_assignment(
     module: torch.nn.Module, binding: ModuleBinding, name: str, value: torch.nn.Parameter | None
 ) -> None:
-    """Raise if ``value`` would replace a parameter that FSDP2 manages: FSDP2 would register its own again."""
+    """Raise if ``value`` would replace a parameter that FSDP2 manages: FSDP2 would register its parameter again."""
     pair = binding.fsdp.pairs.get(name)
     if pair is None or pair.shard is None or pair.unsharded is None:
         return  # FSDP2 sets it for the first time
@@ -391,7 +391,7 @@ def _check_assignment(
         f"{binding.label(name)}: a parameter assigned after the first forward",
         expected="the parameter set by te_fsdp.fully_shard",
         got="None" if value is None else f"a different one, of shape {tuple(value.shape)}",
-        why="FSDP2 would restore its own parameter in the next forward, and optimizers keep updating that one",
+        why="FSDP2 would restore its parameter in the next forward, and optimizers keep updating that one",
         fix="copy the values: `with torch.no_grad(): parameter.copy_(values)`, with a DTensor of its placements; "
         "or assign and tie parameters before te_fsdp.fully_shard",
     )
@@ -470,7 +470,7 @@ class ForeignModule(MeshModule):
         if unset:
             raise InitError(
                 f"{', '.join(binding.label(name) for name in unset)}: not initialized",
-                expected=f"{type(self).__name__}.reset_parameters to fill every own parameter and buffer",
+                expected=f"{type(self).__name__}.reset_parameters to fill all of its parameters and buffers",
                 got="uninitialized values",
                 why="They would contain uninitialized memory",
                 fix="initialize them in reset_parameters",

@@ -31,7 +31,7 @@ from te_fsdp.modules.grouped import (
     single_parameters,
 )
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
-from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_user_dtensor
+from te_fsdp.modules.user_dtensors import dim_to_shard, is_as_bound, place_user_dtensor
 from te_fsdp.quantized.alignment import check_quantizer, plan_shard_dims
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners
 from te_fsdp.upstream import te as _te
@@ -152,7 +152,7 @@ def user_dtensors(module: Any) -> dict[str, DTensor]:
 def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
     """Raise PlacementError for a tied parameter that tp shards for one of its modules only, or differently. Local.
 
-    Modules of the user's own classes may compute with shards.
+    User-defined modules may compute with shards.
     """
     planned = {id(item.module): item for item in items}
     places: dict[int, dict[str, tuple[int | None, Layout]]] = {}
@@ -215,7 +215,7 @@ def _check_item(item: ModulePlan) -> None:
         if quantizer is None:
             continue
         check_quantizer(f"{label}.{name}", quantizer)
-        # A rank knows the amax of its own shard only. The scale is that of all shards.
+        # A rank knows the amax of its shard only. The scale is that of all shards.
         is_cut_alone = tp_mesh is not None and tp_mesh.size() > 1 and weight_mesh is None
         if is_cut_alone and _te.needs_shared_amax(quantizer):
             raise MeshError(
@@ -410,7 +410,7 @@ def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[in
 
 
 def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
-    """Return the layouts of TE modules' own parameters by ``id`` of the module, for any mesh. Local operation.
+    """Return the layouts of TE modules' direct parameters by ``id`` of the module, for any mesh. Local operation.
 
     The rows of a fused projection are query, key and value on top of each other, or interleaved by heads. This
     does not depend on the mesh. Rules contain it only if tp shards the rows.

@@ -29,7 +29,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 Effect = Literal["error", "strict", "note", "names"]
 
 #: Placeholder in a difference for a value that one model does not record.
-_NOT_KNOWN = "not known"
+_NOT_RECORDED = "not known"
 
 
 # fmt: off
@@ -106,7 +106,7 @@ _SAME = (("Dropout", "Dropout"), ("Identity", "Dropout"), ("BatchNorm", "BatchNo
 #: Containers with an order that module names do not show -> setting that records the order.
 _ORDERED = {"Sequential": "order", "ModuleDict": "keys"}
 #: Library name of user-defined classes.
-OWN = "own"
+USER_DEFINED = "own"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 #: Python modules that do not contain user-defined classes.
 _LIBRARIES = ("torch.", "transformer_engine.", "te_fsdp.", "builtins")
@@ -121,7 +121,7 @@ class Semantics:
 
     Attributes:
         kind: Its class in the library, behind subclasses: ``"LayerNormMLP"``, ``"GELU"``.
-        library: ``"te"``, ``"torch"`` or :data:`OWN`.
+        library: ``"te"``, ``"torch"`` or :data:`USER_DEFINED`.
         settings: Constructor argument -> value as plain JSON (tuples are lists). Windows, diagonals and
             activation parameters are those in effect.
     """
@@ -150,18 +150,18 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
     for prefix, module in model.named_modules():
         if inside is not None and prefix.startswith(inside):
             continue
-        stock = _known_kind(type(module))
+        stock = _stock_kind(type(module))
         # The names of modules in other containers are numbers, which show the order.
         is_ordered = isinstance(module, (nn.Sequential, nn.ModuleDict)) and not all(
             map(str.isdigit, module._modules)
         )
-        if is_ordered and _own_class(type(module)) is None:
+        if is_ordered and _user_class(type(module)) is None:
             kind = "Sequential" if isinstance(module, nn.Sequential) else "ModuleDict"
             semantics[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
         if stock is None:
             continue
         kind, library, arguments = stock
-        settings = _known_values(
+        settings = _recordable(
             (name, plain_value(_te.argument_of(module, name, UNKNOWN))) for name in arguments
         )
         if library == "te" and kind in _DERIVED:
@@ -176,13 +176,13 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
 # recorded. Only the user knows whether an attribute affects the computation. So a different function requires
 # confirmation, as does a different class of a module without attributes. A different value is only reported.
 # Values may differ between ranks (a rank number, for example); the file contains those of rank 0.
-def own_settings(model: nn.Module) -> dict[str, Semantics]:
+def user_settings(model: nn.Module) -> dict[str, Semantics]:
     """Return classes and public attributes of user-defined modules by FQN. Functions are described. Local operation."""
     # Fields of a configuration shared by many modules are recorded once, as ``config.<field>``.
     classes, seen = {}, set[int]()
     for prefix, module in model.named_modules():
-        cls, user_class = type(module), _own_class(type(module))
-        if user_class is None or _known_kind(cls) is not None:
+        cls, user_class = type(module), _user_class(type(module))
+        if user_class is None or _stock_kind(cls) is not None:
             continue
         # Of a module without state only the class is known, so that it counts like the name of a function.
         is_leaf = not (module._modules or module._parameters or module._buffers)
@@ -195,7 +195,7 @@ def own_settings(model: nn.Module) -> dict[str, Semantics]:
                     (f"{name}.{field}", _public_value(cls, field, one)) for field, one in _fields(value)
                 )
         classes[_torch.without_wrappers(prefix)] = Semantics(
-            user_class.__name__, OWN, _known_values(recorded)
+            user_class.__name__, USER_DEFINED, _recordable(recorded)
         )
     return classes
 
@@ -208,12 +208,12 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
     return [one for one in value.items() if isinstance(one[0], str)] if is_small else []
 
 
-def _known_values(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _recordable(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in values if value is not UNKNOWN}
 
 
 @functools.cache
-def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
+def _stock_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
     """Return kind, library and arguments of the stock class behind a bound or user-defined class."""
     for base in _te.stock_classes(cls):
         packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
@@ -232,7 +232,7 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
     return None
 
 
-def _own_class(cls: type) -> type | None:
+def _user_class(cls: type) -> type | None:
     """Return the first user-defined class in a module's method resolution order."""
     return next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
 
@@ -242,7 +242,7 @@ def _attention(module: Any, settings: dict[str, Any]) -> None:
     if hasattr(module, "core_attention"):
         settings["kv_channels"] = module.hidden_size_per_attention_head
         norm = getattr(module, "q_norm", None)
-        stock = None if norm is None else _known_kind(type(norm))
+        stock = None if norm is None else _stock_kind(type(norm))
         settings["qk_norm_type"] = None if stock is None else stock[0]
         settings["qk_norm_eps"] = None if norm is None else norm.eps
         fused = [getattr(module, name, None) for name in ("layernorm_qkv", "qkv", "key_value")]
@@ -314,18 +314,18 @@ def to_json(modules: Mapping[str, Semantics]) -> dict[str, Any]:
 
 def record(model: nn.Module) -> dict[str, Any]:
     """Return a model's semantics for a manifest, and the recipes under which it has run. Local operation."""
-    return {"recipes": _te.recipes_in_use(model), **to_json(semantics_of(model) | own_settings(model))}
+    return {"recipes": _te.recipes_in_use(model), **to_json(semantics_of(model) | user_settings(model))}
 
 
 #: Record of a model with unknown semantics.
 NOTHING: Mapping[str, Any] = {"recipes": [], **to_json({})}
 
 
-def from_json(recorded: Mapping[str, Any], *, own: bool = False) -> dict[str, Semantics]:
-    """Load the output of :func:`to_json`, for modules of the libraries or (``own``) user-defined modules."""
+def from_json(recorded: Mapping[str, Any], *, user_defined: bool = False) -> dict[str, Semantics]:
+    """Load the output of :func:`to_json`, for modules of the libraries or (``user_defined``) user-defined modules."""
     kinds = [Semantics(one["kind"], one["library"], one["settings"]) for one in recorded["kinds"]]
     semantics = {name: kinds[index] for name, index in recorded["modules"].items()}
-    return {name: one for name, one in semantics.items() if (one.library == OWN) == own}
+    return {name: one for name, one in semantics.items() if (one.library == USER_DEFINED) == user_defined}
 
 
 # --- comparing
@@ -370,7 +370,7 @@ def differences(
     for name in alone - owners:
         # A missing module is reported without its submodules, which are missing with it.
         if name.rpartition(".")[0] not in alone:
-            then, now = (_class(side[name]) if name in side else _NOT_KNOWN for side in (saved, here))
+            then, now = (_class(side[name]) if name in side else _NOT_RECORDED for side in (saved, here))
             different.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
     return sorted(different, key=lambda d: d.name)
 
@@ -384,7 +384,7 @@ def _parts(name: str, modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(inside))
 
 
-def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
+def user_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
     """Return the differences between attributes that modules of both models have. Local operation."""
     different = []
     for name in sorted(saved.keys() & here.keys()):
@@ -405,7 +405,7 @@ def format_differences(different: Iterable[Difference], words: str = "saved {}, 
     one_sided: dict[str, list[str]] = {}
     for one in different:
         module, _, setting = one.name.rpartition(".")
-        if _NOT_KNOWN in (one.then, one.now):
+        if _NOT_RECORDED in (one.then, one.now):
             one_sided.setdefault(setting, []).append(module)
         else:
             groups.setdefault(f"{setting}: {words.format(one.then, one.now)}", []).append(module)
@@ -451,7 +451,7 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
             continue
         effect = row.effect
         if UNKNOWN in (then, now):  # only one version of a library has the setting
-            effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
+            effect, then, now = "note", *(_NOT_RECORDED if v is UNKNOWN else v for v in (then, now))
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # each call defines the padding
         # "<" begins a digest of a lambda, which early versions recorded.

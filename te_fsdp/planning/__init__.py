@@ -242,7 +242,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         held=resident,
         gradients=sum_of(weights, "gradient"),
         largest_unit=max(units.values(), default=0),
-        activations=sum(stage.kept for stage in stages),
+        activations=sum(stage.saved for stage in stages),
         peak=peak_of(weights, stages, resident, job),
         traffic=traffic_of(model, weights, job, sizes, work),
         checkpoint=checkpoint_bytes(weights, job),

@@ -252,7 +252,7 @@ class Moment:
 class Stage:
     """Activation memory of one module in forward and backward."""
 
-    kept: int  #: Bytes saved from its forward to its backward
+    saved: int  #: Bytes saved from its forward to its backward
     moments: tuple[Moment, ...] = (Moment(0),)  #: Points of its backward at which memory can peak
     #: Size of the unit's input if this module is its first. Only the input is saved under recomputation.
     entering: int = 0

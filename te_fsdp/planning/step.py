@@ -56,7 +56,7 @@ class _Unit:
 
     name: str  #: FQN; empty for the root
     weights: Sequence[Weight]  #: Its own weights, without those of nested units
-    kept: int = 0  #: Bytes that all modules in it save for backward, including nested units
+    saved: int = 0  #: Bytes that all modules in it save for backward, including nested units
     entering: int = 0  #: Size of its input in bytes
     is_outermost: bool = False  #: Whether only the root contains it
 
@@ -134,7 +134,7 @@ def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run
     units = {"": _Unit("", by_unit[""])}
     for name in filter(None, by_unit):
         outermost = not any(o and o != name and _is_inside(name, o) for o in names)
-        saved, entering = sum(stage.kept for stage in inside[name]), inside[name][0].entering
+        saved, entering = sum(stage.saved for stage in inside[name]), inside[name][0].entering
         units[name] = _Unit(name, by_unit[name], saved, entering, outermost)
     parts = groupby(stages, lambda stage: next(name for name in names if _is_inside(stage.module, name)))
     runs = [(name, list(run)) for name, run in parts]
@@ -188,12 +188,12 @@ class _Memory:
             unit = run.unit
             if unit.name and run.first:
                 self.gather(unit)
-            self.now["activations"] += sum(stage.kept for stage in run.stages)
+            self.now["activations"] += sum(stage.saved for stage in run.stages)
             self.record_moment(f"forward of {unit.label}")
             if unit.name and run.last:
                 # A recomputed unit keeps its input only. Its activations exist again in its backward.
                 if self.job.recompute and unit.is_outermost:
-                    self.now["activations"] -= unit.kept - unit.entering
+                    self.now["activations"] -= unit.saved - unit.entering
                 if not unit.keeps:
                     self.release(unit, "gathered")
         self.now["buffers of gathers"] = 0
@@ -243,7 +243,7 @@ class _Memory:
                 ahead = [one for one in order[order.index(unit) + 1 :][:1] if one.gathers and not one.keeps]
                 self.now["buffers of gathers"] = sum(one.buffer("gathered_again") for one in ahead)
                 if self.job.recompute and unit.is_outermost:
-                    self.now["activations"] += unit.kept - unit.entering
+                    self.now["activations"] += unit.saved - unit.entering
             for stage in reversed(run.stages):
                 self.stage_backward(stage, by_module.get(stage.module, []))
             if unit.name and run.first:
@@ -263,7 +263,7 @@ class _Memory:
                 unreduced_gradients=sum_of(gradients, "unreduced"),
                 transposes_of_gathered_weights=-gone,
             )
-        self.now["activations"] -= stage.kept
+        self.now["activations"] -= stage.saved
         self.now["unreduced gradients"] += self.unreduced_bytes(weights)
         self.now["transposes of gathered weights"] -= sum_of(weights, "derived")
 

@@ -73,7 +73,7 @@ def plan_shard_dims(
 
     Local operation, before any change. Every rank sees the same shapes and raises the same (:func:`check_fit`).
     ``weights`` contains label, owner, name and rule of each tp-local weight that TE may quantize. ``stays_replicated``
-    returns whether data parallelism replicates a module's own parameter.
+    returns whether data parallelism replicates a module's direct parameter.
     """
     quantized = {}
     for label, module, name, rule in weights:

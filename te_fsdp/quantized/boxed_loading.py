@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
-    """Quantize values that wait for their scale, with the amax of the whole weight.
+    """Quantize values that wait for their scale, with the amax of the unsharded weight.
 
     Collective over the weight mesh of each such weight: all ranks load the same ones, in the order of the model.
     """
@@ -231,7 +231,7 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
             unsharded = made[(*box.original[:stack], 0, 0)]
             source = QuantizedSlice(unsharded, box.original[stack:], box.sizes[stack:])
             copied = write_bytes(base, [(QuantizedSlice(base, box.local[stack:], box.sizes[stack:]), source)])
-            assert copied, "both are of the same format, and shards consist of whole blocks"
+            assert copied, "both are of the same format, and shards consist of complete blocks"
         _finish(({}, ""), loaded, (module, name), None)
 
 

@@ -33,7 +33,7 @@ class GatherMetadata(NamedTuple):
 
     weight_mesh: int  #: ``id`` of the binding's weight mesh, which is set at most once
     mesh: int  #: ``id`` of the all-gather's mesh, which FSDP2 keeps with the shard
-    whole: torch.Size  #: Shape of the unsharded weight
+    unsharded_shape: torch.Size  #: Shape of the unsharded weight
     row: Format
     has_one_scale: bool  #: Whether the amax of the unsharded weight is reduced over a group
     group: str | None  #: Name of that group; ``None`` if the weight is not sharded

@@ -36,7 +36,7 @@ class StashedWeight(NamedTuple):
     #: Modules at which it is registered, each with the name; several if it is tied.
     places: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
-    whole: torch.Tensor
+    unsharded: torch.Tensor
     quantizer: Any
 
 
@@ -82,14 +82,14 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
         # FSDP2 puts its axes before those of the tp-local parameter, and its shard axis last among them.
         axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)
         dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
-        low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
+        low, high = chunk_range(item.unsharded.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
         label = binding.label(name)
         if not _te.is_grouped(local):
-            _copy_part(local, item.whole, dim, low, label)
+            _copy_part(local, item.unsharded, dim, low, label)
             _te.drop_transpose(local)
         else:
             weight: Any = local
-            experts: list[torch.Tensor] = item.whole.experts  # type: ignore[missing-attribute]
+            experts: list[torch.Tensor] = item.unsharded.experts  # type: ignore[missing-attribute]
             if dim == 0:  # complete experts
                 experts, dim, low = experts[low:high], 1, 0
             for one, unsharded in zip(weight.experts, experts, strict=True):
@@ -97,7 +97,7 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
             # They were computed from the data before it was overwritten.
             weight.derive_transposes()
         keep_rowwise_only(local)
-        if _te.high_precision_value(item.whole) is not None:
+        if _te.high_precision_value(item.unsharded) is not None:
             _te.attach_high_precision_value(local, value.cpu())
         shard = replace_local_tensor(parameter, local)
         for owner, attr in item.places:

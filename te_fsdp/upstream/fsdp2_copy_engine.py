@@ -48,7 +48,7 @@ class Memory(Protocol):
     """Memory that the ranks read of each other (:class:`te_fsdp.peer_memory.PeerMemory`)."""
 
     parts: list[torch.Tensor]
-    own: torch.Tensor
+    local: torch.Tensor
     barrier: Callable[[], None]
 
 
@@ -63,7 +63,7 @@ class _SharedLocation(NamedTuple):
     def addresses(self) -> list[int]:
         """Return the addresses of the tensors."""
         starts = itertools.accumulate(
-            map(_aligned, self.sizes), initial=self.memory.own.data_ptr() + self.offset
+            map(_aligned, self.sizes), initial=self.memory.local.data_ptr() + self.offset
         )
         return [*starts][:-1]
 
@@ -86,7 +86,7 @@ class _Gather(NamedTuple):
     #: stored there), sizes and dtypes of the tensors.
     keys: list[tuple[Any, ...]]
     outputs: list[list[torch.Tensor]]  #: FSDP2's lists of gathered tensors
-    own: list[list[torch.Tensor]]  #: This rank's tensors, or their copies in shared memory
+    sent: list[list[torch.Tensor]]  #: This rank's tensors, or their copies in shared memory
     #: Tensors with addresses, if all of them are stored in shared memory
     seen: list[list[tuple[torch.Tensor, int]]]
     #: Storages of unsharded weights, with their sizes in bytes
@@ -134,7 +134,7 @@ class CopyEngineGathers:
     ) -> None:
         self.meeting, self.make, self.sent_of = meeting, make, sent_of
         self.staged = 0
-        self._rank = next(rank for rank, part in enumerate(meeting.parts) if part is meeting.own)
+        self._rank = next(rank for rank, part in enumerate(meeting.parts) if part is meeting.local)
         self._staging: Memory | None = None
         self._homes: dict[int, _SharedLocation] = {}
         self._gathers: dict[int, _Gather] = {}  # of each group: its latest plan
@@ -147,7 +147,9 @@ class CopyEngineGathers:
     def shared_bytes(self) -> int:
         """Return the shared memory of this rank in bytes, which torch's allocator does not count."""
         memories = {id(home.memory): home.memory for home in self._homes.values()}
-        return sum(m.own.numel() for m in (self.meeting, self._staging, *memories.values()) if m is not None)
+        return sum(
+            m.local.numel() for m in (self.meeting, self._staging, *memories.values()) if m is not None
+        )
 
     def install(self, unit: torch.nn.Module) -> None:
         """All-gather a unit by copies from now on. Local operation."""
@@ -181,7 +183,7 @@ class CopyEngineGathers:
         for (managed, tensors), several in zip(to_move, sizes, strict=True):
             self._homes[id(managed)] = _SharedLocation(memory, offset, several)
             for (name, data), size in zip(tensors.items(), several, strict=True):
-                moved = alias(memory.own, offset, data).copy_(data.view(-1))
+                moved = alias(memory.local, offset, data).copy_(data.view(-1))
                 offset += _aligned(size)
                 if name:
                     setattr(local_of(managed.sharded_param), name, moved.view(data.shape))
@@ -198,7 +200,7 @@ class CopyEngineGathers:
             return {}
         managed.reset_sharded_param()  # FSDP2 has not re-read the parameter since its initialization
         if not has_all_gather_hooks(local):
-            data = managed._sharded_param_data  # FSDP2's own flat tensor has no name
+            data = managed._sharded_param_data  # FSDP2's flat tensor has no name
             tensors = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
         elif dim == 0 and managed._orig_size[0] == managed.mesh_info.shard_mesh_size * local.shape[0]:
             tensors = {each: getattr(local, each) for each in self.sent_of(local)}
@@ -341,7 +343,7 @@ class CopyEngineGathers:
             is_home = home is not None and sizes == home.sizes
             keys.append((None if is_home else needed, sizes, dtypes))
             needed += 0 if is_home else sum(map(_aligned, sizes))
-        if needed and (self._staging is None or self._staging.own.numel() < needed):
+        if needed and (self._staging is None or self._staging.local.numel() < needed):
             self._staging = None
             self._gathers.clear()  # plans keep the memory alive
             self._staging = self.make(needed)
@@ -365,15 +367,15 @@ class CopyEngineGathers:
             self._gathers[id(group)] = gather
         pairs = [
             (mine, tensor)
-            for numels_of_record, tensors in zip(gather.own, sent, strict=True)
-            for mine, tensor in zip(numels_of_record, tensors, strict=True)
+            for parts, tensors in zip(gather.sent, sent, strict=True)
+            for mine, tensor in zip(parts, tensors, strict=True)
             if tensor.data_ptr() != mine.data_ptr()
         ]
         self._stage([mine for mine, _ in pairs], [tensor.view(-1) for _, tensor in pairs])
         gather.seen[:] = [] if pairs else [[(t, t.data_ptr()) for t in tensors] for tensors in sent]
         return gather
 
-    # A function of its own, because tests of stale shards replace it.
+    # A separate function, because tests of stale shards replace it.
     def _stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy shards into shared memory."""
         copy_all_(targets, sources)
@@ -381,7 +383,7 @@ class CopyEngineGathers:
 
     def _gather_of(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
         """Plan the copies of an all-gather, with small parts separate."""
-        ranks, every_own, copies, local, joins = len(self.meeting.parts), [], _Pairs(), _Pairs(), []
+        ranks, parts_sent, copies, local, joins = len(self.meeting.parts), [], _Pairs(), _Pairs(), []
         for managed, (offset, sizes, dtypes) in zip(records, keys, strict=True):
             home = self._homes[id(managed)] if offset is None else None
             memory: Any = self._staging if home is None else home.memory
@@ -390,31 +392,31 @@ class CopyEngineGathers:
                 targets = [torch.empty_like(output) for output in targets]
                 joins.append((managed, targets))
             for target, size, dtype in zip(targets, sizes, dtypes, strict=True):
-                parts.append(memory.own[at : at + size].view(dtype))
+                parts.append(memory.local[at : at + size].view(dtype))
                 # Use .data: autograd would treat a write to the tensor as a modification of saved tensors.
                 rows = target.data.view(torch.uint8).view(ranks, size)
                 # each rank starts with a different peer, so that no rank is read by all at once
                 for step in range(1, ranks):
                     rank = (self._rank + step) % ranks
                     copies.append((rows[rank], memory.parts[rank][at : at + size]))
-                local.append((rows[self._rank], memory.own[at : at + size]))
+                local.append((rows[self._rank], memory.local[at : at + size]))
                 at += _aligned(size)
-            every_own.append(parts)
+            parts_sent.append(parts)
         outputs = [managed.all_gather_outputs for managed in records]
         storages = [(tensor.untyped_storage(), tensor.nbytes) for tensors in outputs for tensor in tensors]
         pairs = [pair for pair in (*copies, *local) if pair[0].numel() <= SMALL]
         small = [target for target, _ in pairs], [source for _, source in pairs]
         copies = [pair for pair in copies if pair[0].numel() > SMALL]
         local = [pair for pair in local if pair[0].numel() > SMALL]
-        return _Gather(keys, outputs, every_own, [], storages, copies, local, small, joins)
+        return _Gather(keys, outputs, parts_sent, [], storages, copies, local, small, joins)
 
-    # A method of its own, because tests of late ranks replace it.
+    # A separate method, because tests of late ranks replace it.
     def _copy(self, gather: _Gather, is_first: bool) -> None:
         """Copy all ranks' parts."""
         for target, source in gather.copies:
             target.copy_(source)
         copy_all_(*gather.small)
-        # The first all-gather of a forward overlaps with nothing. There a kernel copies the own part, because copy
+        # The first all-gather of a forward overlaps with nothing. There a kernel copies this rank's part, because copy
         # engines take five times as long for a copy within one GPU.
         if is_first:
             copy_all_([target for target, _ in gather.local], [source for _, source in gather.local])

@@ -146,7 +146,7 @@ def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
         _set_gradient_dtype(group, dtype)
 
     for group in fsdp_parameter_groups(unit):
-        # FSDP2 runs this method again before the first forward, and would set its own dtype.
+        # FSDP2 runs this method again before the first forward, and would set its dtype.
         group._init_mp_dtypes = functools.partial(init_dtypes, group, group._init_mp_dtypes)
         _set_gradient_dtype(group, dtype)
         for managed in group.fsdp_params:
@@ -163,7 +163,7 @@ def _to_sharded(stock: Callable[[torch.Tensor], DTensor], cached: list[Any], ten
     spec = spec_of(made)
     if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
         return made
-    # `known` caches the parameter's spec and the gradient's. A new one in every backward would also fill the
+    # `cached` has the parameter's spec and the gradient's. A new one in every backward would also fill the
     # cache of DTensor's operations.
     if not cached or cached[0] is not spec:
         cached[:] = spec, with_dtype(spec, tensor.dtype)
@@ -251,7 +251,7 @@ def record_shard_meshes(unit: nn.Module) -> None:
 _kept_shard_mesh = operator.attrgetter("_shard_mesh")
 
 
-# --- shards that are whole
+# --- shard groups of one rank
 
 
 def alias_single_rank_shards(unit: nn.Module) -> None:
@@ -268,7 +268,7 @@ def alias_single_rank_shards(unit: nn.Module) -> None:
     # to its output (``foreach_reduce``). Here they are passed on first, so FSDP2 finds none. Only gradients
     # that must be cast, divided or accumulated are written.
     for group in fsdp_parameter_groups(unit):
-        # Meshes of replicas only have no `shard_mesh_size`: each rank holds whole shards.
+        # Meshes of replicas only have no `shard_mesh_size`: each rank has all rows.
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
             continue
         for managed in group.fsdp_params:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.fsdp2_units import GROUP, owners_of, record_of_group
-from te_fsdp.upstream.torch_dtensor import OWN_ATTRIBUTES, new_dtensor
+from te_fsdp.upstream.torch_dtensor import DTENSOR_ATTRIBUTES, new_dtensor
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
 
@@ -43,7 +43,7 @@ class _ParamSlot(NamedTuple):
 
     managed: Any  #: FSDP2's record (``FSDPParam``)
     owner: torch.nn.Module
-    own: dict[str, Any]  #: ``owner._parameters``
+    table: dict[str, Any]  #: ``owner._parameters``
     name: str
     pair: Pair | None  #: The module's record; ``None`` for a module that does not check assignments
 
@@ -99,7 +99,9 @@ def _to_unsharded(
                 # An attribute that was added to the shard since must be copied, which the module does in
                 # `__setattr__`.
                 attrs, source = unsharded.__dict__, shard.__dict__
-                added = () if source.keys() <= attrs.keys() else source.keys() - attrs.keys() - OWN_ATTRIBUTES
+                added = (
+                    () if source.keys() <= attrs.keys() else source.keys() - attrs.keys() - DTENSOR_ATTRIBUTES
+                )
                 if not added and attrs.get(record) is source.get(record):
                     table[name] = unsharded
                 else:

@@ -372,14 +372,14 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
 
 
 @contextlib.contextmanager
-def chunk_own_rank_only() -> Iterator[None]:
+def chunk_this_rank_only() -> Iterator[None]:
     """Return a context in which FSDP2 creates no tensors for other ranks' chunks of a parameter. Local operation."""
     module: Any = _fsdp_param  # annotated as lists, but only their length is used
     # Over thousands of ranks FSDP2 would create as many tensors for each parameter, to use one of them.
     stock = module._chunk_with_empty
     plain = (torch.Tensor, torch.nn.Parameter)  # subclasses may define their own chunk
     module._chunk_with_empty = lambda tensor, count, dim: (
-        _OwnChunk(tensor, count, dim) if type(tensor) in plain else stock(tensor, count, dim=dim)
+        _ThisRanksChunk(tensor, count, dim) if type(tensor) in plain else stock(tensor, count, dim=dim)
     )
     try:
         yield
@@ -388,7 +388,7 @@ def chunk_own_rank_only() -> Iterator[None]:
 
 
 @dataclass
-class _OwnChunk:
+class _ThisRanksChunk:
     """Lazy result of ``torch.chunk``, padded with empty tensors for ranks without a chunk."""
 
     tensor: torch.Tensor

@@ -155,14 +155,14 @@ class ZeroCopyInput(torch.Tensor):
     """Placeholder for the input of FSDP2's reduce-scatter. It has no elements of its own."""
 
     sent: list[torch.Tensor]  #: 1-D, one per part
-    kept: list[torch.Tensor]  #: Tensors that another stream reads until the reduction has ended
+    in_use: list[torch.Tensor]  #: Tensors that another stream reads until the reduction has ended
     how: ReduceScatterParts  #: Layout of the parts
 
     @classmethod
     def make(cls, how: ReduceScatterParts, dtype: torch.dtype, device: torch.device) -> ZeroCopyInput:
         """Create an empty input, to be sent in ``dtype``."""
         made = torch.empty(0, dtype=dtype, device=device).as_subclass(cls)
-        made.sent, made.kept, made.how = [], [], how
+        made.sent, made.in_use, made.how = [], [], how
         return made
 
     def view(self, *shape: Any) -> ZeroCopyInput:  # type: ignore[override]
@@ -181,8 +181,8 @@ class ZeroCopyInput(torch.Tensor):
             if func is torch.Tensor.div_:
                 made, divisor = args
                 # Not in place, because gradients may be shared.
-                made.kept = made.sent
-                made.sent = [part / divisor for part in made.kept]
+                made.in_use = made.sent
+                made.sent = [part / divisor for part in made.in_use]
                 return made
         raise AssertionError(f"unsupported operation on the input of a reduce-scatter: {func}")
 

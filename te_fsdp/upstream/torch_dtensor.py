@@ -189,7 +189,7 @@ def with_boxes(new: DTensor, like: torch.Tensor) -> DTensor:
 #: rows are not in the original order, so the name must not change.
 BOXES = "_te_fsdp_local_order"
 #: Python attributes of a DTensor that must not be copied to a different object.
-OWN_ATTRIBUTES = frozenset(("_local_tensor", "_spec", BOXES))
+DTENSOR_ATTRIBUTES = frozenset(("_local_tensor", "_spec", BOXES))
 
 
 def shard_dim_of(placement: Placement) -> int | None:

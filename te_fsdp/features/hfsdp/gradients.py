@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class ShardedParameters(Protocol):
     """The parameters of one optimizer that shards its state: ``main_params.MainParameters``."""
 
-    known: dict[int, MainParameter]  #: Main parameters by ``id`` of the parameter
+    by_id: dict[int, MainParameter]  #: Main parameters by ``id`` of the parameter
 
     def trained(self) -> list[MainParameter]:
         """Return the trained parameters whose state is sharded, in the same order on all replicas."""
@@ -72,7 +72,7 @@ class OuterAverages:
     @property
     def ready(self) -> dict[int, MainParameter]:
         """Return the main parameters whose averaged gradient is available, keyed by id(parameter)."""
-        return {key: pair for key, pair in self._main_parameters.known.items() if pair.source is not None}
+        return {key: pair for key, pair in self._main_parameters.by_id.items() if pair.source is not None}
 
     def make(self) -> None:
         """Average the gradients of parameters with sharded state over their replicas, unless done already.
@@ -157,7 +157,7 @@ class OuterAverages:
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """Drop the averages of gradients that are about to be cleared. Local operation."""
         for parameter in parameters:
-            pair = self._main_parameters.known.get(id(parameter))
+            pair = self._main_parameters.by_id.get(id(parameter))
             if pair is not None:
                 pair.source = None
 

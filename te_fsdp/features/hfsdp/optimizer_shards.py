@@ -236,7 +236,7 @@ class ReplicaRows(NamedTuple):
     mine: torch.Tensor  #: This rank's rows along that dim
     #: Target for the rows of all replicas, with the same dtype. It may contain this rank's rows already. A buffer of a
     #: quantized weight may have a different shape than the weight.
-    whole: torch.Tensor
+    full: torch.Tensor
     as_bytes: bool = False  #: Whether it is packed as bytes, together with tensors of other dtypes
 
 
@@ -255,9 +255,9 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
         alone: list[tuple[torch.Tensor, torch.Tensor]] = []
         packed: list[tuple[ReplicaRows, RowPartition]] = []
         for part in kind:
-            rows = _rows_of(part.whole.shape, part.shard.dim, part.shard.size)
-            if part.whole.is_contiguous() and part.mine.is_contiguous() and is_sent_alone(rows):
-                alone.append((part.mine.view(-1), part.whole.view(-1)))
+            rows = _rows_of(part.full.shape, part.shard.dim, part.shard.size)
+            if part.full.is_contiguous() and part.mine.is_contiguous() and is_sent_alone(rows):
+                alone.append((part.mine.view(-1), part.full.view(-1)))
             else:
                 packed.append((part, rows))
         if len(alone) > 1 and not alone[0][0].is_cpu:  # gloo would send them one after the other
@@ -286,7 +286,7 @@ def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> P
     def unpack(unused: torch.Tensor) -> None:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (part, rows), piece in zip(parts, buffer.views(gathered), strict=True):
-            copies += rows.pairs(part.whole, piece.view(part.mine.dtype))
+            copies += rows.pairs(part.full, piece.view(part.mine.dtype))
         copy_pairs(copies)
 
     return redistribute(mine, Shard(0), Replicate(), first.shard.group, into=gathered.view(-1)).then(unpack)
@@ -340,7 +340,7 @@ def all_gather_main_params(cut: Cut) -> None:
         reduce_max(amaxes, members[0].group)
     all_gather_rows(plain + quantized + packed)
     # Each replica has the same full fp32 weight now, so all of them compute the same bytes.
-    quantize_into((_torch.local_of(part.shard.parameter), part.whole) for part in quantized)
+    quantize_into((_torch.local_of(part.shard.parameter), part.full) for part in quantized)
     for shard in sent:
         # The cached transpose belongs to the previous bytes.
         drop_derived_state(_torch.local_of(shard.parameter))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from te_fsdp.collectives.agreement import maximum
 from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, all_of, current_stream
-from te_fsdp.collectives.groups import own_group
+from te_fsdp.collectives.groups import separate_group
 from te_fsdp.collectives.redistribute import GradComm, PackedLayout, redistribute
 from te_fsdp.features.hfsdp.optimizer_shards import (
     ALIGNED,
@@ -312,8 +312,8 @@ class EarlyAverages:
             return
         if self._groups is None:
             backend = dist.get_default_backend_for_device(meshes.device.type)
-            averages = own_group(meshes.device_mesh, OUTER, "averages", backend)
-            question = own_group(meshes.device_mesh, OUTER, "question", "gloo")
+            averages = separate_group(meshes.device_mesh, OUTER, "averages", backend)
+            question = separate_group(meshes.device_mesh, OUTER, "question", "gloo")
             self._groups = averages, question
             # Establish the connections here, where all ranks participate, and not in the middle of a backward.
             dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages)

@@ -9,8 +9,8 @@ import torch
 
 from te_fsdp.errors import PlacementError, shorten
 from te_fsdp.modules.grouped import Selection, find_experts
-from te_fsdp.modules.own_dtensors import place_user_dtensor
 from te_fsdp.modules.plan import user_dtensors
+from te_fsdp.modules.user_dtensors import place_user_dtensor
 from te_fsdp.records import iter_param_owners
 from te_fsdp.unshardable_models import MOST
 

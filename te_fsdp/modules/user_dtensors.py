@@ -55,8 +55,8 @@ def place_user_dtensor(
         mesh = tp_mesh or single or parameter.device_mesh
     placements = placements or [Replicate()] * mesh.ndim
     tp_dim = _torch.shard_dim_of(by_axis["tp"]) if "tp" in by_axis else None
-    own = UserDTensor(mesh, tuple(placements), "ep" in by_axis, tp_dim)
-    # The rows of a local tensor have a known position only if torch.chunk would make it.
+    user_dtensor = UserDTensor(mesh, tuple(placements), "ep" in by_axis, tp_dim)
+    # The rows of a local tensor have a defined position only if torch.chunk would make it.
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     dims = enumerate(map(_torch.shard_dim_of, placements))
     cuts = [(dim, mesh.size(axis), coordinate[axis]) for axis, dim in dims if dim is not None]
@@ -70,7 +70,7 @@ def place_user_dtensor(
             why="The rows' positions in the unsharded tensor would be wrong",
             fix="DTensor.from_local(..., shape=, stride=) with the unsharded shape, or distribute_tensor",
         )
-    return own
+    return user_dtensor
 
 
 def _by_axis(label: str, parameter: DTensor, meshes: Mapping[str, DeviceMesh | None]) -> dict[str, Placement]:
@@ -124,7 +124,7 @@ def _check_placements(
         raise PlacementError(f"{label}: {problem}", got=f"placements {placements}", why=why, fix=fix)
 
 
-def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -> int:
+def dim_to_shard(label: str, parameter: DTensor, placed: UserDTensor, ranks: int) -> int:
     """Return the first dim of which every rank's part divides evenly by ``ranks``, or 0. The same on all ranks.
 
     Raises:
@@ -133,9 +133,9 @@ def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -
     first = None
     for dim, length in enumerate(parameter.shape):
         lengths = {int(length)}
-        for axis, placement in enumerate(own.placements):
+        for axis, placement in enumerate(placed.placements):
             if _torch.shard_dim_of(placement) == dim:
-                size = own.mesh.size(axis)
+                size = placed.mesh.size(axis)
                 # The parts of an uneven dim have different lengths, and all ranks must choose the same dim.
                 ends = (chunk_range(n, size, index) for n in lengths for index in range(size))
                 lengths = {high - low for low, high in ends}
@@ -143,7 +143,7 @@ def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -
             raise PlacementError(
                 f"{label}: a DTensor parameter of which some ranks have no elements",
                 expected=f"dim {dim} with an index for each rank of the axes that shard it",
-                got=f"shape {tuple(parameter.shape)}, placements {own.placements} on {own.mesh}",
+                got=f"shape {tuple(parameter.shape)}, placements {placed.placements} on {placed.mesh}",
                 why="FSDP2 cannot reduce an empty gradient",
                 fix="fewer ranks on the axis, or te_fsdp.fsdp_no_shard(parameter)",
             )
@@ -152,19 +152,19 @@ def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -
     return first or 0
 
 
-def on_known_mesh(parameter: DTensor, own: UserDTensor) -> torch.nn.Parameter:
-    """Return the parameter on te_fsdp's own mesh, which shares its root with FSDP2's. Local operation."""
-    if parameter.device_mesh == own.mesh and tuple(parameter.placements) == own.placements:
+def on_te_fsdp_mesh(parameter: DTensor, placed: UserDTensor) -> torch.nn.Parameter:
+    """Return the parameter on te_fsdp's mesh, which shares its root with FSDP2's. Local operation."""
+    if parameter.device_mesh == placed.mesh and tuple(parameter.placements) == placed.placements:
         return parameter  # type: ignore[bad-return]
     local = _torch.local_of(parameter).detach()
-    like = _torch.placed(local, own.mesh, own.placements, torch.empty_like(parameter, device="meta"))
+    like = _torch.placed(local, placed.mesh, placed.placements, torch.empty_like(parameter, device="meta"))
     new = _torch.with_local(local, like, requires_grad=parameter.requires_grad)
     inherit(parameter, new)
     return new
 
 
 def is_as_bound(parameter: DTensor, rule: ParameterRule | None, tp_mesh: DeviceMesh | None) -> bool:
-    """Return whether TE's own parameter already has the placement that ``set_device_mesh`` gives it."""
+    """Return whether TE's parameter already has the placement that ``set_device_mesh`` gives it."""
     if rule is None or tp_mesh is None or rule.layout.is_stacked or rule.layout.is_grouped:
         return False
     placement = Replicate() if rule.shard_dim is None else Shard(rule.shard_dim)
