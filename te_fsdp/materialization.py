@@ -83,7 +83,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
                 expected="an initializer for each",
                 got="meta tensors, or values that reset_parameters left uninitialized",
                 why="They would contain uninitialized memory",
-                fix="define reset_parameters() on the module that owns them, filling all of its parameters and buffers, "
+                fix="define reset_parameters() on the module that owns them, filling every parameter and buffer, "
                 "or assign tensors with values before materialize (such as rotary frequencies of the model's own, "
                 "computed outside of torch.device('meta'))",
             )

@@ -470,7 +470,7 @@ class ForeignModule(MeshModule):
         if unset:
             raise InitError(
                 f"{', '.join(binding.label(name) for name in unset)}: not initialized",
-                expected=f"{type(self).__name__}.reset_parameters to fill all of its parameters and buffers",
+                expected=f"{type(self).__name__}.reset_parameters to fill every parameter and buffer",
                 got="uninitialized values",
                 why="They would contain uninitialized memory",
                 fix="initialize them in reset_parameters",

@@ -1,6 +1,20 @@
 """Cached metadata of a quantized shard's all-gathers, and all-gathers without TE's hook.
 
-:mod:`te_fsdp.quantized.fsdp_hooks` creates the metadata in the first all-gather of a shard.
+    local tensor of the shard
+      ._te_fsdp_weight   WeightRecord     te_fsdp's data about this tensor (te_fsdp.records)
+        .gathers         GatherMetadata   format, amax group, FSDP2's group: constant for shard and mesh
+          .replays[key]  Replay           names of the attributes that TE's hook returned
+
+    key                  (before backward, stays unsharded after forward, rowwise usage, columnwise usage)
+
+    all-gather of the shard
+      replay_gather      with a Replay of the key: read the attributes, TE's hook does not run
+      fsdp_pre_all_gather (te_fsdp.quantized.fsdp_hooks), otherwise: run TE's hook, then
+        GatherMetadata   build it in the first all-gather, or if mesh or size has changed
+        Replay           record one, if the result has attributes and constants only
+        CustomGather     convert TE's buffers, for uneven or column-wise shards and single ranks
+
+[Note: replays] explains why a Replay is valid.
 """
 
 from __future__ import annotations
