@@ -187,11 +187,7 @@ def _bases(cls: type) -> tuple[type, ...]:
 
 
 #: Run around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.lifecycle`).
-BEFORE_STEP: StepFunctions = (
-    restore_optimizer_params,
-    run_checks,
-    sync_tp_replicas,
-)
+BEFORE_STEP: StepFunctions = (restore_optimizer_params, run_checks, sync_tp_replicas)
 AFTER_STEP: StepFunctions = (refresh_quantized,)
 
 

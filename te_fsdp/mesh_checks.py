@@ -368,10 +368,7 @@ def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
     """
     # Consecutive ranks share a node, as torchrun numbers them.
     crossing = {axis for axis, ranks in groups.items() if bool((ranks // node != ranks[:, :1] // node).any())}
-    why = {
-        "tp": "it all-reduces the activations of every layer",
-        "ep": "it sends every token to its experts",
-    }
+    why = {"tp": "it all-reduces the activations of every layer", "ep": "it sends every token to its experts"}
     sentences = [
         f"{axis}={groups[axis].shape[1]} crosses nodes of {node} ranks: {why[axis]}. Choose a size that divides {node}"
         for axis in ("tp", "ep")

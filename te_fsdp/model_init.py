@@ -85,9 +85,13 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
     for name, module in model.named_modules():
         if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             continue
-        reset = _reset_with_children(module)
-        if reset is not None:
-            initializers.append(Initializer(name, module, reset, is_reset=True))
+        # A constructor that has made children may call reset_parameters, which may write to their parameters, as those
+        # of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
+        direct = sum(1 for _ in module.parameters(recurse=False))
+        if _te.kind_of(module) is None and direct != sum(1 for _ in module.parameters()):
+            word = next((word for word in _RESETS if callable(getattr(type(module), word, None))), "")
+            if word and _runs_in_constructor(type(module), (word,)):
+                initializers.append(Initializer(name, module, getattr(module, word), is_reset=True))
         is_inner = any(outer.contains(name) for outer in initializers if not outer.is_reset)
         # The outer initialization covers this module, unless its own constructor ran one.
         if is_inner and not _runs_in_constructor(type(module), (*METHODS, "post_init")):
@@ -106,16 +110,6 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
                 tensor.__dict__.pop(_DONE, None)
     # In the order in which constructors end: inner modules first, as one process draws.
     return sorted(initializers, key=lambda item: (last[item.name], -order[item.name]))
-
-
-def _reset_with_children(module: nn.Module) -> Callable[[], object] | None:
-    """Return a ``reset_parameters`` that a constructor calls after it has made children, ``None`` if there is none."""
-    # It may write to parameters of the children, as those of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
-    direct = sum(1 for _ in module.parameters(recurse=False))
-    if _te.kind_of(module) is not None or direct == sum(1 for _ in module.parameters()):
-        return None
-    word = next((word for word in _RESETS if callable(getattr(type(module), word, None))), "")
-    return getattr(module, word) if word and _runs_in_constructor(type(module), (word,)) else None
 
 
 def _runs_in_constructor(cls: type, words: Iterable[str]) -> bool:

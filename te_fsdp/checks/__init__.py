@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_fsdp.check_points import LEVELS, CheckPoints, When
-from te_fsdp.checks import (
-    backward,
-    forward,
-    gradients,
-    inputs,
-    model,
-    optimizer,
-    weights,
-)
+from te_fsdp.checks import backward, forward, gradients, inputs, model, optimizer, weights
 from te_fsdp.errors import (
     CheckpointError,
     GradientError,

@@ -1,4 +1,4 @@
-"""``broadcast_params``: make all copies of replicated parameters equal."""
+"""Groups of ranks that replicate a parameter, and ``broadcast_params``, which makes all copies equal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.features.param_gather import release_params
+from te_fsdp.mesh_checks import AXES
 from te_fsdp.quantized.components import components_of, drop_derived_state
-from te_fsdp.records import first_owners, require_model, require_optimizer
-from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
+from te_fsdp.records import first_owners, plan_of, require_model, require_optimizer
 from te_fsdp.sharded_model import get_sharded_model, mesh_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -21,6 +21,28 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
     from torch.optim import Optimizer
+
+    from te_fsdp.records import ParamOwner
+    from te_fsdp.sharded_model import ShardedModel
+
+
+def replica_groups_of_dtensor(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that have identical copies of a parameter, by its mesh."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh, axes = parameter.device_mesh, enumerate(parameter.placements)
+    return [mesh.get_group(axis) for axis, p in axes if p.is_replicate() and mesh.size(axis) > 1]
+
+
+def replica_groups_of_plan(state: ShardedModel, owner: ParamOwner) -> list[dist.ProcessGroup]:
+    """Return the groups of data-parallel ranks that have identical copies of a parameter outside its mesh."""
+    plan, meshes = plan_of(owner.parameter) or state.plans.get(owner.label), state.meshes
+    if plan is None:
+        return []  # registered by the user after fully_shard
+    root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
+    axes = owner.parameter.device_mesh.mesh_dim_names if isinstance(owner.parameter, DTensor) else ()
+    alike = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]
+    return [root.get_group(axis) for axis in alike if axis not in (axes or ()) and root[axis].size() > 1]
 
 
 def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:

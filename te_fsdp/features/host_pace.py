@@ -19,11 +19,7 @@ import torch
 
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.component import Component
-from te_fsdp.upstream import (
-    fsdp2_outputs as _fsdp2_outputs,
-    fsdp2_units,
-    torch_dtensor as _torch,
-)
+from te_fsdp.upstream import fsdp2_outputs as _fsdp2_outputs, fsdp2_units, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn

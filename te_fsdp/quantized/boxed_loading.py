@@ -34,7 +34,6 @@ from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
@@ -67,10 +66,7 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
 
 
 def _finish(
-    entry: tuple[Any, Any],
-    loaded: torch.Tensor,
-    owner: tuple[nn.Module, str],
-    values: torch.Tensor | None,
+    entry: tuple[Any, Any], loaded: torch.Tensor, owner: tuple[nn.Module, str], values: torch.Tensor | None
 ) -> None:
     """Drop what a weight derived from overwritten bytes, and quantize values that wait. Collective if there are values.
 
@@ -131,7 +127,10 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             for dim in range(mesh.ndim)
             if any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
         ]
-        together = ranks.issuperset(_ranks_along(mesh, cuts))
+        # The ranks with this rank's coordinates in all other dims.
+        at = mesh.get_coordinate() or [0] * mesh.ndim
+        index = tuple([slice(None) if dim in cuts else at[dim] for dim in range(mesh.ndim)])
+        together = ranks.issuperset(mesh.mesh[index].flatten().tolist())
         for dim in cuts if together else ():
             if mesh.size(dim) > 1:
                 dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -150,13 +149,6 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             _finish((container, path[-1]), loaded, (module, name), values)
     if alone:
         _finish_alone(alone, read)
-
-
-def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:
-    """Return the global ranks with this rank's coordinates in all other dims of a mesh."""
-    at = mesh.get_coordinate() or [0] * mesh.ndim
-    index = tuple([slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim)])
-    return mesh.mesh[index].flatten().tolist()
 
 
 def _owner_of(value: QuantizedDTensor) -> tuple[nn.Module, str, torch.Tensor] | None:

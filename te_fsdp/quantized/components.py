@@ -50,7 +50,26 @@ class Component:
         if self.block is None:
             zeros = (0,) * self.tensor.ndim
             return [Box(zeros, zeros, tuple(self.tensor.shape))]
-        return [_scaled(box, self.block, f"{label} ({self.name})", original) for box in boxes]
+        scaled = []
+        for box in boxes:
+            ends = [o + s for o, s in zip(box.original, box.sizes, strict=True)]
+            # The last block of a dim ends with the weight, even if it is incomplete.
+            short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
+            parts = []
+            for values in (box.original, box.local, box.sizes):
+                cuts = [value % step != 0 for value, step in zip(values, self.block, strict=True)]
+                if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
+                    raise PlacementError(
+                        f"{label} ({self.name}): a rank's rectangle at {box.original} of size {box.sizes} splits "
+                        "blocks",
+                        expected=f"multiples of {self.block}",
+                        got=f"{values}",
+                        why="The block would belong to two ranks at once",
+                        fix="choose sizes for which every rank gets complete blocks, or use high-precision weights",
+                    )
+                parts.append(tuple(math.ceil(v / step) for v, step in zip(values, self.block, strict=True)))
+            scaled.append(Box(*parts))
+        return scaled
 
 
 def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
@@ -204,26 +223,6 @@ def drop_derived_state(local: torch.Tensor) -> None:
     for part in _te.storage_parts_of(local):
         _te.drop_transpose(part)
     _te.drop_high_precision_value(local)
-
-
-def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int] | None) -> Box:
-    """Convert a rectangle of the weight to units of blocks."""
-    ends = [o + s for o, s in zip(box.original, box.sizes, strict=True)]
-    # The last block of a dim ends with the weight, even if it is incomplete.
-    short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
-    scaled = []
-    for values in (box.original, box.local, box.sizes):
-        cuts = [value % step != 0 for value, step in zip(values, block, strict=True)]
-        if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
-            raise PlacementError(
-                f"{label}: a rank's rectangle at {box.original} of size {box.sizes} splits blocks",
-                expected=f"multiples of {block}",
-                got=f"{values}",
-                why="The block would belong to two ranks at once",
-                fix="choose sizes for which every rank gets complete blocks, or use high-precision weights",
-            )
-        scaled.append(tuple(math.ceil(value / step) for value, step in zip(values, block, strict=True)))
-    return Box(*scaled)
 
 
 # --- values

@@ -20,20 +20,9 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.layout import ParameterRule
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit, refuse_sharded_rows
 from te_fsdp.quantized.amax import has_amax_group, set_amax_group
-from te_fsdp.quantized.components import (
-    bytes_of_ranks,
-    components_of,
-    keep_rowwise_only,
-    pack_bytes,
-)
+from te_fsdp.quantized.components import bytes_of_ranks, components_of, keep_rowwise_only, pack_bytes
 from te_fsdp.quantized.empty_shards import patch_empty_shards, share_scale
-from te_fsdp.quantized.gather_metadata import (
-    CustomGather,
-    GatherMetadata,
-    Packed,
-    Replay,
-    replay_gather,
-)
+from te_fsdp.quantized.gather_metadata import CustomGather, GatherMetadata, Packed, Replay, replay_gather
 from te_fsdp.quantized.shards import attach_amax_group, check_weight_mesh
 from te_fsdp.records import BINDING, WEIGHT, ModuleBinding, WeightRecord, is_replicated, weight_record
 from te_fsdp.upstream import (

@@ -89,11 +89,7 @@ class Replay(NamedTuple):
 
 
 def replay_gather(
-    shard: torch.Tensor,
-    mesh: DeviceMesh,
-    orig_size: torch.Size,
-    module: nn.Module,
-    now: tuple[bool, bool],
+    shard: torch.Tensor, mesh: DeviceMesh, orig_size: torch.Size, module: nn.Module, now: tuple[bool, bool]
 ) -> tuple[tuple[torch.Tensor, ...], Any] | None:
     """Return the result of a shard's all-gather hook from an earlier one ([Note: replays]), or ``None``. Local.
 

@@ -74,10 +74,7 @@ def tensors_between_microbatches(unit: nn.Module) -> Iterator[list[torch.Tensor]
     for group in fsdp_parameter_groups(unit):
         for managed in group.fsdp_params:
             tensors = (group._partial_reduce_output, managed._unsharded_param if group.is_unsharded else None)
-            yield [
-                *unreduced_gradients_of(managed),
-                *(tensor for tensor in tensors if tensor is not None),
-            ]
+            yield [*unreduced_gradients_of(managed), *(tensor for tensor in tensors if tensor is not None)]
 
 
 def sharded_unsharded_pairs(groups: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

@@ -16,11 +16,7 @@ from te_fsdp.errors import OrderError
 from te_fsdp.features.hfsdp.optimizer_shards import OUTER
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
-from te_fsdp.lifecycle import (
-    broadcast_tp_gradients,
-    gradient_of,
-    gradients_of,
-)
+from te_fsdp.lifecycle import broadcast_tp_gradients, gradient_of, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import sharded_model_of
