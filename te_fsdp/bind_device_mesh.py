@@ -330,16 +330,15 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         binding.ep.experts_mesh = meshes.experts_mesh
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            # Kept for the parameters that FSDP2 and initialization create later, which would lose the user's
-            # attributes.
+            # FSDP2 and initialization create new parameters later, which must get the user's attributes.
             binding.attributes[name] = param_attrs_to_copy(parameter)
     module.__dict__[BINDING] = binding
-    # Of the instance too: the class that FSDP2 gives a unit has a __module__ of torch's.
+    # Set it on the instance too, because the class that FSDP2 gives a unit has torch's ``__module__``.
     module.__dict__.setdefault("__module__", type(module).__module__)
     # The object stays, so references of optimizers, parents and user code stay valid, as in FSDP2.
     module.__class__ = bound_class(type(module))
-    is_cut = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
-    if is_cut and hasattr(module, "set_tensor_parallel_group"):
+    is_sharded = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
+    if is_sharded and hasattr(module, "set_tensor_parallel_group"):
         # A module built with ``tp_size`` only has no group yet.
         module.set_tensor_parallel_group(tp_mesh.get_group())
     for name, parameter in list(module._parameters.items()):

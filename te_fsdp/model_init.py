@@ -248,7 +248,7 @@ class _Unsharded(TorchFunctionMode):
 
     @contextmanager
     def _bound(self, module: nn.Module) -> Iterator[None]:
-        """Show the binding of one module."""
+        """Restore the binding of one module that :meth:`unbound` hides."""
         binding = self.bindings.get(id(module))
         if binding is not None:
             module.__dict__[BINDING] = binding

@@ -381,15 +381,15 @@ def find_units(
         chosen = {name for name, module in names.items() if isinstance(module, layer)}
     else:
         selectors = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
-        chosen = {name for want in selectors for name in _find(names, want)}
+        chosen = {name for selector in selectors for name in _find(names, selector)}
     strategies: dict[str, str] = {}
     if isinstance(strategy, Mapping):
         # Classes first, so that a name overrides the strategy of its class.
-        for want in sorted(strategy, key=lambda want: isinstance(want, str)):
-            word = check_option("strategy", strategy[want])
-            for name in _find(names, want):
-                other_name = isinstance(want, str) and not want.endswith(".*") and want != name
-                if (isinstance(want, type) or other_name) and strategies.get(name, word) != word:
+        for selector in sorted(strategy, key=lambda selector: isinstance(selector, str)):
+            word = check_option("strategy", strategy[selector])
+            for name in _find(names, selector):
+                other_name = isinstance(selector, str) and not selector.endswith(".*") and selector != name
+                if (isinstance(selector, type) or other_name) and strategies.get(name, word) != word:
                     raise PlacementError(
                         f"{name or 'model'}: two strategies",
                         expected="one class or name of the mapping that selects it, or equal strategies",
@@ -406,32 +406,32 @@ def find_units(
     return {name: nearest_strategy(name, strategies) for name in ["", *inner]}
 
 
-def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
+def _find(names: dict[str, nn.Module], selector: type | str) -> list[str]:
     """Return the names of the modules that a class, a name or a name with ``.*`` selects, each module once."""
     first: dict[int, str] = {}
     for name, module in names.items():
         first.setdefault(id(module), name)
-    if isinstance(want, type):
-        matches = [n for n, m in names.items() if isinstance(m, want)]
-    elif not isinstance(want, str):
+    if isinstance(selector, type):
+        matches = [n for n, m in names.items() if isinstance(m, selector)]
+    elif not isinstance(selector, str):
         raise PlacementError(
-            f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
+            f"fully_shard: a {type(selector).__name__} as a unit or as a key of strategy",
             expected="a class, or a name in the tree",
             fix="use names of model.named_modules()",
         )
-    elif want.endswith(".*"):
-        prefix = want[:-1]
+    elif selector.endswith(".*"):
+        prefix = selector[:-1]
         matches = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]
     else:
-        matches = [want] if want in names else []
+        matches = [selector] if selector in names else []
     if not matches:
-        near = None if isinstance(want, type) or want.endswith(".*") else suggest(want, names)
+        near = None if isinstance(selector, type) or selector.endswith(".*") else suggest(selector, names)
         kinds = {type(module).__name__ for module in names.values()}
         raise PlacementError(
-            f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
+            f"fully_shard: unit {selector if isinstance(selector, str) else selector.__name__!r} matches no module",
             expected=f"a class or one of the names {shorten([n for n in names if n], 8)}",
-            fix=f"pass the class {want} itself, not its name"
-            if want in kinds
+            fix=f"pass the class {selector} itself, not its name"
+            if selector in kinds
             else f"write {near!r}, if you mean that module"
             if near
             else "use names of model.named_modules()",

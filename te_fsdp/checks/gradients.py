@@ -141,10 +141,9 @@ def compare_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> 
 
 
 def schedule_gradient_checks(model: nn.Module, *, enabled: bool = True, every: bool = False) -> None:
-    """Schedule comparisons over tp for the first steps, for ``every`` one, or unless ``enabled`` for none. Local."""
+    """Compare gradients over tp in the first steps, with ``every`` in all, unless ``enabled`` in none. Local."""
     for binding in filter(None, map(binding_of, model.modules())):
-        # A second call replaces the schedule of the first, for example after set_device_mesh of a bound
-        # model.
+        # A second call replaces the schedule of the first, for example in set_device_mesh of a bound model.
         binding.grad_checks.clear()
         if enabled and binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
             for name, rule in binding.rules.items():

@@ -76,11 +76,11 @@ def refuse_replaced(step: Step) -> None:
     if not marked and not is_copy:
         return
     params = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
-    # Without a record, or with what a pickle leaves of one.
+    # Parameters without a record, or with the empty one of a pickle.
     unmarked = {
         id(parameter): parameter for parameter in params if is_copy and not parameter.__dict__.get(PARAMETER)
     }
-    # Another model may share a parameter with the one that lost it, or be a copy too: a step for that one is right.
+    # A step is correct for a parameter that another model still has, or that belongs to a copy of the model.
     to_find = {*marked, *unmarked}
     for owner, name in registered_at(to_find):
         key = id(owner._parameters[name])
@@ -88,8 +88,8 @@ def refuse_replaced(step: Step) -> None:
         unmarked.pop(key, None)
         if key in marked:
             get_or_create_record(marked.pop(key)).replaced_by = None
-    # Copies of a sharded model's parameters were pickled, or are of the kind of one of its parameters.
-    # It visits all modules of the process, so it runs only if a copy is suspected.
+    # A copy was pickled, or has the kind of a sharded model's parameter. _sharded_kinds visits all modules of the
+    # process, so it runs only if a copy is suspected.
     kinds = _sharded_kinds() if unmarked else {}
     if all(PARAMETER in parameter.__dict__ or _kind(parameter) in kinds for parameter in unmarked.values()):
         marked |= unmarked

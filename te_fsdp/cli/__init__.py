@@ -153,9 +153,9 @@ def completion(arguments: Sequence[str]) -> int:
         conf.OmitArgPrefixes,
         conf.OmitSubcommandPrefixes,
     )
-    every, is_help = _one_of({name: _command(name) for name in _COMMANDS}), "--tyro-print-completion"
+    union = _one_of({name: _command(name) for name in _COMMANDS})
     with contextlib.suppress(SystemExit):
-        tyro.cli(every, prog="te-fsdp", args=[is_help, arguments[0]], config=config)
+        tyro.cli(union, prog="te-fsdp", args=["--tyro-print-completion", arguments[0]], config=config)
     return 0
 
 

@@ -46,7 +46,7 @@ def replica_groups_of_plan(state: ShardedModel, owner: ParamOwner) -> list[dist.
 
 
 def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Broadcast every replicated parameter from the first rank that holds it; all copies are then bitwise equal.
+    """Broadcast every replicated parameter from the first rank that has it; all copies are then bitwise equal.
 
     Use it after values were written on single ranks, or after steps of an optimizer that is not torch's (with torch's
     optimizer hooks, te_fsdp keeps copies equal). Copies exist over tp, over ``dp_replicate``, and over data parallel
@@ -56,7 +56,7 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
 
     Args:
         model: The sharded model, from :func:`te_fsdp.fully_shard`, or from :func:`te_fsdp.set_device_mesh` only. In
-            the second case copies over data parallel are not known.
+            the second case copies over data parallel are not broadcast.
         optimizer: Also broadcast its states: tensors with the shape of their parameter's shard.
 
     Raises:

@@ -232,9 +232,9 @@ class Muon(Optimizer):
             if len(set(rates)) == 1:
                 local.add_(update, alpha=-rates[0])
                 continue
-            for rows, own_rate in zip(weight.rows(), rates, strict=True):
+            for rows, rate_of_part in zip(weight.rows(), rates, strict=True):
                 rows = rows.to(local.device)
-                local[rows] = local[rows].add(update[rows], alpha=-own_rate)
+                local[rows] = local[rows].add(update[rows], alpha=-rate_of_part)
 
     def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Return this rank's part of the tensor to orthogonalize: 1-D, bf16, in its own memory."""

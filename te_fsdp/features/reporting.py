@@ -235,7 +235,7 @@ def _as_grouped_tensor(label: str, module: nn.Module, parts: list[Row]) -> Row:
 
 
 def shard_in_training(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local meta tensor that a meta parameter becomes after its first all-gather (if any). Local."""
+    """Return the local tensor of a meta parameter as it is in training, without unused columnwise data. Local."""
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
     if quantizer is None:
         return local

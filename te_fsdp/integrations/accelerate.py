@@ -118,7 +118,7 @@ class TeFsdpAccelerator(_Accelerator):
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
         for optimizer in optimizers:
-            # All optimizers first: sharding replaces parameters, and cannot be undone.
+            # Check all optimizers first, because sharding replaces parameters and cannot be undone.
             te_fsdp.check_optimizer(nn.ModuleList([*models, *self._models]), optimizer)
         for model in (model for model in models if not get_sharded_model(model)):
             param_ids = {id(parameter) for parameter in model.parameters()}

@@ -115,7 +115,7 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
         recipe = {**states[0]["recipe"], "num_gemms": len(states)}
         recipe.pop(_EXPERT, None)
         keys = [key for key in states[0] if key != "recipe"]
-        return (), {"recipe": recipe, **{key: torch.cat([own[key] for own in states], -1) for key in keys}}
+        return (), {"recipe": recipe, **{key: torch.cat([s[key] for s in states], -1) for key in keys}}
     marks, data = tuple(entry.shape[1:]), bytes_of(entry)
     if not data.startswith(_MAGIC):
         if entry.ndim == 1:

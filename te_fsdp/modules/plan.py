@@ -78,16 +78,16 @@ def plan_modules(
         cuts = of_dense.get(id(item.module), {})
         grid = item.meshes.grid
         if item.experts is not None:
-            dtensor = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
-            cuts = {item.registered(name): dim for name, dim in dtensor.items()}
+            dims = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
+            cuts = {item.registered(name): dim for name, dim in dims.items()}
         if item.kind == "GroupedLinear":
             cuts = {**cuts, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
-        for name, dtensor in item.distributed.items():
+        for name, user_dtensor in item.distributed.items():
             if stays_replicated(item.module, name):
                 continue
-            ranks = (of_experts if dtensor.is_expert else dense).grid.dp_shard
+            ranks = (of_experts if user_dtensor.is_expert else dense).grid.dp_shard
             label = f"{item.name}.{name}" if item.name else name
-            dim = dim_to_shard(label, item.module._parameters[name], dtensor, ranks)
+            dim = dim_to_shard(label, item.module._parameters[name], user_dtensor, ranks)
             cuts = {**cuts, name: dim} if dim else cuts
         plans.append(replace(item, fsdp_dims=cuts))
     return plans

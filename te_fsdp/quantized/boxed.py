@@ -64,7 +64,7 @@ class QuantizedDTensor(BoxedDTensor):
     ) -> Any:
         """Run the function as for any DTensor, on values that wait for their scale instead of older bytes."""
         name = func.__name__
-        if name in ("__get__", "__set__") or not any(map(_waits, args)):
+        if name in ("__get__", "__set__") or not any(map(_has_pending_values, args)):
             return super().__torch_function__(func, types, args, kwargs)
         if name == "detach":
             return _with_waiting(super().__torch_function__(func, types, args, kwargs), args[0])
@@ -86,13 +86,13 @@ class QuantizedDTensor(BoxedDTensor):
         if not _te.is_quantized(local):
             return super()._plain_values()
         # After a load, values may still lack their scale. They are newer than the bytes.
-        waiting = waiting_values(local)
+        waiting = pending_values(local)
         values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
         return _torch.dtensor(values, self._spec)
 
     def to_local(self, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
         """Return the local tensor, or the FP32 values that wait for its scale. Writes to either are kept."""
-        waiting = waiting_values(self._local_tensor) if _waits(self) else None
+        waiting = pending_values(self._local_tensor) if _has_pending_values(self) else None
         return super().to_local(**options) if waiting is None else waiting
 
     def view(self, *shape: Any, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
@@ -122,7 +122,7 @@ class QuantizedDTensor(BoxedDTensor):
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._shard_of(box, to_write=to_write)
-        if to_write and _waits(self):
+        if to_write and _has_pending_values(self):
             return _torch.local_of(_newest(self))[box.local_slices()]
         if _te.is_grouped(local):
             one = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
@@ -182,7 +182,7 @@ def weights_of(local: torch.Tensor) -> list[torch.Tensor]:
     return local.experts if _te.is_grouped(local) else [local]  # type: ignore[missing-attribute]
 
 
-def waiting_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
+def pending_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
     """Return the values that wait for their scale, if there are any; ``take``: they wait no longer."""
     weights = weights_of(local)
     records = [weight_record(one) for one in weights]
@@ -198,9 +198,9 @@ def waiting_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor |
     return values
 
 
-def _waits(one: Any) -> bool:
+def _has_pending_values(entry: Any) -> bool:
     """Return whether a tensor has values that wait for their scale. Local operation."""
-    local = _torch.local_of(one) if isinstance(one, QuantizedDTensor) else None
+    local = _torch.local_of(entry) if isinstance(entry, QuantizedDTensor) else None
     return (
         local is not None
         and _te.is_quantized(local)
@@ -212,9 +212,9 @@ def _waits(one: Any) -> bool:
 
 def _newest(one: Any, *, in_fp32: bool = False) -> Any:
     """Return the values that wait for the tensor's scale, in its dtype or FP32; return other tensors unchanged."""
-    if not _waits(one):
+    if not _has_pending_values(one):
         return one
-    values = waiting_values(_torch.local_of(one))
+    values = pending_values(_torch.local_of(one))
     assert values is not None
     values = values if in_fp32 else values.to(one.dtype)
     return _torch.with_local(values, one, requires_grad=False)
@@ -222,7 +222,7 @@ def _newest(one: Any, *, in_fp32: bool = False) -> Any:
 
 def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
     """Attach the values that wait in ``source`` to a tensor derived from it. Local operation."""
-    if not _waits(source):
+    if not _has_pending_values(source):
         return result
     weights = (weights_of(_torch.local_of(one)) for one in (result, source))
     for new, old in zip(*weights, strict=True):

@@ -21,9 +21,9 @@ from te_fsdp.quantized.boxed import (
     QuantizedSlice,
     drop_derived,
     empty_like,
+    pending_values,
     take_written,
     values_of,
-    waiting_values,
     weights_of,
     write_bytes,
 )
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
-    """Quantize values that wait for their scale, with the amax of the unsharded weight.
+    """Quantize pending values with the amax of the unsharded weight.
 
     Collective over the weight mesh of each such weight: all ranks load the same ones, in the order of the model.
     """
@@ -52,16 +52,16 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             read, local = _torch.local_of(value), _torch.local_of(parameter)
             if not _te.is_quantized(read):
                 if _te.is_quantized(local):
-                    # The load overwrites them. `copy_` would change what waits, and leave the bytes.
-                    waiting_values(local, take=True)
+                    # The load overwrites pending values: `copy_` would change them and not the bytes.
+                    pending_values(local, take=True)
                     if read.device != local.device and isinstance(value, DTensor):
                         state_dict[key] = _torch.with_local(read.to(local.device), value, requires_grad=False)
                 continue
-            # A parameter in high precision or another format gets the values that wait by `copy_`.
+            # A parameter in high precision or another format gets pending values by `copy_`.
             if _te.format_of(local) is not _te.format_of(read):
                 continue
-            values = waiting_values(read, take=True)
-            # Delayed scaling, too, takes the scale of these values: that of the previous ones would clip larger ones.
+            values = pending_values(read, take=True)
+            # Delayed scaling uses the scale of these values too. The scale of the previous ones would clip larger ones.
             _finish((state_dict, key), read, (owner, name), values)
 
 
@@ -118,7 +118,7 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
     for mesh in dict.fromkeys(value.device_mesh for _, _, value in entries):
         group = [one for one in entries if one[2].device_mesh == mesh]
         waits = torch.tensor(
-            [waiting_values(_torch.local_of(value)) is not None for _, _, value in group],
+            [pending_values(_torch.local_of(value)) is not None for _, _, value in group],
             dtype=torch.int32,
             device=mesh.device_type,
         )
@@ -139,7 +139,7 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             if owner is None:
                 continue
             module, name, local = owner
-            values = waiting_values(loaded, take=True) if waiting else None
+            values = pending_values(loaded, take=True) if waiting else None
             # A shard without rows may have the only old scale.
             has_one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(local)))
             if not together and has_one_scale and (values is not None or not loaded.numel()):
@@ -206,7 +206,7 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
     for (path, value, module, name, local), made in zip(weights, wholes, strict=True):
         loaded = _torch.local_of(value)
         for full in made.values():
-            values = waiting_values(full, take=True)
+            values = pending_values(full, take=True)
             if values is None and not take_written(full):
                 raise CheckpointError(
                     f"{'.'.join(map(str, path))}: dcp.load on some of the ranks that shard the weight",

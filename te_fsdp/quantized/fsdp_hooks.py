@@ -359,10 +359,10 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         # From the second all-gather on, FSDP2 passes `out` as the DTensor around the unsharded weight. TE
         # would set the gathered buffers on that wrapper, and kernels would keep reading the old ones.
         target = _torch.local_of_dtensor(out) if isinstance(out, DTensor) else out
-        buffers, te_metadata, inner = all_gather_outputs, metadata, None
+        buffers, te_metadata, inner_tensors = all_gather_outputs, metadata, None
         if isinstance(metadata, CustomGather):
             # FSDP2 must not free the shard's memory.
-            buffers, te_metadata, inner = metadata.buffers, metadata.metadata, ()
+            buffers, te_metadata, inner_tensors = metadata.buffers, metadata.metadata, ()
             if metadata.rows:
                 # The padding is at the end, so the rows are a contiguous part of the gathered buffer, which FSDP2
                 # frees.
@@ -391,7 +391,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             scale = getattr(self, _te.SCALE, None)
             if scale is None or scale is not getattr(tensor, _te.SCALE, None):
                 _te.copy_scale(tensor, self)
-        return tensor, gathered if inner is None else inner
+        return tensor, gathered if inner_tensors is None else inner_tensors
 
     return fsdp_post_all_gather
 
