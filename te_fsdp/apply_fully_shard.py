@@ -231,10 +231,10 @@ class Setup:
 def prepare_units(setup: Setup) -> None:
     """Adapt FSDP2's units to quantized and partial parameters. Local operation."""
     plan, state = setup.plan, setup.state
-    cuts = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
+    sharded_weights = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
     for unit in state.modules.values():
         for managed in fsdp2_units.managed_fsdp_params(unit):
-            if any((id(owner), name) in cuts for owner, name in fsdp2_units.owners_of(managed)):
+            if any((id(owner), name) in sharded_weights for owner, name in fsdp2_units.owners_of(managed)):
                 # No high-precision copies of quantized shards, neither now nor when a shard is quantized later.
                 _fsdp2_patches.disable_flat_shard(managed)
         _fsdp2_hooks.shorten_hooks(unit)

@@ -72,19 +72,19 @@ def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -
     dims = {
         axis: _torch.shard_dim_of(p) for axis, p in enumerate(placements) if axis not in (tp_axis, ep_axis)
     }
-    cuts = [(axis, dim) for axis, dim in dims.items() if dim is not None]
-    if len(cuts) > 1:
+    sharded = [(axis, dim) for axis, dim in dims.items() if dim is not None]
+    if len(sharded) > 1:
         raise PlacementError(
             f"{label}: placements {tuple(placements)}",
             expected="at most one FSDP shard axis",
-            got=len(cuts),
+            got=len(sharded),
             fix="shard it by te_fsdp.fully_shard, or by torch's over one mesh axis",
         )
 
     def place(axis: int | None) -> tuple[int, int]:
         return (1, 0) if axis is None else (mesh.size(axis), coordinate[axis])
 
-    axis, dim = cuts[0] if cuts else (None, 0)
+    axis, dim = sharded[0] if sharded else (None, 0)
     return Coordinates(*place(tp_axis), *place(axis), dim, *place(ep_axis))
 
 
@@ -413,9 +413,9 @@ class LoadTarget(torch.Tensor):
     @staticmethod
     def __new__(cls: Any, shape: Any, like: torch.Tensor) -> LoadTarget:
         """Make the entry, without pieces."""
-        made = wrapper(cls, shape, like)
-        made.pieces = {}
-        return made
+        entry = wrapper(cls, shape, like)
+        entry.pieces = {}
+        return entry
 
     def __init__(self, *unused: Any) -> None:
         """Do nothing: :meth:`__new__` has set everything."""

@@ -30,11 +30,11 @@ def expert_units(model: nn.Module, meshes: Meshes, experts: Selection) -> set[st
     """Return the names of the modules that become units because of parameters over ``ep``. Local operation."""
     # These are the ``GroupedLinear`` modules of `experts`, and what the user's DTensors over ``ep`` need.
     modules = dict(model.named_modules())
-    places = list(_sharded_over_ep(model, meshes))
-    homes = {_home(modules, owner.path) for owner in places}
-    units = homes | find_experts(model, experts)
-    units |= {name for home in homes for name in _children(modules[home], home)}
-    return units - ({owner.path for owner in places} - homes)
+    owners = list(_sharded_over_ep(model, meshes))
+    readers = {_reading_module(modules, owner.path) for owner in owners}
+    units = readers | find_experts(model, experts)
+    units |= {child for reader in readers for child in _children(modules[reader], reader)}
+    return units - ({owner.path for owner in owners} - readers)
 
 
 def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
@@ -49,7 +49,7 @@ def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
             yield owner
 
 
-def _home(modules: Mapping[str, nn.Module], path: str) -> str:
+def _reading_module(modules: Mapping[str, nn.Module], path: str) -> str:
     """Return the name of the innermost module around a parameter whose forward may read it. FSDP2 needs its hooks."""
     while path:
         # TE's own forward reads no such parameter: the module that calls TE's does.
@@ -81,29 +81,29 @@ def dense_params_in_expert_units(
 
     Raises PlacementError if they are too large to replicate.
     """
-    expert_places = list(_sharded_over_ep(model, meshes))
-    if not expert_places:
+    expert_owners = list(_sharded_over_ep(model, meshes))
+    if not expert_owners:
         return set()
     names = dict(model.named_modules())
     modules = {id(names[name]) for name in find_experts(model, experts)}
-    expert_params = {id(owner.parameter) for owner in expert_places}
-    homes = {_home(names, owner.path) for owner in expert_places}
+    expert_params = {id(owner.parameter) for owner in expert_owners}
+    readers = {_reading_module(names, owner.path) for owner in expert_owners}
     replicated = set()
-    for home in homes:
-        if units[home].is_replicated:
+    for unit in readers:
+        if units[unit].is_replicated:
             continue
         once: dict[int, ParamOwner] = {}
         for owner in iter_param_owners(model):
             path = owner.path
             while path not in units:
                 path = path.rpartition(".")[0]
-            if path == home and id(owner.module) not in modules and id(owner.parameter) not in expert_params:
+            if path == unit and id(owner.module) not in modules and id(owner.parameter) not in expert_params:
                 once[id(owner.parameter)] = owner
         elements = sum(owner.parameter.numel() for owner in once.values())
         if elements > MOST:
             raise PlacementError(
                 f"{shorten([owner.label for owner in once.values()], 3)}: dense parameters of module "
-                f"{home or 'the root'}, which has DTensor parameters over ep",
+                f"{unit or 'the root'}, which has DTensor parameters over ep",
                 expected=f"at most {MOST:,} elements, which are replicated",
                 got=f"{elements:,} elements",
                 why="FSDP2 shards the parameters of one module over one mesh",

@@ -270,8 +270,8 @@ _STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_S
 def check_started(sizes: Mapping[str, int]) -> None:
     """Raise ``MeshError`` if a launcher started several processes but did not set ``RANK``."""
     # Each would become a separate job. If all sizes are 1, separate jobs are intended.
-    said = {name: os.environ.get(name, "") for name in _STARTED}
-    several = [f"{name}={count}" for name, count in said.items() if count.isdecimal() and int(count) > 1]
+    counts = {name: os.environ.get(name, "") for name in _STARTED}
+    several = [f"{name}={count}" for name, count in counts.items() if count.isdecimal() and int(count) > 1]
     if several and "RANK" not in os.environ and any(size != 1 for size in sizes.values()):
         raise MeshError(
             "Meshes.build: several processes, and no RANK in the environment",
@@ -305,13 +305,13 @@ def device_of_rank(device_type: str) -> int:
     Raises ``MeshError`` if the machine does not have that many, or if ``LOCAL_RANK`` is not set and ranks would share
     the first one.
     """
-    count, said = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
-    index = int(said) if said.isdecimal() else 0
+    count, text = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
+    index = int(text) if text.isdecimal() else 0
     # Without LOCAL_RANK several ranks of a node would all use device 0, which fails much later, in NCCL.
-    alone = said.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
+    alone = text.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
     if index >= count or not alone:
         raise MeshError(
-            f"Meshes.build: LOCAL_RANK={said}" if said else "Meshes.build: no LOCAL_RANK in the environment",
+            f"Meshes.build: LOCAL_RANK={text}" if text else "Meshes.build: no LOCAL_RANK in the environment",
             expected=f"one of this process' {count} devices of type {device_type}, one for each rank of a node",
             fix=f"torchrun --nproc-per-node {max(count, 1)}, or set CUDA_VISIBLE_DEVICES to all devices; with "
             "a different launcher export LOCAL_RANK (SLURM: $SLURM_LOCALID)",
@@ -356,8 +356,8 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
 def ranks_of_a_node(world_size: int) -> int:
     """Return the number of ranks per node from torchrun's ``LOCAL_WORLD_SIZE``, or all ranks if it is not set."""
     # Also all ranks if nodes have different numbers of ranks, because then no number fits every node.
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    each = int(said) if said.isdecimal() else world_size
+    local_world = os.environ.get("LOCAL_WORLD_SIZE", "")
+    each = int(local_world) if local_world.isdecimal() else world_size
     return each if each and world_size % each == 0 else world_size
 
 

@@ -158,13 +158,13 @@ def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
     for module in model.modules():
         keys = getattr(module, "_tied_weights_keys", None)  # names or patterns; a dict maps them to sources
         patterns = [re.compile(rf"(?:{key})\Z") for key in keys or ()]
-        places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+        owners_of: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for name, owner in module.named_modules() if patterns else ():
             for attr, parameter in owner._parameters.items():
                 if parameter is not None:
                     full = f"{name}.{attr}".removeprefix(".")
-                    places.setdefault(id(parameter), []).append((full, owner, attr))
-        for tied in places.values():
+                    owners_of.setdefault(id(parameter), []).append((full, owner, attr))
+        for tied in owners_of.values():
             listed = [one for one in tied if any(pattern.match(one[0]) for pattern in patterns)]
             if 0 < len(listed) < len(tied):
                 dropped |= {(id(owner), attr) for _, owner, attr in listed}
@@ -329,10 +329,10 @@ class _Unsharded(TorchFunctionMode):
         new = module._parameters[name]
         assert new is not None
         if new is not registered:
-            _, places = self.places[key]
-            self.places[id(new)] = new, places
+            _, owners = self.places[key]
+            self.places[id(new)] = new, owners
             self.pending.add(id(new))
-            for owner, attr in places:
+            for owner, attr in owners:
                 owner._parameters[attr] = new
 
     def finish(self) -> None:

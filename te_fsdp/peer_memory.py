@@ -117,16 +117,16 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     failed = ""
     # "" uses the group itself, for torch versions that do not accept te_fsdp's own group.
     for token in (gathered[0][-1], ""):
-        made, reason = None, ""
+        connected, reason = None, ""
         try:
             peers = PeerGroup(device, group, token)
-            made = peers, peers.share(_LEAST)
+            connected = peers, peers.share(_LEAST)
         except RuntimeError as error:
             reason = f"sharing memory failed: {str(error).splitlines()[0]}"
         # The ranks must agree: memory that only some have shared is useless.
         reasons = list(filter(None, gather(reason, group)))
-        if made is not None and not reasons:
-            return made
+        if connected is not None and not reasons:
+            return connected
         failed = failed or reasons[0]
     return failed
 

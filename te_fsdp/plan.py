@@ -183,7 +183,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
                 fix="leave reshard_after_forward out",
             )
         strategy = equivalent
-    words = find_units(model, request.units, DEFAULT if strategy is None else strategy)
+    strategies = find_units(model, request.units, DEFAULT if strategy is None else strategy)
     outer = check_option("outer_strategy", request.outer_strategy)
     check_option("transport", request.transport)
     if not isinstance(request.zero_copy_gradients, bool) and request.zero_copy_gradients != "auto":
@@ -195,10 +195,10 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
         )
     if meshes.ep is not None:
         # Experts cannot share a unit with parameters on other meshes. They have the strategy of the unit around them.
-        chosen = words.keys() | expert_units(model, meshes, request.experts)
+        chosen = strategies.keys() | expert_units(model, meshes, request.experts)
         names = [name for name, _ in model.named_modules() if name in chosen]
-        words = {name: words.get(name) or nearest_strategy(name, words) for name in names}
-    units = {name: STORAGE[word, outer] for name, word in words.items()}
+        strategies = {name: strategies.get(name) or nearest_strategy(name, strategies) for name in names}
+    units = {name: STORAGE[word, outer] for name, word in strategies.items()}
     if outer == "optim" and all(row.is_replicated for row in units.values()):
         raise PlacementError(
             "fully_shard: strategy='no_shard' with outer_strategy='optim'",
@@ -236,20 +236,22 @@ def plan_storage(
     marked = {id(sub) for m in modules.values() if no_shard_mark(m) is True for sub in m.modules()}
     named = {id(modules[name]): name for name in units}
     # The innermost unit around each module; a module with several names is in several units.
-    inside: dict[str, str] = {}
+    unit_of: dict[str, str] = {}
     for name, module in modules.items():  # parents before their children
-        inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
+        unit_of[name] = named.get(id(module), unit_of[name.rpartition(".")[0]] if name else "")
     tied: dict[object, list[tuple[ParamOwner, str, Storage]]] = {}
     sharded: dict[str, list[ParamOwner]] = {}
     for owner in iter_param_owners(model):
-        if not units[inside[owner.path]].is_replicated and id(owner.module) not in marked:
-            sharded.setdefault(inside[owner.path], []).append(owner)
-    odd = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(exempt)
+        if not units[unit_of[owner.path]].is_replicated and id(owner.module) not in marked:
+            sharded.setdefault(unit_of[owner.path], []).append(owner)
+    replicated = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen) | {
+        *exempt
+    }
     for owner in iter_param_owners(model, remove_duplicate=False):
-        unit = inside[owner.path]
+        unit = unit_of[owner.path]
         storage = units[unit]
         is_exempt = id(owner.module) in marked or is_replicated(owner.module, owner.name)
-        if not storage.is_replicated and (is_exempt or id(owner.parameter) in odd):
+        if not storage.is_replicated and (is_exempt or id(owner.parameter) in replicated):
             storage = STORAGE[REPLICATED, storage.outer]
         # The key for tied parameters, and for experts that will be one parameter.
         single = owner.name.rstrip("0123456789")
@@ -257,23 +259,23 @@ def plan_storage(
         tensor = (id(owner.module), single) if is_single else id(owner.parameter)
         tied.setdefault(tensor, []).append((owner, unit, storage))
     rows: dict[Key, ParameterPlan] = {}
-    for places in tied.values():
-        _check_tied(places)
-        owners = tuple(owner.label for owner, _, _ in places)
-        for owner, unit, storage in places:
+    for entries in tied.values():
+        _check_tied(entries)
+        owners = tuple(owner.label for owner, _, _ in entries)
+        for owner, unit, storage in entries:
             row = ParameterPlan(owner.label, owner.name, unit, storage, owners)
             # the first name of a module with several names
             rows.setdefault((id(owner.module), owner.name), row)
     return dict(sorted(rows.items(), key=lambda item: item[1].label))
 
 
-def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
+def _check_tied(entries: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
     """Raise PlacementError unless all owners of a tied parameter are in one unit, or all are replicated.
 
     FSDP2 would shard it once per unit: torch 2.11 trains two parameters, torch 2.13 raises in the first forward.
     """
-    replicated = [owner.label for owner, _, storage in places if storage.is_replicated]
-    others = {owner.label: unit for owner, unit, storage in places if not storage.is_replicated}
+    replicated = [owner.label for owner, _, storage in entries if storage.is_replicated]
+    others = {owner.label: unit for owner, unit, storage in entries if not storage.is_replicated}
     if replicated and others:
         raise PlacementError(
             f"{replicated[0]} is exempt from sharding, but tied to {', '.join(others)}",
@@ -346,15 +348,15 @@ def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -
 
 def check_option(option: str, value: Any) -> str:
     """Return the value of an option of :data:`OPTIONS`; the error for other values suggests the most similar one."""
-    words = OPTIONS[option]
-    if isinstance(value, str) and value in words:
+    options = OPTIONS[option]
+    if isinstance(value, str) and value in options:
         return value
     elsewhere = {theirs: ours for ours, many in _OTHER_LIBRARIES[option].items() for theirs in many.split()}
-    near = suggest(value, words, elsewhere)
+    near = suggest(value, options, elsewhere)
     fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
     raise PlacementError(
         f"fully_shard: {option}",
-        expected=f"one of {words}",
+        expected=f"one of {options}",
         got=repr(value),
         fix=fix if near is not None else f"use one of these, or leave {option} out",
     )

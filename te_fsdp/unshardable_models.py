@@ -173,12 +173,12 @@ def find_unshardable(
     With ``one_dtype`` the trained parameters of a unit must have one dtype, ``with_frozen`` the frozen ones too. Raises
     PlacementError if parameters of another dtype than the rest of their unit are too large to replicate.
     """
-    odd: set[int] = set()
-    for unit, places in units.items():
-        odd.update(id(owner.parameter) for owner in places if not owner.parameter.numel())
+    unshardable: set[int] = set()
+    for unit, owners in units.items():
+        unshardable.update(id(owner.parameter) for owner in owners if not owner.parameter.numel())
         if one_dtype:
             trained: dict[torch.dtype, dict[int, ParamOwner]] = {}
-            for owner in places:
+            for owner in owners:
                 parameter = owner.parameter
                 counts = parameter.requires_grad or (with_frozen and parameter.is_floating_point())
                 if counts and parameter.numel() and not is_replicated(owner.module, owner.name):
@@ -201,7 +201,7 @@ def find_unshardable(
                     fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
                     "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",
                 )
-            odd |= {id(owner.parameter) for owner in others}
+            unshardable |= {id(owner.parameter) for owner in others}
     # Tied parameters of several units raise in `_check_tied`.
-    homes = Counter(key for places in units.values() for key in {id(owner.parameter) for owner in places})
-    return {key for key in odd if homes[key] == 1}
+    units_of = Counter(key for owners in units.values() for key in {id(owner.parameter) for owner in owners})
+    return {key for key in unshardable if units_of[key] == 1}

@@ -126,8 +126,8 @@ def _raise_written(state: ShardedModel, *versions: tuple[list[int], list[int]]) 
     ]
     if written:
         component: Any = state.components.by_class[UnreducedGradients]
-        every = component.names()
-        names = [every[id(parameter)] for parameter in written]
+        names_by_id = component.names()
+        names = [names_by_id[id(parameter)] for parameter in written]
         raise OrderError(
             f"{shorten(names, 3)}: written to between forward and backward",
             expected="a backward with the weights of its forward",

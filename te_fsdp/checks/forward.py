@@ -308,12 +308,12 @@ def _compare(
             ranks: dict[str, list[int]] = {}
             for rank, text in sorted(gather_by_rank(mine, mesh).items()):
                 ranks.setdefault(text, []).append(rank)
-            words = {text: text.split(", ") for text in ranks}
-            common = set.intersection(*map(set, words.values()))
-            kinds = {ranks_of_text[0] for ranks_of_text in words.values()}
+            terms = {text: text.split(", ") for text in ranks}
+            common = set.intersection(*map(set, terms.values()))
+            kinds = {ranks_of_text[0] for ranks_of_text in terms.values()}
             shown = []
             for text, ranks_of_text in ranks.items():
-                kind, *options = words[text]
+                kind, *options = terms[text]
                 options = [option for option in options if option not in common] if len(kinds) == 1 else []
                 shown.append(f"{', '.join([kind, *options])} on {format_ranks(ranks_of_text)}")
             raise PrecisionError(
@@ -358,8 +358,8 @@ def _what_changed(state: ShardedModel, mine: str, trained: list[bool] | None, un
     if unit is not None or compared.under is None:
         return f"forward under another recipe than before: {mine}"
     # If the class of the recipe differs, its options say nothing more.
-    words = mine.split(", "), _format_recipe(*compared.under).split(", ")
-    now, before = (recipe[:1] if words[0][0] != words[1][0] else recipe for recipe in words)
+    recipes = mine.split(", "), _format_recipe(*compared.under).split(", ")
+    now, before = (recipe[:1] if recipes[0][0] != recipes[1][0] else recipe for recipe in recipes)
     return f"forward under another recipe than before: {', '.join(now)} in place of {', '.join(before)}"
 
 
@@ -371,10 +371,10 @@ def _format_recipe(recipe: Any, dtype: torch.dtype | None) -> str:
 def _other_parameters(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> MeshError:
     """Return the error that names the parameters. Collective over ``mesh``."""
     # Only after a difference was found, because the names of all parameters are a large message.
-    everyone = gather_by_rank(mine, mesh)
+    by_rank = gather_by_rank(mine, mesh)
     lines = []
-    for name in dict.fromkeys(name for names in everyone.values() for name in names):
-        flags = [(rank, names.get(name)) for rank, names in sorted(everyone.items())]
+    for name in dict.fromkeys(name for names in by_rank.values() for name in names):
+        flags = [(rank, names.get(name)) for rank, names in sorted(by_rank.items())]
         trained, frozen = ([rank for rank, flag in flags if flag is expected] for expected in (True, False))
         if trained and frozen:
             lines.append(f"{name} trained on {format_ranks(trained)}, frozen on {format_ranks(frozen)}")

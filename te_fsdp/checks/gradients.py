@@ -263,8 +263,8 @@ def compare_replicated_gradients(step: Step) -> None:
     # step.
     with raised_on_all_ranks(step.models[0][0].meshes.device_mesh if step.models else None, step.where):
         limit = _APART_IN_4_BITS if in_4_bits else _APART
-        every = [entry for mesh, pairs in by_mesh.items() for entry in _deviation(mesh, pairs)]
-        different = [(parameter, ratio) for parameter, ratio in every if ratio > limit]
+        pairs_of_all = [entry for mesh, pairs in by_mesh.items() for entry in _deviation(mesh, pairs)]
+        different = [(parameter, ratio) for parameter, ratio in pairs_of_all if ratio > limit]
         if different:
             names = step.names
             for owner, name in registered_at({id(parameter) for parameter, _ in different} - names.keys()):
@@ -334,11 +334,11 @@ def compare_gradient_shapes(step: Step) -> None:
                 mine[name] = f"{tuple(gradient.shape)} {str(gradient.dtype)[6:]}"
         if bool(are_equal([digest(repr(sorted(mine.items())))], mesh).all()):
             continue
-        everyone = gather_by_rank(mine, mesh)
+        by_rank = gather_by_rank(mine, mesh)
         lines = []
-        for name in sorted({name for of_rank in everyone.values() for name in of_rank}):
+        for name in sorted({name for of_rank in by_rank.values() for name in of_rank}):
             ranks: dict[str, list[int]] = {}
-            for rank, of_rank in sorted(everyone.items()):
+            for rank, of_rank in sorted(by_rank.items()):
                 ranks.setdefault(of_rank.get(name, "none"), []).append(rank)
             if len(ranks) > 1:
                 shown = [f"{what} on {format_ranks(of_rank)}" for what, of_rank in ranks.items()]

@@ -152,8 +152,8 @@ def watch_for_copies(state: ShardedModel) -> None:
             inputs = {str(path): tensor for path, tensor in _tensors((args, kwargs), ())}
             same = bool(are_equal([digest(repr(_seen(inputs)))], shards))
             # All ranks may rightly have a batch of zeros or ones, for example in a warmup.
-            telling = not all(bool(is_constant(_plain(tensor))) for tensor in inputs.values())
-            if same and telling and rank() == 0:
+            varies = not all(bool(is_constant(_plain(tensor))) for tensor in inputs.values())
+            if same and varies and rank() == 0:
                 _log.warning(
                     "%s.forward: the first batch is the same on all %d ranks of dp_shard, each of which computes the "
                     "same gradient. Shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size "
@@ -206,8 +206,8 @@ def check_inputs(
         names = _names(getattr(module, method), [path for path, _ in tensors])
         named = dict(zip(names, dict(tensors).values(), strict=True))
         # Ranks that have compared these shapes do not arrive. This raises before collectives could mismatch.
-        meeting = collective_call("forward with inputs of new shapes", mesh)
-        with _te.skip_amax_reduction_after_errors(), meeting, _torch.without_modes():
+        rendezvous = collective_call("forward with inputs of new shapes", mesh)
+        with _te.skip_amax_reduction_after_errors(), rendezvous, _torch.without_modes():
             if axis == "cp":
                 _check_parts(where, named, module.training, mesh)
             else:
@@ -226,12 +226,12 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
     if not named or key in meshes.seen_batches or len(meshes.seen_batches) >= _MOST or is_simulated():
         return
     with collective_call("context_parallel_shard of new shapes", meshes.cp):
-        looks, values = _differing(gather(_seen(named), meshes.cp), "cp")
-    if looks or values:
+        shapes, values = _differing(gather(_seen(named), meshes.cp), "cp")
+    if shapes or values:
         raise InputError(
             "context_parallel_shard: batches that differ over cp",
             expected="the same unsharded sequences on all ranks of a cp group",
-            got="; ".join((looks + [text for _, text in values])[:3]),
+            got="; ".join((shapes + [text for _, text in values])[:3]),
             why="Each takes a different part of them",
             fix="shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size, with seeds that depend on "
             "these numbers, not on the global rank (docs/data.md)",
@@ -243,19 +243,19 @@ def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, m
     """Raise for inputs of different shapes on ranks of cp, and for equal ones. Collective over ``mesh``."""
     mine = {"training": (str(training), 0)} | _seen(tensors)
     # A constant tensor, such as a mask of ones, may be equal in all parts.
-    telling = [name for name, tensor in tensors.items() if not bool(is_constant(_plain(tensor)))]
-    everyone = gather((mine, telling), mesh)
-    looks, _ = _differing([inputs for inputs, _ in everyone], "cp")
+    varying = [name for name, tensor in tensors.items() if not bool(is_constant(_plain(tensor)))]
+    by_rank = gather((mine, varying), mesh)
+    shapes_differ, _ = _differing([inputs for inputs, _ in by_rank], "cp")
     same = [
         f"{', '.join(names)} the same on cp ranks {first} and {second}"
-        for (first, (one, names)), (second, (other, _)) in combinations(enumerate(everyone), 2)
+        for (first, (one, names)), (second, (other, _)) in combinations(enumerate(by_rank), 2)
         if names and all(one[name] == other.get(name) for name in names)
     ]
-    if looks or same:
+    if shapes_differ or same:
         raise InputError(
             f"{where}: inputs over cp",
             expected="a different part of the same sequences on each rank of a cp group, with equally many tokens",
-            got="; ".join((looks or same)[:3]),
+            got="; ".join((shapes_differ or same)[:3]),
             why="Attention puts the sequences together out of these parts",
             fix="te_fsdp.context_parallel_shard(batch, meshes) of the batch that all these ranks have "
             "(docs/context_parallel.md). Where inputs must not be sharded, pass checks='setup' (before: "
@@ -276,36 +276,36 @@ def _sequence_parallel_entries(module: nn.Module) -> Iterator[nn.Module]:
 def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if two ranks of tp have the same input of a sequence-parallel module. Collective over tp at first."""
     # The module all-gathers over tp anyway, so all its ranks arrive.
-    looks, binding = module_record(module).checks.get(_TokenShardCheck), binding_of(module)
+    check, binding = module_record(module).checks.get(_TokenShardCheck), binding_of(module)
     tensor = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
-    if looks is None or binding is None or binding.tp_mesh is None or tensor is None:
+    if check is None or binding is None or binding.tp_mesh is None or tensor is None:
         return
     if _torch.in_backward() or is_capturing():
         return
     tokens = _plain(tensor).flatten(0, -2)
     with _torch.without_modes():
         # Tokens that all equal each other, such as padding, may be equal on all ranks.
-        telling = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
+        varies = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
         text, value = _seen({"": tensor})[""]
         # Ranks with and without a gradient reduce different parameters together.
         text += " that requires gradients" if tensor.requires_grad and torch.is_grad_enabled() else ""
-        everyone = gather(((text, value), telling), binding.tp_mesh)
+        by_rank = gather(((text, value), varies), binding.tp_mesh)
     label = binding.name or type(module).__name__
-    if len({shown[0] for shown, _ in everyone}) > 1:
+    if len({shown[0] for shown, _ in by_rank}) > 1:
         raise InputError(
             f"{label}: inputs of a sequence-parallel module",
             expected="the same shape and dtype, with or without gradients, on each rank of a tp group",
-            got=", ".join(f"{shown[0]} on tp rank {rank}" for rank, (shown, _) in enumerate(everyone)),
+            got=", ".join(f"{shown[0]} on tp rank {rank}" for rank, (shown, _) in enumerate(by_rank)),
             why="The collectives of the ranks would not match",
             fix="pad the sequence to a multiple of the tp size before it is sharded, and set requires_grad of inputs "
             "on all ranks or on none",
         )
     # Counted before the error, and given back with it, so that a caller that catches it is checked again.
-    looks.left -= 1
-    if all(telling for _, telling in everyone):
-        for (first, (one, _)), (second, (other, _)) in combinations(enumerate(everyone), 2):
+    check.left -= 1
+    if all(varies for _, varies in by_rank):
+        for (first, (one, _)), (second, (other, _)) in combinations(enumerate(by_rank), 2):
             if one == other:
-                looks.left += 1
+                check.left += 1
                 raise InputError(
                     f"{label}: inputs of a sequence-parallel module",
                     expected="a different part of the tokens on each rank of a tp group",
@@ -316,9 +316,9 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
                     "sequence_parallel. Where parts must be the same, pass checks='setup' (before: "
                     "check_inputs=False) to fully_shard, or check_inputs=False to set_device_mesh",
                 )
-    elif looks.left:
+    elif check.left:
         return
-    looks.hook.remove()
+    check.hook.remove()
     del module_record(module).checks[_TokenShardCheck]
 
 
@@ -399,17 +399,17 @@ def _seen(tensors: dict[str, torch.Tensor]) -> Seen:
     }
 
 
-def _differing(everyone: list[Seen], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
+def _differing(by_rank: list[Seen], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
     """Return inputs whose dtype or shape differs as texts, and inputs whose values differ by name and as texts."""
     looks_differ, values = [], []
-    for name in dict.fromkeys(name for inputs in everyone for name in inputs):
-        looks = [inputs.get(name, ("none", 0))[0] for inputs in everyone]
-        others = [rank for rank, inputs in enumerate(everyone) if inputs.get(name) != everyone[0].get(name)]
-        if len(set(looks)) > 1:
-            shown = ", ".join(f"{look} on {axis} rank {n}" for n, look in enumerate(looks))
+    for name in dict.fromkeys(name for inputs in by_rank for name in inputs):
+        descriptions = [inputs.get(name, ("none", 0))[0] for inputs in by_rank]
+        others = [rank for rank, inputs in enumerate(by_rank) if inputs.get(name) != by_rank[0].get(name)]
+        if len(set(descriptions)) > 1:
+            shown = ", ".join(f"{look} on {axis} rank {n}" for n, look in enumerate(descriptions))
             looks_differ.append(f"{name} ({shown})")
         elif others:
-            values.append((name, f"{name} ({looks[0]}; {axis} ranks 0 and {others[0]})"))
+            values.append((name, f"{name} ({descriptions[0]}; {axis} ranks 0 and {others[0]})"))
     return looks_differ, values
 
 

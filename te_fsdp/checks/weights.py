@@ -154,9 +154,9 @@ def _drawn(tensors: dict[str, torch.Tensor], *, copies: bool = False) -> dict[st
 
 def _names_equal_on_two_ranks(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
     """Return the names whose shards are identical on two ranks of a 1-D mesh."""
-    everyone = gather(mine, mesh)
+    by_rank = gather(mine, mesh)
     texts: dict[str, str] = {}
-    for (one, first), (other, second) in combinations(enumerate(everyone), 2):
+    for (one, first), (other, second) in combinations(enumerate(by_rank), 2):
         for label, value in first.items():
             if second.get(label) == value:
                 texts.setdefault(label, f"{label} ({axis} ranks {one} and {other})")

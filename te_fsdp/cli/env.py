@@ -137,8 +137,8 @@ class Fault:
 
 def faults(facts: Environment) -> list[Fault]:
     """Return all problems of an environment, breaking ones first."""
-    looks = (_wrong_versions, _parts_of_te, _libraries, _te_itself)
-    return sorted((fault for look in looks for fault in look(facts)), key=lambda fault: not fault.breaks)
+    searches = (_wrong_versions, _parts_of_te, _libraries, _te_itself)
+    return sorted((fault for look in searches for fault in look(facts)), key=lambda fault: not fault.breaks)
 
 
 def _wrong_versions(facts: Environment) -> Iterator[Fault]:
@@ -278,22 +278,22 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
 
 def _no_import(facts: Environment) -> Fault:
     """Return the reason why TE's import fails, from its error. The default suspect is its bindings."""
-    said = str(facts.te_says["error"])
-    what = f"TransformerEngine cannot be imported: {said}"
+    error = str(facts.te_says["error"])
+    what = f"TransformerEngine cannot be imported: {error}"
     built, why = "transformer_engine_torch", "there are no modules to train"
-    if facts.te_bindings and ("libcuda.so" in said or "no NVIDIA driver" in said):
+    if facts.te_bindings and ("libcuda.so" in error or "no NVIDIA driver" in error):
         return Fault(
             what,
             "its compiled package runs on GPUs only, although it can be installed without one",
             "run it on a machine with a driver (in Docker: --gpus all); here, use an environment with "
             "te-fsdp[emulation] only",
         )
-    if "undefined symbol" in said:
-        of_flash = "flash_attn" in said
+    if "undefined symbol" in error:
+        of_flash = "flash_attn" in error
         built = "flash-attn" if of_flash else built
         whose = "flash-attn's kernels" if of_flash else "its bindings"
         why = f"{whose} were compiled against a torch other than {facts.torch}"
-    elif "signal" in said:
+    elif "signal" in error:
         why = "it aborts the importing process, most often because of mixed library versions"
     cure = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps " + built
     return Fault(what, why, cure if facts.te_bindings else "pip install 'te-fsdp[emulation]'")

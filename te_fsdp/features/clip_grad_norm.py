@@ -144,10 +144,10 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
     # Each set of axes has one sum, so the number of collectives does not grow with the parameters.
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for axis, group in groups.items():
-        places = [i for i, axes in enumerate(spread) if axis in axes]
-        parts = torch.stack([sums[i] for i in places])
+        indices = [i for i, axes in enumerate(spread) if axis in axes]
+        parts = torch.stack([sums[i] for i in indices])
         dist.all_reduce(parts, op=op, group=group)
-        for index, part in zip(places, parts.unbind(), strict=True):
+        for index, part in zip(indices, parts.unbind(), strict=True):
             sums[index] = part
     # Roots are taken at the end: only powers of the norm add up over shards.
     total = torch.stack(sums)

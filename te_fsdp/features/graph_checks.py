@@ -363,13 +363,13 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, leaves: list[Any], structure: Any, context: tuple[Any, ...] = ()) -> Signature:
         """Return the signature of flattened arguments, and of values that a forward reads in addition."""
-        looks = [
+        kinds = [
             ("tensor", leaf.shape, leaf.dtype, leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else _with_contents(leaf)
             for leaf in leaves
         ]
-        return cls(structure, [*looks, *context])
+        return cls(structure, [*kinds, *context])
 
     def fits(self, other: Signature) -> bool:
         """Return whether a recording for one signature is valid for the other."""

@@ -350,12 +350,12 @@ class GraphedStep:
                 report, norm = self._state.components.get(NanReport), recording.norm
                 if report is not None:
                     report.check()  # a check inside of the recording is then not needed
-                made = self._on_all_ranks(lambda: self._update(norm))
-                if isinstance(made, str):
-                    self._no_update = made
+                recorded = self._on_all_ranks(lambda: self._update(norm))
+                if isinstance(recorded, str):
+                    self._no_update = recorded
                     self._step_can_be_recorded()  # logs the reason
                 else:
-                    recording.update, recording.norm = made
+                    recording.update, recording.norm = recorded
             self._clear_events()
         if recording is None:
             return None
@@ -400,15 +400,15 @@ class GraphedStep:
             if report is not None:
                 report.forget()
                 report.earlier = self._earlier
-            made = self._on_all_ranks(functools.partial(run, number))
+            recorded = self._on_all_ranks(functools.partial(run, number))
             if report is not None:
                 report.earlier = None
-            if isinstance(made, str):
+            if isinstance(recorded, str):
                 buffers.restore()
                 self._clear_events()
-                self._run_eagerly(made)
+                self._run_eagerly(recorded)
                 return None
-            graph, (output, norm) = made
+            graph, (output, norm) = recorded
             parts.append(_Part(graph, output, 0 if report is None else report.microbatch))
             for root in self._state.roots() if number < self._last else ():
                 _fsdp2.clear_events(root)
@@ -429,14 +429,14 @@ class GraphedStep:
     def _on_all_ranks(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T] | str:
         """Return the recording, or why it failed on this or another rank. Collective over the model's ranks."""
         assert self._recorder is not None
-        made, why = None, "the capture has failed on a different rank"
+        recorded, why = None, "the capture has failed on a different rank"
         try:
-            made = self._recorder.record(call)
+            recorded = self._recorder.record(call)
         except Exception as error:
             # Catch any error. The step then runs eagerly and raises its own error.
             why = capture_failure(error)
-        failed = on_any_rank(made is None, self._state.meshes.device_mesh)
-        return why if failed or made is None else made
+        failed = on_any_rank(recorded is None, self._state.meshes.device_mesh)
+        return why if failed or recorded is None else recorded
 
     # -------------------------------------------------------------------------------------------------------- replaying
 

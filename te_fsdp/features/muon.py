@@ -323,11 +323,11 @@ def _make_exchange_plan(
 ) -> tuple[list[_MuonWeight], list[_Exchange]]:
     """Return the weights of parameters, and the exchanges between ranks. Collective over the ranks that shard them."""
     fused = fused_matrices(model) if split_fused else {}
-    places = {id(shard_of(owner.parameter)): owner for owner in first_owners(model).values()}
+    owners = {id(shard_of(owner.parameter)): owner for owner in first_owners(model).values()}
     muon_weights: list[_MuonWeight] = []
     exchanges: dict[tuple[int, ...], _Exchange] = {}
     for parameter, original in pairs:
-        owner = places.get(id(original))
+        owner = owners.get(id(original))
         if owner is None:
             raise OrderError(
                 f"Muon.step: a parameter of shape {tuple(original.shape)}",

@@ -200,12 +200,12 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
     )
 
 
-def _group_by_value(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _group_by_value(texts: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return (value, names with that value) pairs."""
     names: dict[str, list[str]] = {}
-    for name, said in words.items():
-        names.setdefault(said, []).append(name)
-    return tuple((said, tuple(of)) for said, of in names.items())
+    for name, text in texts.items():
+        names.setdefault(text, []).append(name)
+    return tuple((text, tuple(of)) for text, of in names.items())
 
 
 def _describe_several(what: str, kind: str, names: tuple[str, ...], words: str) -> str:

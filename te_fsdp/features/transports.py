@@ -141,13 +141,13 @@ def choose_transports(state: ShardedModel, transport: str) -> None:
             # Units over the same ranks share one setup, which is collective and takes memory.
             gathers = by_group.get(ranks.group_name)
             if gathers is None:
-                made = connect_peers(device, ranks)
-                if not isinstance(made, str):
-                    peers, meeting = made
-                    made = _fsdp2_copies.CopyEngineGathers(
-                        meeting, peers.share, _te.unchanged_hook_attributes
+                connected = connect_peers(device, ranks)
+                if not isinstance(connected, str):
+                    peers, peer_memory = connected
+                    connected = _fsdp2_copies.CopyEngineGathers(
+                        peer_memory, peers.share, _te.unchanged_hook_attributes
                     )
-                gathers = by_group[ranks.group_name] = made
+                gathers = by_group[ranks.group_name] = connected
             if not isinstance(gathers, str):
                 gathers.install(unit)
                 transports.by_unit[name] = Transport("copy_engine", gathers=gathers)

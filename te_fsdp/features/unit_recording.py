@@ -183,14 +183,16 @@ class UnitRecording:
         for parameter in [weight.parameter for weight in self.weights]:
             trained = parameter.requires_grad
             if isinstance(parameter, DTensor):
-                made: Any = _torch.with_local(_torch.local_of(parameter), parameter, requires_grad=trained)
+                stand_in: Any = _torch.with_local(
+                    _torch.local_of(parameter), parameter, requires_grad=trained
+                )
             else:
-                made = torch.nn.Parameter(parameter.detach(), requires_grad=trained)
+                stand_in = torch.nn.Parameter(parameter.detach(), requires_grad=trained)
             for key, value in parameter.__dict__.items():
                 # The unit's code may read attributes of its parameters, such as te_fsdp's records.
-                made.__dict__.setdefault(key, value)
-            self._stand_ins.append(made)
-        by_id = {id(w.parameter): made for w, made in zip(self.weights, self._stand_ins, strict=True)}
+                stand_in.__dict__.setdefault(key, value)
+            self._stand_ins.append(stand_in)
+        by_id = {id(w.parameter): stand_in for w, stand_in in zip(self.weights, self._stand_ins, strict=True)}
         replaced = [
             (module._parameters, name, parameter)
             for module in self._unit.modules()
@@ -272,10 +274,10 @@ class UnitRecording:
         inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
         if not self.is_complete:
             restored: list[tuple[Any, str, torch.Tensor]] = []
-            for index, (weight, made) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
+            for index, (weight, stand_in) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
                 local = _torch.local_of(weight.parameter)
                 if _te.is_quantized(local):
-                    restored += self._stage(index, local, _torch.local_of(made))
+                    restored += self._stage(index, local, _torch.local_of(stand_in))
             del self._buffers.recent[:-1]  # [Note: gradients of weights]
             try:
                 self._backward_graph, recorded = self._recorder.record(self._backward)
@@ -287,8 +289,8 @@ class UnitRecording:
                     fix="leave the unit out of graphed_units(model, units=...)",
                 ) from error
             finally:
-                for made, attribute, value in restored:
-                    setattr(made, attribute, value)
+                for stand_in, attribute, value in restored:
+                    setattr(stand_in, attribute, value)
             self._buffers.recent.append(recorded[inputs:])
             self._gradients = [None if gradient is None else _recorded(gradient) for gradient in recorded]
             # Later backwards replay the recording, so the autograd graph behind it can be freed.
@@ -310,16 +312,16 @@ class UnitRecording:
         return results
 
     def _stage(
-        self, index: int, local: torch.Tensor, made: torch.Tensor
+        self, index: int, local: torch.Tensor, stand_in: torch.Tensor
     ) -> list[tuple[Any, str, torch.Tensor]]:
         """Copy the buffers of a quantized weight that TE derives in each pass to fixed addresses.
 
         Return the attributes of the stand-in that must be restored, because units share these buffers.
         """
-        if made is not local:
+        if stand_in is not local:
             # The second all-gather, for backward, may have replaced the buffers that the stand-in got in
             # forward.
-            made.__dict__.update(local.__dict__)
+            stand_in.__dict__.update(local.__dict__)
         row = _te.format_of(local)
         assert row is not None
         replaced: list[tuple[Any, str, torch.Tensor]] = []
@@ -330,8 +332,8 @@ class UnitRecording:
                 continue
             staged = self._buffers.like(attribute, 100 * index + number, value)
             staged.copy_(value)
-            setattr(made, attribute, staged)
-            replaced.append((made, attribute, value))
+            setattr(stand_in, attribute, staged)
+            replaced.append((stand_in, attribute, value))
             self._staged.append((local, attribute, staged))
         return replaced
 

@@ -337,13 +337,13 @@ class TeFsdpAccelerator(_Accelerator):
     )
 
 
-def _check_precision(asked: Any) -> None:
+def _check_precision(requested: Any) -> None:
     """Raise PrecisionError if accelerate's autocast is enabled."""
-    if str(asked) != "no":
+    if str(requested) != "no":
         raise PrecisionError(
-            f"TeFsdpAccelerator(mixed_precision={str(asked)!r})",
+            f"TeFsdpAccelerator(mixed_precision={str(requested)!r})",
             expected="no",
-            got=asked,
+            got=requested,
             why="Its autocast and loss scaling do not support weights that FSDP2 casts and shards",
             fix='mixed_precision="no", also for accelerate launch; te.autocast in the forward of the model; '
             'sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, with the policy '

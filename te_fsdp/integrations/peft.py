@@ -92,12 +92,12 @@ def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
             fix="add them right after building the model",
         )
     values = {name: getattr(config, name, plain) for name, plain in _PLAIN.items()}
-    odd = [f"{name}={value!r}" for name, value in values.items() if (value or _PLAIN[name]) != _PLAIN[name]]
+    refused = [f"{n}={value!r}" for n, value in values.items() if (value or _PLAIN[n]) != _PLAIN[n]]
     cut = [name for name, module in chosen.items() if getattr(module, "tp_size", 1) > 1]
-    odd += [f"lora_dropout={config.lora_dropout} with tp"] if cut and config.lora_dropout else []
-    if odd or type(config) is not peft.LoraConfig:
+    refused += [f"lora_dropout={config.lora_dropout} with tp"] if cut and config.lora_dropout else []
+    if refused or type(config) is not peft.LoraConfig:
         raise PlacementError(
-            f"add_adapters: {', '.join(odd) or type(config).__name__}",
+            f"add_adapters: {', '.join(refused) or type(config).__name__}",
             expected="a LoraConfig with two matrices per frozen layer",
             why="Ranks of tp would draw different dropout masks, or parts of the base would be trained",
             fix=", ".join(f"{name}={plain!r}" for name, plain in (_PLAIN | {"lora_dropout": 0.0}).items()),

@@ -202,10 +202,10 @@ class CheckpointManager(_Manager):
         defaults = {
             f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)
         }
-        odd = [name for name in self._UNUSED if getattr(config, name) != defaults[name]]
-        if odd or len(model_parts) != 1 or len(list(optimizers)) != 1:
+        refused = [name for name in self._UNUSED if getattr(config, name) != defaults[name]]
+        if refused or len(model_parts) != 1 or len(list(optimizers)) != 1:
             raise CheckpointError(
-                f"CheckpointManager: {', '.join(odd) or 'several models or optimizers'}",
+                f"CheckpointManager: {', '.join(refused) or 'several models or optimizers'}",
                 expected="one model, one optimizer, and checkpoints of te_fsdp",
                 fix="te_fsdp.checkpoint.load_huggingface and save_huggingface; load(..., allow=[...])",
             )

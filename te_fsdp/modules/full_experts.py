@@ -121,8 +121,8 @@ def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
     # All experts are inserted below in the order of the ranks. With ``to_cpu`` this rank may keep none.
     for path in local:
         _holder(state, path).pop(path[-1])
-    everyone = gather((described, rows), group)
-    for source, (others, _) in enumerate(everyone):
+    by_rank = gather((described, rows), group)
+    for source, (others, _) in enumerate(by_rank):
         is_mine = source == experts.mesh.get_local_rank()
         for path, value in others.items():
             if isinstance(value, _Tensor):
@@ -133,8 +133,8 @@ def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
                 value = full.cpu() if to_cpu and keeps else full
             if keeps:
                 _holder(state, path)[path[-1]] = value
-    entries_of_ranks = [theirs for _, theirs in everyone if theirs is not None]
-    if len(entries_of_ranks) == len(everyone):
+    entries_of_ranks = [entry for _, entry in by_rank if entry is not None]
+    if len(entries_of_ranks) == len(by_rank):
         state[extra] = torch.cat(entries_of_ranks)
 
 

@@ -90,26 +90,26 @@ def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) ->
         for name, module in modules.items()
     }
     # Every rank compares, because no rank knows whose model is the wrong one.
-    everyone = gather(mine, ep_mesh)
-    for rank, theirs in enumerate(everyone):
+    by_rank = gather(mine, ep_mesh)
+    for rank, of_rank in enumerate(by_rank):
         differ = [
             n
-            for n in {**everyone[0], **theirs}
-            if everyone[0].get(n, (0, ""))[1] != theirs.get(n, (0, ""))[1]
+            for n in {**by_rank[0], **of_rank}
+            if by_rank[0].get(n, (0, ""))[1] != of_rank.get(n, (0, ""))[1]
         ]
         if differ:
-            expected = everyone[0].get(differ[0], (0, "no such module"))[1]
+            expected = by_rank[0].get(differ[0], (0, "no such module"))[1]
             raise MeshError(
-                f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(everyone)}",
+                f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(by_rank)}",
                 expected=f"the same on rank {rank} of ep as on rank 0: {expected}",
-                got=theirs.get(differ[0], (0, "no such module"))[1],
+                got=of_rank.get(differ[0], (0, "no such module"))[1],
                 why="Experts of one layer may differ in their values only",
                 fix="build the model from the same configuration on all ranks; only num_gemms may differ",
             )
     here = ep_mesh.get_local_rank()
     return {
-        name: expert_ranges([theirs[name][0] for theirs in everyone], name or "GroupedLinear")[here]
-        for name in everyone[0]
+        name: expert_ranges([of_rank[name][0] for of_rank in by_rank], name or "GroupedLinear")[here]
+        for name in by_rank[0]
     }
 
 
@@ -161,10 +161,10 @@ def check_single(module: Any, label: str) -> None:
 
 def check_switch(options: dict[str, Any]) -> None:
     """Raise PlacementError if single parameters are requested but TE ignores them because its switch is off."""
-    asked = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
-    if asked and not int(os.environ.get(_SWITCH, "0")) > 0:
+    requested = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
+    if requested and not int(os.environ.get(_SWITCH, "0")) > 0:
         raise PlacementError(
-            f"GroupedLinear: {', '.join(asked)}",
+            f"GroupedLinear: {', '.join(requested)}",
             expected=f"the environment variable {_SWITCH}=1",
             got=os.environ.get(_SWITCH, "not set"),
             why="TransformerEngine otherwise only warns and creates one parameter per expert",

@@ -119,10 +119,10 @@ class _ToLocal(torch.autograd.Function):
                 elif gradient is not None:
                     grads[index] = summed = gradient.contiguous()
                     dist.all_reduce(summed, group=binding.tp_mesh.get_group())
-        made = _torch.dtensors(grads, specs)
+        dtensors = _torch.dtensors(grads, specs)
         if binding.fsdp.is_managed and not torch.compiler.is_compiling():
-            made = _autograd.assign_to_leaves(ctx, made)
-        return None, None, None, *made
+            dtensors = _autograd.assign_to_leaves(ctx, dtensors)
+        return None, None, None, *dtensors
 
 
 def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:

@@ -75,21 +75,21 @@ def plan_modules(
     )
     plans = []
     for item in planned:
-        cuts = of_dense.get(id(item.module), {})
+        shard_dims = of_dense.get(id(item.module), {})
         grid = item.meshes.grid
         if item.experts is not None:
             dims = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
-            cuts = {item.registered(name): dim for name, dim in dims.items()}
+            shard_dims = {item.registered(name): dim for name, dim in dims.items()}
         if item.kind == "GroupedLinear":
-            cuts = {**cuts, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
+            shard_dims = {**shard_dims, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
         for name, user_dtensor in item.distributed.items():
             if stays_replicated(item.module, name):
                 continue
             ranks = (of_experts if user_dtensor.is_expert else dense).grid.dp_shard
             label = f"{item.name}.{name}" if item.name else name
             dim = dim_to_shard(label, item.module._parameters[name], user_dtensor, ranks)
-            cuts = {**cuts, name: dim} if dim else cuts
-        plans.append(replace(item, fsdp_dims=cuts))
+            shard_dims = {**shard_dims, name: dim} if dim else shard_dims
+        plans.append(replace(item, fsdp_dims=shard_dims))
     return plans
 
 
@@ -155,7 +155,7 @@ def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
     User-defined modules may compute with shards.
     """
     planned = {id(item.module): item for item in items}
-    places: dict[int, dict[str, tuple[int | None, Layout]]] = {}
+    rules_of: dict[int, dict[str, tuple[int | None, Layout]]] = {}
     for owner in iter_param_owners(model):
         item = planned.get(id(owner.module))
         kind = _te.kind_of(owner.module)
@@ -165,15 +165,15 @@ def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
                 item.rules.get(owner.name) if item is not None and item.meshes.tp_mesh is not None else None
             )
             cut = (None, PLAIN) if rule is None or rule.shard_dim is None else (rule.shard_dim, rule.layout)
-            places.setdefault(id(owner.parameter), {})[owner.label] = cut
-    for cuts in places.values():
-        if len(set(cuts.values())) > 1:
+            rules_of.setdefault(id(owner.parameter), {})[owner.label] = cut
+    for rules in rules_of.values():
+        if len(set(rules.values())) > 1:
             raise PlacementError(
-                f"{', '.join(cuts)}: one parameter, which tp shards differently for these modules",
+                f"{', '.join(rules)}: one parameter, which tp shards differently for these modules",
                 expected="modules that read the same rows or columns",
                 got="; ".join(
                     f"{label}: {'not sharded' if dim is None else f'dim {dim}, {layout}'}"
-                    for label, (dim, layout) in cuts.items()
+                    for label, (dim, layout) in rules.items()
                 ),
                 why="Each rank has one shard, and one of the modules would compute with a part of its weight",
                 fix="do not tie them under tensor parallelism, or set the same parallel_mode for both",

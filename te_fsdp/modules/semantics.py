@@ -308,8 +308,9 @@ def to_json(modules: Mapping[str, Semantics]) -> dict[str, Any]:
         repr(one): {"kind": one.kind, "library": one.library, "settings": dict(one.settings)}
         for one in modules.values()
     }
-    places = {text: index for index, text in enumerate(kinds)}
-    return {"kinds": [*kinds.values()], "modules": {name: places[repr(one)] for name, one in modules.items()}}
+    index_of = {text: index for index, text in enumerate(kinds)}
+    indices = {name: index_of[repr(one)] for name, one in modules.items()}
+    return {"kinds": [*kinds.values()], "modules": indices}
 
 
 def record(model: nn.Module) -> dict[str, Any]:

@@ -276,9 +276,9 @@ class QuantizedSlice(torch.Tensor):
         cls: Any, base: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], is_stacked: bool = False
     ) -> QuantizedSlice:
         """Make the slice; nothing is copied."""
-        made = wrapper(cls, (1, *sizes) if is_stacked else sizes, base)
-        made.base, made.box, made.is_stacked = base, (tuple(offsets), tuple(sizes)), is_stacked
-        return made
+        slice_ = wrapper(cls, (1, *sizes) if is_stacked else sizes, base)
+        slice_.base, slice_.box, slice_.is_stacked = base, (tuple(offsets), tuple(sizes)), is_stacked
+        return slice_
 
     def __init__(self, *unused: Any) -> None:
         """Do nothing, because :meth:`__new__` has set all attributes."""
@@ -342,13 +342,13 @@ class QuantizedSlice(torch.Tensor):
         rectangles = self.component_boxes()
         if rectangles is None:
             return values_of(self.base, self.dtype)[slices(*self.box)].contiguous()
-        made = empty_like(self.base, self.box[1])
-        targets = {component.name: component.tensor for component in components_of(made, "weight")}
+        quantized = empty_like(self.base, self.box[1])
+        targets = {component.name: component.tensor for component in components_of(quantized, "weight")}
         for component in components_of(self.base, "weight"):
             targets[component.name].copy_(component.tensor[rectangles[component.name]])
         # It was derived from the empty tensor, before the bytes were copied.
-        drop_derived_state(made)
-        return made
+        drop_derived_state(quantized)
+        return quantized
 
     def component_boxes(self) -> dict[str, tuple[slice, ...]] | None:
         """Return the rectangle in units of each component; ``None`` if it splits blocks."""

@@ -122,16 +122,16 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             dtype=torch.int32,
             device=mesh.device_type,
         )
-        cuts = [
+        dims = [
             dim
             for dim in range(mesh.ndim)
             if any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
         ]
         # The ranks with this rank's coordinates in all other dims.
         at = mesh.get_coordinate() or [0] * mesh.ndim
-        index = tuple([slice(None) if dim in cuts else at[dim] for dim in range(mesh.ndim)])
+        index = tuple([slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim)])
         together = ranks.issuperset(mesh.mesh[index].flatten().tolist())
-        for dim in cuts if together else ():
+        for dim in dims if together else ():
             if mesh.size(dim) > 1:
                 dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
         for (container, path, value), waiting in zip(group, waits.tolist(), strict=True):
@@ -186,9 +186,9 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
         stack = value.ndim - 2
         entry = LoadTarget(value.shape, value)
         entry.__dict__.update(value.__dict__)  # such as the mark of experts
-        made = {}
+        full_weights = {}
         for offsets in {(*box.original[:stack], 0, 0) for box in boxes} or {(0,) * value.ndim}:
-            full = made[offsets] = empty_like(weights_of(local)[0], tuple(value.shape[stack:]))
+            full = full_weights[offsets] = empty_like(weights_of(local)[0], tuple(value.shape[stack:]))
             # All ranks have these values, so that no amax is reduced.
             quantizer = _te.quantizer_of(full)
             change_quantizer_record(quantizer, amax_group=None)
@@ -196,16 +196,16 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
             target = QuantizedSlice(full, (0, 0), tuple(full.shape), bool(stack))
             target.waits = True
             entry.pieces[offsets] = target
-        wholes.append(made)
+        wholes.append(full_weights)
         # The same keys as DCP makes of the path.
         holder = state_dict
         for step in path[:-1]:
             holder = holder.setdefault(step, {})
         holder[path[-1]] = entry
     read(state_dict)
-    for (path, value, module, name, local), made in zip(weights, wholes, strict=True):
+    for (path, value, module, name, local), full_weights in zip(weights, wholes, strict=True):
         loaded = _torch.local_of(value)
-        for full in made.values():
+        for full in full_weights.values():
             values = pending_values(full, take=True)
             if values is None and not take_written(full):
                 raise CheckpointError(
@@ -220,7 +220,7 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
                 full.quantize_(values)  # type: ignore[operator]
         for box in value.boxes_here():
             base, stack = (loaded, 0) if value.ndim == 2 else (weights_of(loaded)[box.local[0]], 1)
-            unsharded = made[(*box.original[:stack], 0, 0)]
+            unsharded = full_weights[(*box.original[:stack], 0, 0)]
             source = QuantizedSlice(unsharded, box.original[stack:], box.sizes[stack:])
             copied = write_bytes(base, [(QuantizedSlice(base, box.local[stack:], box.sizes[stack:]), source)])
             assert copied, "both are of the same format, and shards consist of complete blocks"

@@ -80,10 +80,10 @@ def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
     row = _te.format_of(local)
     if row is None:
         return None
-    odd = _options_set(row.unrecorded_options, local.get_metadata())  # type: ignore[attr-defined]
-    if odd:
+    options = _options_set(row.unrecorded_options, local.get_metadata())  # type: ignore[attr-defined]
+    if options:
         raise PlacementError(
-            f"{label}: {row} weight with {odd}",
+            f"{label}: {row} weight with {options}",
             expected="an option that checkpoints record",
             why="Its data would be read as different values without this option",
             fix="disable the option for weights in the recipe, or keep this weight in high precision",
@@ -106,12 +106,12 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
     """
     name, metadata, shape = str(_te.format_of(local)), local.get_metadata(), tuple(local.shape)  # type: ignore[attr-defined]
     row = FORMATS.get(name, unknown_format(name))
-    odd = _options_set(row.unknown_options, metadata)
-    if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
+    options = _options_set(row.unknown_options, metadata)
+    if not row.buffers or options or (not row.has_one_scale and len(shape) != 2):
         raise PlacementError(
             f"{label}: quantized weight without a known layout",
             expected=f"a 2-D weight in one of {', '.join(n for n, fmt in FORMATS.items() if fmt.buffers)}",
-            got=f"{name} of shape {shape} {odd or ''}".rstrip(),
+            got=f"{name} of shape {shape} {options or ''}".rstrip(),
             fix=(
                 "build it in high precision, without quantized_model_init; the custom recipe can stay"
                 if name == "hybrid"
@@ -283,8 +283,8 @@ def dequantize_box(
 
     def crop(values: torch.Tensor, block: Block) -> torch.Tensor:
         """Extract the rectangle from the blocks that cover it."""
-        places = zip(offsets, sizes, _steps(block, offsets), strict=True)
-        return values[tuple(slice(o % s, o % s + n) for o, n, s in places)]
+        starts = zip(offsets, sizes, _steps(block, offsets), strict=True)
+        return values[tuple(slice(o % s, o % s + n) for o, n, s in starts)]
 
     data_name, scale_name = list(needed)[:2]
     codes, dtype = parts[data_name].view(torch.uint8), described.split()[-1]
@@ -347,8 +347,8 @@ def pack_flat(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, BufferLocat
     parts = [tensor.reshape(-1).view(torch.uint8) for tensor in inputs]
     # Align to 256 bytes for kernels and vectorized copies, as torch's CUDA allocator does within a block.
     buffer = PackedBuffer(tuple(part.numel() for part in parts), 256)
-    places = BufferLocations(buffer, tuple(tensor.dtype for tensor in inputs))
-    return buffer.pack(parts, torch.uint8, inputs[0].device), places
+    locations = BufferLocations(buffer, tuple(tensor.dtype for tensor in inputs))
+    return buffer.pack(parts, torch.uint8, inputs[0].device), locations
 
 
 def pack_bytes(
@@ -363,8 +363,8 @@ def pack_bytes(
     for source, piece in zip(inputs, buffer.views(flat), strict=True):
         piece.copy_(source.contiguous().view(torch.uint8).view(piece.shape))
     parts = flat.view(shape[0], count, each).unbind(1)
-    places = BufferLocations(buffer, tuple(source.dtype for source in inputs))
-    return tuple(part.contiguous().view(shape) for part in parts), places
+    locations = BufferLocations(buffer, tuple(source.dtype for source in inputs))
+    return tuple(part.contiguous().view(shape) for part in parts), locations
 
 
 def bytes_of_ranks(

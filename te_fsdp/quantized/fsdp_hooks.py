@@ -316,8 +316,8 @@ def _customize_gather(
                 sizes = _te.quantizer_of(shard).get_scale_shape((rows, columns * ranks), is_columnwise)
                 gathered_columns = int(sizes[-1])
             buffers.append((component.tensor.shape, gathered_columns))
-        flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in sent], (1, rows, columns))
-        inputs, packed = tuple(flat[0] for flat in flats), Packed((rows, columns), places, buffers)
+        flats, locations = pack_bytes([c.tensor.contiguous().view(1, -1) for c in sent], (1, rows, columns))
+        inputs, packed = tuple(flat[0] for flat in flats), Packed((rows, columns), locations, buffers)
         return inputs, CustomGather(metadata, packed=packed)
     # FSDP2 requires buffers of one size from all ranks. Short or empty float8 shards are padded with rows
     # that the unsharded weight omits.

@@ -78,14 +78,14 @@ class Replay(NamedTuple):
         # running it.
         names = {id(value): name for name, value in vars(shard).items()}
         is_constant = [value is None or isinstance(value, (bool, int, str)) for value in metadata]
-        places = [index for index, constant in enumerate(is_constant) if not constant]
-        if not all(id(value) in names for value in (*inputs, *[metadata[index] for index in places])):
+        indices = [index for index, constant in enumerate(is_constant) if not constant]
+        if not all(id(value) in names for value in (*inputs, *[metadata[index] for index in indices])):
             return None
         constants = tuple(
             [v if constant else None for v, constant in zip(metadata, is_constant, strict=True)]
         )
         sent = tuple([names[id(value)] for value in inputs])
-        return cls(sent, constants, tuple([(index, names[id(metadata[index])]) for index in places]))
+        return cls(sent, constants, tuple([(index, names[id(metadata[index])]) for index in indices]))
 
 
 def replay_gather(

@@ -256,7 +256,7 @@ class _GroupedWeightMixin:
         self,
         outputs: Sequence[torch.Tensor],
         metadata: GroupedGather,
-        places: BufferLocations,
+        locations: BufferLocations,
         dtype: torch.dtype,
         out: torch.Tensor | None,
     ) -> Any:
@@ -274,7 +274,7 @@ class _GroupedWeightMixin:
             flat = bytes_of_ranks(outputs, self.shape, metadata.dim, ranks)
             parts = _sent_within(self.grouped, self.experts[0])
             wholes = _sent_within(unsharded.grouped, unsharded.experts[0])
-            for (name, part), values in zip(parts.items(), places.typed(flat), strict=True):
+            for (name, part), values in zip(parts.items(), locations.typed(flat), strict=True):
                 each = values.shape[-1]
                 one, target = part.tensor, getattr(unsharded.grouped, name)
                 source = values.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
@@ -290,7 +290,7 @@ class _GroupedWeightMixin:
             unsharded.derive_transposes()
         else:  # one expert after the other
             flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
-            for name, value in zip(metadata.names, places.typed(flat), strict=True):
+            for name, value in zip(metadata.names, locations.typed(flat), strict=True):
                 getattr(unsharded.grouped, name).copy_(value[: metadata.shape[0]].reshape(-1))
         for output in outputs:  # FSDP2 would free them with the weight only, and allocates them again
             output.untyped_storage().resize_(0)

@@ -225,9 +225,9 @@ def quantize_with_shared_scale(
     if binding is not None and binding.weight_mesh is not None:
         group = binding.weight_mesh.get_group()
     elif isinstance(parameter, DTensor):
-        cuts = [i for i, p in enumerate(parameter.placements) if _torch.shard_dim_of(p) is not None]
-        assert len(cuts) <= 1, "binding a model rejects tp without a weight mesh"
-        group = parameter.device_mesh.get_group(cuts[0]) if cuts else None
+        axes = [i for i, p in enumerate(parameter.placements) if _torch.shard_dim_of(p) is not None]
+        assert len(axes) <= 1, "binding a model rejects tp without a weight mesh"
+        group = parameter.device_mesh.get_group(axes[0]) if axes else None
     quantizer: Any = _te.quantizer_of(local)
     if _te.has_delayed_scale(local):
         amax = value.abs().amax().reshape(1) if value.numel() else value.new_zeros(1)

@@ -122,7 +122,7 @@ class CopyEngineGathers:
     """Copy engine all-gathers of a model's units with shards on the same ranks.
 
     Attributes:
-        meeting: Memory whose barrier all all-gathers use.
+        peer_memory: Memory whose barrier all all-gathers use.
         make: Allocates shared memory of the given size in bytes. Collective over the ranks; waits for the device.
         sent_of: Returns the attributes of an evenly sharded quantized weight that are sent unchanged; empty if these
             vary.
@@ -130,13 +130,16 @@ class CopyEngineGathers:
     """
 
     def __init__(
-        self, meeting: Memory, make: Callable[[int], Memory], sent_of: Callable[[torch.Tensor], Sequence[str]]
+        self,
+        peer_memory: Memory,
+        make: Callable[[int], Memory],
+        sent_of: Callable[[torch.Tensor], Sequence[str]],
     ) -> None:
-        self.meeting, self.make, self.sent_of = meeting, make, sent_of
+        self.peer_memory, self.make, self.sent_of = peer_memory, make, sent_of
         self.staged = 0
-        self._rank = next(rank for rank, part in enumerate(meeting.parts) if part is meeting.local)
+        self._rank = next(rank for rank, part in enumerate(peer_memory.parts) if part is peer_memory.local)
         self._staging: Memory | None = None
-        self._homes: dict[int, _SharedLocation] = {}
+        self._locations: dict[int, _SharedLocation] = {}
         self._gathers: dict[int, _Gather] = {}  # of each group: its latest plan
         self._read: dict[int, Any] = {}  # of each group: the event after which no rank reads its shards
         self._last: Any = None  # event of the latest all-gather
@@ -146,9 +149,9 @@ class CopyEngineGathers:
     @property
     def shared_bytes(self) -> int:
         """Return the shared memory of this rank in bytes, which torch's allocator does not count."""
-        memories = {id(home.memory): home.memory for home in self._homes.values()}
+        memories = {id(location.memory): location.memory for location in self._locations.values()}
         return sum(
-            m.local.numel() for m in (self.meeting, self._staging, *memories.values()) if m is not None
+            m.local.numel() for m in (self.peer_memory, self._staging, *memories.values()) if m is not None
         )
 
     def install(self, unit: torch.nn.Module) -> None:
@@ -181,7 +184,7 @@ class CopyEngineGathers:
         memory, offset = self.make(sum(_aligned(size) for several in sizes for size in several)), 0
         self._gathers.clear()
         for (managed, tensors), several in zip(to_move, sizes, strict=True):
-            self._homes[id(managed)] = _SharedLocation(memory, offset, several)
+            self._locations[id(managed)] = _SharedLocation(memory, offset, several)
             for (name, data), size in zip(tensors.items(), several, strict=True):
                 moved = alias(memory.local, offset, data).copy_(data.view(-1))
                 offset += _aligned(size)
@@ -208,8 +211,10 @@ class CopyEngineGathers:
             tensors = {}
         if not all(each is not None and each.numel() and each.is_contiguous() for each in tensors.values()):
             return {}
-        home = self._homes.get(id(managed))
-        is_shared = home is not None and [each.data_ptr() for each in tensors.values()] == home.addresses
+        location = self._locations.get(id(managed))
+        is_shared = (
+            location is not None and [each.data_ptr() for each in tensors.values()] == location.addresses
+        )
         return {} if is_shared else tensors
 
     # --- what FSDP2 calls
@@ -241,12 +246,12 @@ class CopyEngineGathers:
             gather = self._lay_out(group)
             if (fixed := self._fixed.get(id(group))) is not None:
                 fixed.take(group, stream)
-            self.meeting.barrier()
+            self.peer_memory.barrier()
             self._copy(gather, is_first=phase == "FORWARD" and not group.comm_ctx.post_forward_order)
             for managed, parts in gather.joins:
                 _join(managed, parts)
             copied = stream.record_event()
-            self.meeting.barrier()
+            self.peer_memory.barrier()
             self._read[id(group)] = self._last = stream.record_event()
         group._all_gather_result = _PendingCopy(copied)
 
@@ -339,15 +344,15 @@ class CopyEngineGathers:
             dtypes = tuple([cast or tensor.dtype for tensor in tensors])
             each = zip(tensors, dtypes, strict=True)
             sizes = tuple([tensor.numel() * dtype.itemsize for tensor, dtype in each])
-            home = self._homes.get(id(managed))
-            is_home = home is not None and sizes == home.sizes
-            keys.append((None if is_home else needed, sizes, dtypes))
-            needed += 0 if is_home else sum(map(_aligned, sizes))
+            location = self._locations.get(id(managed))
+            is_in_place = location is not None and sizes == location.sizes
+            keys.append((None if is_in_place else needed, sizes, dtypes))
+            needed += 0 if is_in_place else sum(map(_aligned, sizes))
         if needed and (self._staging is None or self._staging.local.numel() < needed):
             self._staging = None
             self._gathers.clear()  # plans keep the memory alive
             self._staging = self.make(needed)
-        ranks, fixed = len(self.meeting.parts), self._fixed.get(id(group))
+        ranks, fixed = len(self.peer_memory.parts), self._fixed.get(id(group))
         numels = [
             [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
             for _, sizes, dtypes in keys
@@ -383,11 +388,15 @@ class CopyEngineGathers:
 
     def _gather_of(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
         """Plan the copies of an all-gather, with small parts separate."""
-        ranks, parts_sent, copies, local, joins = len(self.meeting.parts), [], _Pairs(), _Pairs(), []
+        ranks, parts_sent, copies, local, joins = len(self.peer_memory.parts), [], _Pairs(), _Pairs(), []
         for managed, (offset, sizes, dtypes) in zip(records, keys, strict=True):
-            home = self._homes[id(managed)] if offset is None else None
-            memory: Any = self._staging if home is None else home.memory
-            at, targets, parts = offset if home is None else home.offset, managed.all_gather_outputs, []
+            location = self._locations[id(managed)] if offset is None else None
+            memory: Any = self._staging if location is None else location.memory
+            at, targets, parts = (
+                offset if location is None else location.offset,
+                managed.all_gather_outputs,
+                [],
+            )
             if managed.fsdp_placement.dim != 0:
                 targets = [torch.empty_like(output) for output in targets]
                 joins.append((managed, targets))

@@ -57,8 +57,8 @@ class FixedMemory:
         where = (key, number % self.places if self.places else number)
         if where not in self._made:
             flat = [(n, dtype) for numels, dtypes in sizes for n, dtype in zip(numels, dtypes, strict=True)]
-            made = [torch.empty(n * ranks, dtype=dtype, device=group.device) for n, dtype in flat]
-            self._made[where] = _Place(made)
+            tensors = [torch.empty(n * ranks, dtype=dtype, device=group.device) for n, dtype in flat]
+            self._made[where] = _Place(tensors)
         memory = self._of[id(group)] = self._made[where]
         # Different tensor objects over the same storages, because versions count per object.
         views = iter(

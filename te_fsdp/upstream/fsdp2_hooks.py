@@ -75,9 +75,9 @@ def _shortened(hook: Any) -> Any:
     stock = inner if is_disabled else hook
     if "record_function" in stock.__code__.co_names:
         scope = {**stock.__globals__, "record_function": profiler_range}
-        made = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
-        made.__kwdefaults__ = stock.__kwdefaults__
-        stock = functools.update_wrapper(made, stock)
+        function = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
+        function.__kwdefaults__ = stock.__kwdefaults__
+        stock = functools.update_wrapper(function, stock)
     return torch._dynamo.disable(stock, recursive=True) if is_disabled else stock
 
 
@@ -103,18 +103,18 @@ def _register_post_backward(
         return stock(args, kwargs)
     if not torch.is_grad_enabled():
         return args, kwargs
-    values, places = [*args, *kwargs.values()], []
+    values, indices = [*args, *kwargs.values()], []
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
-                places.append(index)
+                indices.append(index)
         elif type(value) not in _TENSORLESS and not (
             type(value) in (list, tuple) and _TENSORLESS.issuperset(map(type, value))
         ):
             return stock(args, kwargs)
-    if not places:
+    if not indices:
         return args, kwargs
-    watched = _PostBackward.apply(group, *[values[index] for index in places])
-    for index, value in zip(places, watched, strict=True):
+    watched = _PostBackward.apply(group, *[values[index] for index in indices])
+    for index, value in zip(indices, watched, strict=True):
         values[index] = value
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

@@ -159,10 +159,10 @@ def _to_sharded(stock: Callable[[torch.Tensor], DTensor], cached: list[Any], ten
     # FSDP2 gives them the parameter's spec, which contains the parameter's dtype. DTensor operations use this
     # dtype. For example, ``lerp_`` of an optimizer with fp32 main weights would treat an fp32 gradient as
     # bf16 and raise.
-    made = stock(tensor)
-    spec = spec_of(made)
+    dtensor_ = stock(tensor)
+    spec = spec_of(dtensor_)
     if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
-        return made
+        return dtensor_
     # `cached` has the parameter's spec and the gradient's. A new one in every backward would also fill the
     # cache of DTensor's operations.
     if not cached or cached[0] is not spec:

@@ -161,9 +161,9 @@ class ZeroCopyInput(torch.Tensor):
     @classmethod
     def make(cls, how: ReduceScatterParts, dtype: torch.dtype, device: torch.device) -> ZeroCopyInput:
         """Create an empty input, to be sent in ``dtype``."""
-        made = torch.empty(0, dtype=dtype, device=device).as_subclass(cls)
-        made.sent, made.in_use, made.how = [], [], how
-        return made
+        placeholder = torch.empty(0, dtype=dtype, device=device).as_subclass(cls)
+        placeholder.sent, placeholder.in_use, placeholder.how = [], [], how
+        return placeholder
 
     def view(self, *shape: Any) -> ZeroCopyInput:  # type: ignore[override]
         """Return the input itself. FSDP2 uses the view only to fill it."""
@@ -179,11 +179,11 @@ class ZeroCopyInput(torch.Tensor):
             if isinstance(into, cls):
                 return into._fill(args[0], func)
             if func is torch.Tensor.div_:
-                made, divisor = args
+                placeholder, divisor = args
                 # Not in place, because gradients may be shared.
-                made.in_use = made.sent
-                made.sent = [part / divisor for part in made.in_use]
-                return made
+                placeholder.in_use = placeholder.sent
+                placeholder.sent = [part / divisor for part in placeholder.in_use]
+                return placeholder
         raise AssertionError(f"unsupported operation on the input of a reduce-scatter: {func}")
 
     def _fill(self, gradients: Sequence[torch.Tensor], chunk_cat: Any) -> None:

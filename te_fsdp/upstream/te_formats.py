@@ -309,9 +309,9 @@ class _Recipe:
     fields: dict[str, Any]
 
     def __new__(cls, *args: Any) -> _Recipe:
-        made = super().__new__(cls)
-        made.fields = {}
-        return made
+        recipe = super().__new__(cls)
+        recipe.fields = {}
+        return recipe
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):

@@ -237,7 +237,7 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
         ImportError, AttributeError, TypeError: This TE version selects backends differently.
     """
     module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
-    asked = module.AttentionParams(
+    params = module.AttentionParams(
         qkv_dtype=torch.bfloat16,
         qkv_layout="bshd_bshd_bshd",
         num_heads=heads,
@@ -256,7 +256,7 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
     logs._log_level = logging.DEBUG  # the selection resets its logger to this level in each call
     logger.propagate = False
     try:
-        backends = module.get_attention_backend(asked)
+        backends = module.get_attention_backend(params)
     finally:
         logger.removeHandler(handler)
         logs._log_level = level
@@ -270,7 +270,7 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
     }
     taken = {name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()}
     backend = next((name for name, chosen in names.items() if chosen), "none")
-    said = [record.getMessage() for record in handler.buffer]
+    messages = [record.getMessage() for record in handler.buffer]
     # that line repeats the request
-    reasons = [line for line in said if not line.startswith("Running with config")]
+    reasons = [line for line in messages if not line.startswith("Running with config")]
     return {"backend": backend, "reasons": reasons, "taken": taken}

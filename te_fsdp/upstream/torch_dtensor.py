@@ -153,11 +153,11 @@ def dtensors(
     tensors: Sequence[torch.Tensor | None], specs: Sequence[DTensorSpec | None]
 ) -> list[DTensor | None]:
     """Return :func:`dtensor` of several tensors; ``None`` if a tensor or its spec is missing."""
-    made: list[DTensor | None] = []
+    results: list[DTensor | None] = []
     for local, spec in zip(tensors, specs, strict=True):
         missing = local is None or spec is None
-        made.append(None if missing else new_dtensor(DTensor, local, spec, requires_grad=False))
-    return made
+        results.append(None if missing else new_dtensor(DTensor, local, spec, requires_grad=False))
+    return results
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

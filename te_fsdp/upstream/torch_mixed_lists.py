@@ -74,11 +74,11 @@ class MixedLists:
         if op in _JOINING:
             return op([_full(tensor) for tensor in args[0]], *args[1:], **kwargs)
         others = [_full(value) for value in args[1:]]
-        places: dict[Any, list[int]] = {}
+        by_mesh: dict[Any, list[int]] = {}
         for index, tensor in enumerate(args[0]):
-            places.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(index)
+            by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(index)
         results: list[Any] = [None] * len(args[0])
-        for indices in places.values():
+        for indices in by_mesh.values():
             part = op([args[0][index] for index in indices], *others, **kwargs)
             for index, result in zip(indices, part or (), strict=bool(part)):
                 results[index] = result

@@ -276,7 +276,7 @@ def native_meshes(
     """
     axes = {"dp_replicate": dp_outer_dim, "dp_shard": dp_shard_dim, "tp": tp_dim}
     sized = [_place(device_mesh, name, axis) for axis, name in axes.items()]
-    sizes, places = {axis: size for axis, (size, _) in zip(axes, sized, strict=True)}, [at for _, at in sized]
+    sizes, positions = {axis: n for axis, (n, _) in zip(axes, sized, strict=True)}, [at for _, at in sized]
     index = 0
     if expt_device_mesh is not None:
         # Dense parameters are sharded over the ranks of dp_shard and ep together.
@@ -293,9 +293,9 @@ def native_meshes(
     mine = list(meshes.device_mesh.get_coordinate() or ())
     if meshes.expert_mesh is not None:
         mine.append(meshes.expert_mesh["dp_shard"].get_local_rank())
-        places.append(index)
+        positions.append(index)
     # The order may be right for some ranks by chance, and all must raise.
-    if on_any_rank(mine != places):
+    if on_any_rank(mine != positions):
         raise MeshError(
             "fully_shard: device_mesh or expt_device_mesh",
             expected="ranks in the order (outer, shard, tp), for experts (outer, shard, ep, tp), with the last axis "

@@ -157,8 +157,8 @@ class OptimizerShard:
         """Return the spec of a DTensor with the parameter's shape around this rank's rows. Local operation."""
         spec = self._specs.get(rows.dtype)
         if spec is None:
-            made = _torch.placed(rows, self.mesh, self.placements, self.parameter)
-            spec = self._specs[rows.dtype] = _torch.spec_of(made)
+            dtensor = _torch.placed(rows, self.mesh, self.placements, self.parameter)
+            spec = self._specs[rows.dtype] = _torch.spec_of(dtensor)
         return spec
 
     def distributed(self, rows: torch.Tensor) -> DTensor:

@@ -60,9 +60,9 @@ class GradientAveraging:
         if dtypes != self._dtypes:
             self._dtypes, self._kinds = dtypes, []
             kinds = [(shard.ranks, shard.dtype, shard.sent) for shard in self.shards]
-            for places in group_by_key(range(len(kinds)), kinds):
-                small = tuple([self.shards[at].rows.numel for at in places if not self._alone[at]])
-                self._kinds.append((places, PackedLayout(small, ALIGNED, len(places))))
+            for indices in group_by_key(range(len(kinds)), kinds):
+                small = tuple([self.shards[at].rows.numel for at in indices if not self._alone[at]])
+                self._kinds.append((indices, PackedLayout(small, ALIGNED, len(indices))))
 
     def start(
         self,
@@ -94,15 +94,15 @@ class GradientAveraging:
             return into
 
         self._group_gradients()
-        for places, buffer in self._kinds:
-            first = self.shards[places[0]]
+        for indices, buffer in self._kinds:
+            first = self.shards[indices[0]]
             by = comm or first.comm
             if first.sent != first.dtype and (by is None or by.dtype is None):
                 by = replace(by or GradComm(), fp32_sum=True)
-            packed = self._packed(places, buffer, gradients)
+            packed = self._packed(indices, buffer, gradients)
             result = send(packed.view(-1), packed.shape[1:], first, by)
             averages = iter(buffer.views(result))
-            for flag, at in enumerate(places, buffer.numel - buffer.trailing):
+            for flag, at in enumerate(indices, buffer.numel - buffer.trailing):
                 shard, gradient = self.shards[at], gradients[at]
                 if not self._alone[at]:
                     received[at] = next(averages)[: self._numels[at]].view(shard.shape)
@@ -123,17 +123,17 @@ class GradientAveraging:
         return all_of(moves).then(finish)
 
     def _packed(
-        self, places: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
+        self, indices: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """Pack each replica's rows of the small gradients, followed by the flags, replica by replica."""
-        first, flags = self.shards[places[0]], buffer.numel - buffer.trailing
+        first, flags = self.shards[indices[0]], buffer.numel - buffer.trailing
         device = _torch.local_of(first.parameter).device
         # Padding of uneven rows and alignment gaps are sent, too. They must be zeros, not uninitialized memory.
         memory = torch.zeros(first.size, buffer.numel, dtype=first.sent, device=device)
         memory[:, flags:] = 1
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         views = iter(buffer.views(memory))
-        for flag, at in enumerate(places, flags):
+        for flag, at in enumerate(indices, flags):
             shard, gradient = self.shards[at], gradients[at]
             if gradient is None:
                 memory[:, flag] = 0
