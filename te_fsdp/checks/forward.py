@@ -99,9 +99,8 @@ def refuse_opaque_output(name: str, unit: nn.Module, opaque: list[Any]) -> None:
 
 def refuse_function_transforms(state: ShardedModel) -> None:
     """Raise in a forward under a transform that custom autograd functions do not support. Local operation."""
-    # ``torch.func`` transforms torch's own layers, also sharded ones.
-    # Checked in each forward, because a transform is a context of the caller and not a property of the
-    # model.
+    # Checked in each forward, because a transform is a context of the caller and not a property of the model.
+    # ``torch.func`` supports FSDP2's units of torch's layers.
     transform = _torch_autograd.function_transform()
     if not transform:
         return

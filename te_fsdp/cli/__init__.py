@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         # By default glibc keeps blocks that are as large as blocks freed before. DCP allocates small objects in
-        # between, so a conversion would need new memory for every block. Only for a process of our own.
+        # between, so a conversion would need new memory for every block. Not set in a process that imports te_fsdp.
         threshold = -3  # M_MMAP_THRESHOLD in malloc.h
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(threshold, 1 << 20)

@@ -248,6 +248,7 @@ def _libraries(facts: Environment) -> Iterator[Fault]:
 
 
 def _te_itself(facts: Environment) -> Iterator[Fault]:
+    """Yield problems of TransformerEngine's installation, import and emulation."""
     if "transformer_engine" not in facts.te:
         command = _install(facts) if facts.gpus else "pip install 'te-fsdp[emulation]'"
         yield Fault("TransformerEngine is not installed", "there are no modules to train", command)
@@ -261,7 +262,23 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
         )
     # Missing bindings explain a failed import, so only one of both is reported.
     elif facts.te_says.get("error"):
-        yield _no_import(facts)
+        error = str(facts.te_says["error"])
+        package, why = "transformer_engine_torch", "there are no modules to train"
+        cure = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps "
+        if "undefined symbol" in error:
+            package = "flash-attn" if "flash_attn" in error else package
+            part = "flash-attn's kernels" if "flash_attn" in error else "its bindings"
+            why = f"{part} were compiled against a torch other than {facts.torch}"
+        elif "signal" in error:
+            why = "it aborts the importing process, most often because of mixed library versions"
+        fix = cure + package if facts.te_bindings else "pip install 'te-fsdp[emulation]'"
+        if facts.te_bindings and ("libcuda.so" in error or "no NVIDIA driver" in error):
+            why = "its compiled package runs on GPUs only, although it can be installed without one"
+            fix = (
+                "run it on a machine with a driver (in Docker: --gpus all); here, use an environment with "
+                "te-fsdp[emulation] only"
+            )
+        yield Fault(f"TransformerEngine cannot be imported: {error}", why, fix)
     if facts.emulation and facts.gpus:
         yield Fault(
             f"TE_FSDP_EMULATION={facts.emulation} on a machine with GPUs",
@@ -274,26 +291,3 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
             "the emulation does not replace an installed extension",
             "use an environment with te-fsdp[emulation] only",
         )
-
-
-def _no_import(facts: Environment) -> Fault:
-    """Return the reason why TE's import fails, from its error. The default suspect is its bindings."""
-    error = str(facts.te_says["error"])
-    what = f"TransformerEngine cannot be imported: {error}"
-    built, why = "transformer_engine_torch", "there are no modules to train"
-    if facts.te_bindings and ("libcuda.so" in error or "no NVIDIA driver" in error):
-        return Fault(
-            what,
-            "its compiled package runs on GPUs only, although it can be installed without one",
-            "run it on a machine with a driver (in Docker: --gpus all); here, use an environment with "
-            "te-fsdp[emulation] only",
-        )
-    if "undefined symbol" in error:
-        of_flash = "flash_attn" in error
-        built = "flash-attn" if of_flash else built
-        whose = "flash-attn's kernels" if of_flash else "its bindings"
-        why = f"{whose} were compiled against a torch other than {facts.torch}"
-    elif "signal" in error:
-        why = "it aborts the importing process, most often because of mixed library versions"
-    cure = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps " + built
-    return Fault(what, why, cure if facts.te_bindings else "pip install 'te-fsdp[emulation]'")

@@ -71,7 +71,7 @@ def plan_shard_dims(
 ) -> dict[int, dict[str, int]]:
     """Return the dim that FSDP2 must shard for each weight that is or will be quantized, by ``id`` of owner and name.
 
-    Local operation, before any change. Every rank sees the same shapes and raises the same (:func:`check_fit`).
+    Local operation, before any change. All ranks have the same shapes and raise the same error (:func:`check_fit`).
     ``weights`` contains label, owner, name and rule of each tp-local weight that TE may quantize. ``stays_replicated``
     returns whether data parallelism replicates a module's direct parameter.
     """

@@ -346,7 +346,7 @@ class QuantizedSlice(torch.Tensor):
         targets = {component.name: component.tensor for component in components_of(quantized, "weight")}
         for component in components_of(self.base, "weight"):
             targets[component.name].copy_(component.tensor[rectangles[component.name]])
-        # It was derived from the empty tensor, before the bytes were copied.
+        # Derived buffers were computed from the empty tensor, before the bytes were copied.
         drop_derived_state(quantized)
         return quantized
 

@@ -57,8 +57,10 @@ class Component:
             short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
             parts = []
             for values in (box.original, box.local, box.sizes):
-                cuts = [value % step != 0 for value, step in zip(values, self.block, strict=True)]
-                if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
+                splits = [value % step != 0 for value, step in zip(values, self.block, strict=True)]
+                if any(
+                    split and not (values is box.sizes and short[dim]) for dim, split in enumerate(splits)
+                ):
                     raise PlacementError(
                         f"{label} ({self.name}): a rank's rectangle at {box.original} of size {box.sizes} splits "
                         "blocks",
