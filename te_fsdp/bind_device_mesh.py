@@ -126,8 +126,8 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 
     Args:
         *args: As for TE.
-        tp_mesh: 1-D tensor-parallel mesh; gives ``tp_group`` and ``tp_size`` where these are left out.
-        weight_mesh: 1-D mesh of all ranks that hold pieces of one weight (FSDP shard x tp), for the scale of
+        tp_mesh: 1-D tensor-parallel mesh; the default of ``tp_group`` and ``tp_size``.
+        weight_mesh: 1-D mesh of all ranks with shards of one weight (FSDP shard x tp), for the scale of
             quantized weights with one scale per tensor.
         **kwargs: As for TE.
 

@@ -187,7 +187,7 @@ _COPIED_INTO = ("new_empty",)
 #
 # - ``full_tensor`` and ``redistribute`` return the rows in the order of the unsharded module;
 # - DCP's protocol (``__create_write_items__`` and its companions) describes each rectangle as one chunk;
-# - ``copy_`` from an ordinary DTensor, which holds the original order, takes this rank's rectangles;
+# - ``copy_`` from an ordinary DTensor, whose rows have the original order, takes this rank's rectangles;
 # - copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
 #
 # [Note: arithmetic of stacked tensors] Functions of a stacked tensor and a DTensor in the original order combine

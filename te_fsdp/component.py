@@ -1,4 +1,4 @@
-"""``Component``: a feature of a sharded model, and the phases in which it takes part.
+"""``Component``: a feature of a sharded model, and the phases that call it.
 
 The core calls components by phase and imports none of them. :mod:`te_fsdp.components` lists what is attached, in order.
 """

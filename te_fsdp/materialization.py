@@ -1,7 +1,7 @@
 """Initialization, conversion and comparison of a model's parameter values.
 
 ``materialize`` moves a model from meta to the device: every rank gets its shards of the initialization that one
-process would draw. Ranks must build the same model and hold equal replicas, which is checked here.
+process would draw. Ranks must build the same model and have equal replicas, which is checked here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
 def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
-    """Move a model from meta to the device and initialize it; each rank holds only its shards.
+    """Move a model from meta to the device and initialize it; each rank stores only its shards.
 
     The unsharded weights do not depend on the mesh: one process that builds the same model on the device from the same
     random state draws equal weights. Modules are initialized in the order of ``model.modules()``: TE modules by their

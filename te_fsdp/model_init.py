@@ -204,7 +204,7 @@ def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
 
 
 class _Entry:
-    """The unsharded tensor that stands for a parameter or a buffer."""
+    """The unsharded tensor that replaces a parameter or a buffer during the initialization."""
 
     def __init__(self, module: nn.Module, name: str, registered: torch.Tensor, full: torch.Tensor) -> None:
         self.module, self.name, self.registered, self.full = module, name, registered, full
@@ -366,7 +366,7 @@ def _fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def attributes_on_meta(model: nn.Module) -> Iterator[str]:
-    """Yield the names of tensors on meta that users' modules have as plain attributes: nothing gives them values."""
+    """Yield the names of tensors on meta that users' modules have as plain attributes, which are never initialized."""
     for name, module in model.named_modules():
         if _te.kind_of(module) is None:
             for key, value in vars(module).items():

@@ -99,7 +99,7 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     boot = Path("/proc/sys/kernel/random/boot_id")
     # Containers of one host have different names, but the boot id of the host.
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    # One gather for everything that all ranks must know, because each gather waits for the slowest rank.
+    # One gather for all data that ranks exchange, because each gather waits for the slowest rank.
     me = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
     gathered = gather(me, group)
     hosts = {host for host, *_ in gathered}

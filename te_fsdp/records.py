@@ -7,7 +7,7 @@ object are copied to the new one, its successor (:func:`copy_param_attrs`):
     other attributes      the user's and TE's; attributes that the successor already has are unchanged
 
 A sharded parameter and the unsharded parameter that FSDP2 installs in its place share one record. Optimizers, and
-torch's hooks around their steps, get only parameters: the record contains what they need to know about the model.
+torch's hooks around their steps, get only parameters: the record contains the data about the model that they need.
 
 ``set_device_mesh`` adds a :class:`ModuleBinding` to each module: its meshes, its rules and the attributes of its
 parameters. :mod:`te_fsdp.shard_info` derives the global indices of a parameter's local shard from both records.

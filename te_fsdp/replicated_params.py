@@ -44,7 +44,7 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     They are never all-gathered. FSDP2 ignores them, and adds no hooks to modules without other parameters.
     Tensor parallelism still shards them. Their gradients are all-reduced over data parallel at the end of each
     backward, with one all-reduce per dtype. Parameters without ``requires_grad`` cause no communication. Ranks must
-    hold equal values, which :func:`te_fsdp.fully_shard` checks.
+    have equal values, which :func:`te_fsdp.fully_shard` checks.
 
     Call it before :func:`te_fsdp.fully_shard`, with the same arguments on all ranks. Local operation. The mark is
     stored in the modules that own the parameters, and survives deep copies, initialization from meta and loading. The
@@ -211,7 +211,7 @@ class Bucket:
         """Start to all-reduce the bucket. Flags say which gradients each rank has, because ranks can differ in that.
 
         Collective over data parallel (once), and over tp if it has partial gradients (once, and the current stream
-        waits for it). Gradients from ``take`` are freed after they are copied to the bucket, unless the caller holds
+        waits for it). Gradients from ``take`` are freed after they are copied to the bucket, unless the caller keeps
         them; without ``take``, all are NaN. Waiting for the result is collective (an all-gather over data parallel)
         only for fp32 sums with a different communication dtype.
         """

@@ -147,7 +147,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
         return buffer
 
     def expose(self, gradient: torch.Tensor) -> None:
-        """Pass a gradient to ``observer`` that is not reduced because one rank holds all of it. Local operation."""
+        """Pass a gradient to ``observer`` that is not reduced because one rank has all of it. Local operation."""
         if self.comm.observer is not None:
             self.comm.observer(self.name, gradient)
 

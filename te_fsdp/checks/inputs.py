@@ -83,7 +83,7 @@ class _TokenShardCheck:
     """The check of a sequence-parallel module's inputs."""
 
     hook: Any  #: Removed after the last check, so that later forwards cost nothing
-    left: int = 4  #: Number of checks to come, if each sees tokens that are all equal
+    left: int = 4  #: Number of further checks, if each sees tokens that are all equal
 
 
 def watch_model_inputs(state: ShardedModel) -> None:

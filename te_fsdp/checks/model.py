@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 def compare_models(plan: ModelPlan) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
 
-    Expert modules are compared over the ranks that hold the same experts. Collective over the world: three
+    Expert modules are compared over the ranks that have the same experts. Collective over the world: three
     max all-reduces of a few integers per axis.
     """
     # Ranks with different models, or with different units, would wait for each other in collectives that
@@ -72,7 +72,9 @@ def compare_models(plan: ModelPlan) -> None:
     mesh = meshes.expert_mesh or meshes.device_mesh
     same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
     differs = (~torch.cat([same, same_experts])).long()
-    maximum(differs, meshes.device_mesh)  # all ranks must know what the ranks of one expert have found
+    maximum(
+        differs, meshes.device_mesh
+    )  # so that all ranks raise if the ranks of one expert detect a difference
     models, others, experts_of_one = differs.tolist()
     if others and not (models or experts_of_one):
         raise MeshError(
@@ -96,7 +98,7 @@ def compare_initial_values(plan: ModelPlan) -> None:
     """Raise on all ranks unless parameters on the device are equal wherever they must be.
 
     Before FSDP2 shards them, all data-parallel ranks have the same tp-local tensors, and all tp ranks the same
-    replicated parameters. Experts are compared among the ranks that hold the same ones. Shards over tp, and experts of
+    replicated parameters. Experts are compared among the ranks that have the same ones. Shards over tp, and experts of
     different ep ranks, must not be equal. Collective over the world: max all-reduces of two integers per parameter and
     axis, small object gathers.
     """

@@ -138,7 +138,9 @@ class Fault:
 def faults(facts: Environment) -> list[Fault]:
     """Return all problems of an environment, breaking ones first."""
     searches = (_wrong_versions, _parts_of_te, _libraries, _te_itself)
-    return sorted((fault for look in searches for fault in look(facts)), key=lambda fault: not fault.breaks)
+    return sorted(
+        (fault for search in searches for fault in search(facts)), key=lambda fault: not fault.breaks
+    )
 
 
 def _wrong_versions(facts: Environment) -> Iterator[Fault]:

@@ -280,12 +280,12 @@ class _Rendezvous:
             store.set(f"{number}/{me}", self.call)
             # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different calls.
             mine = store.add(f"{number}/in/{self.call}", 1)
-            came = store.add(f"{number}/came", 1)
+            arrived = store.add(f"{number}/came", 1)
             # The store is never cleared as a whole, so keys of the previous call are deleted by the next one.
             store.delete_key(f"{number - 1}/{me}")
-            if came == len(self.ranks):
-                everyone_here = mine == came or store.add(f"{number}/in/{self.call}", 0) == came
-                self._settle(_GO if everyone_here else self._other_calls().encode())
+            if arrived == len(self.ranks):
+                same_call = mine == arrived or store.add(f"{number}/in/{self.call}", 0) == arrived
+                self._settle(_GO if same_call else self._other_calls().encode())
                 for key in ("came", f"in/{self.before}", "outcome"):
                     store.delete_key(f"{number - 1}/{key}")
             outcome = self._outcome()
@@ -293,7 +293,9 @@ class _Rendezvous:
                 # Rank 0 waits until the others have read the outcome: the store may end with it after the error.
                 read, until = store.add(f"{number}/read", 1), time.monotonic() + _READING
                 while (
-                    me == 0 and time.monotonic() <= until and read < max(came, store.add(f"{number}/came", 0))
+                    me == 0
+                    and time.monotonic() <= until
+                    and read < max(arrived, store.add(f"{number}/came", 0))
                 ):
                     time.sleep(0.05)
                     read = store.add(f"{number}/read", 0)
@@ -356,26 +358,26 @@ class _Rendezvous:
 
     def _report(self, waited: float) -> None:
         """Log the missing ranks. Write an error as outcome if some ranks are in a different call."""
-        came = self.store.add(f"{self.number}/came", 0)
+        arrived = self.store.add(f"{self.number}/came", 0)
         # add(key, 0) reads a counter without waiting for a key that does not exist yet.
-        if came != self.store.add(f"{self.number}/in/{self.call}", 0):
+        if arrived != self.store.add(f"{self.number}/in/{self.call}", 0):
             self._settle(self._other_calls().encode())
-        elif came < len(self.ranks):
+        elif arrived < len(self.ranks):
             _log.warning(
                 "te_fsdp.%s: rank %d has waited %.0f s. Of %d ranks, %s not called it yet. All of them must call it.",
                 self.call,
                 dist.get_rank(),
                 waited,
                 len(self.ranks),
-                self._absent(came),
+                self._absent(arrived),
             )
 
     def _gave_up(self, waited: float) -> str:
-        came = self.store.add(f"{self.number}/came", 0)
+        arrived = self.store.add(f"{self.number}/came", 0)
         return message(
-            f"te_fsdp.{self.call}: {self._absent(came)} not called it",
+            f"te_fsdp.{self.call}: {self._absent(arrived)} not called it",
             expected=f"the call on all {len(self.ranks)} ranks",
-            got=f"the call on {came} of them after {waited:.0f} s",
+            got=f"the call on {arrived} of them after {waited:.0f} s",
             why="It is a collective call; the ranks that made it have timed out",
             fix="make the call on every rank (not under `if rank == 0`), or increase the timeout: "
             "te_fsdp.set_collective_timeout(seconds)",
@@ -397,9 +399,9 @@ class _Rendezvous:
             fix="make the same calls in the same order on every rank",
         )
 
-    def _absent(self, came: int) -> str:
+    def _absent(self, arrived: int) -> str:
         """Format the missing ranks with the start of the verb, for example 'ranks 1, 3 have'."""
-        missing = len(self.ranks) - came
+        missing = len(self.ranks) - arrived
         absent = self._without_key(self.ranks, min(missing, _NAMED))
         more = f" and {missing - len(absent)} more" if missing > len(absent) else ""
         return f"{format_ranks(absent)}{more} {'has' if missing == 1 else 'have'}"

@@ -92,7 +92,7 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
 # are restored, the replicas all-gather all rows, and each parameter becomes its main weight, rounded or quantized
 # once. ``zero_grad``, learning rate schedulers and the groups' options only see the model's parameters.
 class MainParameters:
-    """The main parameters of one optimizer. The object takes part in its steps and its state dicts.
+    """The main parameters of one optimizer. Hooks call the object in steps and state dicts.
 
     ``lent``: TE's FusedAdam keeps the main weights itself.
     """
@@ -280,7 +280,7 @@ class MainParameters:
         """Restore parameters and state, and keep averaged gradients."""
         if self.locals:
             remove_local_tensors(optimizer, self.locals)
-        # In place, because learning rate schedulers and users hold the group's own list.
+        # In place, because learning rate schedulers and users have references to the group's list.
         for live, parameters in self._groups:
             live[:] = parameters
         scales = getattr(optimizer, "_scales", None)

@@ -68,7 +68,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     Local operation that reshards FSDP2 units.
 
     Raises:
-        OrderError: The optimizer has parameters that are not the model's. The error gives their number.
+        OrderError: The optimizer has parameters that are not the model's. The error contains their number.
         PlacementError: A step of this torch optimizer would fail on sharded parameters (docs/optimizers.md).
     """
     require_model(model, "check_optimizer(model, optimizer)")
@@ -156,7 +156,7 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects() if may_keep else []
     listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
     optimizers = {id(optimizer): optimizer for optimizer in [*listed, *registered_optimizers()]}.values()
-    holding = []
+    owners = []
     for optimizer in optimizers:
         main_parameters = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
         if main_parameters is not None:
@@ -164,8 +164,8 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
         # A wrapper shares the groups of the optimizer inside, so one of them is sufficient.
         groups = optimizer.__dict__.get("param_groups", ())
         if any(id(parameter) in ids for group in groups for parameter in group["params"]):
-            holding.append(optimizer)
-    return holding
+            owners.append(optimizer)
+    return owners
 
 
 def main_weights(model: nn.Module, optimizer: Optimizer) -> None:

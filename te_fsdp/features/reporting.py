@@ -1,4 +1,4 @@
-"""``report``: a table of the parameters that a rank holds, one row per parameter."""
+"""``report``: a table of the parameters of a rank, one row per parameter."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _sharding(row: Row) -> str:
 
 
 def report(model: nn.Module) -> Report:
-    """Return a table of every parameter of a model as this rank holds it, at any stage.
+    """Return a table of every parameter of a model as this rank stores it, at any stage.
 
     Local operation; reads no values.
     """

@@ -193,7 +193,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, op
     for name, unit in state.modules.items():
         groups = fsdp2_units.fsdp_parameter_groups(unit)
         if not groups or fsdp2_units.reduction_of(unit)[0] == 1:
-            continue  # a root whose units hold all parameters; or the shard group has one rank
+            continue  # a root whose units contain all parameters; or the shard group has one rank
         if option == "auto" and transports.by_unit[name].name != "copy_engine":
             continue
         (group,) = groups

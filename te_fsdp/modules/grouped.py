@@ -89,7 +89,7 @@ def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) ->
         name: (module.num_gemms, ", ".join(f"{option}={getattr(module, option, None)}" for option in options))
         for name, module in modules.items()
     }
-    # Every rank compares, because no rank knows whose model is the wrong one.
+    # Every rank compares, because any rank may have the wrong model.
     by_rank = gather(mine, ep_mesh)
     for rank, of_rank in enumerate(by_rank):
         differ = [

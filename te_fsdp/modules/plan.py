@@ -215,7 +215,7 @@ def _check_item(item: ModulePlan) -> None:
         if quantizer is None:
             continue
         check_quantizer(f"{label}.{name}", quantizer)
-        # A rank knows the amax of its shard only. The scale is that of all shards.
+        # A rank computes the amax of its shard only. The scale is that of all shards.
         is_cut_alone = tp_mesh is not None and tp_mesh.size() > 1 and weight_mesh is None
         if is_cut_alone and _te.needs_shared_amax(quantizer):
             raise MeshError(

@@ -164,7 +164,7 @@ def on_te_fsdp_mesh(parameter: DTensor, placed: UserDTensor) -> torch.nn.Paramet
 
 
 def is_as_bound(parameter: DTensor, rule: ParameterRule | None, tp_mesh: DeviceMesh | None) -> bool:
-    """Return whether TE's parameter already has the placement that ``set_device_mesh`` gives it."""
+    """Return whether TE's parameter already has the placement that ``set_device_mesh`` sets."""
     if rule is None or tp_mesh is None or rule.layout.is_stacked or rule.layout.is_grouped:
         return False
     placement = Replicate() if rule.shard_dim is None else Shard(rule.shard_dim)

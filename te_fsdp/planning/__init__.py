@@ -233,7 +233,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         # A unit occupies the larger of its forms in forward and backward.
         units[weight.unit] += max(weight.gathered, weight.gathered_again)
     if any(weight.experts for weight in weights):
-        notes.append("every ep rank is assumed to hold as many experts as the first one")
+        notes.append("every ep rank is assumed to have as many experts as the first one")
     return Plan(
         job=job.described(),
         sizes=sizes,

@@ -264,7 +264,7 @@ def sync_quantizers_with_history(binding: ModuleBinding, module: nn.Module) -> N
         attach_amax_group(local, binding)  # TE may have set a different quantizer
 
 
-# ---------------------------------------------------------------------------------- which ranks hold the pieces
+# ----------------------------------------------------------------------------------- ranks with shards of a weight
 
 
 def register_shard(binding: ModuleBinding, module: nn.Module, name: str, parameter: DTensor) -> None:

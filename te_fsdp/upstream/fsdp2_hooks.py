@@ -34,7 +34,7 @@ _compiles_autograd: Callable[[], bool] = getattr(_fsdp_common, "compiled_autogra
 _no_range = torch._C._profiler._RecordFunctionFast
 _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
-#: Arguments of a forward that hold no tensors.
+#: Arguments of a forward that contain no tensors.
 _TENSORLESS = frozenset((type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size))
 
 
@@ -98,7 +98,7 @@ class _PostBackward(torch.autograd.Function):
 def _register_post_backward(
     group: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace ``FSDPParamGroup._register_post_backward_hook`` for arguments that are tensors or hold none."""
+    """Replace ``FSDPParamGroup._register_post_backward_hook`` for arguments that are tensors or contain none."""
     if _compiles_autograd() or function_transform():
         return stock(args, kwargs)
     if not torch.is_grad_enabled():

@@ -73,7 +73,7 @@ def _fill(group: Any) -> None:
 class UseFlags:
     """The number of ranks that used each parameter of a group, reduced in one collective with the gradients.
 
-    Each rank sends 1 for a parameter that it used and 0 for one that takes part with zeros. FSDP2 reduces the flags as
+    Each rank sends 1 for a parameter that it used and 0 for one filled with zeros. FSDP2 reduces the flags as
     the gradient of one more record. A rank that used all parameters reads nothing. The others read the result after
     the backward, which waits for the device, and remove gradients of parameters that no rank used. Ranks agree: a
     parameter without any use has the flag 0 everywhere.
