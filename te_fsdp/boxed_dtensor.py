@@ -230,10 +230,10 @@ class BoxedDTensor(DTensor):
         if type(result) is DTensor:
             _keep(result, args, func)
         elif type(result) in (list, tuple):
-            for index, one in enumerate(result):
-                if type(one) is DTensor:
+            for index, item in enumerate(result):
+                if type(item) is DTensor:
                     lists = [a[index] for a in args if type(a) in (list, tuple) and len(a) == len(result)]
-                    _keep(one, lists, func)
+                    _keep(item, lists, func)
         return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -369,14 +369,14 @@ class BoxedDTensor(DTensor):
 
 def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
     """Give a result the class of the first argument that has it, if the placements are the same."""
-    for one in args:
-        if isinstance(one, BoxedDTensor) and (box_map := one.__dict__.get(_KEY)) is not None:
+    for arg in args:
+        if isinstance(arg, BoxedDTensor) and (box_map := arg.__dict__.get(_KEY)) is not None:
             same_placements = tuple(result._spec.placements) == box_map.placements
             # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.
-            is_flat = result.ndim == 1 and box_map.rule.shard_dim == 0 and result.numel() == one.numel()
-            same = same_placements and (result._spec.shape == one._spec.shape or is_flat)
+            is_flat = result.ndim == 1 and box_map.rule.shard_dim == 0 and result.numel() == arg.numel()
+            same = same_placements and (result._spec.shape == arg._spec.shape or is_flat)
             if same or func.__name__ in _COPIED_INTO:
-                _mark(result, box_map, one.kept_class)
+                _mark(result, box_map, arg.kept_class)
             return
 
 

@@ -155,8 +155,8 @@ class Components:
         for phase in _PHASES:
             # Only methods that a component overrides, so that a phase without any costs a step one empty loop.
             overriding = [
-                one
-                for one in self.by_class.values()
-                if getattr(type(one), phase) is not getattr(Component, phase)
+                component
+                for component in self.by_class.values()
+                if getattr(type(component), phase) is not getattr(Component, phase)
             ]
-            setattr(self, phase, tuple(getattr(one, phase) for one in overriding))
+            setattr(self, phase, tuple(getattr(component, phase) for component in overriding))

@@ -165,7 +165,7 @@ def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
                     full = f"{name}.{attr}".removeprefix(".")
                     owners_of.setdefault(id(parameter), []).append((full, owner, attr))
         for tied in owners_of.values():
-            listed = [one for one in tied if any(pattern.match(one[0]) for pattern in patterns)]
+            listed = [entry for entry in tied if any(pattern.match(entry[0]) for pattern in patterns)]
             if 0 < len(listed) < len(tied):
                 dropped |= {(id(owner), attr) for _, owner, attr in listed}
     return dropped

@@ -67,13 +67,13 @@ class TableUnpickler(pickle.Unpickler):
         try:
             result = super().load()
         finally:  # a pickle may set attributes of the classes that it names: that is undone
-            for one, before in self.named.items():
-                for name in [n for n, value in vars(one).items() if before.get(n, nothing) is not value]:
-                    changed.append(f"{one.__name__}.{name}")
+            for cls, before in self.named.items():
+                for name in [n for n, value in vars(cls).items() if before.get(n, nothing) is not value]:
+                    changed.append(f"{cls.__name__}.{name}")
                     if name in before:
-                        setattr(one, name, before[name])
+                        setattr(cls, name, before[name])
                     else:
-                        delattr(one, name)
+                        delattr(cls, name)
         if changed:
             raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which {self.what} never does")
         return result

@@ -248,8 +248,8 @@ def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, m
     shapes_differ, _ = _differing([inputs for inputs, _ in by_rank], "cp")
     same = [
         f"{', '.join(names)} the same on cp ranks {first} and {second}"
-        for (first, (one, names)), (second, (other, _)) in combinations(enumerate(by_rank), 2)
-        if names and all(one[name] == other.get(name) for name in names)
+        for (first, (mine_of_first, names)), (second, (other, _)) in combinations(enumerate(by_rank), 2)
+        if names and all(mine_of_first[name] == other.get(name) for name in names)
     ]
     if shapes_differ or same:
         raise InputError(

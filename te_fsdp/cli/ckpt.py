@@ -440,9 +440,9 @@ def diff(
     """
     if not (rtol >= 0 and atol >= 0):
         raise UsageError(f"--rtol {rtol:g} --atol {atol:g}: expected 0 or more")
-    one, other = open_any(a), open_any(b)
+    first, second = open_any(a), open_any(b)
     # Both are refused or verified before the first comparison, which reads all data.
-    for contents in (one, other):
+    for contents in (first, second):
         if contents.kind != CHECKPOINT:
             raise CheckpointError(
                 f"{contents.source}: cannot be compared",
@@ -451,16 +451,16 @@ def diff(
                 fix="convert it first: te-fsdp ckpt convert SOURCE TARGET --to checkpoint",
             )
         _verify_source(contents, as_json)
-    with bytes_bar("comparing", one.bytes, _show_bar(as_json)) as tick:
-        report = compare_contents(one, other, tick, rtol=rtol, atol=atol, weights_only=weights_only)
+    with bytes_bar("comparing", first.bytes, _show_bar(as_json)) as tick:
+        report = compare_contents(first, second, tick, rtol=rtol, atol=atol, weights_only=weights_only)
     same = report.is_same(strict=strict)
     if as_json:
-        answer = {"ok": True, "same": same, "a": str(one.source), "b": str(other.source), **asdict(report)}
+        answer = {"ok": True, "same": same, "a": str(first.source), "b": str(second.source), **asdict(report)}
         print_json(answer)
         return 0 if same else 1
     rows = [(d.name, d.kind, d.detail) for d in report.differences]
     if rows:
-        print_table(f"A {one.source}\nB {other.source}", ("name", "difference", "A / B"), rows)
+        print_table(f"A {first.source}\nB {second.source}", ("name", "difference", "A / B"), rows)
     print_lines(report.others)
     verdict = "the same" if same else "different"
     print_lines(

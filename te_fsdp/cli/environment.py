@@ -207,11 +207,11 @@ def _gpus() -> list[Gpu]:
     if not torch.cuda.is_available():
         return []
     ordinals, links, gpus = range(torch.cuda.device_count()), gpu_links(), []
-    for one in ordinals:
-        properties = torch.cuda.get_device_properties(one)
-        others = [other for other in ordinals if other != one]
-        peers = [other for other in others if torch.cuda.can_device_access_peer(one, other)]
-        row = links[one] if one < len(links) else []
+    for gpu in ordinals:
+        properties = torch.cuda.get_device_properties(gpu)
+        others = [other for other in ordinals if other != gpu]
+        peers = [other for other in others if torch.cuda.can_device_access_peer(gpu, other)]
+        row = links[gpu] if gpu < len(links) else []
         capability = f"{properties.major}.{properties.minor}"
         gpus.append(Gpu(properties.name, capability, properties.total_memory, row, peers))
     return gpus

@@ -266,17 +266,17 @@ def _show_search(
     """Print the meshes of a search as a table or as JSON, ordered by time if speeds are given."""
     if machine is not None:  # those that fit come first, ordered by time
         meshes = sorted(
-            meshes, key=lambda one: math.inf if one.reason else _seconds(one, machine) / one.tokens
+            meshes, key=lambda each: math.inf if each.reason else _seconds(each, machine) / each.tokens
         )
     if as_json:
         candidates = []
-        for one in meshes:
+        for each in meshes:
             numbers: dict[str, Any] = {}
-            if one.plan is not None:
-                numbers = {"peak": one.plan.peak.bytes, "held": one.plan.held_bytes}
-                numbers |= {name: getattr(one, name) for name in ("within", "between", "tokens", "cost")}
-                numbers |= {} if machine is None else {"seconds": _seconds(one, machine)}
-            fits = {"sizes": asdict(one.sizes), "fits": not one.reason, "reason": one.reason}
+            if each.plan is not None:
+                numbers = {"peak": each.plan.peak.bytes, "held": each.plan.held_bytes}
+                numbers |= {name: getattr(each, name) for name in ("within", "between", "tokens", "cost")}
+                numbers |= {} if machine is None else {"seconds": _seconds(each, machine)}
+            fits = {"sizes": asdict(each.sizes), "fits": not each.reason, "reason": each.reason}
             candidates.append(fits | numbers)
         print_json({"memory": limit, "gpus": gpus, "candidates": candidates})
     else:
@@ -284,14 +284,14 @@ def _show_search(
         columns += [] if machine is None else ["ms"]
         title = f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB"
         rows = []
-        for one in meshes:
+        for each in meshes:
             cells = [""] * len(columns)
-            if one.plan is not None:
-                peak = one.plan.peak.bytes
-                cells = [*map(_gib, (peak, limit - peak, one.within, one.between))]
-                cells += [f"{one.tokens:,.0f}", f"{one.cost:,.0f}"]
-                cells += [] if machine is None else [f"{1e3 * _seconds(one, machine):.1f}"]
-            rows.append((str(one.sizes), *cells, one.reason))
+            if each.plan is not None:
+                peak = each.plan.peak.bytes
+                cells = [*map(_gib, (peak, limit - peak, each.within, each.between))]
+                cells += [f"{each.tokens:,.0f}", f"{each.cost:,.0f}"]
+                cells += [] if machine is None else [f"{1e3 * _seconds(each, machine):.1f}"]
+            rows.append((str(each.sizes), *cells, each.reason))
         print_table(title, ("mesh", *columns, "remark"), rows, right=columns)
         print_lines(
             [
@@ -300,13 +300,13 @@ def _show_search(
                 "between nodes"
             ]
         )
-    return 0 if any(not one.reason for one in meshes) else 1
+    return 0 if any(not each.reason for each in meshes) else 1
 
 
-def _seconds(one: Candidate, machine: Machine) -> float:
+def _seconds(candidate: Candidate, machine: Machine) -> float:
     """Return the estimated seconds per step on a candidate mesh."""
-    assert one.plan is not None
-    return one.plan.time(machine).seconds
+    assert candidate.plan is not None
+    return candidate.plan.time(machine).seconds
 
 
 # ------------------------------------------------------------------------------------------------------------ report

@@ -91,7 +91,7 @@ class Liveness:
             this = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _close(this()))
         # Accept pending connections, since the port's queue is short, and drop closed ones.
-        self.incoming = [one for one in self.incoming if _is_open(one) or one.close()]
+        self.incoming = [peer for peer in self.incoming if _is_open(peer) or peer.close()]
         with contextlib.suppress(OSError):  # raised when none is pending
             while self.listener is not None:
                 self.incoming.append(self.listener.accept()[0])
@@ -114,9 +114,9 @@ class Liveness:
 
 
 def _close(this: Liveness | None) -> None:
-    for one in [] if this is None else [this.listener, *this.incoming, *this.outgoing.values()]:
-        if one is not None:
-            one.close()
+    for peer in [] if this is None else [this.listener, *this.incoming, *this.outgoing.values()]:
+        if peer is not None:
+            peer.close()
     if this is not None:
         this.listener, this.text, this.incoming, this.outgoing = None, "", [], {}
 

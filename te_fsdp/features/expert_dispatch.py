@@ -188,12 +188,12 @@ class ExpertDispatcher:
         mine = {"num_experts": self.num_experts, "capacity": self.capacity, "groups": self.groups}
         mine |= {"hidden": tokens.shape[1], "dtype": str(tokens.dtype)}
         by_rank = [mine] if self._ep is None else gather(mine, self._ep)
-        if wrong := [name for name in mine if any(one[name] != by_rank[0][name] for one in by_rank)]:
+        if wrong := [name for name in mine if any(sizes[name] != by_rank[0][name] for sizes in by_rank)]:
             raise InputError(
                 f"ExpertDispatcher: {', '.join(wrong)}",
                 expected="the same on all ranks of ep",
                 got=shorten(
-                    [f"ep rank {n}: {[one[name] for name in wrong]}" for n, one in enumerate(by_rank)], 8
+                    [f"ep rank {n}: {[sizes[name] for name in wrong]}" for n, sizes in enumerate(by_rank)], 8
                 ),
                 fix="pass equal values; compute the capacity from the largest number of tokens of all ranks",
             )

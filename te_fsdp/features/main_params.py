@@ -119,7 +119,7 @@ class MainParameters:
         if lent:
             # A failed step leaves main parameters in the groups, but state dicts need the parameters.
             optimizer.register_state_dict_pre_hook(self.restore_params)
-            optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: self.restore_params(one))
+            optimizer.register_load_state_dict_pre_hook(lambda opt, state_dict: self.restore_params(opt))
         elif _te.is_fused_adam(optimizer):
             # FusedAdam reads the groups after torch's hooks have run, so hooks would restore the parameters too
             # early.

@@ -266,7 +266,7 @@ def optimizers_with_stale_main_weights(
 ) -> list[Optimizer]:
     """Return other optimizers than ``except_of`` whose next step would restore old weights from main weights. Local."""
     # Optimizers inside of given wrappers (accelerate's) are excluded, because they share state.
-    loaded = {id(one.state) for one in except_of}
+    loaded = {id(optimizer.state) for optimizer in except_of}
     others = [o for o in optimizers_of(parameters) if id(o.state) not in loaded]
     return [o for o in others if any(MAIN in state for state in o.state.values())]
 

@@ -330,9 +330,9 @@ def context_parallel_shard(
         if isinstance(value, torch.Tensor):
             return _cut(value, path, size, rank_, dim, ends)
         if isinstance(value, Mapping):
-            return {name: cut(one, f"{path}[{name!r}]") for name, one in value.items()}
+            return {name: cut(item, f"{path}[{name!r}]") for name, item in value.items()}
         if isinstance(value, (list, tuple)):
-            parts = [cut(one, f"{path}[{index}]") for index, one in enumerate(value)]
+            parts = [cut(item, f"{path}[{index}]") for index, item in enumerate(value)]
             # A named tuple takes its fields as separate arguments.
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return value

@@ -262,12 +262,12 @@ class _Fit:
                     target.pieces[at[1:]] = (
                         piece.flat() if isinstance(piece, QuantizedSlice) else piece[index]
                     )
-            for one in keys if mark.index is None else ():
-                targets.setdefault(one, LoadTarget(value.shape[1:], value))
+            for name in keys if mark.index is None else ():
+                targets.setdefault(name, LoadTarget(value.shape[1:], value))
         for key, keys in self.others.items():
-            for one in keys:
+            for name in keys:
                 value = entries[key]
-                targets[one] = torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+                targets[name] = torch.empty_like(value) if isinstance(value, torch.Tensor) else value
         return targets
 
     def load_bytes(self, stock: Callable[..., None], item: Any, value: io.BytesIO) -> None:

@@ -26,7 +26,7 @@ def frequencies_of(buffers: Iterable[str], read: Callable[[str], torch.Tensor]) 
 
 
 def wanted_rotary(
-    one: Semantics, actual: torch.Tensor | None, base: float, dim: int, scaling: Mapping[str, Any] | None
+    recorded: Semantics, actual: torch.Tensor | None, base: float, dim: int, scaling: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the settings that TE's rotary embedding must have to match a ``config.json``. Local operation.
 
@@ -51,20 +51,20 @@ def wanted_rotary(
         turns = frequencies * number("original_max_position_embeddings") / (2 * math.pi)
         extrapolated = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = frequencies * (extrapolated + (1 - extrapolated) / number("factor"))
-    factor = one["seq_len_interpolation_factor"]
-    actual = _plain(one["rotary_base"], dim) if actual is None else actual
-    if factor is not None and one["pretrained_max_position_embeddings"] is not None:
+    factor = recorded["seq_len_interpolation_factor"]
+    actual = _plain(recorded["rotary_base"], dim) if actual is None else actual
+    if factor is not None and recorded["pretrained_max_position_embeddings"] is not None:
         actual = actual / factor  # interpolation needs both arguments
     # Frequencies are computed in fp32, where rounding of the exponent is amplified by log(base), and may be cast to
     # bf16.
     rounding = 2 * max(torch.finfo(actual.dtype).eps, 2**-18)
     fits = kind in _KINDS and actual.shape == frequencies.shape  # others scale the scores as well
     fits = fits and torch.allclose(actual.double().cpu(), frequencies, rtol=rounding, atol=0.0)
-    if scaling is None and (fits or one["rotary_base"] != base):
+    if scaling is None and (fits or recorded["rotary_base"] != base):
         return {"rotary_base": base}
     rope = {"rope_theta": base, **rope_scaling}
-    base_text = one["rotary_base"] if fits else f"of the frequencies by {rope}"
-    return {**one.settings, "rotary_base": base_text, "interleaved": False}
+    base_text = recorded["rotary_base"] if fits else f"of the frequencies by {rope}"
+    return {**recorded.settings, "rotary_base": base_text, "interleaved": False}
 
 
 #: Kinds of ``rope_scaling`` that only change the angles.

@@ -192,7 +192,7 @@ def user_settings(model: nn.Module) -> dict[str, Semantics]:
             if not name.startswith("_") and id(value) not in seen:
                 seen.add(id(value))
                 recorded += (
-                    (f"{name}.{field}", _public_value(cls, field, one)) for field, one in _fields(value)
+                    (f"{name}.{field}", _public_value(cls, field, item)) for field, item in _fields(value)
                 )
         classes[_torch.without_wrappers(prefix)] = Semantics(
             user_class.__name__, USER_DEFINED, _recordable(recorded)
@@ -305,11 +305,11 @@ def _public_value(cls: type, name: str, value: Any) -> Any:
 def to_json(modules: Mapping[str, Semantics]) -> dict[str, Any]:
     """Convert semantics by FQN to plain JSON. Values shared by several modules are stored once."""
     kinds = {
-        repr(one): {"kind": one.kind, "library": one.library, "settings": dict(one.settings)}
-        for one in modules.values()
+        repr(module): {"kind": module.kind, "library": module.library, "settings": dict(module.settings)}
+        for module in modules.values()
     }
     index_of = {text: index for index, text in enumerate(kinds)}
-    indices = {name: index_of[repr(one)] for name, one in modules.items()}
+    indices = {name: index_of[repr(module)] for name, module in modules.items()}
     return {"kinds": [*kinds.values()], "modules": indices}
 
 
@@ -324,9 +324,9 @@ NOTHING: Mapping[str, Any] = {"recipes": [], **to_json({})}
 
 def from_json(recorded: Mapping[str, Any], *, user_defined: bool = False) -> dict[str, Semantics]:
     """Load the output of :func:`to_json`, for modules of the libraries or (``user_defined``) user-defined modules."""
-    kinds = [Semantics(one["kind"], one["library"], one["settings"]) for one in recorded["kinds"]]
+    kinds = [Semantics(each["kind"], each["library"], each["settings"]) for each in recorded["kinds"]]
     semantics = {name: kinds[index] for name, index in recorded["modules"].items()}
-    return {name: one for name, one in semantics.items() if (one.library == USER_DEFINED) == user_defined}
+    return {name: each for name, each in semantics.items() if (each.library == USER_DEFINED) == user_defined}
 
 
 # --- comparing
@@ -404,12 +404,12 @@ def format_differences(different: Iterable[Difference], words: str = "saved {}, 
     # Settings recorded on one side only share one text.
     groups: dict[str, list[str]] = {}
     one_sided: dict[str, list[str]] = {}
-    for one in different:
-        module, _, setting = one.name.rpartition(".")
-        if _NOT_RECORDED in (one.then, one.now):
+    for diff in different:
+        module, _, setting = diff.name.rpartition(".")
+        if _NOT_RECORDED in (diff.then, diff.now):
             one_sided.setdefault(setting, []).append(module)
         else:
-            groups.setdefault(f"{setting}: {words.format(one.then, one.now)}", []).append(module)
+            groups.setdefault(f"{setting}: {words.format(diff.then, diff.now)}", []).append(module)
     texts, rest = (
         [text + (f" ({fold_names(names)})" if any(names) else "") for text, names in each.items()]
         for each in (groups, one_sided)
@@ -430,8 +430,8 @@ def fold_names(names: Iterable[str]) -> str:
 def distinguishing_settings(here: Mapping[str, Semantics]) -> str:
     """Format the settings in which models with the same tensors may differ; empty if there are none."""
     values: dict[str, dict[str, None]] = {}
-    for one in here.values():
-        for setting, value in one.settings.items():
+    for module in here.values():
+        for setting, value in module.settings.items():
             if setting in SETTINGS and SETTINGS[setting].effect == "error":
                 values.setdefault(setting, {})[str(value)] = None
     return ", ".join(f"{setting} {' or '.join(texts)}" for setting, texts in sorted(values.items()))
@@ -466,9 +466,9 @@ def _same(then: Any, now: Any) -> bool:
     return then == now
 
 
-def _class(one: Semantics) -> str:
-    kind = "Dropout or Identity" if one.kind == "Dropout" else one.kind
-    return f"{'torch.nn' if one.library == 'torch' else 'te'}.{kind}"
+def _class(module: Semantics) -> str:
+    kind = "Dropout or Identity" if module.kind == "Dropout" else module.kind
+    return f"{'torch.nn' if module.library == 'torch' else 'te'}.{kind}"
 
 
 def _unpadded(mask: Any) -> str:

@@ -348,11 +348,11 @@ def search(
         tokens = job.sequence * job.batch * job.microbatches / (sizes.tp * sizes.cp)
         return Candidate(sizes, planned, reason, within, sum(sent.values()) - within, tokens)
 
-    def place(one: Candidate) -> tuple[int, float]:
+    def place(candidate_: Candidate) -> tuple[int, float]:
         # Rank by class first: fitting, too large, rejected.
-        if one.plan is None:
+        if candidate_.plan is None:
             return 2, 0
-        return (1, one.plan.peak.bytes) if one.reason else (0, one.cost)
+        return (1, candidate_.plan.peak.bytes) if candidate_.reason else (0, candidate_.cost)
 
     with _fake_ranks(gpus):
         return sorted(map(candidate, meshes), key=place)
@@ -364,7 +364,7 @@ def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
     if not is_function(job.model):
         about = read_config(job.model)  # type: ignore[arg-type]
         experts = about.experts.count if about.experts is not None else 1
-    divisors = [one for one in range(1, ranks + 1) if ranks % one == 0]
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for tp, ep, replicas in itertools.product(divisors, repeat=3):
         shards, rest = divmod(ranks, tp * ep * replicas)
         # tp communicates in each layer, which is slow between nodes.

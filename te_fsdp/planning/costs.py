@@ -287,7 +287,7 @@ class _Bytes:
     def part(self, module: Any) -> int:
         """Return the number of tokens that enter a module on this rank."""
         owners = [module] if hasattr(module, "tp_size") else [module, getattr(module, "weight", None)]
-        split = any(getattr(one, "sequence_parallel", False) for one in owners)
+        split = any(getattr(owner, "sequence_parallel", False) for owner in owners)
         return -(-self.work.tokens // getattr(module, "tp_size", self.tp)) if split else self.work.tokens
 
 

@@ -70,7 +70,7 @@ class QuantizedDTensor(BoxedDTensor):
             return _with_waiting(super().__torch_function__(func, types, args, kwargs), args[0])
         # Functions in place change the waiting values. Sources of `copy_` are not rounded to the weight's dtype.
         is_in_place = name.endswith("_")
-        newest = (_newest(one, in_fp32=is_in_place) for one in args)
+        newest = (_newest(arg, in_fp32=is_in_place) for arg in args)
         result = super().__torch_function__(func, types, tuple(newest), kwargs)
         return args[0] if is_in_place else result
 
@@ -125,12 +125,12 @@ class QuantizedDTensor(BoxedDTensor):
         if to_write and _has_pending_values(self):
             return _torch.local_of(_newest(self))[box.local_slices()]
         if _te.is_grouped(local):
-            one = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
+            part = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
         else:
-            one = QuantizedSlice(local, box.local, box.sizes)
+            part = QuantizedSlice(local, box.local, box.sizes)
         # This module has load_state_dict, which can compute one scale with all ranks.
-        one.waits = True
-        return one.stored() if to_write else one
+        part.waits = True
+        return part.stored() if to_write else part
 
     def fill(self, original: torch.Tensor) -> DTensor:
         """Write this rank's rectangles of an original tensor. ``load_state_dict`` completes formats with one scale."""
@@ -210,21 +210,21 @@ def _has_pending_values(entry: Any) -> bool:
     )
 
 
-def _newest(one: Any, *, in_fp32: bool = False) -> Any:
+def _newest(tensor: Any, *, in_fp32: bool = False) -> Any:
     """Return the values that wait for the tensor's scale, in its dtype or FP32; return other tensors unchanged."""
-    if not _has_pending_values(one):
-        return one
-    values = pending_values(_torch.local_of(one))
+    if not _has_pending_values(tensor):
+        return tensor
+    values = pending_values(_torch.local_of(tensor))
     assert values is not None
-    values = values if in_fp32 else values.to(one.dtype)
-    return _torch.with_local(values, one, requires_grad=False)
+    values = values if in_fp32 else values.to(tensor.dtype)
+    return _torch.with_local(values, tensor, requires_grad=False)
 
 
 def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
     """Attach the values that wait in ``source`` to a tensor derived from it. Local operation."""
     if not _has_pending_values(source):
         return result
-    weights = (weights_of(_torch.local_of(one)) for one in (result, source))
+    weights = (weights_of(_torch.local_of(tensor)) for tensor in (result, source))
     for new, old in zip(*weights, strict=True):
         if (values := weight_record(old).pending) is not None:
             weight_record(new).pending = values.clone() if copies else values
@@ -233,7 +233,7 @@ def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False
 
 def take_written(local: torch.Tensor) -> bool:
     """Return whether a load has written bytes, and forget it."""
-    records = [weight_record(one) for one in weights_of(local)]
+    records = [weight_record(weight) for weight in weights_of(local)]
     is_written = any(record.is_loaded for record in records)
     for record in records:
         record.is_loaded = False
@@ -286,23 +286,23 @@ class QuantizedSlice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
         """Run every other function on the dequantized values."""
-        plain = [one.values() if isinstance(one, QuantizedSlice) else one for one in args]
+        plain = [arg.values() if isinstance(arg, QuantizedSlice) else arg for arg in args]
         return func(*plain, **(kwargs or {}))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run what DCP calls: ``detach``, ``narrow``, and ``copy_`` in both directions."""
-        one = args[0]
+        target = args[0]
         if func is torch.Tensor.copy_:
-            if isinstance(one, QuantizedSlice):
-                one.receive(args[1])
+            if isinstance(target, QuantizedSlice):
+                target.receive(args[1])
             else:
-                one.copy_(args[1].values().to(one.device))
-            return one
+                target.copy_(args[1].values().to(target.device))
+            return target
         if func is torch.Tensor.detach:
-            return one
+            return target
         if func is torch.Tensor.narrow:
-            return one.part(*args[1:], **(kwargs or {}))
+            return target.part(*args[1:], **(kwargs or {}))
         return _torch.plain_results(func, types, args, kwargs or {})
 
     def part(self, dim: int, start: int, length: int) -> QuantizedSlice:
@@ -357,10 +357,10 @@ class QuantizedSlice(torch.Tensor):
         for component in components_of(self.base, "weight"):
             box = Box(self.box[0], zeros, self.box[1])
             try:
-                (one,) = component.boxes([box], "weight", tuple(self.base.shape))
+                (rectangle,) = component.boxes([box], "weight", tuple(self.base.shape))
             except PlacementError:
                 return None
-            boxes[component.name] = one.original_slices()
+            boxes[component.name] = rectangle.original_slices()
         return boxes
 
     @torch.no_grad()
@@ -404,7 +404,7 @@ class QuantizedSlice(torch.Tensor):
 def empty_like(base: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a quantized tensor of this shape with the components that ``base`` has, and undefined data."""
     quantizer = _te.quantizer_of(base).copy()
-    columnwise = [one.name.startswith("columnwise") for one in components_of(base, "weight")]
+    columnwise = [component.name.startswith("columnwise") for component in components_of(base, "weight")]
     # Only directions that the weight itself has can be copied.
     quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
     return quantizer.make_empty(shape, dtype=base.dtype, device=base.device)

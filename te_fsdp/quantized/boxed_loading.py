@@ -116,7 +116,7 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
     alone: list[_Unscaled] = []
     # One all-reduce per mesh and dim, not one per weight.
     for mesh in dict.fromkeys(value.device_mesh for _, _, value in entries):
-        group = [one for one in entries if one[2].device_mesh == mesh]
+        group = [entry for entry in entries if entry[2].device_mesh == mesh]
         waits = torch.tensor(
             [pending_values(_torch.local_of(value)) is not None for _, _, value in group],
             dtype=torch.int32,

@@ -92,8 +92,8 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
             experts: list[torch.Tensor] = item.unsharded.experts  # type: ignore[missing-attribute]
             if dim == 0:  # complete experts
                 experts, dim, low = experts[low:high], 1, 0
-            for one, unsharded in zip(weight.experts, experts, strict=True):
-                _copy_part(one, unsharded, dim - 1, low, label)
+            for expert, unsharded in zip(weight.experts, experts, strict=True):
+                _copy_part(expert, unsharded, dim - 1, low, label)
             # They were computed from the data before it was overwritten.
             weight.derive_transposes()
         keep_rowwise_only(local)

@@ -110,7 +110,7 @@ def _kind_of_class(cls: type) -> str | None:
 
 def stock_classes(cls: type) -> list[type]:
     """Return the base classes behind a bound class: those that te_fsdp has neither made nor extended."""
-    return [one for one in cls.__mro__ if not any(c.__module__.startswith("te_fsdp") for c in one.__mro__)]
+    return [base for base in cls.__mro__ if not any(c.__module__.startswith("te_fsdp") for c in base.__mro__)]
 
 
 #: Constructor arguments stored under different names (TE 2.18 to 2.20.2: ``module``, ``ops/basic``).
