@@ -106,7 +106,7 @@ def _in_place_calls(cls: type) -> set[str]:
     for base in cls.__mro__:
         constructor = vars(base).get("__init__")
         if isinstance(constructor, FunctionType) and str(base.__module__).partition(".")[0] not in STOCK:
-            names |= {name for code in _reached(cls, constructor, set()) for name in code.co_names}
+            names |= {name for code in _reachable_code(cls, constructor, set()) for name in code.co_names}
     calls = {
         name
         for name in names
@@ -116,7 +116,7 @@ def _in_place_calls(cls: type) -> set[str]:
     return calls | ({"data"} & names) if calls else set()
 
 
-def _reached(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> Iterator[CodeType]:
+def _reachable_code(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> Iterator[CodeType]:
     """Yield the code of a function, of functions in it, and of those of the user's that it names."""
     # Without ``reset_parameters`` and the functions that it calls, because ``materialize`` runs it.
     pending = [function.__code__]
@@ -133,4 +133,4 @@ def _reached(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> I
                 isinstance(called, FunctionType) and str(called.__module__).partition(".")[0] not in STOCK
             )
             if is_own and name not in ("reset_parameters", "_reset_parameters"):
-                yield from _reached(cls, called, seen, depth + 1)
+                yield from _reachable_code(cls, called, seen, depth + 1)

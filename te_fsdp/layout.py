@@ -316,14 +316,14 @@ def shard_boxes(
             )
         for height in heights:
             part = height // at.tp_size
-            original = _put(zeros, dim, block_start + at.tp_rank * part)
-            boxes.append(Box(original, _put(zeros, dim, local_start), _put(shape, dim, part)))
+            original = _set(zeros, dim, block_start + at.tp_rank * part)
+            boxes.append(Box(original, _set(zeros, dim, local_start), _set(shape, dim, part)))
             block_start, local_start = block_start + height, local_start + part
-        local_shape, cut = _put(shape, dim, local_start), tuple(boxes)
+        local_shape, cut = _set(shape, dim, local_start), tuple(boxes)
     for dim, size, rank in ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank)):
         if size > 1 and local_shape:
             low, high = chunk_range(local_shape[dim], size, rank)
-            local_shape, cut = _put(local_shape, dim, high - low), cut_boxes(cut, dim, low, high)
+            local_shape, cut = _set(local_shape, dim, high - low), cut_boxes(cut, dim, low, high)
     return local_shape, [box for box in cut if 0 not in box.sizes]
 
 
@@ -339,7 +339,7 @@ def chunk_boxes(
     cut: tuple[Box, ...] = (Box(zeros, zeros, shape),)
     for dim, chunks, index in cuts:
         low, high = chunk_range(shape[dim], chunks, index)
-        shape, cut = _put(shape, dim, high - low), cut_boxes(cut, dim, low, high)
+        shape, cut = _set(shape, dim, high - low), cut_boxes(cut, dim, low, high)
     return shape, [box for box in cut if 0 not in box.sizes]
 
 
@@ -352,8 +352,8 @@ def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box,
         if start < stop and 0 not in box.sizes:
             shift = start - box.local[dim]
             # A cut moves the start of a box by the same distance in the original tensor.
-            original = _put(box.original, dim, box.original[dim] + shift)
-            cut.append(Box(original, _put(box.local, dim, start - low), _put(box.sizes, dim, stop - start)))
+            original = _set(box.original, dim, box.original[dim] + shift)
+            cut.append(Box(original, _set(box.local, dim, start - low), _set(box.sizes, dim, stop - start)))
     return tuple(cut)
 
 
@@ -362,7 +362,7 @@ def block_heights(rows: int, rule: ParameterRule) -> list[int]:
     return [rows * part // sum(rule.layout.blocks) for part in rule.layout.blocks]
 
 
-def _put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+def _set(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     """Return ``values`` with one entry replaced."""
     return (*values[:index], value, *values[index + 1 :])
 

@@ -298,7 +298,7 @@ def _compare(
         {(n.rstrip("0123456789") if state.is_expert(n) else n, flag) for n, flag in flags.items()}
     )
     with _rendezvous(
-        "first forward in training" if first else _what_changed(state, mine, trained, unit), mesh
+        "first forward in training" if first else _describe_change(state, mine, trained, unit), mesh
     ):
         # Counted inside of the rendezvous: only then all ranks of the mesh count it.
         compared.checks_done[mesh.mesh_dim_names] += 1
@@ -324,7 +324,7 @@ def _compare(
                 "have, such as the step or an all-reduced loss, not by the rank",
             )
         if not same[1]:
-            raise _other_parameters(where, flags, mesh)
+            raise _different_parameters_error(where, flags, mesh)
 
 
 @contextmanager
@@ -344,7 +344,7 @@ def _rendezvous(what: str, mesh: DeviceMesh) -> Iterator[None]:
             ) from None
 
 
-def _what_changed(state: ShardedModel, mine: str, trained: list[bool] | None, unit: str | None) -> str:
+def _describe_change(state: ShardedModel, mine: str, trained: list[bool] | None, unit: str | None) -> str:
     """Return the name of the rendezvous, and the text for a rank that has arrived alone."""
     compared = state.computed
     if trained is not None and compared.trained is not None and trained != compared.trained:
@@ -367,7 +367,7 @@ def _format_recipe(recipe: Any, dtype: torch.dtype | None) -> str:
     return _te.format_recipe(recipe) + ("" if dtype is None else f", torch.autocast({dtype})")
 
 
-def _other_parameters(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> MeshError:
+def _different_parameters_error(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> MeshError:
     """Return the error that names the parameters. Collective over ``mesh``."""
     # Only after a difference was found, because the names of all parameters are a large message.
     by_rank = gather_by_rank(mine, mesh)

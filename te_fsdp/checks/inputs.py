@@ -150,7 +150,7 @@ def watch_for_copies(state: ShardedModel) -> None:
         hook.remove()
         with _torch.without_modes():
             inputs = {str(path): tensor for path, tensor in _tensors((args, kwargs), ())}
-            same = bool(are_equal([digest(repr(_seen(inputs)))], shards))
+            same = bool(are_equal([digest(repr(_describe_tensors(inputs)))], shards))
             # All ranks may rightly have a batch of zeros or ones, for example in a warmup.
             varies = not all(bool(is_constant(_plain(tensor))) for tensor in inputs.values())
             if same and varies and rank() == 0:
@@ -183,7 +183,7 @@ def check_inputs(
     if check is None:
         return
     if check.compared is None:
-        check.compared = _compared(module)
+        check.compared = _kinds_to_compare(module)
         check.rates = list(_dropout_rates(module)) if check.compared[1] else []
     inputs = list(_tensors((args, kwargs), ()))
     over_tp = [
@@ -226,7 +226,7 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
     if not named or key in meshes.seen_batches or len(meshes.seen_batches) >= _MOST or is_simulated():
         return
     with collective_call("context_parallel_shard of new shapes", meshes.cp):
-        shapes, values = _differing(gather(_seen(named), meshes.cp), "cp")
+        shapes, values = _differing(gather(_describe_tensors(named), meshes.cp), "cp")
     if shapes or values:
         raise InputError(
             "context_parallel_shard: batches that differ over cp",
@@ -241,7 +241,7 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
 
 def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, mesh: DeviceMesh) -> None:
     """Raise for inputs of different shapes on ranks of cp, and for equal ones. Collective over ``mesh``."""
-    mine = {"training": (str(training), 0)} | _seen(tensors)
+    mine = {"training": (str(training), 0)} | _describe_tensors(tensors)
     # A constant tensor, such as a mask of ones, may be equal in all parts.
     varying = [name for name, tensor in tensors.items() if not bool(is_constant(_plain(tensor)))]
     by_rank = gather((mine, varying), mesh)
@@ -286,7 +286,7 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     with _torch.without_modes():
         # Tokens that all equal each other, such as padding, may be equal on all ranks.
         varies = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
-        text, value = _seen({"": tensor})[""]
+        text, value = _describe_tensors({"": tensor})[""]
         # Ranks with and without a gradient reduce different parameters together.
         text += " that requires gradients" if tensor.requires_grad and torch.is_grad_enabled() else ""
         by_rank = gather(((text, value), varies), binding.tp_mesh)
@@ -322,7 +322,7 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     del module_record(module).checks[_TokenShardCheck]
 
 
-def _compared(model: nn.Module) -> tuple[bool, bool]:
+def _kinds_to_compare(model: nn.Module) -> tuple[bool, bool]:
     """Return whether integers, and whether floating inputs, must be equal over tp. Local operation."""
     floating, takes_whole, takes_part = True, False, False
     for module in model.modules():
@@ -391,7 +391,7 @@ def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield module, "hidden_dropout"
 
 
-def _seen(tensors: dict[str, torch.Tensor]) -> Seen:
+def _describe_tensors(tensors: dict[str, torch.Tensor]) -> Seen:
     """Return dtype and shape of each tensor as text, and its checksum."""
     return {
         name: (f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", int(checksum(_plain(tensor))))
@@ -424,7 +424,7 @@ def _check_equal(
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
         mine["the random state of dropout"] = mesh.device_type, int(checksum(state))
-    differences, differing = _differing(gather(mine | _seen(tensors), mesh), "tp")
+    differences, differing = _differing(gather(mine | _describe_tensors(tensors), mesh), "tp")
     exact = [text for name, text in differing if name not in tensors or not _is_floating(tensors[name])]
     if differences or exact:
         differences += [text for _, text in differing]

@@ -235,17 +235,17 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
         if table.get(name) is None and id(table) in owners
     ]
     if gone:
-        raise _removed(gone)
+        raise _removal_error(gone)
 
 
 def _refuse_reparametrization(tensor: torch.Tensor) -> None:
     """Raise if torch is about to compute a sharded parameter from others. Local operation."""
     state = sharded_model_of(tensor)
     if state is not None and refuse_removed_parameters in state.checks.forward:
-        raise _removed([state.names().get(id(tensor), "a parameter")])
+        raise _removal_error([state.names().get(id(tensor), "a parameter")])
 
 
-def _removed(names: list[str]) -> OrderError:
+def _removal_error(names: list[str]) -> OrderError:
     return OrderError(
         f"{shorten(names, 3)}: removed after fully_shard",
         expected="the parameters that te_fsdp.fully_shard sharded",

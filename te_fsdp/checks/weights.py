@@ -102,14 +102,14 @@ def find_equal_shards(
     equal = []
     if tp_mesh is not None and tp_mesh.size() > 1:
         cut = {label: t for label, _, rule, t in shards if rule is not None and rule.shard_dim is not None}
-        equal += _names_equal_on_two_ranks(tp_mesh, "tp", _drawn(cut))
+        equal += _names_equal_on_two_ranks(tp_mesh, "tp", _checksums_of_random(cut))
     if ep_mesh is not None and ep_mesh.size() > 1:
         experts = {}  # by local index
         for label, item, _, local in shards:
             user_dtensor = item.distributed.get(label.rpartition(".")[2])
             if user_dtensor.is_expert if user_dtensor is not None else item.experts is not None:
                 experts[label] = local
-        equal += _names_equal_on_two_ranks(ep_mesh, "ep", _drawn(experts, copies=True))
+        equal += _names_equal_on_two_ranks(ep_mesh, "ep", _checksums_of_random(experts, copies=True))
     return equal
 
 
@@ -129,7 +129,7 @@ def refuse_equal_shards(equal: list[str]) -> None:
     )
 
 
-def _drawn(tensors: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, int]:
+def _checksums_of_random(tensors: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, int]:
     """Return label -> checksum of tensors whose values are not all equal.
 
     With ``copies``, kinds with several equal tensors on this rank are skipped: experts initialized as copies of one

@@ -299,7 +299,7 @@ class RankMessenger:
         :func:`te_fsdp.set_collective_timeout`. While ranks wait, the log names the one that is stopped or busy.
         """
         result, error = _call(mine)
-        with self._reported() as peer:
+        with self._log_waits() as peer:
             return self._exchange(result, error, on_rank_0, peer)
 
     def _exchange(
@@ -346,7 +346,7 @@ class RankMessenger:
         return reply
 
     @contextmanager
-    def _reported(self) -> Iterator[list[int]]:
+    def _log_waits(self) -> Iterator[list[int]]:
         """Log the rank in the yielded list, from which this one waits for a message, after 10, 20, 40, ... seconds."""
         peer, ended, began = [0], threading.Event(), time.monotonic()
 

@@ -285,7 +285,7 @@ class _Rendezvous:
             store.delete_key(f"{number - 1}/{me}")
             if arrived == len(self.ranks):
                 same_call = mine == arrived or store.add(f"{number}/in/{self.call}", 0) == arrived
-                self._settle(_GO if same_call else self._other_calls().encode())
+                self._write_outcome(_GO if same_call else self._different_calls_error().encode())
                 for key in ("came", f"in/{self.before}", "outcome"):
                     store.delete_key(f"{number - 1}/{key}")
             outcome = self._outcome()
@@ -309,7 +309,7 @@ class _Rendezvous:
                 fix="restart the job from its last checkpoint",
             ) from lost
 
-    def _settle(self, outcome: bytes) -> None:
+    def _write_outcome(self, outcome: bytes) -> None:
         """Write the outcome unless another rank has written it."""
         self.store.compare_set(f"{self.number}/outcome", "", outcome.decode())
 
@@ -319,11 +319,11 @@ class _Rendezvous:
         while not self.store.check([key]):
             waited, timeout = time.monotonic() - began, _process().timeout
             if waited >= timeout:
-                self._settle(self._gave_up(waited).encode())
+                self._write_outcome(self._timeout_error(waited).encode())
                 continue
             if waited >= ask_at:
                 ask_at = waited + ASK_AFTER
-                if ended := self._ended():
+                if ended := self._exited_ranks():
                     error = message(
                         f"te_fsdp.{self.call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
                         expected=f"the call on all {len(self.ranks)} ranks",
@@ -331,7 +331,7 @@ class _Rendezvous:
                         why="It may have been killed or have raised an error; check its own output",
                         fix="restart the job from its last checkpoint",
                     )
-                    self._settle(error.encode())
+                    self._write_outcome(error.encode())
                     continue
             if waited >= report_at:
                 self._report(waited)
@@ -342,7 +342,7 @@ class _Rendezvous:
             time.sleep(min(max(waited / 10, 1e-3), 1.0, max(timeout - waited, 1e-3)))
         return self.store.get(key)
 
-    def _ended(self) -> list[int]:
+    def _exited_ranks(self) -> list[int]:
         """Return missing ranks whose processes have ended. Each rank checks first the ranks after itself."""
         # The store of several nodes may contain addresses of dead ranks of an earlier start (:func:`_start_of_job`).
         if self.number == 0 and _agent_has_store() and os.environ.get("GROUP_WORLD_SIZE") != "1":
@@ -361,7 +361,7 @@ class _Rendezvous:
         arrived = self.store.add(f"{self.number}/came", 0)
         # add(key, 0) reads a counter without waiting for a key that does not exist yet.
         if arrived != self.store.add(f"{self.number}/in/{self.call}", 0):
-            self._settle(self._other_calls().encode())
+            self._write_outcome(self._different_calls_error().encode())
         elif arrived < len(self.ranks):
             _log.warning(
                 "te_fsdp.%s: rank %d has waited %.0f s. Of %d ranks, %s not called it yet. All of them must call it.",
@@ -369,13 +369,13 @@ class _Rendezvous:
                 dist.get_rank(),
                 waited,
                 len(self.ranks),
-                self._absent(arrived),
+                self._format_missing(arrived),
             )
 
-    def _gave_up(self, waited: float) -> str:
+    def _timeout_error(self, waited: float) -> str:
         arrived = self.store.add(f"{self.number}/came", 0)
         return message(
-            f"te_fsdp.{self.call}: {self._absent(arrived)} not called it",
+            f"te_fsdp.{self.call}: {self._format_missing(arrived)} not called it",
             expected=f"the call on all {len(self.ranks)} ranks",
             got=f"the call on {arrived} of them after {waited:.0f} s",
             why="It is a collective call; the ranks that made it have timed out",
@@ -383,7 +383,7 @@ class _Rendezvous:
             "te_fsdp.set_collective_timeout(seconds)",
         )
 
-    def _other_calls(self) -> str:
+    def _different_calls_error(self) -> str:
         """Build the error text for ranks that are in different calls."""
         named: dict[str, list[int]] = {}
         for rank in self.ranks:
@@ -399,7 +399,7 @@ class _Rendezvous:
             fix="make the same calls in the same order on every rank",
         )
 
-    def _absent(self, arrived: int) -> str:
+    def _format_missing(self, arrived: int) -> str:
         """Format the missing ranks with the start of the verb, for example 'ranks 1, 3 have'."""
         missing = len(self.ranks) - arrived
         absent = self._without_key(self.ranks, min(missing, _NAMED))

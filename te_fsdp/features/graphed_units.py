@@ -139,7 +139,7 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
     return [shared, separate]
 
 
-def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _buffers_of_each(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         yield from _te.buffers_of(tensor) if _te.is_quantized(tensor) else [tensor]
 
@@ -197,7 +197,7 @@ class _Shared:
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
-        addresses = {part.untyped_storage().data_ptr() for part in _parts(_graphs.shards_of(unit))}
+        addresses = {part.untyped_storage().data_ptr() for part in _buffers_of_each(_graphs.shards_of(unit))}
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             for memory in self._memory:
                 addresses |= memory.storages(group)

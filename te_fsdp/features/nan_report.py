@@ -101,7 +101,7 @@ class NanReport(Component):
         self._comm = state.sync.comm
         for name, unit in state.modules.items():
             set_unit_grad_comm(unit, self._comm, name)
-        self._comm.observer = self._look
+        self._comm.observer = self._check_buffer
         self._hook = state.model.register_forward_pre_hook(_torch.disable_compile(self._next_microbatch))
         state.components.attach(self)
 
@@ -125,7 +125,7 @@ class NanReport(Component):
         """
         if self._asked:
             return
-        self._look_at_unreduced()
+        self._check_unreduced()
         count = self._first.count_nonzero().to(torch.int32)
         # Also without a finding: a collective that only some ranks call would hang.
         maximum(count)
@@ -157,7 +157,7 @@ class NanReport(Component):
         """As :meth:`forget`."""
         self.forget()
 
-    def _watched(self) -> ShardedModel:
+    def _require_state(self) -> ShardedModel:
         state = self._state()
         assert state is not None  # a hook of its model runs
         return state
@@ -167,13 +167,13 @@ class NanReport(Component):
             if self.microbatch and self._are_cleared():
                 self.forget()
             # Before the next backward adds to these gradients, so that a finding belongs to its microbatch.
-            self._look_at_unreduced()
+            self._check_unreduced()
             self.microbatch += 1
             self._asked = False
 
     def _are_cleared(self) -> bool:
         """Return whether the gradients of all previous microbatches were cleared, because their step was skipped."""
-        state = self._watched()
+        state = self._require_state()
         if any(
             True
             for unit in state.modules.values()
@@ -187,9 +187,9 @@ class NanReport(Component):
         present = [_torch.local_of(gradient) for gradient in gradients if gradient is not None]
         return not any(bool(gradient.count_nonzero()) for gradient in present)
 
-    def _look_at_unreduced(self) -> None:
+    def _check_unreduced(self) -> None:
         """Check the gradients of this rank that were accumulated without a reduction."""
-        state = self._watched()
+        state = self._require_state()
         for name, unit in state.modules.items():
             gradients = [
                 g
@@ -198,22 +198,22 @@ class NanReport(Component):
             ]
             if gradients:
                 # One number for all of them, kept on the device: reading it here would wait for the backward.
-                self._note(name, _torch.abs_max(list(map(_torch.local_of, gradients))))
+                self._record(name, _torch.abs_max(list(map(_torch.local_of, gradients))))
         replicated = state.components.get(ReplicatedGradients)
         accumulated = replicated.waiting() if replicated is not None else []
         # foreach kernels take tensors of one dtype.
         for dtype in {gradient.dtype for gradient in accumulated}:
-            self._note(NOT_SHARDED, _torch.abs_max([g for g in accumulated if g.dtype == dtype]))
+            self._record(NOT_SHARDED, _torch.abs_max([g for g in accumulated if g.dtype == dtype]))
 
-    def _look(self, label: str | None, buffer: torch.Tensor) -> None:
+    def _check_buffer(self, label: str | None, buffer: torch.Tensor) -> None:
         """Check one buffer of gradients right before its reduction."""
         if buffer.numel():
             # One number for the buffer: it is not finite if any element is not.
             norm = torch.linalg.vector_norm(buffer, float("inf"))
-            self._note(NOT_SHARDED if label is None else label, norm)
+            self._record(NOT_SHARDED if label is None else label, norm)
 
     @torch.no_grad()
-    def _note(self, label: str, norm: torch.Tensor) -> None:
+    def _record(self, label: str, norm: torch.Tensor) -> None:
         """Record the first microbatch with a norm that is not finite, on the device."""
         first = self._first[self._labels.index(label)]
         number = self.microbatch if self.earlier is None else self.earlier + self.microbatch
@@ -222,7 +222,7 @@ class NanReport(Component):
 
     def _describe(self) -> str:
         """Return the same report on all ranks, empty if gradients were cleared since. Collective over the world."""
-        state = self._watched()
+        state = self._require_state()
         mine = dict(zip(self._labels, self._first.tolist(), strict=True))
         flagged = {label: number for label, number in mine.items() if number}
         gradients = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}

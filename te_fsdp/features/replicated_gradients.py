@@ -297,7 +297,7 @@ class ReplicatedGradients(Component):
             state = None if model is None else get_sharded_model(model)
             for check in state.checks.backward if state is not None else ():
                 check(state)
-            self._lift()
+            self._unmark()
             self._running = True
             self._reduction = self._new_reduction() if self._sync else None
             self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
@@ -386,7 +386,7 @@ class ReplicatedGradients(Component):
         # In a wider dtype than the accumulation dtype, gradients in flight would take more memory than before.
         if comm is not None and any(comm.wire(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
             early, rest = [], [*(bucket for _, bucket in early), *rest]
-        return Reduction(early, rest, comm, self._take)
+        return Reduction(early, rest, comm, self._take_gradient)
 
     def _mark(self) -> None:
         """Mark all trained parameters, since other ranks may have gradients that this rank does not have."""
@@ -396,7 +396,7 @@ class ReplicatedGradients(Component):
                 state.components.get(UnreducedGradients).mark(slot.parameter, slot, owner=self)
                 self._marked = True
 
-    def _lift(self) -> None:
+    def _unmark(self) -> None:
         """Remove the markers and drop cleared gradients."""
         if self._marked:
             state: Any = get_sharded_model(self._model())  # type: ignore[arg-type]
@@ -407,7 +407,7 @@ class ReplicatedGradients(Component):
 
     @torch.no_grad()
     def _finish(self, reduction: Reduction) -> None:
-        self._lift()
+        self._unmark()
         for slot, value in reduction.finish():
             parameter = slot.parameter
             if parameter.grad is not None:
@@ -421,7 +421,7 @@ class ReplicatedGradients(Component):
         if reduction.early:
             self._send_abort_flag(False)
 
-    def _take(self, slot: GradientSlot) -> torch.Tensor | None:
+    def _take_gradient(self, slot: GradientSlot) -> torch.Tensor | None:
         """Return a slot's gradient for a bucket. Ownership of the gradient passes to the bucket."""
         gradient, slot.unreduced = slot.unreduced, None
         if slot in self._inside:  # backward is still running

@@ -90,7 +90,7 @@ class Report:
         if noted:
             table.add_column("note", overflow="fold")
         for row in self.rows:
-            cells = (_times(row.shape), _sharding(row), _times(row.local_shape), row.dtype, f"{row.bytes:,}")
+            cells = (_dims(row.shape), _sharding(row), _dims(row.local_shape), row.dtype, f"{row.bytes:,}")
             table.add_row(row.name, *cells, *([row.note] if noted else []))
         table.add_section()
         sums = [(f"{len(self.rows)} parameters", self.total_bytes), *self.costs]
@@ -291,7 +291,7 @@ def bytes_of(local: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def _times(shape: tuple[int, ...]) -> str:
+def _dims(shape: tuple[int, ...]) -> str:
     return " x ".join(str(s) for s in shape) or "scalar"
 
 

@@ -208,7 +208,7 @@ class _AnySize(Sequence[int]):
         return self.real.numel()
 
 
-def _real(size: Any) -> Any:
+def _plain_size(size: Any) -> Any:
     return size.real if isinstance(size, _AnySize) else size
 
 
@@ -228,11 +228,11 @@ class _Entry(torch.Tensor):
     # ``dcp.async_save`` copies a tensor by these two methods, and must write the copy as it writes this one.
     def new_empty(self, size: Any, **options: Any) -> Any:  # type: ignore[bad-override]
         """Return an entry."""
-        return super().new_empty(_real(size), **options).as_subclass(type(self))
+        return super().new_empty(_plain_size(size), **options).as_subclass(type(self))
 
     def set_(self, source: Any, offset: int, size: Any, stride: Any) -> Any:  # type: ignore[bad-override]
         """Set the memory, of the size of an entry, too."""
-        super().set_(source, offset, _real(size), stride)
+        super().set_(source, offset, _plain_size(size), stride)
         return self
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:

@@ -360,7 +360,7 @@ def differences(
     ]
     for name in [n for n in saved.keys() & here.keys() if saved[n].kind in _ORDERED and saved[n] == here[n]]:
         setting = _ORDERED[saved[name].kind]
-        then, now = (_parts(name, side) for side in (saved, here))
+        then, now = (_child_names(name, side) for side in (saved, here))
         then, now = [n for n in then if n in now], [n for n in now if n in then]
         if then != now:
             different.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
@@ -376,7 +376,7 @@ def differences(
     return sorted(different, key=lambda d: d.name)
 
 
-def _parts(name: str, modules: Iterable[str]) -> list[str]:
+def _child_names(name: str, modules: Iterable[str]) -> list[str]:
     """Return the names of a container's children in module order, as far as they are recorded."""
     prefix = f"{name}." if name else ""
     inside = (

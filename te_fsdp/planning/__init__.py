@@ -228,7 +228,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         checks="off",
     )
     weights = weights_of(model, job)
-    resident, units = _held(weights, job, meshes), Counter[str]()
+    resident, units = _resident_memory(weights, job, meshes), Counter[str]()
     for weight in weights:
         # A unit occupies the larger of its forms in forward and backward.
         units[weight.unit] += max(weight.gathered, weight.gathered_again)
@@ -252,7 +252,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
     )
 
 
-def _held(weights: list[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
+def _resident_memory(weights: list[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
     """Return the memory between steps in bytes, by category."""
     sizes: Counter[str] = Counter()
     names = {4: "float32", 2: "16 bits", 8: "float64"}

@@ -67,19 +67,19 @@ class QuantizedDTensor(BoxedDTensor):
         if name in ("__get__", "__set__") or not any(map(_has_pending_values, args)):
             return super().__torch_function__(func, types, args, kwargs)
         if name == "detach":
-            return _with_waiting(super().__torch_function__(func, types, args, kwargs), args[0])
+            return _attach_pending(super().__torch_function__(func, types, args, kwargs), args[0])
         # Functions in place change the waiting values. Sources of `copy_` are not rounded to the weight's dtype.
         is_in_place = name.endswith("_")
-        newest = (_newest(arg, in_fp32=is_in_place) for arg in args)
+        newest = (_pending_or_same(arg, in_fp32=is_in_place) for arg in args)
         result = super().__torch_function__(func, types, tuple(newest), kwargs)
         return args[0] if is_in_place else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _with_waiting(super().__deepcopy__(memo), self, copies=True)
+        return _attach_pending(super().__deepcopy__(memo), self, copies=True)
 
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle the newest values."""
-        return BoxedDTensor.__reduce_ex__(_newest(self), proto)
+        return BoxedDTensor.__reduce_ex__(_pending_or_same(self), proto)
 
     def _plain_values(self) -> DTensor:
         local = self._local_tensor
@@ -123,7 +123,7 @@ class QuantizedDTensor(BoxedDTensor):
         if not _te.is_quantized(local):
             return super()._shard_of(box, to_write=to_write)
         if to_write and _has_pending_values(self):
-            return _torch.local_of(_newest(self))[box.local_slices()]
+            return _torch.local_of(_pending_or_same(self))[box.local_slices()]
         if _te.is_grouped(local):
             part = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
         else:
@@ -154,7 +154,7 @@ class QuantizedParameter(QuantizedDTensor):
 
     def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # Copies are of the newest values. A detached parameter shares those that wait.
-        newest = self if name == "detach" else _newest(self)
+        newest = self if name == "detach" else _pending_or_same(self)
         copied = getattr(torch.Tensor, name)(newest, *args, **kwargs)
         if type(copied) is DTensor:
             kind = _DetachedParameter if name == "detach" else QuantizedDTensor
@@ -210,7 +210,7 @@ def _has_pending_values(entry: Any) -> bool:
     )
 
 
-def _newest(tensor: Any, *, in_fp32: bool = False) -> Any:
+def _pending_or_same(tensor: Any, *, in_fp32: bool = False) -> Any:
     """Return the values that wait for the tensor's scale, in its dtype or FP32; return other tensors unchanged."""
     if not _has_pending_values(tensor):
         return tensor
@@ -220,7 +220,7 @@ def _newest(tensor: Any, *, in_fp32: bool = False) -> Any:
     return _torch.with_local(values, tensor, requires_grad=False)
 
 
-def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
+def _attach_pending(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
     """Attach the values that wait in ``source`` to a tensor derived from it. Local operation."""
     if not _has_pending_values(source):
         return result

@@ -183,7 +183,7 @@ class _GroupedWeightMixin:
         total, ranks, full_shape = outer_size[0], mesh.size(), tuple(outer_size)
         within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
         if within:
-            names = [*_sent_within(self.grouped, self.experts[0])]
+            names = [*_buffers_sent_by_shard(self.grouped, self.experts[0])]
             buffers = [getattr(self.grouped, name).view(total, -1) for name in names]
             flats, places = pack_bytes(buffers, tuple(self.shape))
             return flats, GroupedGather(names, full_shape, places=places, dim=within[0])
@@ -272,8 +272,8 @@ class _GroupedWeightMixin:
         if metadata.dim:
             experts, ranks = self.shape[0], unsharded.shape[metadata.dim] // self.shape[metadata.dim]
             flat = bytes_of_ranks(outputs, self.shape, metadata.dim, ranks)
-            parts = _sent_within(self.grouped, self.experts[0])
-            wholes = _sent_within(unsharded.grouped, unsharded.experts[0])
+            parts = _buffers_sent_by_shard(self.grouped, self.experts[0])
+            wholes = _buffers_sent_by_shard(unsharded.grouped, unsharded.experts[0])
             for (name, part), values in zip(parts.items(), locations.typed(flat), strict=True):
                 each = values.shape[-1]
                 one, target = part.tensor, getattr(unsharded.grouped, name)
@@ -423,7 +423,7 @@ def grouped_shard_dim(
 # --- what a gather sends
 
 
-def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
+def _buffers_sent_by_shard(grouped: Any, expert: Any) -> dict[str, Component]:
     """Return the buffers sent of a shard along a dim of its experts, with their components of the first expert."""
     # Buffers without a component can be recomputed from the others.
     first: dict[int, str] = {}

@@ -176,7 +176,7 @@ class CopyEngineGathers:
         moved. ``alias`` is :func:`te_fsdp.peer_memory.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
-        to_move = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]
+        to_move = [(managed, tensors) for managed in records if (tensors := self._tensors_to_move(managed))]
         if not to_move:
             return
         sizes = [tuple([tensor.nbytes for tensor in tensors.values()]) for _, tensors in to_move]
@@ -195,7 +195,7 @@ class CopyEngineGathers:
                 dim, padded = managed.fsdp_placement.dim, moved.view(managed.padded_sharded_param_size)
                 local.data = padded.narrow(dim, 0, local.shape[dim] if local.numel() else 0)
 
-    def _outside(self, managed: Any) -> dict[str, torch.Tensor]:
+    def _tensors_to_move(self, managed: Any) -> dict[str, torch.Tensor]:
         """Return a shard's tensors that are sent unchanged but are not in shared memory, by name."""
         owner, name = owners_of(managed)[0]
         local, dim = local_of(getattr(owner, name)), managed.fsdp_placement.dim
@@ -243,7 +243,7 @@ class CopyEngineGathers:
             _wait(stream, self._last)  # the previous all-gather may have used a different stream
             _wait(stream, released and released.event)
             del released  # not earlier, because other buffers could reuse the memory
-            gather = self._lay_out(group)
+            gather = self._plan_copies(group)
             if (fixed := self._fixed.get(id(group))) is not None:
                 fixed.take(group, stream)
             self.peer_memory.barrier()
@@ -329,7 +329,7 @@ class CopyEngineGathers:
 
     # --- a gather
 
-    def _lay_out(self, group: Any) -> _Gather:
+    def _plan_copies(self, group: Any) -> _Gather:
         """Plan the copies, and copy shards outside of shared memory into it."""
         records, gather = group.fsdp_params, self._gathers.get(id(group))
         sent = sent_tensors(group)
@@ -365,7 +365,7 @@ class CopyEngineGathers:
         gather = self._gathers.pop(id(group), None)
         outputs = [managed.all_gather_outputs for managed in records]
         if gather is None or gather.keys != keys or any(map(operator.is_not, gather.outputs, outputs)):
-            gather = self._gather_of(records, keys)
+            gather = self._make_plan(records, keys)
             if fixed is not None:
                 gather = gather._replace(storages=[])
         if not gather.joins:  # concatenated parts use memory of this all-gather only
@@ -386,7 +386,7 @@ class CopyEngineGathers:
         copy_all_(targets, sources)
         self.staged += sum(target.nbytes for target in targets)
 
-    def _gather_of(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
+    def _make_plan(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
         """Plan the copies of an all-gather, with small parts separate."""
         ranks, parts_sent, copies, local, joins = len(self.peer_memory.parts), [], _Pairs(), _Pairs(), []
         for managed, (offset, sizes, dtypes) in zip(records, keys, strict=True):

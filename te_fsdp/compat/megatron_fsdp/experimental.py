@@ -179,8 +179,8 @@ def fully_shard(
         raise PlacementError(
             "experimental.fully_shard: placements",
             expected=f"a strategy's (parameter, gradient, optimizer) for each axis of {names}: on the last axis "
-            f"{', '.join(map(_shown, _INNER))}; on the outer axis {', '.join(map(_shown, _OUTER))}",
-            got=", ".join(f"{axis}: {_shown(row)}" for axis, row in zip(axes, kinds, strict=True)),
+            f"{', '.join(map(_format_types, _INNER))}; on the outer axis {', '.join(map(_format_types, _OUTER))}",
+            got=", ".join(f"{axis}: {_format_types(row)}" for axis, row in zip(axes, kinds, strict=True)),
             fix="slice the mesh to its data-parallel axes; for other placements use te_fsdp.fully_shard",
         )
     strategy, outer = _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
@@ -192,7 +192,7 @@ def fully_shard(
         setattr(parameter, BRIDGED, note)  # the outermost module is the last to set it
 
 
-def _shown(kinds: tuple[type, ...]) -> str:
+def _format_types(kinds: tuple[type, ...]) -> str:
     return f"({', '.join(kind.__name__ for kind in kinds)})"
 
 

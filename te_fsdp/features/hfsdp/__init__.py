@@ -13,7 +13,7 @@
     ShardedModel
       ShardedOptimizer          gradients.py              component: refers to OuterAverages, hides .grad until then
 
-    backward   _after -> EarlyAverages.reduced -> GradientAveraging.start     reduce-scatter over dp_replicate
+    backward   _on_reduced -> EarlyAverages.reduced -> GradientAveraging.start     reduce-scatter over dp_replicate
     step       OuterAverages.make -> main weights updated -> all_gather_main_params
 
 [Note: main parameters in a step] in ``features/main_params.py`` describes the step.

@@ -329,8 +329,8 @@ def hide_unaveraged_grads(setup: Setup) -> None:
     state.components.attach(optimizer_component)
     # Their averages may begin right after a reduction ([Note: early averages]).
     for name, unit in state.modules.items() if state.meshes.size(OUTER) > 1 else ():
-        after = functools.partial(_after, weakref.ref(state), weakref.ref(optimizer_component), name)
-        _fsdp2_patches.wrap_reductions(unit, _before, after)
+        after = functools.partial(_on_reduced, weakref.ref(state), weakref.ref(optimizer_component), name)
+        _fsdp2_patches.wrap_reductions(unit, _before_reduction, after)
 
 
 class ShardedOptimizer(Component):
@@ -347,12 +347,12 @@ class ShardedOptimizer(Component):
 
 
 @torch.no_grad()
-def _before(parameters: Iterable[torch.Tensor]) -> None:
+def _before_reduction(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         apply_deferred_grad_scale(parameter, parameter.grad)
 
 
-def _after(
+def _on_reduced(
     of: weakref.ref[ShardedModel],
     component: weakref.ref[ShardedOptimizer],
     unit: str,

@@ -105,11 +105,11 @@ class OptimizerShard:
                 dim
                 for unit in (block_of(local) or 1, 1)
                 for dim, length in enumerate(parameter.shape)
-                if length and length % (unit * self.mesh.size(0) * _parts(parameter, mesh, dim)) == 0
+                if length and length % (unit * self.mesh.size(0) * _shards_along(parameter, mesh, dim)) == 0
             ),
             0,
         )
-        self.parts = _parts(parameter, mesh, self.dim)
+        self.parts = _shards_along(parameter, mesh, self.dim)
         #: Placements of main weight and states on ``mesh``.
         self.placements = (_torch.strided_shard(self.dim, self.parts), *placements)
         #: Partition of the local tensor over the replicas, then this rank's rows and their shape.
@@ -179,7 +179,7 @@ class MainParameter:
     source: TensorVersion | None = None
 
 
-def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
+def _shards_along(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
     """Return the number of parts into which the parameter's own axes shard a dim."""
     # `mesh` has one more axis in front, that of the replicas.
     placements = enumerate(getattr(parameter, "placements", ()), 1)
