@@ -89,7 +89,7 @@ class NanReport(Component):
     """
 
     def __init__(self, state: ShardedModel, action: str) -> None:
-        self.action, self.microbatch, self._asked, self._raised = action, 0, False, False
+        self.action, self.microbatch, self._is_checked, self._has_raised = action, 0, False, False
         self.earlier: torch.Tensor | None = None
         self._state = weakref.ref(state)
         self._labels = [*state.modules, NOT_SHARDED]
@@ -123,7 +123,7 @@ class NanReport(Component):
             GradientError: A rank has seen one, with ``action="raise"``. The error names parameters, ranks and
                 microbatches, on all ranks.
         """
-        if self._asked:
+        if self._is_checked:
             return
         self._check_unreduced()
         count = self._first.count_nonzero().to(torch.int32)
@@ -131,12 +131,12 @@ class NanReport(Component):
         maximum(count)
         text = self._describe() if int(count) else ""
         if text and self.action == "raise":
-            self._raised = True
+            self._has_raised = True
             raise GradientError(text)
         if text:
             _log.warning("%s", text)
         # The step does not repeat the all-reduce of clipping.
-        self._asked = True
+        self._is_checked = True
 
     def forget(self) -> None:
         """Begin a new step. Local operation.
@@ -146,7 +146,7 @@ class NanReport(Component):
         an error that this report has raised. Call this if a loop skips a step for another reason and fills gradients
         with zeros.
         """
-        self.microbatch, self._asked, self._raised = 0, False, False
+        self.microbatch, self._is_checked, self._has_raised = 0, False, False
         self._first.zero_()
 
     # Phases: before a step, before a norm and after each call of a closure; and after a step.
@@ -169,7 +169,7 @@ class NanReport(Component):
             # Before the next backward adds to these gradients, so that a finding belongs to its microbatch.
             self._check_unreduced()
             self.microbatch += 1
-            self._asked = False
+            self._is_checked = False
 
     def _are_cleared(self) -> bool:
         """Return whether the gradients of all previous microbatches were cleared, because their step was skipped."""
@@ -181,7 +181,7 @@ class NanReport(Component):
         ) or any(unreduced() for unreduced in state.components.unreduced):
             return False
         gradients = (p.grad for p in map(shard_of, state.model.parameters()))
-        if not self._raised:  # stops at the first one: this runs before each microbatch
+        if not self._has_raised:  # stops at the first one: this runs before each microbatch
             return all(gradient is None for gradient in gradients)
         # Zeros, not only finite values: this rank's NaN may be in another rank's shard of the gradient.
         present = [_torch.local_of(gradient) for gradient in gradients if gradient is not None]

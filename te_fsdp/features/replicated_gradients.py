@@ -106,9 +106,9 @@ class ReplicatedGradients(Component):
         self._model, self._meshes, self._device = weakref.ref(model), meshes, meshes.device
         self._sync, self._owes, self._running, self._marked = True, False, False, False
         #: Slots whose ``.grad`` accumulates the gradient of the running backward.
-        self._inside: dict[GradientSlot, None] = {}
+        self._accumulating: dict[GradientSlot, None] = {}
         #: Slots whose gradient is in a bucket that the running backward has sent.
-        self._away: set[GradientSlot] = set()
+        self._taken: set[GradientSlot] = set()
         sent = {slot.unit for slot in self._slots}
         self._units = [unit for unit in units if unit in sent]
         self._order, self._trained = UnitOrder(self._units), tuple[GradientSlot, ...]()
@@ -119,13 +119,15 @@ class ReplicatedGradients(Component):
         self._reduction: Reduction | None = None
         #: Streams on which the running backward may have computed gradients.
         self._streams: list[torch.Stream] = []
-        self._words: Any = None
+        self._flag_group: Any = None
         if self._units and dist.is_gloo_available() and not is_simulated():
             # Use the CPU, so that nothing waits for the device. Not the world: other pipeline stages have other
             # models.
-            self._words = group_of_ranks(meshes.device_mesh.mesh.flatten().tolist(), "no_shard flags", "gloo")
-        self._said: tuple[Any, torch.Tensor] | None = None
-        self._gave_up = False
+            self._flag_group = group_of_ranks(
+                meshes.device_mesh.mesh.flatten().tolist(), "no_shard flags", "gloo"
+            )
+        self._abort_flag: tuple[Any, torch.Tensor] | None = None
+        self._aborted = False
         self.attach()
         model.register_forward_pre_hook(_torch.disable_compile(self._before_forward))
         model.register_forward_hook(_torch.disable_compile(lambda module, inputs, output: self.watch(output)))
@@ -148,8 +150,8 @@ class ReplicatedGradients(Component):
             slot.replicated.plan.label
             for slot in self._slots
             if slot.unreduced is not None
-            or slot in self._inside
-            or slot in self._away
+            or slot in self._accumulating
+            or slot in self._taken
             or (self._owes and slot.parameter.requires_grad)
         ]
 
@@ -175,24 +177,24 @@ class ReplicatedGradients(Component):
 
         Waits for the asynchronous all-reduce of the flags, which each rank starts after its reduction.
         """
-        if self._said is not None:
-            work, gave_up = self._said
+        if self._abort_flag is not None:
+            work, is_aborted = self._abort_flag
             work.wait()
-            self._said, self._gave_up = None, self._gave_up or bool(gave_up)
-        was_abandoned, self._gave_up = self._gave_up, False
+            self._abort_flag, self._aborted = None, self._aborted or bool(is_aborted)
+        was_abandoned, self._aborted = self._aborted, False
         return was_abandoned
 
-    def _send_abort_flag(self, gave_up: bool) -> None:
+    def _send_abort_flag(self, is_aborted: bool) -> None:
         """Start the all-reduce of the "aborted" flag for the reduction just completed, without waiting.
 
         Collective over all ranks with this model: one all-reduce of one integer, on the CPU.
         """
-        if self._words is not None:
-            self._gave_up = self.settle()
+        if self._flag_group is not None:
+            self._aborted = self.settle()
             # Asynchronous: a rank must not wait in each backward for a flag that is almost always 0.
-            word = torch.tensor(gave_up, dtype=torch.int32)
-            work = dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._words, async_op=True)
-            self._said = work, word
+            flag = torch.tensor(is_aborted, dtype=torch.int32)
+            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._flag_group, async_op=True)
+            self._abort_flag = work, flag
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backwards reduce gradients when they end."""
@@ -308,7 +310,7 @@ class ReplicatedGradients(Component):
     def _before_accumulation(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
         """Pre-accumulation hook: move ``.grad`` aside so that only unreduced gradients accumulate."""
         self._begin(gradient)
-        if slot in self._away:
+        if slot in self._taken:
             raise OrderError(
                 f"{slot.replicated.plan.label}: a gradient after the reduction of its unit has begun",
                 expected="the same uses of the parameter as in the first backward that reduced",
@@ -325,12 +327,12 @@ class ReplicatedGradients(Component):
             self._reduction.start(lambda unit: unit != slot.unit and self._order.is_complete(unit))
         if slot.unit is not None:
             self._order.arrived(slot.unit, slot)
-        if slot not in self._inside:
+        if slot not in self._accumulating:
             parameter = slot.parameter
             # A reduced gradient that stayed here would be summed over the ranks a second time.
             slot.reduced, parameter.grad = parameter.grad, slot.unreduced
             slot.unreduced = None
-            self._inside[slot] = None
+            self._accumulating[slot] = None
 
     def _end(self) -> None:
         reduction, self._reduction = self._reduction, None
@@ -346,15 +348,15 @@ class ReplicatedGradients(Component):
 
     def _restore_gradients(self, *, keep: bool = False) -> None:
         """Restore the previous ``.grad``. Store the gradients of this backward (``keep``), or drop them."""
-        for slot in self._inside:
+        for slot in self._accumulating:
             parameter = slot.parameter
             slot.unreduced = parameter.grad if keep else None
             # Gradients that were cleared since then stay cleared.
             if keep or parameter.grad is not None:
                 parameter.grad = slot.reduced
             slot.reduced = None
-        self._inside.clear()
-        self._away.clear()
+        self._accumulating.clear()
+        self._taken.clear()
         self._running = False
 
     # ---------------------------------------------------------------------------------------------- the reduction
@@ -424,12 +426,12 @@ class ReplicatedGradients(Component):
     def _take_gradient(self, slot: GradientSlot) -> torch.Tensor | None:
         """Return a slot's gradient for a bucket. Ownership of the gradient passes to the bucket."""
         gradient, slot.unreduced = slot.unreduced, None
-        if slot in self._inside:  # backward is still running
+        if slot in self._accumulating:  # backward is still running
             parameter = slot.parameter
             gradient, parameter.grad = parameter.grad, slot.reduced
             slot.reduced = None
-            del self._inside[slot]
-            self._away.add(slot)
+            del self._accumulating[slot]
+            self._taken.add(slot)
         if gradient is None:
             return None
         local, now = _torch.local_of(gradient), current_stream(self._device)

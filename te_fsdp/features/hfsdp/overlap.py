@@ -48,7 +48,7 @@ class GradientAveraging:
     # Grouping and offsets do not change between steps and are computed once. Shards have one order on all replicas.
     def __init__(self, shards: Sequence[OptimizerShard]) -> None:
         self.shards = tuple(shards)
-        self._alone = [is_sent_alone(shard.rows) for shard in shards]
+        self._is_sent_alone = [is_sent_alone(shard.rows) for shard in shards]
         self._numels = [math.prod(shard.shape) for shard in shards]
         # Indices of gradients with the same replicas and dtypes, and the offsets of the small ones in a packed buffer.
         self._kinds: list[tuple[list[int], PackedLayout]] = []
@@ -61,7 +61,7 @@ class GradientAveraging:
             self._dtypes, self._kinds = dtypes, []
             kinds = [(shard.ranks, shard.dtype, shard.sent) for shard in self.shards]
             for indices in group_by_key(range(len(kinds)), kinds):
-                small = tuple([self.shards[at].rows.numel for at in indices if not self._alone[at]])
+                small = tuple([self.shards[at].rows.numel for at in indices if not self._is_sent_alone[at]])
                 self._kinds.append((indices, PackedLayout(small, ALIGNED, len(indices))))
 
     def start(
@@ -104,7 +104,7 @@ class GradientAveraging:
             averages = iter(buffer.views(result))
             for flag, at in enumerate(indices, buffer.numel - buffer.trailing):
                 shard, gradient = self.shards[at], gradients[at]
-                if not self._alone[at]:
+                if not self._is_sent_alone[at]:
                     received[at] = next(averages)[: self._numels[at]].view(shard.shape)
                 else:
                     gradient_or_zeros = (
@@ -137,7 +137,7 @@ class GradientAveraging:
             shard, gradient = self.shards[at], gradients[at]
             if gradient is None:
                 memory[:, flag] = 0
-            if self._alone[at]:
+            if self._is_sent_alone[at]:
                 continue
             piece = next(views)
             if gradient is not None:
@@ -187,7 +187,7 @@ class EarlyAverages:
         """Reset: nothing has started since the last step. ``backward`` is the running last backward, 0 for none."""
         self._backward = backward
         # Pending averages by unit in the agreed order, and the gradients that were sent.
-        self._begun: dict[str, Pending[list[torch.Tensor | None]]] = {}
+        self._started: dict[str, Pending[list[torch.Tensor | None]]] = {}
         self._sources: list[TensorVersion | None] = []
         self._events: dict[str, list[Any]] = {}  # unit -> events after which its gradients are final
 
@@ -199,7 +199,7 @@ class EarlyAverages:
         dtype of each unit, and one per large tensor. Nothing is waited for.
         """
         backward = state.sync.last_microbatches
-        if not state.sync.last_microbatch or (self._begun and self._backward != backward):
+        if not state.sync.last_microbatch or (self._started and self._backward != backward):
             return  # the step sees whether what was sent has changed
         if self._backward != backward:  # the first unit that this backward leaves
             self._reset(backward)
@@ -210,7 +210,7 @@ class EarlyAverages:
             self._events.setdefault(unit, []).append(event)
             plan.order.arrived(unit, (unit, group))
             as_before = plan.comm == state.sync.comm
-            while as_before and (complete := plan.order.next(len(self._begun))) is not None:
+            while as_before and (complete := plan.order.next(len(self._started))) is not None:
                 self._begin(plan, complete)
 
     def _begin(self, plan: _OverlapPlan, unit: str) -> None:
@@ -226,7 +226,7 @@ class EarlyAverages:
             self._side.after_current(plan.state.meshes.device, events),
         ):
             # The side stream waits for each move before the next one starts, and then frees its memory.
-            self._begun[unit] = self._side.start(start, local)
+            self._started[unit] = self._side.start(start, local)
         self._sources += TensorVersion.now(gradients)
 
     # --- between backward and step
@@ -246,7 +246,7 @@ class EarlyAverages:
         :meth:`_agree` in the first step.
         """
         # Reductions that have begun belong to the plan that started them, also if parameters were frozen since.
-        plan = self._plan if self._plan is not None and self._begun else self._plan_now()
+        plan = self._plan if self._plan is not None and self._started else self._plan_now()
         marked = bool(plan.state and plan.units and plan.state.sync.last_microbatches != self._averaged)
         try:
             if plan.order.agreed:
@@ -274,15 +274,15 @@ class EarlyAverages:
         shards = [shard for unit in agreed for shard in plan.units[unit].shards]
         sent = gradients_of([shard.parameter for shard in shards[: len(self._sources)]])
         stale = plan.shards != self._shards() or not all(TensorVersion.are_same(self._sources, sent))
-        flags = torch.tensor([len(self._begun), stale], dtype=torch.int32)
+        flags = torch.tensor([len(self._started), stale], dtype=torch.int32)
         assert self._groups is not None and plan.state is not None
         maximum(flags, self._groups[1])
         most, dropped = flags.tolist()
         if most == 0:
             return {}
-        for unit in agreed[len(self._begun) : most if dropped else None]:
+        for unit in agreed[len(self._started) : most if dropped else None]:
             self._begin(plan, unit)
-        averages = [rows for pending in self._begun.values() for rows in pending.wait()]
+        averages = [rows for pending in self._started.values() for rows in pending.wait()]
         stream: Any = current_stream(plan.state.meshes.device)
         for rows in averages:
             if rows is not None and stream is not None:
