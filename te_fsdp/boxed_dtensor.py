@@ -331,14 +331,14 @@ class BoxedDTensor(DTensor):
         return shard_boxes(tuple(self._spec.shape), box_map.rule, at)[1]
 
     def _original(self) -> torch.Tensor:
-        """The original tensor on every rank: that of plain placements, with its blocks put in order."""
+        """Return the unsharded tensor on every rank, with the blocks of rows in the original order."""
         mesh, box_map = self.device_mesh, self._stacked
         full = DTensor.redistribute(self._plain_values(), placements=[Replicate()] * mesh.ndim).to_local()
         if box_map is None:
             return full
         dim, tp = box_map.rule.shard_dim, mesh.size(mesh.ndim - 1)
         assert dim is not None
-        # Plain placements put the ranks one after the other, and each rank has a part of every block.
+        # The all-gather concatenates the ranks, and each rank has a part of every block.
         parts = [height // tp for height in block_heights(full.shape[dim], box_map.rule)]
         blocks = full.split(parts * tp, dim)
         return torch.cat(

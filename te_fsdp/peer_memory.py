@@ -101,22 +101,22 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     # One gather for all data that ranks exchange, because each gather waits for the slowest rank.
     me = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
-    gathered = gather(me, group)
-    hosts = {host for host, *_ in gathered}
-    identities = [identity for _, identity, *_ in gathered]
+    by_rank = gather(me, group)
+    hosts = {host for host, *_ in by_rank}
+    identities = [identity for _, identity, *_ in by_rank]
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
     overlap = device.type != "cpu" and len(set(identities)) < len(identities)
-    if overlap and not all(may_share for *_, may_share, _ in gathered):
+    if overlap and not all(may_share for *_, may_share, _ in by_rank):
         return "two of its ranks share a GPU"
-    for _, _, unreachable, *_ in gathered:
+    for _, _, unreachable, *_ in by_rank:
         if unreachable is None:
             return "this torch has no symmetric memory"
         if unreachable & set(identities):
             return "two of its GPUs have no direct access to each other's memory"
     failed = ""
     # "" uses the group itself, for torch versions that do not accept te_fsdp's own group.
-    for token in (gathered[0][-1], ""):
+    for token in (by_rank[0][-1], ""):
         connected, reason = None, ""
         try:
             peers = PeerGroup(device, group, token)

@@ -44,7 +44,7 @@ def check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
             raise PlacementError(
                 f"{label}.{name} ({kind}): a DistributedWeight (TransformerEngine 2.19)",
                 expected="an ordinary parameter",
-                why="Its own code gathers the weight and reduces its gradient, and FSDP2 would do so again",
+                why="TE's code all-gathers the weight and reduces its gradient, and FSDP2 would do so again",
                 fix="build this module with ordinary parameters",
             )
     problem = why = ""

@@ -58,20 +58,20 @@ def mark_unsharded(old: torch.Tensor | None, new: torch.Tensor, binding: ModuleB
 
 
 def release_function_of(
-    gathered: torch.Tensor | None, shard: DTensor | None, binding: ModuleBinding
+    unsharded: torch.Tensor | None, shard: DTensor | None, binding: ModuleBinding
 ) -> Callable[[], None] | None:
     """Return a function that frees the derived buffers of an unsharded weight. Local operation.
 
     TE derives transposes and padded scales from gathered data. FSDP2 does not free them, so they would stay
     until the next all-gather. te_fsdp owns buffers that were concatenated along columns.
 
-    ``shard`` replaces ``gathered``.
+    ``shard`` replaces ``unsharded``.
 
     Returns:
         A function to call at the end of every forward and backward. ``None`` unless it is an unsharded quantized
         weight.
     """
-    local = None if gathered is None else _torch.local_of(gathered)
+    local = None if unsharded is None else _torch.local_of(unsharded)
     record: WeightRecord | None = None if local is None else local.__dict__.get(WEIGHT)
     if local is None or record is None or record.unsharded_format is None:
         return None

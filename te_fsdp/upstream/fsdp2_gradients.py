@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
     """Return the unsharded, unreduced gradients of an ``FSDPParam``."""
-    gathered = getattr(managed, "_unsharded_param", None)
-    gradients = (getattr(managed, "unsharded_accumulated_grad", None), getattr(gathered, "grad", None))
+    unsharded = getattr(managed, "_unsharded_param", None)
+    gradients = (getattr(managed, "unsharded_accumulated_grad", None), getattr(unsharded, "grad", None))
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -33,14 +33,14 @@ def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
 
 def group_params_with_unreduced_gradients(group: Any) -> Iterator[Any]:
     """Yield each ``FSDPParam`` of one group, as :func:`params_with_unreduced_gradients` does for a unit."""
-    part = has_partial_reduction(group)
+    is_partial = has_partial_reduction(group)
     for managed in group.fsdp_params:
-        gathered = getattr(managed, "_unsharded_param", None)
+        unsharded = getattr(managed, "_unsharded_param", None)
         # With torch 2.15 both names refer to one gradient.
-        waits = gathered is not None and (
-            gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
+        is_unreduced = unsharded is not None and (
+            unsharded.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
         )
-        if waits or (part and managed.sharded_param.requires_grad):
+        if is_unreduced or (is_partial and managed.sharded_param.requires_grad):
             yield managed
 
 

@@ -182,13 +182,13 @@ def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
         part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
         sharded = [(m.sharded_param, m.sharded_param.grad) for m in group.fsdp_params]
         unsharded = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
-        gathered = [(parameter, parameter.grad) for parameter in unsharded if parameter is not None]
-        states.append((group, part, layout, sharded, gathered))
+        gradients = [(parameter, parameter.grad) for parameter in unsharded if parameter is not None]
+        states.append((group, part, layout, sharded, gradients))
     if stock and hasattr(root, "reset_iter_state"):
         root.reset_iter_state()  # type: ignore[operator]
     else:
         _reset(root, groups)
-    for group, part, layout, sharded, gathered in states:
+    for group, part, layout, sharded, gradients in states:
         group._partial_reduce_output = part
         if layout:
             group._partial_reduce_output_layout.update(layout)
@@ -196,7 +196,7 @@ def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
             if parameter.grad is None:
                 # Restore the same tensor object: it has attributes, and HFSDP's gradient rejects operations.
                 parameter.grad = gradient
-        for parameter, gradient in gathered:
+        for parameter, gradient in gradients:
             if parameter.grad is None and gradient is not None:
                 # An interrupted backward leaves gradients of unsharded parameters in the compute dtype. torch 2.15
                 # requires the accumulation dtype.

@@ -102,13 +102,13 @@ def function_transform() -> str:
 def graph_nodes(node: Any) -> Iterator[Any]:
     """Yield a node of an autograd graph and all nodes that its backward reaches, the nearest ones first."""
     # A queue, because graphs are deeper than Python's stack of calls.
-    waiting, seen = deque([node]), {node}
-    while waiting:
-        node = waiting.popleft()
+    queue, seen = deque([node]), {node}
+    while queue:
+        node = queue.popleft()
         yield node
-        more = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
-        waiting.extend(more)
-        seen |= more
+        following = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
+        queue.extend(following)
+        seen |= following
 
 
 #: Node of the graph for whose output a hook runs (``torch._C._current_autograd_node``).

@@ -312,11 +312,11 @@ class EarlyAverages:
             return
         if self._groups is None:
             backend = dist.get_default_backend_for_device(meshes.device.type)
-            averages = separate_group(meshes.device_mesh, OUTER, "averages", backend)
-            question = separate_group(meshes.device_mesh, OUTER, "question", "gloo")
-            self._groups = averages, question
+            averages_group = separate_group(meshes.device_mesh, OUTER, "averages", backend)
+            check_group = separate_group(meshes.device_mesh, OUTER, "question", "gloo")
+            self._groups = averages_group, check_group
             # Establish the connections here, where all ranks participate, and not in the middle of a backward.
-            dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages)
+            dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages_group)
         plan.order.agree(meshes.device_mesh, meshes.device)
 
     def _plan_now(self) -> _OverlapPlan:
