@@ -9,7 +9,7 @@ import torch
 
 from te_fsdp import kept_weights
 from te_fsdp.gradient_sync import has_failed_backward, raise_if_backward_failed
-from te_fsdp.optimizer_step import wrap_zero_grad
+from te_fsdp.optimizer_step import ZeroGrad
 from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import (
     ShardedModel,
@@ -65,7 +65,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
     # After FSDP2's hook, so that only units that are kept are still unsharded.
     last = _torch.disable_compile(functools.partial(after_forward, state))
     state.model.register_forward_hook(last, always_call=True)
-    wrap_zero_grad(state)
+    state.model.zero_grad = ZeroGrad(state)  # type: ignore[method-assign]
 
 
 def _check_initialized(state: ShardedModel) -> None:

@@ -44,7 +44,7 @@ from te_fsdp.features.main_params import (
 )
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
 from te_fsdp.lifecycle import parameters_of_optimizer
-from te_fsdp.optimizer_step import register_optimizer, registered_optimizers
+from te_fsdp.optimizer_step import registered_optimizers
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
@@ -190,7 +190,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
         PrecisionError: A FusedAdam over quantized weights keeps no main weights, or not in fp32.
     """
     check_optimizer(model, optimizer)
-    register_optimizer(optimizer)
+    registered_optimizers().add(optimizer)
     if _te.is_fused_adam(optimizer):
         fused: Any = optimizer
         for label, parameter, local in quantized_among(parameters_of_optimizer(optimizer)):

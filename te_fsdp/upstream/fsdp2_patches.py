@@ -319,18 +319,15 @@ def _init_outputs(
 _keep: Callable[[], Any] = tuple
 
 
-def skips_reduction(group: Any) -> bool:
-    """Return whether a parameter group passes its gradients on (:func:`alias_single_rank_shards`)."""
-    listeners = record_of_group(group).listeners
-    return listeners is not None and _reduce_single_rank in listeners[0]
-
-
 def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
     """Map ``id`` of each single-rank parameter of an FSDP module to whether its gradients are passed on."""
-    groups = [g for g in fsdp_parameter_groups(unit) if getattr(g.mesh_info, "shard_mesh_size", 1) == 1]
-    return {
-        id(managed.sharded_param): skips_reduction(group) for group in groups for managed in group.fsdp_params
-    }
+    passes: dict[int, bool] = {}
+    for group in fsdp_parameter_groups(unit):
+        if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+            listeners = record_of_group(group).listeners  # of :func:`alias_single_rank_shards`
+            skips_reduction = listeners is not None and _reduce_single_rank in listeners[0]
+            passes |= {id(managed.sharded_param): skips_reduction for managed in group.fsdp_params}
+    return passes
 
 
 @torch.no_grad()
@@ -455,8 +452,3 @@ def wrap_apply(module: nn.Module, call: Callable[..., Any]) -> None:
     It gets the replaced method, then its arguments. A call on a module that contains this one calls it, too.
     """
     module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
-
-
-def replace_zero_grad(model: nn.Module, zero_grad: Callable[..., None]) -> None:
-    """Replace ``zero_grad`` of one model."""
-    model.zero_grad = zero_grad  # type: ignore[method-assign]
