@@ -204,7 +204,7 @@ class Meshes:
                 _log.warning(
                     "Meshes: a mesh of %d of %d ranks. Models on other ranks are treated as separate models: "
                     "clip_grad_norm_ uses this one alone, and te_fsdp.checkpoint raises. For stages of one model, "
-                    'pass the mesh with its axis "pp", or from_device_mesh(mesh, pp=whole["pp"])',
+                    'pass the mesh with its axis "pp", or from_device_mesh(mesh, pp=job_mesh["pp"])',
                     stage_mesh.size(),
                     dist.get_world_size(),
                 )

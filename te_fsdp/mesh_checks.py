@@ -214,13 +214,13 @@ def check_stages(mesh: DeviceMesh, axes: Sequence[str | None], pp: DeviceMesh | 
     check_1d(pp, "pp", where)
     check_ascending(pp, "pp", where)
     # A rank is in one stage only, so the mesh of its stage and the pipeline's mesh share this rank alone.
-    both = sorted({*pp.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()})
-    if STAGES in axes or both != [dist.get_rank()]:
+    shared = sorted({*pp.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()})
+    if STAGES in axes or shared != [dist.get_rank()]:
         raise MeshError(
             f"{where}: pp",
             expected=f"for the mesh of one stage, a pp mesh that shares only this rank, {dist.get_rank()}, with it",
             got=f"ranks {pp.mesh.tolist()} with axes {mesh.mesh_dim_names} over {mesh.mesh.tolist()}",
-            fix='slice both from one mesh: from_device_mesh(whole["dp_shard", "tp"], pp=whole["pp"])',
+            fix='slice both from one mesh: from_device_mesh(job_mesh["dp_shard", "tp"], pp=job_mesh["pp"])',
         )
 
 

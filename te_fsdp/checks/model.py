@@ -229,13 +229,13 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
         return
     # A module that was removed with its parameters is not a removed parameter.
     owners = {id(module._parameters) for module in state.model.modules()}
-    gone = [
+    removed = [
         label
         for table, name, label in state.checked.places.values()
         if table.get(name) is None and id(table) in owners
     ]
-    if gone:
-        raise _removal_error(gone)
+    if removed:
+        raise _removal_error(removed)
 
 
 def _refuse_reparametrization(tensor: torch.Tensor) -> None:

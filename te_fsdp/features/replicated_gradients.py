@@ -294,6 +294,7 @@ class ReplicatedGradients(Component):
     after_method = watch
 
     def _begin(self, gradient: torch.Tensor) -> None:
+        """Start a reduction with the first gradient of each backward. Local operation."""
         if not self._running:
             model = self._model()
             state = None if model is None else get_sharded_model(model)
