@@ -87,7 +87,7 @@ class ModelPlan:
     units: dict[str, Storage]
     #: Names of modules with parameters, in them or in submodules, all of which are replicated.
     replicated_modules: frozenset[str]
-    #: Every place of a parameter, by its owner's id and its name there before binding.
+    #: Every owner of a parameter, by the id of the module and the name there before binding.
     parameters: dict[Key, ParameterPlan]
     modules: list[ModulePlan]  #: How each module is bound
     #: The dtypes of each unit that FSDP2 shards; ``None`` without a policy.
@@ -227,7 +227,7 @@ def plan_storage(
         exempt: ``id`` of parameters to replicate in any case. Parameters without elements always are.
 
     Returns:
-        One plan for each place of a parameter, by ``id`` of its owner and its name there.
+        One plan for each owner of a parameter, by ``id`` of the module and the name there.
 
     Raises:
         PlacementError: A tied parameter is in several units, or replicated for some of its owners only.

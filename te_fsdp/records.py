@@ -57,7 +57,7 @@ class ParameterPlan:
     name: str  #: Last part of the FQN
     unit: str  #: Name of the innermost unit that contains it
     storage: Storage  #: How it is stored and sharded
-    #: FQNs of all places where this parameter is registered, the first place first: several for a tied parameter.
+    #: FQNs under which this parameter is registered, in module order: several for a tied parameter.
     owners: tuple[str, ...]
     rule: ParameterRule | None = None  #: How tp shards it; ``None`` if it does not
     experts: bool = False  #: Whether it is distributed over ``ep``
