@@ -125,8 +125,8 @@ def suggest(word: object, options: Iterable[str], synonyms: Mapping[str, str] | 
         return synonyms[plain]
     by_spelling = {"".join(c for c in option.lower() if c.isalnum()): option for option in options}
     # The options are short words: a ratio of 0.75 accepts one or two wrong letters.
-    near = difflib.get_close_matches(plain, by_spelling, n=1, cutoff=0.75)
-    return by_spelling[near[0]] if near else None
+    close = difflib.get_close_matches(plain, by_spelling, n=1, cutoff=0.75)
+    return by_spelling[close[0]] if close else None
 
 
 def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **arguments: object) -> None:

@@ -65,7 +65,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
     # After FSDP2's hook, so that only units that are kept are still unsharded.
     last = _torch.disable_compile(functools.partial(after_forward, state))
     state.model.register_forward_hook(last, always_call=True)
-    state.model.zero_grad = ZeroGrad(state)  # type: ignore[method-assign]
+    _fsdp2_patches.replace_zero_grad(state.model, ZeroGrad(state))
 
 
 def _check_initialized(state: ShardedModel) -> None:

@@ -101,15 +101,15 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
     record_writes(model)
     initializers = find_initializers(model)
     resets = {id(item.module) for item in initializers if item.is_reset}
-    alone = [(name, module) for name, module in pending if id(module) not in resets]
+    by_module = [(name, module) for name, module in pending if id(module) not in resets]
     unset, done = set(), 0
     for initializer in initializers:  # in the order of constructors: after the initialization of submodules
         inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
         end = max((done, *(i + 1 for i in inside)))
-        unset |= set(_initialize_all(model, [item for item in pending[done:end] if item in alone]))
+        unset |= set(_initialize_all(model, [item for item in pending[done:end] if item in by_module]))
         initializer.run([pending[i][1] for i in inside])
         done = end
-    unset |= set(_initialize_all(model, [item for item in pending[done:] if item in alone]))
+    unset |= set(_initialize_all(model, [item for item in pending[done:] if item in by_module]))
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     # A later initializer may have filled what an earlier one has left.

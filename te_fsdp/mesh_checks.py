@@ -49,7 +49,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
     are kept. Raises ``MeshError`` for a name that is unknown on either side, a duplicate name, or an axis without a
     known meaning.
     """
-    where, have = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
+    where, axis_names = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
     require_kind(
         where,
         "names",
@@ -60,13 +60,13 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
     )
     by_name = dict(names or {})
     for name, target in by_name.items():
-        if name not in have:
-            near = suggest(name, have)
-            fix = f"{near!r}, if that is what you mean" if near else "name axes of this mesh"
-            raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix)
+        if name not in axis_names:
+            guess = suggest(name, axis_names)
+            fix = f"{guess!r}, if that is what you mean" if guess else "name axes of this mesh"
+            raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {axis_names}", fix=fix)
         if target is not None and target not in (STAGES, *ALL_AXES):
-            near = suggest(target, ALL_AXES, _OTHER_LIBRARIES)
-            fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis along which weights differ"
+            guess = suggest(target, ALL_AXES, _OTHER_LIBRARIES)
+            fix = f"names={{{name!r}: {guess!r}}}" if guess else "None for an axis along which weights differ"
             raise MeshError(
                 f"{where}: names[{name!r}]",
                 expected=f"one of {(STAGES, *ALL_AXES)}, or None",
@@ -74,7 +74,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
                 fix=fix,
             )
     axes: list[str | None] = []
-    for name, size in zip(have, mesh.shape, strict=True):
+    for name, size in zip(axis_names, mesh.shape, strict=True):
         internal = by_name.get(name, name)
         # An axis of size 1 affects no weight, so any name is accepted.
         # Names of pipeline axes vary. A missed one would bind stages as if they had one model.
@@ -82,20 +82,20 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
         if name not in by_name and name not in ALL_AXES and (size == 1 or is_stage):
             internal = STAGES if size > 1 else None
         if internal is not None and internal not in (STAGES, *ALL_AXES):
-            near = suggest(name, ALL_AXES, _OTHER_LIBRARIES) or "dp_shard"
+            guess = suggest(name, ALL_AXES, _OTHER_LIBRARIES) or "dp_shard"
             raise MeshError(
                 f"Meshes.from_device_mesh: axis {name!r} of size {size}",
                 expected=f"axes out of {ALL_AXES}",
-                got=have,
+                got=axis_names,
                 why="te_fsdp binds axes by name: gradients are not reduced over an axis that it ignores",
-                fix=f"names={{{name!r}: {near!r}}} for its meaning, or names={{{name!r}: None}} if ranks along it "
+                fix=f"names={{{name!r}: {guess!r}}} for its meaning, or names={{{name!r}: None}} if ranks along it "
                 "have different weights, as pipeline stages do",
             )
         if internal is not None and internal in axes:
             raise MeshError(
                 f"{where}: two axes named {internal!r}",
                 expected="each name once",
-                got=f"axes {have} with names={by_name}",
+                got=f"axes {axis_names} with names={by_name}",
                 fix="flatten them into one, or give one of them a different name",
             )
         axes.append(internal)
@@ -308,8 +308,8 @@ def device_of_rank(device_type: str) -> int:
     count, text = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
     index = int(text) if text.isdecimal() else 0
     # Without LOCAL_RANK several ranks of a node would all use device 0, which fails much later, in NCCL.
-    alone = text.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
-    if index >= count or not alone:
+    is_determined = text.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
+    if index >= count or not is_determined:
         raise MeshError(
             f"Meshes.build: LOCAL_RANK={text}" if text else "Meshes.build: no LOCAL_RANK in the environment",
             expected=f"one of this process' {count} devices of type {device_type}, one for each rank of a node",

@@ -87,7 +87,7 @@ class ModelPlan:
     units: dict[str, Storage]
     #: Names of modules with parameters, in them or in submodules, all of which are replicated.
     replicated_modules: frozenset[str]
-    #: Every place of a parameter, by its owner's id and its name there before binding.
+    #: Every owner of a parameter, by the id of the module and the name there before binding.
     parameters: dict[Key, ParameterPlan]
     modules: list[ModulePlan]  #: How each module is bound
     #: The dtypes of each unit that FSDP2 shards; ``None`` without a policy.
@@ -227,7 +227,7 @@ def plan_storage(
         exempt: ``id`` of parameters to replicate in any case. Parameters without elements always are.
 
     Returns:
-        One plan for each place of a parameter, by ``id`` of its owner and its name there.
+        One plan for each owner of a parameter, by ``id`` of the module and the name there.
 
     Raises:
         PlacementError: A tied parameter is in several units, or replicated for some of its owners only.
@@ -352,13 +352,13 @@ def check_option(option: str, value: Any) -> str:
     if isinstance(value, str) and value in options:
         return value
     elsewhere = {theirs: ours for ours, many in _OTHER_LIBRARIES[option].items() for theirs in many.split()}
-    near = suggest(value, options, elsewhere)
-    fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
+    guess = suggest(value, options, elsewhere)
+    fix = f"{option}={guess if guess is None or guess.startswith(chr(39)) else repr(guess)}"
     raise PlacementError(
         f"fully_shard: {option}",
         expected=f"one of {options}",
         got=repr(value),
-        fix=fix if near is not None else f"use one of these, or leave {option} out",
+        fix=fix if guess is not None else f"use one of these, or leave {option} out",
     )
 
 
@@ -427,15 +427,15 @@ def _find(names: dict[str, nn.Module], selector: type | str) -> list[str]:
     else:
         matches = [selector] if selector in names else []
     if not matches:
-        near = None if isinstance(selector, type) or selector.endswith(".*") else suggest(selector, names)
+        guess = None if isinstance(selector, type) or selector.endswith(".*") else suggest(selector, names)
         kinds = {type(module).__name__ for module in names.values()}
         raise PlacementError(
             f"fully_shard: unit {selector if isinstance(selector, str) else selector.__name__!r} matches no module",
             expected=f"a class or one of the names {shorten([n for n in names if n], 8)}",
             fix=f"pass the class {selector} itself, not its name"
             if selector in kinds
-            else f"write {near!r}, if you mean that module"
-            if near
+            else f"write {guess!r}, if you mean that module"
+            if guess
             else "use names of model.named_modules()",
         )
     return list(dict.fromkeys(first[id(names[name])] for name in matches))

@@ -57,7 +57,7 @@ class ParameterPlan:
     name: str  #: Last part of the FQN
     unit: str  #: Name of the innermost unit that contains it
     storage: Storage  #: How it is stored and sharded
-    #: FQNs of all places where this parameter is registered, the first place first: several for a tied parameter.
+    #: FQNs under which this parameter is registered, in module order: several for a tied parameter.
     owners: tuple[str, ...]
     rule: ParameterRule | None = None  #: How tp shards it; ``None`` if it does not
     experts: bool = False  #: Whether it is distributed over ``ep``
@@ -197,11 +197,11 @@ def copy_param_attrs(
 
     ``old`` is the parameter, or the result of :func:`param_attrs_to_copy` for it before it was changed.
     """
-    have = new.__dict__
+    attrs = new.__dict__
     for key, value in (old if isinstance(old, dict) else param_attrs_to_copy(old)).items():
-        if key not in have and key not in leave_out:
+        if key not in attrs and key not in leave_out:
             # A different model or an optimizer may still use the old object.
-            have[key] = (
+            attrs[key] = (
                 dataclasses.replace(value, replaced_by=None) if isinstance(value, ParameterRecord) else value
             )
 

@@ -97,7 +97,7 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
 class ReplicatedParameter:
     """A parameter that is replicated over data parallel, by its owner, as initialization replaces the parameter."""
 
-    plan: ParameterPlan  #: Decisions about it; for a tied parameter, those of its first place
+    plan: ParameterPlan  #: Decisions about it; for a tied parameter, those of its first owner
     module: nn.Module  #: The owner
 
     @property

@@ -66,12 +66,12 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
             else Coordinates()
         )
         local_shape, boxes = shard_boxes(original, rule, at, name=label)
-    have = tuple(_torch.local_of(parameter).shape)
-    if have != local_shape:
+    got_shape = tuple(_torch.local_of(parameter).shape)
+    if got_shape != local_shape:
         raise PlacementError(
             f"{label}: local shape",
             expected=f"{local_shape} of {original} at {at}",
-            got=have,
+            got=got_shape,
             fix="do not replace local tensors by hand; bind and shard the model again",
         )
     return ShardInfo(rule, at, original, local_shape, tuple(boxes))

@@ -126,7 +126,7 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
         )
 
 
-#: Most elements of one unit that are replicated in place of an error.
+#: Limit of elements of a unit that are replicated because FSDP2 cannot shard them with the others.
 MOST = 1 << 20
 
 

@@ -182,7 +182,7 @@ def compare_gradients_over_ep(step: Step) -> None:
         scheduled = [
             p
             for p in parameters
-            if not isinstance(p, DTensor) and (its := get_record(p)) is not None and its.grad_checks_left
+            if not isinstance(p, DTensor) and (rec := get_record(p)) is not None and rec.grad_checks_left
         ]
         if not scheduled:  # parameters of the model are listed in the first steps only
             continue

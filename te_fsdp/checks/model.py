@@ -192,9 +192,9 @@ def watch_model(state: ShardedModel) -> None:
     before_reparametrization(_refuse_reparametrization)
 
 
-def _refuse_use(label: str, how: str, *_: Any) -> Any:
+def _refuse_use(label: str, use: str, *_: Any) -> Any:
     """Raise in a deepcopy, a pickle or ``make_graphed_callables`` of a unit. Local operation."""
-    if how == "graphs":
+    if use == "graphs":
         raise OrderError(
             f"{label}: make_graphed_callables of a module after fully_shard",
             expected="a module that is not sharded",
@@ -203,7 +203,7 @@ def _refuse_use(label: str, how: str, *_: Any) -> Any:
             fix="record the full step with te_fsdp.graphed_step(model, optimizer, forward_backward), or forward and "
             "backward of each unit with te_fsdp.graphed_units(model)",
         )
-    if how == "pickle":
+    if use == "pickle":
         raise OrderError(
             f"{label}: pickle of a model after fully_shard, as torch.save(model) or copy.copy(model) makes it",
             expected="a state dict or a checkpoint",
@@ -340,12 +340,12 @@ def refuse_assigned_data(state: ShardedModel) -> None:
             refuse_assigned(state)
 
 
-def not_in_the_model(names: list[str], count: int, how: str) -> OrderError:
+def not_in_the_model(names: list[str], count: int, change: str) -> OrderError:
     """Return the error for trained parameters that ``fully_shard`` has not seen."""
     return OrderError(
         f"{shorten(names, 3)}: trained, but not in the model when te_fsdp.fully_shard was called",
         expected="the parameters that the model had then",
-        got=f"{count} parameter(s) of a module that was {how}",
+        got=f"{count} parameter(s) of a module that was {change}",
         why="Their gradients would not be averaged over the ranks, whose copies would drift apart",
         fix="change the model first (a new head, adapters), then call te_fsdp.fully_shard on all of it",
     )

@@ -113,12 +113,14 @@ class Liveness:
         return not _is_open(self.outgoing[text])
 
 
-def _close(this: Liveness | None) -> None:
-    for peer in [] if this is None else [this.listener, *this.incoming, *this.outgoing.values()]:
+def _close(liveness: Liveness | None) -> None:
+    for peer in (
+        [] if liveness is None else [liveness.listener, *liveness.incoming, *liveness.outgoing.values()]
+    ):
         if peer is not None:
             peer.close()
-    if this is not None:
-        this.listener, this.text, this.incoming, this.outgoing = None, "", [], {}
+    if liveness is not None:
+        liveness.listener, liveness.text, liveness.incoming, liveness.outgoing = None, "", [], {}
 
 
 def _is_open(connection: socket.socket) -> bool:

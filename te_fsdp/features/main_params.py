@@ -241,16 +241,16 @@ class MainParameters:
             self.restore_params(optimizer)
         scales, count = getattr(optimizer, "_scales", None), 0  # no scales without low-precision states
         for group in optimizer.param_groups:
-            live, parameters = group["params"], list(group["params"])
-            self._groups.append((live, parameters))
+            members, parameters = group["params"], list(group["params"])
+            self._groups.append((members, parameters))
             count += len(parameters)
-            live.clear()
+            members.clear()
             for parameter, pair in zip(parameters, self.lookup(parameters, optimizer), strict=True):
                 if pair is None:
                     # FusedAdam creates state for all parameters that it sees.
                     frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
                     if not frozen or not stepping or self.of(parameter).shard is None:
-                        live.append(parameter)
+                        members.append(parameter)
                     continue
                 state = optimizer.state.pop(parameter, {})
                 if not keep_main or not pair.low:
@@ -260,7 +260,7 @@ class MainParameters:
                 if scales:
                     rekey_scales(optimizer, parameter, pair.main)
                 self.pairs.append(pair)
-                live.append(pair.main)
+                members.append(pair.main)
         if len(self.by_id) > count:  # drop parameters that the optimizer no longer has
             ids = {id(parameter) for _, parameters in self._groups for parameter in parameters}
             self.by_id = {key: entry for key, entry in self.by_id.items() if key in ids}
@@ -281,8 +281,8 @@ class MainParameters:
         if self.locals:
             remove_local_tensors(optimizer, self.locals)
         # In place, because learning rate schedulers and users have references to the group's list.
-        for live, parameters in self._groups:
-            live[:] = parameters
+        for members, parameters in self._groups:
+            members[:] = parameters
         scales = getattr(optimizer, "_scales", None)
         for pair in self.pairs:
             # The state moves back to the parameter, by which state_dict and checkpoints find it.
@@ -405,10 +405,10 @@ class MainParameters:
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Install main parameters first, because loaded state is cast to the dtype of the parameters in the groups."""
-        alone = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
-        if alone:
+        incomplete = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
+        if incomplete:
             raise CheckpointError(
-                f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) that have only "
+                f"{type(optimizer).__name__}.load_state_dict: {len(incomplete)} parameter(s) that have only "
                 "main weights",
                 expected="the full state",
                 got="the state of an optimizer that has not stepped",

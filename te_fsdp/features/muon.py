@@ -131,10 +131,10 @@ class Muon(Optimizer):
             )
         groups = [group for group in matrices if group["params"]]
         taken = {id(p) for group in groups for p in group["params"]}
-        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-        if adamw is not None and rest:
+        others_trained = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+        if adamw is not None and others_trained:
             # One optimizer for both, so that schedulers, checkpoints and main weights see one object.
-            groups.append({"params": rest, "algorithm": "adamw", **others})
+            groups.append({"params": others_trained, "algorithm": "adamw", **others})
         self._model, self._split_fused = model, split_fused
         super().__init__(groups, defaults)
         check_optimizer(model, self)

@@ -84,13 +84,13 @@ class ReplicatedGradients(Component):
     ) -> None:
         # Collectives of one process group must start in one order on all ranks. FSDP2 and these reductions
         # start independently of each other.
-        alone = with_fsdp2 and bool(units)
+        separate = with_fsdp2 and bool(units)
         divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
-        dense = experts = ReductionGroup.of(
-            meshes.fsdp, "data", meshes.device_mesh if alone else None, divisor
-        )
+        root = meshes.device_mesh if separate else None
+        dense = experts = ReductionGroup.of(meshes.fsdp, "data", root, divisor)
         if (mesh := meshes.expert_mesh) is not None:
-            experts = ReductionGroup.of(meshes.expert_fsdp, "expert_data", mesh if alone else None, divisor)
+            root = mesh if separate else None
+            experts = ReductionGroup.of(meshes.expert_fsdp, "expert_data", root, divisor)
         self._slots = []
         for parameter in replicated:
             plan = parameter.plan

@@ -115,7 +115,7 @@ class UnitRecording:
         leaves, self._structure = inputs
         self.signature = signature  #: Kind of inputs, and the context of the forward
         self.generation = 0  #: Number of the forward pass in which it was recorded
-        self.order = 0  #: Its place among the recordings of that pass
+        self.order = 0  #: Its position among the recordings of that pass
         self._unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
         # Leaves of their own, since gradients of inputs are computed for them.
         self._inputs = [

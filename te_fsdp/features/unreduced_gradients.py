@@ -73,9 +73,9 @@ class _Unreduced(UnreadableGradient):
             for marker in tensors:
                 if isinstance(marker, _Unreduced):
                     marker.is_zeroed = True  # type: ignore[missing-attribute]
-            rest = [item for item in tensors if not is_marker(item)]
-            if rest:
-                func(rest, **kwargs)
+            unmarked = [item for item in tensors if not is_marker(item)]
+            if unmarked:
+                func(unmarked, **kwargs)
             return args[0]
         # `p.grad.detach_().zero_()` clears a gradient: it must be this marker that is set to zero, not a
         # copy.

@@ -212,15 +212,15 @@ class LoraLinear(nn.Module, _LoraLayer):
         if self.returns_norm is not None:
             *result, x = result
             result = result[0] if len(result) == 1 else tuple(result)
-        output, *rest = result if isinstance(result, tuple) else (result,)
+        output, *extra_outputs = result if isinstance(result, tuple) else (result,)
         if not self.disable_adapters:
             # Adapters stay in fp32 under the recipe of the model.
             with _te.te().autocast(enabled=False):
                 for name in (name for name in self.active_adapters if name in self.lora_A):
                     hidden = self.lora_A[name](self.lora_dropout[name](x.float()))
                     output = output + (self.lora_B[name](hidden) * self.scaling[name]).to(output.dtype)
-        rest += [x] if self.returns_norm else []
-        return (output, *rest) if rest else output
+        extra_outputs += [x] if self.returns_norm else []
+        return (output, *extra_outputs) if extra_outputs else output
 
     merge = raising_method(OrderError, "LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
     # Rounding by quantization cannot be undone.

@@ -228,7 +228,7 @@ class CheckpointManager(_Manager):
         model_only = last_step and config.last_save_model_only
         extra: dict[str, Any] = {name: other.state_dict() for name, other in self.others.items()}
         if hasattr(self.dataloader, "state_dict"):
-            # Each data-parallel rank is at a different place of the data.
+            # Each data-parallel rank is at a different position in the data.
             # torchtitan stores bytes (a pickle) in the state.
             state = self.dataloader.state_dict()
             extra["dataloader"] = checkpoint.PerRank(

@@ -166,12 +166,12 @@ def _check_comm_type(meshes: Meshes, comm_type: str, a2a_size: int | None) -> No
     require_kind("set_context_parallel", "meshes", meshes, Meshes, expected="te_fsdp.Meshes", error=MeshError)
     if comm_type not in COMM_TYPES:
         # Other libraries and papers use these names for the same schemes.
-        near = suggest(comm_type, COMM_TYPES, {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"})
+        guess = suggest(comm_type, COMM_TYPES, {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"})
         raise MeshError(
             "set_context_parallel: comm_type",
             expected=f"one of {COMM_TYPES}",
             got=repr(comm_type),
-            fix=f"comm_type={near!r}" if near else "",
+            fix=f"comm_type={guess!r}" if guess else "",
         )
     cp = meshes.size("cp")
     if comm_type == "a2a+p2p" and cp > 1 and (a2a_size is None or not 1 < a2a_size < cp or cp % a2a_size):

@@ -366,11 +366,11 @@ def decode_extra_state(module: nn.Module, state: Any) -> Any:
     present = _te.delayed_states(module)
     # All shapes are checked before the first tensor changes.
     for key, state in (present or {}).items():
-        have, got = tuple(state.scale.shape), tuple(entry[f"{key}.scale"].shape)
-        if have != got:
+        expected, got = tuple(state.scale.shape), tuple(entry[f"{key}.scale"].shape)
+        if expected != got:
             raise CheckpointError(
                 f"{name_of(module)}: delayed scaling's {key} of a state dict",
-                expected=f"scales of shape {have}",
+                expected=f"scales of shape {expected}",
                 got=got,
                 fix="load the state dict of a model with the same modules",
             )
@@ -410,13 +410,13 @@ def _local_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
         return entry
     states = [(unpack(row) or ((), None))[1] or {"recipe": {}} for row in entry]
     # Each row records its expert, because DCP may bring the rows of all experts, or of this rank's only.
-    have = [int(state["recipe"].get(_EXPERT, -1)) for state in states]
+    indices = [int(state["recipe"].get(_EXPERT, -1)) for state in states]
     expected = range(experts.first, experts.first + experts.count)
-    if not set(expected) <= set(have):
+    if not set(expected) <= set(indices):
         raise CheckpointError(
             f"{name_of(module)}._extra_state of a state dict",
             expected=f"the state of experts {experts.first} to {expected[-1]}",
-            got=f"the state of experts {have}",
+            got=f"the state of experts {indices}",
             fix="load the state dict of this rank, or load with torch.distributed.checkpoint",
         )
-    return entry[[have.index(index) for index in expected]]
+    return entry[[indices.index(index) for index in expected]]

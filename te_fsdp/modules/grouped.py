@@ -59,14 +59,16 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
     if selection is None:
         return owners
     chosen: set[str] = set()
-    for want in selection:
+    for selector in selection:
         holders = [
-            n for n, m in names.items() if (n == want if isinstance(want, str) else isinstance(m, want))
+            n
+            for n, m in names.items()
+            if (n == selector if isinstance(selector, str) else isinstance(m, selector))
         ]
         matched = [n for n in grouped if any(n == h or not h or n.startswith(f"{h}.") for h in holders)]
         if not matched:
             raise PlacementError(
-                f"set_device_mesh: experts {want if isinstance(want, str) else want.__name__!r}",
+                f"set_device_mesh: experts {selector if isinstance(selector, str) else selector.__name__!r}",
                 expected="a GroupedLinear, or a module that contains some",
                 got="no module of this name or class",
                 fix="use names from model.named_modules()",

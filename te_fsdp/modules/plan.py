@@ -227,12 +227,12 @@ def _check_item(item: ModulePlan) -> None:
             )
     group = getattr(item.module, "tp_group", None)
     if item.kind in PARALLEL and group is not None and tp_mesh is not None and item.module.tp_size > 1:
-        have, want = dist.get_process_group_ranks(group), tp_mesh.mesh.flatten().tolist()
-        if sorted(have) != sorted(want):
+        group_ranks, mesh_ranks = dist.get_process_group_ranks(group), tp_mesh.mesh.flatten().tolist()
+        if sorted(group_ranks) != sorted(mesh_ranks):
             raise MeshError(
                 f"{label}: tp_mesh",
-                expected=f"the ranks of tp_group, {have}",
-                got=want,
+                expected=f"the ranks of tp_group, {group_ranks}",
+                got=mesh_ranks,
                 fix="pass the mesh of tp_group, or build the module with tp_size only",
             )
 

@@ -366,11 +366,11 @@ def differences(
             different.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
     both = {**saved, **here}
     # Containers have no function of their own: wrapping layers in one does not change the model.
-    alone = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
-    owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if alone else set()
-    for name in alone - owners:
+    one_sided = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
+    owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if one_sided else set()
+    for name in one_sided - owners:
         # A missing module is reported without its submodules, which are missing with it.
-        if name.rpartition(".")[0] not in alone:
+        if name.rpartition(".")[0] not in one_sided:
             then, now = (_class(side[name]) if name in side else _NOT_RECORDED for side in (saved, here))
             different.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
     return sorted(different, key=lambda d: d.name)

@@ -366,7 +366,7 @@ def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
         experts = about.experts.count if about.experts is not None else 1
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for tp, ep, replicas in itertools.product(divisors, repeat=3):
-        shards, rest = divmod(ranks, tp * ep * replicas)
+        shards, remainder = divmod(ranks, tp * ep * replicas)
         # tp communicates in each layer, which is slow between nodes.
-        if not rest and tp <= node and experts % ep == 0:
+        if not remainder and tp <= node and experts % ep == 0:
             yield Sizes(replicas, shards, cp, ep, tp)

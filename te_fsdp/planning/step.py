@@ -280,13 +280,15 @@ class _Memory:
             self.now["unreduced gradients"] -= self.unreduced_bytes([weight]) + added
             self.now["reduced gradients"] += 0 if adds else weight.gradient
         self.release(unit, "gathered" if unit.keeps else "gathered_again", transposes=False)
-        rest = [weight for weight in unit.weights if not weight.is_passed]
-        gradient = sum_of(rest, "gradient")
+        reduced = [weight for weight in unit.weights if not weight.is_passed]
+        gradient = sum_of(reduced, "gradient")
         self.now["buffers of reductions"] = unit.reduction
         # The buffer is complete before gradients are freed. FSDP2 does not reduce replicated parameters.
-        replicated = sum(weight.gradient for weight in rest if weight.storage.is_replicated)
+        replicated = sum(weight.gradient for weight in reduced if weight.storage.is_replicated)
         self.record_moment(when, reduced_gradients=replicated)
-        self.now["unreduced gradients"] -= self.unreduced_bytes(rest) + sum(map(self.accumulated_bytes, rest))
+        self.now["unreduced gradients"] -= self.unreduced_bytes(reduced) + sum(
+            map(self.accumulated_bytes, reduced)
+        )
         self.record_moment(when, reduced_gradients=gradient)
         self.now["reduced gradients"] += 0 if adds else gradient
 

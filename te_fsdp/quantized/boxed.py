@@ -421,11 +421,11 @@ def write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Te
     for target, source in arrived:
         assert isinstance(source, QuantizedSlice)
         there, here = source.component_boxes(), target.component_boxes()
-        have = {component.name: component for component in components_of(source.base, "weight")}
-        if there is None or here is None or not targets.keys() <= have.keys():
+        sources = {component.name: component for component in components_of(source.base, "weight")}
+        if there is None or here is None or not targets.keys() <= sources.keys():
             return False
         for name, component in targets.items():
-            value = have[name].tensor[there[name]]
+            value = sources[name].tensor[there[name]]
             if component.block is None and not torch.equal(once.setdefault(name, value), value):
                 return False  # shards with different scales
             copies.append((component.tensor[here[name]], value))

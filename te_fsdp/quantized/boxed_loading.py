@@ -113,7 +113,7 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
         for container, path, value in _entries(state_dict)
         if isinstance(value, QuantizedDTensor) and _te.is_quantized(_torch.local_of(value))
     ]
-    alone: list[_Unscaled] = []
+    unscaled: list[_Unscaled] = []
     # One all-reduce per mesh and dim, not one per weight.
     for mesh in dict.fromkeys(value.device_mesh for _, _, value in entries):
         group = [entry for entry in entries if entry[2].device_mesh == mesh]
@@ -143,12 +143,12 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             # A shard without rows may have the only old scale.
             has_one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(local)))
             if not together and has_one_scale and (values is not None or not loaded.numel()):
-                alone.append(_Unscaled(path, value, module, name, local))
+                unscaled.append(_Unscaled(path, value, module, name, local))
                 continue
             values = values_of(loaded) if waiting and values is None else values
             _finish((container, path[-1]), loaded, (module, name), values)
-    if alone:
-        _finish_alone(alone, read)
+    if unscaled:
+        _finish_alone(unscaled, read)
 
 
 def _owner_of(value: QuantizedDTensor) -> tuple[nn.Module, str, torch.Tensor] | None:

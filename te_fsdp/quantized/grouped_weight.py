@@ -141,25 +141,25 @@ class _GroupedWeightMixin:
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         """Keep the weight quantized in operations on the full tensor. Dequantize it for all others."""
         kwargs = kwargs or {}
-        aten, this = torch.ops.aten, args[0]
-        if isinstance(this, cls):
+        aten, weight = torch.ops.aten, args[0]
+        if isinstance(weight, cls):
             is_view = func in (aten.view.default, aten.as_strided.default)
             if func in (aten.alias.default, aten.detach.default) or (
-                is_view and tuple(args[1]) == tuple(this.shape)
+                is_view and tuple(args[1]) == tuple(weight.shape)
             ):
-                return this.detach()
+                return weight.detach()
             if func is aten.clone.default:
-                return this.cloned()
+                return weight.cloned()
             if func is aten.copy_.default:
                 source = args[1]
-                if isinstance(source, cls) and _kind(this) == _kind(source):
-                    for name, target in _buffers(this.grouped):
+                if isinstance(source, cls) and _kind(weight) == _kind(source):
+                    for name, target in _buffers(weight.grouped):
                         target.copy_(getattr(source.grouped, name))
                 else:
-                    this.quantize_(source)
-                return this
+                    weight.quantize_(source)
+                return weight
             if is_view:
-                return func(this.dequantize(), *args[1:], **kwargs)
+                return func(weight.dequantize(), *args[1:], **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
 
     # --- FSDP2

@@ -317,15 +317,15 @@ def _check_on_all_ranks(binding: ModuleBinding, name: str, parameter: DTensor) -
     # The weight is sharded by FSDP2's shard axis, and by tp, the last axis of a bound parameter.
     axes = [*_fsdp_axes(binding, name, parameter), *([mesh.ndim - 1] if binding.tp_mesh is not None else [])]
     index = tuple(slice(None) if axis in axes else at[axis] for axis in range(mesh.ndim))
-    want = sorted(mesh.mesh[index].flatten().tolist())
+    ranks_wanted = sorted(mesh.mesh[index].flatten().tolist())
     weight_mesh = binding.weight_mesh
-    have = [dist.get_rank()] if weight_mesh is None else sorted(weight_mesh.mesh.flatten().tolist())
-    if on_any_rank(have != want, mesh):
+    ranks_got = [dist.get_rank()] if weight_mesh is None else sorted(weight_mesh.mesh.flatten().tolist())
+    if on_any_rank(ranks_got != ranks_wanted, mesh):
         expected, why = "the ranks that shard the weight, on every rank", ""
         got = "different ranks on some rank"
-        if have != want:
-            expected = f"ranks {want}, the {len(want)} ranks that shard it (FSDP shard x tp)"
-            got = "None" if weight_mesh is None else f"ranks {have}"
+        if ranks_got != ranks_wanted:
+            expected = f"ranks {ranks_wanted}, the {len(ranks_wanted)} ranks that shard it (FSDP shard x tp)"
+            got = "None" if weight_mesh is None else f"ranks {ranks_got}"
             why = (
                 "Shards of one weight would be quantized with different scales, or with the scale of a "
                 "different weight"

@@ -452,3 +452,8 @@ def wrap_apply(module: nn.Module, call: Callable[..., Any]) -> None:
     It gets the replaced method, then its arguments. A call on a module that contains this one calls it, too.
     """
     module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
+
+
+def replace_zero_grad(model: nn.Module, zero_grad: Callable[..., None]) -> None:
+    """Replace ``zero_grad`` of one model."""
+    model.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -164,10 +164,10 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     record_of_group(group).replay = replay
     for managed in group.fsdp_params:
         managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)
-    alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
-    wait = _wait_alone if alone else _wait_for_unshard
+    single_rank = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
+    wait = _wait_alone if single_rank else _wait_for_unshard
     group.wait_for_unshard = functools.partial(wait, group, group.wait_for_unshard)
-    if not alone:
+    if not single_rank:
         group.unshard = functools.partial(_unshard, group, group.unshard)
 
 

@@ -347,8 +347,8 @@ def resize_all_gather_outputs(group: Any, shard: torch.Tensor, sizes: list[int])
     # FSDP2 allocates memory for the result of its first all-gather and reuses it
     # (``FSDPParam.all_gather_outputs``; ``_unsharded_inner_tensors`` are views of it).
     for managed in group.fsdp_params:
-        have = managed.all_gather_outputs
-        if local_of(managed.sharded_param) is shard and have and [t.numel() for t in have] != sizes:
+        outputs = managed.all_gather_outputs
+        if local_of(managed.sharded_param) is shard and outputs and [t.numel() for t in outputs] != sizes:
             managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
 
 

@@ -469,7 +469,7 @@ def skip_amax_reduction_after_errors() -> Iterator[None]:
         arguments = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
         for key, (recipe, group) in list(arguments.items()):
             if getattr(recipe, "reduce_amax", False):
-                alone = copy.copy(recipe)
-                alone.reduce_amax = False
-                arguments[key] = alone, group
+                copied = copy.copy(recipe)
+                copied.reduce_amax = False
+                arguments[key] = copied, group
         raise

@@ -94,14 +94,14 @@ class OuterAverages:
         }
         # Averages that started during backward. Other shards are averaged now.
         means = self.early.finish()
-        late = tuple(
+        missing = tuple(
             [pair.shard for pair in cut if not pair.shard.reduced and id(pair.parameter) not in means]
         )
         # Kept for the next steps, because the packing depends on the shards only.
-        if self._averaging.shards != late:
-            self._averaging = GradientAveraging(late)
-        late_averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()
-        means |= {id(shard.parameter): rows for shard, rows in zip(late, late_averages, strict=True)}
+        if self._averaging.shards != missing:
+            self._averaging = GradientAveraging(missing)
+        missing_rows = self._averaging.start([local[id(shard.parameter)] for shard in missing]).wait()
+        means |= {id(shard.parameter): rows for shard, rows in zip(missing, missing_rows, strict=True)}
         for pair in cut:
             if id(pair.parameter) not in means:  # identical on all replicas
                 shard, gradient = pair.shard, local[id(pair.parameter)]

@@ -252,18 +252,18 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
     for kind in group_by_key(parts, kinds):
         group = kind[0].shard.group
         # Packing costs a copy. Large tensors whose rows are contiguous avoid it.
-        alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+        large: list[tuple[torch.Tensor, torch.Tensor]] = []
         packed: list[tuple[ReplicaRows, RowPartition]] = []
         for part in kind:
             rows = _rows_of(part.full.shape, part.shard.dim, part.shard.size)
             if part.full.is_contiguous() and part.mine.is_contiguous() and is_sent_alone(rows):
-                alone.append((part.mine.view(-1), part.full.view(-1)))
+                large.append((part.mine.view(-1), part.full.view(-1)))
             else:
                 packed.append((part, rows))
-        if len(alone) > 1 and not alone[0][0].is_cpu:  # gloo would send them one after the other
-            moves.append(all_gather_many(alone, group))
+        if len(large) > 1 and not large[0][0].is_cpu:  # gloo would send them one after the other
+            moves.append(all_gather_many(large, group))
         else:
-            moves += [redistribute(mine, Shard(0), Replicate(), group, into=output) for mine, output in alone]
+            moves += [redistribute(mine, Shard(0), Replicate(), group, into=output) for mine, output in large]
         if packed:
             moves.append(_start_packed_gather(packed))
     for move in moves:
