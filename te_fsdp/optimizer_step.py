@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def known_optimizers() -> weakref.WeakSet[Optimizer]:
-    """Return the optimizers that have main weights, or have begun a step on parameters of a sharded model."""
-    # Weak, so that te_fsdp does not keep optimizers and their state alive.
+    """Return the living optimizers that have main weights, or have begun a step on a sharded model."""
     return weakref.WeakSet()
 
 
@@ -174,6 +173,7 @@ class _ZeroGrad:
         self._state = weakref.ref(state)
         functools.update_wrapper(self, type(state.model).zero_grad)
 
+    @_torch.runs_eagerly
     def __call__(self, set_to_none: bool = True) -> None:
         state = self._state()
         assert state is not None  # owned by the model, which is alive during its own method
