@@ -42,6 +42,7 @@ from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.own_dtensors import on_known_mesh
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.modules.state_loading import watch_loading
+from te_fsdp.modules.torch_units import reshard_after_steps
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.boxed_loading import patch_loading
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout import ExpertRange
     from te_fsdp.module_plan import ModulePlan
-
 
 _log = logging.getLogger("te_fsdp")
 
@@ -251,6 +251,7 @@ def set_device_mesh(
         for check in check_points().binding:
             check(planned, tp_mesh, ep_mesh)
         bind(model, planned)
+    reshard_after_steps(model)
     points = module_record(model).bound_checks = check_points()
     register_step_functions(BEFORE_STEP, AFTER_STEP, points)
     for check in points.bound:
