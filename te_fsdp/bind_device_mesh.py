@@ -244,10 +244,9 @@ def set_device_mesh(
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
     tp = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     dense = ModuleMeshes(tp, weight_mesh, single=tp_mesh if tp is None else None)
-    expert = ModuleMeshes(tp, expert_weight_mesh, ep_mesh)
     with together, track_replaced_parameters(model, "set_device_mesh"):
         with raised_on_all_ranks(mesh, "set_device_mesh"):
-            planned = plan_modules(model, dense, expert, experts)
+            planned = plan_modules(model, dense, ModuleMeshes(tp, expert_weight_mesh, ep_mesh), experts)
         for check in check_points().binding:
             check(planned, tp_mesh, ep_mesh)
         bind(model, planned)
