@@ -41,6 +41,7 @@ from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, Reset
 from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.modules.state_loading import watch_loading
+from te_fsdp.modules.torch_units import reshard_after_steps
 from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout import ExpertRange
     from te_fsdp.module_plan import ModulePlan
-
 
 _log = logging.getLogger("te_fsdp")
 
@@ -240,13 +240,13 @@ def set_device_mesh(
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
     tp = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     dense = ModuleMeshes(tp, weight_mesh, single=tp_mesh if tp is None else None)
-    expert = ModuleMeshes(tp, expert_weight_mesh, ep_mesh)
     with together, track_replaced_parameters(model, "set_device_mesh"):
         with raised_on_all_ranks(mesh, "set_device_mesh"):
-            planned = plan_modules(model, dense, expert, experts)
+            planned = plan_modules(model, dense, ModuleMeshes(tp, expert_weight_mesh, ep_mesh), experts)
         for check in check_points().binding:
             check(planned, tp_mesh, ep_mesh)
         bind(model, planned)
+    reshard_after_steps(model)
     points = module_record(model).bound_checks = check_points()
     register_step_functions(BEFORE_STEP, AFTER_STEP, points)
     for check in points.bound:

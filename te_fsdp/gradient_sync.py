@@ -10,8 +10,7 @@ A training loop can mark the last microbatch:
     no_sync, sync   no reduction at all, or a reduction in each backward, for every strategy
     start_grad_reduce, start_param_gather: explicit reductions and all-gathers
 
-Contexts restore the previous setting, also after an exception. ``model`` is always the argument of
-:func:`te_fsdp.fully_shard`; other modules raise :class:`OrderError`.
+Contexts restore the previous setting, also after an exception. Modules without ``fully_shard`` raise OrderError.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ from te_fsdp.layout import SyncMode
 from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import ShardedModel, refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_state as _fsdp2
+from te_fsdp.upstream.torch_dtensor import runs_eagerly
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+@runs_eagerly
 def start_grad_reduce(model: nn.Module) -> None:
     """Start the reduction of all unreduced gradients, outside of backward.
 
     Use it for an explicit reduction: run all backwards in :func:`no_sync`, or with :func:`set_auto_sync` off.
-    Gradients are complete after :func:`finish_grad_reduce`. Without unreduced gradients it has no effect. FSDP2 has no
-    public function for it. te_fsdp calls a private one, which each supported torch version has.
+    Gradients are complete after :func:`finish_grad_reduce`. Without unreduced gradients it has no effect.
 
     Collective over data parallel: a reduce-scatter per unit (and an all-reduce with HSDP), and one all-reduce per
     dtype for ``no_shard`` parameters. Call it on all ranks.
@@ -58,6 +58,7 @@ def start_grad_reduce(model: nn.Module) -> None:
     state.sync.unfinished = True
 
 
+@runs_eagerly
 def finish_grad_reduce(model: nn.Module) -> None:
     """Complete all gradients: start the remaining reductions of :func:`start_grad_reduce`, and wait for all of them.
 
@@ -134,6 +135,7 @@ def has_failed_backward(state: ShardedModel) -> bool:
     return state.sync.failed
 
 
+@runs_eagerly
 def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     """Clear all gradients, including unreduced ones. Local operation.
 
@@ -196,8 +198,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a context in which backward reduces no gradients: they accumulate unsharded on each rank.
 
     It saves communication and needs memory for one unsharded gradient per parameter. The first backward outside of the
-    context (or :func:`start_grad_reduce`) reduces the accumulated gradients. Otherwise it is like :func:`microbatch`
-    with ``is_last=False``.
+    context (or :func:`start_grad_reduce`) reduces the accumulated gradients.
     """
     return _in_sync_mode(model, SyncMode.NO_SYNC, "no_sync")
 

@@ -6,8 +6,6 @@
 torch calls hooks in the order of their registration, which depends on the program. These lists have one fixed order,
 which docs/internals.md prints. Their functions only use parameters with te_fsdp's record
 (:class:`te_fsdp.records.ParameterRecord`), so that optimizers of other models in the process are not affected.
-
-Checks of a step are in ``te_fsdp.checks``: :func:`run_checks` calls them.
 """
 
 from __future__ import annotations
@@ -127,8 +125,8 @@ def _lists() -> _Lists:
     """Return the lists of this process; the first call, when a model is bound, registers hooks for all optimizers."""
     lists = _Lists()
     # Hooks of all optimizers, because one may be built before or after its model is sharded.
-    register_optimizer_step_pre_hook(lists.before_step)
-    register_optimizer_step_post_hook(lists.after_step)
+    register_optimizer_step_pre_hook(_torch.disable_compile(lists.before_step))
+    register_optimizer_step_post_hook(_torch.disable_compile(lists.after_step))
     return lists
 
 

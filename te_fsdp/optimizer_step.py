@@ -164,6 +164,7 @@ class ZeroGrad:
         self._state = weakref.ref(state)
         functools.update_wrapper(self, type(state.model).zero_grad)
 
+    @_torch.runs_eagerly
     def __call__(self, set_to_none: bool = True) -> None:
         """Clear all gradients of the model, and what te_fsdp has derived from them. Local operation."""
         state = self._state()

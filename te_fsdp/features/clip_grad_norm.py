@@ -32,6 +32,7 @@ _MARGIN = 1e-6
 _SMALLEST = math.ulp(0.0)
 
 
+@_torch.runs_eagerly
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -243,6 +244,7 @@ def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup
     return tuple(axes)
 
 
+@_torch.runs_eagerly
 @torch.no_grad()
 def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
     """Multiply all gradients in place by a factor that is equal on all ranks, such as 1 / the number of tokens.

@@ -111,8 +111,8 @@ class MainParameters:
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
         self.lent = lent
-        self._before = optimizer.register_step_pre_hook(self._before_step)
-        after = optimizer.register_step_post_hook(self._after_step)
+        self._before = optimizer.register_step_pre_hook(_torch.disable_compile(self._before_step))
+        after = optimizer.register_step_post_hook(_torch.disable_compile(self._after_step))
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
         # Run before the user's hooks, which must see the parameters with their new values.
         hooks.move_to_end(after.id, last=False)

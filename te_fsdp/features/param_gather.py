@@ -14,12 +14,13 @@ from te_fsdp.sharded_model import (
     require_sharded_model,
     versions_of,
 )
-from te_fsdp.upstream import fsdp2_state as _fsdp2
+from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+@_torch.runs_eagerly
 def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """Start to all-gather units before their forward.
 
@@ -48,6 +49,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
             state.unsharded.gathers[name] = unit.unshard(async_op=True)
 
 
+@_torch.runs_eagerly
 def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """All-gather units: wait for started all-gathers, and start the remaining ones.
 
@@ -62,6 +64,7 @@ def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) ->
         record_unsharded_params(unit)
 
 
+@_torch.runs_eagerly
 def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """Free unsharded weights; the next forward all-gathers the weights of that time. Local operation.
 

@@ -15,6 +15,7 @@ import torch
 
 from te_fsdp.boxed_dtensor import boxed_like
 from te_fsdp.records import checks_of, get_record
+from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch
 
 
@@ -22,6 +23,7 @@ def patch_fused_adam() -> None:
     """Patch the two methods of ``FusedAdam`` that create state tensors. Later calls do nothing. Local operation."""
 
     def wrap_initialize(stock: Callable[..., None]) -> Callable[..., None]:
+        @_torch.runs_eagerly
         @functools.wraps(stock)
         def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
             # A state that FusedAdam does not have was loaded from an optimizer of another class.

@@ -293,6 +293,10 @@ def disable_compile(call: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(call)
 
 
+#: Like :func:`disable_compile`, as a decorator: it imports torch._dynamo in the first call (``torch._disable_dynamo``).
+runs_eagerly = torch._disable_dynamo
+
+
 #: Context in which no dispatch mode is active (``torch.utils._python_dispatch``). Selective checkpointing is such a
 #: mode: it counts operations, and a recomputation must run the operations of the forward.
 without_modes: Callable[[], Any] = _disable_current_modes
