@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_fsdp.errors import PlacementError
+from te_fsdp.layout import expert_index
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def _fused_weights(module: nn.Module) -> tuple[str, ...]:
     kind = _te.kind_of(module) or ""
     # Not tested with TE's grouped tensors, as a parameter or in its GEMMs.
     if kind == "GroupedLinear" and not getattr(module, "use_grouped_tensor", False):
-        return tuple([f"weight{index}" for index in range(module.num_gemms)])  # type: ignore[bad-argument-type]
+        # Under ep the names have global indices once the module is bound.
+        return tuple([n for n in module._parameters if n.startswith("weight") and expert_index(n) is not None])
     return _FUSED_WEIGHTS.get(kind, ())
 
 
