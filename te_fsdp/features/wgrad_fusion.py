@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import expert_index
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_modules import keep_cast_weight
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,8 @@ def fuse_wgrad(setup: Setup) -> None:
         for owner, name in fsdp2_units.owners_of(managed)
     }
     for module in setup.fused:
+        if _te.kind_of(module) == "LayerNormLinear" and not _te.is_quantized(_torch.local_of(module.weight)):
+            keep_cast_weight(module)
         buffers = {n: _MainGradBuffer(*records[id(module), n], holders) for n in _fused_weights(module)}
         # TE evaluates one buffer to decide whether to overwrite, and then writes the gradients of all experts
         # in this way.

@@ -229,3 +229,33 @@ def over_ep(axes: dict[str, int]) -> dict[str, Any]:
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     assert not any(torch.equal(harness.full(fused), harness.full(plain)) for fused, plain in pairs)
     return checks.require(4)
+
+
+def cast_weights(recipe: str) -> dict[str, Any]:
+    """bf16 weights that a recipe quantizes in each forward: with and without the option."""
+    import te_fsdp
+    import transformer_engine.pytorch as te
+    from quantization.models import recipe_of
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    chosen, models = recipe_of(recipe), []
+    for fuse in (True, False):
+        model = Model("meta", torch.bfloat16, fuse)
+        model.experts = None
+        models.append(te_fsdp.materialize(te_fsdp.fully_shard(model, meshes), seed=4))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    generator = torch.Generator().manual_seed(meshes.device_mesh.get_rank())
+    for _ in range(2):
+        x = torch.randn(2 * SEQUENCE, 4, HIDDEN, generator=generator).to(harness.device(), torch.bfloat16)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with te.autocast(enabled=True, recipe=chosen):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    checks = harness.Comparisons()
+    for (name, fused), plain in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if not name.endswith("qkv.bias"):
+            why = "bf16: without the option gradients are rounded before they are sent"
+            checks.close(name, fused, plain, rtol=2**-7, why=why)
+    return checks.require(8)
