@@ -207,7 +207,8 @@ def compare_optimizer(
         if states:
             name, shapes = one.key, ((), (1,), one.info.original_shape)
             expected = _expected_dtypes(optimizer, one.parameter, states)
-            if states.keys() == {MAIN}:  # saved before the parameter's first step, which allocates the moments
+            # The parameter's first step, which allocates the moments, came after the save.
+            if states.keys() == {MAIN}:
                 expected = {key: dtype for key, dtype in expected.items() if key == MAIN}
             for key in sorted(states.keys() ^ expected.keys()):
                 where = "only in the checkpoint" if key in states else "not in the checkpoint"

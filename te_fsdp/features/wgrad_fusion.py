@@ -55,7 +55,9 @@ def _fused_weights(module: nn.Module) -> tuple[str, ...]:
     # Not tested with TE's grouped tensors, as a parameter or in its GEMMs.
     if kind == "GroupedLinear" and not getattr(module, "use_grouped_tensor", False):
         # Under ep the names have global indices once the module is bound.
-        return tuple([n for n in module._parameters if n.startswith("weight") and expert_index(n) is not None])
+        return tuple(
+            [n for n in module._parameters if n.startswith("weight") and expert_index(n) is not None]
+        )
     return _FUSED_WEIGHTS.get(kind, ())
 
 
@@ -87,8 +89,10 @@ def fuse_wgrad(setup: Setup) -> None:
         for owner, name in fsdp2_units.owners_of(managed)
     }
     for module in setup.fused:
-        if _te.kind_of(module) == "LayerNormLinear" and not _te.is_quantized(_torch.local_of(module.weight)):
-            keep_cast_weight(module)
+        if _te.kind_of(module) == "LayerNormLinear":
+            weight: Any = module._parameters["weight"]
+            if not _te.is_quantized(_torch.local_of(weight)):
+                keep_cast_weight(module)
         buffers = {n: _MainGradBuffer(*records[id(module), n], holders) for n in _fused_weights(module)}
         # TE evaluates one buffer to decide whether to overwrite, and then writes the gradients of all experts
         # in this way.

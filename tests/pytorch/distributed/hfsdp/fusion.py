@@ -203,7 +203,9 @@ def over_ep(axes: dict[str, int]) -> dict[str, Any]:
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     options = {"rows": 1, "bias": False, "single": False, "params_dtype": torch.float32, "device": "meta"}
     options |= meshes.te_kwargs()
-    models = [Mixture(HIDDEN, 4, meshes=meshes, fuse_wgrad_accumulation=fuse, **options) for fuse in (True, False)]
+    models = [
+        Mixture(HIDDEN, 4, meshes=meshes, fuse_wgrad_accumulation=fuse, **options) for fuse in (True, False)
+    ]
     for model in models:
         te_fsdp.fully_shard(model, meshes)
         te_fsdp.materialize(model, seed=4)
@@ -233,9 +235,10 @@ def over_ep(axes: dict[str, int]) -> dict[str, Any]:
 
 def cast_weights(recipe: str) -> dict[str, Any]:
     """bf16 weights that a recipe quantizes in each forward: with and without the option."""
-    import te_fsdp
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
+
+    import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
     chosen, models = recipe_of(recipe), []
