@@ -418,7 +418,9 @@ class ReplicatedGradients(Component):
                 apply_deferred_grad_scale(parameter, parameter.grad)
                 _torch.local_of(parameter.grad).add_(value)
             elif isinstance(parameter, DTensor):
-                parameter.grad = _torch.dtensor(value, _torch.spec_of(parameter))
+                parameter.grad = _torch.dtensor(
+                    value, _torch.with_dtype(_torch.spec_of(parameter), value.dtype)
+                )
             else:
                 parameter.grad = value
         if reduction.early:

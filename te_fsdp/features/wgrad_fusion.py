@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_fsdp.errors import PlacementError
+from te_fsdp.layout import expert_index
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_modules import keep_cast_weight
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +54,10 @@ def _fused_weights(module: nn.Module) -> tuple[str, ...]:
     kind = _te.kind_of(module) or ""
     # Not tested with TE's grouped tensors, as a parameter or in its GEMMs.
     if kind == "GroupedLinear" and not getattr(module, "use_grouped_tensor", False):
-        return tuple([f"weight{index}" for index in range(module.num_gemms)])  # type: ignore[bad-argument-type]
+        # Under ep the names have global indices once the module is bound.
+        return tuple(
+            [n for n in module._parameters if n.startswith("weight") and expert_index(n) is not None]
+        )
     return _FUSED_WEIGHTS.get(kind, ())
 
 
@@ -84,6 +89,10 @@ def fuse_wgrad(setup: Setup) -> None:
         for owner, name in fsdp2_units.owners_of(managed)
     }
     for module in setup.fused:
+        if _te.kind_of(module) == "LayerNormLinear":
+            weight: Any = module._parameters["weight"]
+            if not _te.is_quantized(_torch.local_of(weight)):
+                keep_cast_weight(module)
         buffers = {n: _MainGradBuffer(*records[id(module), n], holders) for n in _fused_weights(module)}
         # TE evaluates one buffer to decide whether to overwrite, and then writes the gradients of all experts
         # in this way.

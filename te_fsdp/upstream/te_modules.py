@@ -127,6 +127,12 @@ def is_graph_consumed(node: Any) -> bool:
     return any(getattr(inner, "tensor_objects", inner) is None for inner in graph_nodes(node))
 
 
+def keep_cast_weight(module: nn.Module) -> None:
+    """Let a module with high-precision weights keep the weight that a recipe quantizes until backward."""
+    # Under FSDP2 TE quantizes it again in backward. LayerNormLinear then finds no ``main_grad`` and raises (2.20.2).
+    module._is_fsdp2 = False  # type: ignore[bad-argument-type]
+
+
 def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
     """Add registered names to TE's records of parameters (``param_init_meta``).
 

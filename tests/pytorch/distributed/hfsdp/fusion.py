@@ -189,3 +189,76 @@ def twins(
             )
             checks.close(name, fused, plain, rtol=2**-7, why=why)
     return {"compared": checks.require(8)}
+
+
+def over_ep(axes: dict[str, int]) -> dict[str, Any]:
+    """Experts over ep, fp32: two steps with and without the option, on the same mesh.
+
+    Negative control: the weights of the two runs differ after another step of one.
+    """
+    from experts.model import Mixture
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    options = {"rows": 1, "bias": False, "single": False, "params_dtype": torch.float32, "device": "meta"}
+    options |= meshes.te_kwargs()
+    models = [
+        Mixture(HIDDEN, 4, meshes=meshes, fuse_wgrad_accumulation=fuse, **options) for fuse in (True, False)
+    ]
+    for model in models:
+        te_fsdp.fully_shard(model, meshes)
+        te_fsdp.materialize(model, seed=4)
+    assert models[0].up.fuse_wgrad_accumulation
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for model in models]
+
+    def step(number: int, place: int) -> None:
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * number + micro + 100 * meshes.data_rank)
+            x = torch.randn(32, HIDDEN, generator=generator).to(harness.device())
+            with te_fsdp.microbatch(models[place], is_last=micro == 1):
+                models[place](x, torch.arange(32) % 4).square().mean().backward()
+        optimizers[place].step()
+        optimizers[place].zero_grad()
+
+    for number in range(2):
+        step(number, 0)
+        step(number, 1)
+    checks = harness.Comparisons()
+    for (name, fused), plain in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        checks.close(name, fused, plain, **CLOSE)
+    step(2, 0)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    assert not any(torch.equal(harness.full(fused), harness.full(plain)) for fused, plain in pairs)
+    return checks.require(4)
+
+
+def cast_weights(recipe: str) -> dict[str, Any]:
+    """bf16 weights that a recipe quantizes in each forward: with and without the option."""
+    import transformer_engine.pytorch as te
+    from quantization.models import recipe_of
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    chosen, models = recipe_of(recipe), []
+    for fuse in (True, False):
+        model = Model("meta", torch.bfloat16, fuse)
+        model.experts = None
+        models.append(te_fsdp.materialize(te_fsdp.fully_shard(model, meshes), seed=4))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    generator = torch.Generator().manual_seed(meshes.device_mesh.get_rank())
+    for _ in range(2):
+        x = torch.randn(2 * SEQUENCE, 4, HIDDEN, generator=generator).to(harness.device(), torch.bfloat16)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with te.autocast(enabled=True, recipe=chosen):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    checks = harness.Comparisons()
+    for (name, fused), plain in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if not name.endswith("qkv.bias"):
+            why = "bf16: without the option gradients are rounded before they are sent"
+            checks.close(name, fused, plain, rtol=2**-7, why=why)
+    return checks.require(8)

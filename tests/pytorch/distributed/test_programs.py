@@ -1,0 +1,32 @@
+"""Shortest forms of random training programs that te_fsdp did not run as one process does."""
+
+from __future__ import annotations
+
+import pytest
+from hfsdp import fusion, unstepped
+from no_sharding import grad_dtypes
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "axes", [{"dp_shard": 2, "ep": 2}, {"dp_shard": 1, "ep": 2, "tp": 2}], ids=["dp", "tp"]
+)
+def test_fused_gradients_of_experts_over_ep(pool, axes):
+    pool.run(fusion.over_ep, 4, axes=axes)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2, "dp_shard": -1}, {"dp_shard": -1}], ids=["hfsdp", "dp"])
+def test_main_weights_that_have_not_stepped_are_loaded(pool, axes):
+    pool.run(unstepped.continues, 4, axes=axes)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0", "10.0")
+def test_fused_gradients_of_weights_that_a_recipe_casts(pool):
+    pool.run(fusion.cast_weights, 2, recipe="current")
+
+
+@pytest.mark.ranks(2)
+def test_fp32_gradients_of_bf16_parameters_that_only_tp_shards(pool):
+    assert all(result["moved"] == 4 for result in pool.run(grad_dtypes.steps, 2))
