@@ -32,6 +32,8 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 _TUPLE, _TENSOR, _PER_RANK, _VALUE = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank", "te_fsdp.value"
+#: Nested levels. Python's own limit on recursion is not far above.
+_DEEPEST = 200
 _MARKS = (_TUPLE, _TENSOR, _PER_RANK, _VALUE)
 #: For the error that names what is refused.
 _KNOWN = (
@@ -102,6 +104,13 @@ def encode(
     entries: dict[str, Entry] = {}
 
     def walk(value: Any, where: str) -> Any:
+        if where.count("/") > _DEEPEST:
+            raise CheckpointError(
+                f"{where.partition('/')[0]}: nested containers",
+                expected=f"at most {_DEEPEST} levels",
+                got="a value that contains itself, or more levels",
+                fix="store its parts under names of their own",
+            )
         if isinstance(value, PerRank) and own is not None:
             own[where] = value.value
             return {_PER_RANK: where}
@@ -134,15 +143,7 @@ def encode(
             return items if type(value) is list else {_TUPLE: items}
         return _encode_other(value, walk, where)
 
-    try:
-        return walk(value, where), entries
-    except RecursionError as error:
-        raise CheckpointError(
-            f"{where}: nested containers",
-            expected="a finite number of levels",
-            got="a value that contains itself, or too many levels for Python",
-            fix="store its parts under names of their own",
-        ) from error
+    return walk(value, where), entries
 
 
 def encode_numbers(value: Any, where: str) -> Any:
