@@ -35,7 +35,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     TeNames,
     describe_model,
 )
-from te_fsdp.checkpoint.portable.weight_folder import save_huggingface
+from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
 from te_fsdp.checkpoint.portable.weight_transfer import check_fits
 from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.shard_files import no_progress
