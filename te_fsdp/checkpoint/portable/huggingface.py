@@ -26,7 +26,7 @@ from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
-from te_fsdp.checkpoint.named import parts_of
+from te_fsdp.checkpoint.optimizer_state import parts_of
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import (
