@@ -266,7 +266,7 @@ def compare_optimizers(
         if name in there and name in parts:
             # Collected separately, so that each text can begin with the name of the optimizer.
             own = Differences()
-            _compare_optimizer(own, parts[name], there[name], owned)
+            compare_optimizer(own, parts[name], there[name], owned)
             found.optimizer |= {(f"{name}: {text}" if name else text, of): None for text, of in own.optimizer}
             found.converted |= own.converted
             continue
@@ -279,7 +279,7 @@ def compare_optimizers(
             found.optimizer[f"optimizer {name!r} is {where} in the checkpoint", key] = None
 
 
-def _compare_optimizer(
+def compare_optimizer(
     found: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor]
 ) -> None:
     """Add the differences between a saved optimizer and this one. Local operation; changes nothing."""
