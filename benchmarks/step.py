@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -210,6 +211,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["zero3"])
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser.add_argument("--only", default="", help="pattern that 'library weights setting' of a row matches")
     parser.add_argument("--steps", type=int, default=12 if large else 2, help="timed steps per row and round")
     parser.add_argument(
         "--warmup", type=int, help="steps before the timed ones (default: 4, or 10 of te_fsdp on GPUs)"
@@ -282,7 +284,8 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.began = options, time.time()
-        self.rows = variants(options.libraries, options.weights, options.settings)
+        rows = variants(options.libraries, options.weights, options.settings)
+        self.rows = [one for one in rows if re.search(options.only, " ".join(one.row().values()))]
         self.found: list[list[dict[str, Any]]] = [[] for _ in self.rows]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.machine = machine(device) | {"ranks": options.ranks}
@@ -291,11 +294,8 @@ class Run:
 
     def results(self) -> list[dict[str, Any]]:
         """Return the rows so far. Rows without a measurement contain the reason."""
-        rows = []
-        for variant, found in zip(self.rows, self.found, strict=True):
-            row = variant.row()
-            rows.append(summary(row, found, self.options) or {**row, "reason": "the time was up before"})
-        return rows
+        pairs, late = zip(self.rows, self.found, strict=True), {"reason": "the time was up before"}
+        return [summary(one.row(), found, self.options) or one.row() | late for one, found in pairs]
 
     def write(self) -> None:
         """Write the results as JSON."""

@@ -105,6 +105,8 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
     model = _model(variant, options, "meta", ep=ep, **cut)
     precision = te_fsdp.MixedPrecisionPolicy() if options.gradients == "fp32" else None
     units = [f"layers.{n}" for n in range(options.layers)] + (["head"] if options.vocabulary else [])
+    if asked.ep > 1:  # as in the rows of FSDP2
+        units += [f"layers.{n}.experts" for n in range(options.layers)]
     te_fsdp.fully_shard(
         model,
         meshes,

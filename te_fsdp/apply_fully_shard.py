@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
-def require_meshes(model: nn.Module, given: Meshes | DeviceMesh) -> Meshes:
+def require_meshes(model: nn.Module, passed: Meshes | DeviceMesh) -> Meshes:
     """Return the job's meshes. Raise if they have no ``tp`` axis, but the model was built for one. Local operation."""
-    meshes = as_meshes(given, "fully_shard")
+    meshes = as_meshes(passed, "fully_shard")
     require_model(model, "fully_shard(model, meshes)")
     sizes = {name: getattr(module, "tp_size", 1) for name, module in model.named_modules()}
     name, size = next(((name, size) for name, size in sizes.items() if size not in (1, None)), ("", 1))
@@ -86,14 +86,14 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     model, device, request = plan.model, plan.meshes.device, plan.request
     # For averages of weights. torch has no ``_foreach_copy_`` of DTensors (2.11 to 2.15).
     support_foreach_copy()
-    for place in iter_param_owners(model):
-        row = get_or_create_record(place.parameter).plan = plan.parameters[id(place.owner), place.name]
-        if type(place.parameter) is torch.nn.Parameter and not place.parameter.is_contiguous():
+    for owner in iter_param_owners(model):
+        row = get_or_create_record(owner.parameter).plan = plan.parameters[id(owner.module), owner.name]
+        if type(owner.parameter) is torch.nn.Parameter and not owner.parameter.is_contiguous():
             # FSDP2 shards no others (torch 2.11 to 2.15).
-            place.parameter.data = place.parameter.data.contiguous()
+            owner.parameter.data = owner.parameter.data.contiguous()
         # FSDP2 moves the parameters that it shards to the device, and nothing else moves these.
-        if row.storage.is_replicated and place.parameter.device.type == "cpu" != device.type:
-            place.parameter.data = place.parameter.data.to(device)
+        if row.storage.is_replicated and owner.parameter.device.type == "cpu" != device.type:
+            owner.parameter.data = owner.parameter.data.to(device)
     for module in model.modules() if "" in plan.replicated_modules else ():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "cpu":
@@ -113,7 +113,7 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
 def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
     """Bind the model, then apply FSDP2 to each unit. Inner units are first, because FSDP2 skips sharded parameters."""
     model, precision = plan.model, plan.precision
-    with track_replaced_parameters(model, "fully_shard"), _fsdp2.chunk_own_rank_only():
+    with track_replaced_parameters(model, "fully_shard"), _fsdp2.chunk_this_rank_only():
         bind(model, plan.modules)
         for binding in filter(None, map(binding_of, model.modules())):
             binding.amax.agreed = True  # the weight mesh and FSDP2's mesh are from the same Meshes
@@ -209,8 +209,8 @@ def divide_gradients(state: ShardedModel, policy: Fsdp2Policy) -> None:
             ranks *= state.meshes.size("dp_replicate") if storage.gradient[0] != "P" else 1
         shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
         # Over one rank FSDP2 divides fp16 gradients twice, by the factor each time (torch 2.11 to 2.13 foreach_reduce).
-        own = policy if state.precision is None else state.precision.fsdp2_policy(name)
-        twice = shards.size() == 1 and _fsdp2.reduced_dtype(unit, own) == torch.float16
+        unit_policy = policy if state.precision is None else state.precision.fsdp2_policy(name)
+        twice = shards.size() == 1 and _fsdp2.reduced_dtype(unit, unit_policy) == torch.float16
         factor = math.sqrt(ranks) if twice else float(ranks)
         unit.set_gradient_divide_factor(factor)  # type: ignore[not-callable]
         if shards.size() > 1:
@@ -231,10 +231,10 @@ class Setup:
 def prepare_units(setup: Setup) -> None:
     """Adapt FSDP2's units to quantized and partial parameters. Local operation."""
     plan, state = setup.plan, setup.state
-    cuts = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
+    sharded_weights = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
     for unit in state.modules.values():
         for managed in fsdp2_units.managed_fsdp_params(unit):
-            if any((id(owner), name) in cuts for owner, name in fsdp2_units.owners_of(managed)):
+            if any((id(owner), name) in sharded_weights for owner, name in fsdp2_units.owners_of(managed)):
                 # No high-precision copies of quantized shards, neither now nor when a shard is quantized later.
                 _fsdp2_patches.disable_flat_shard(managed)
         _fsdp2_hooks.shorten_hooks(unit)

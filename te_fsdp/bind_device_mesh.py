@@ -39,9 +39,9 @@ from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
 from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.options import check_divisible
-from te_fsdp.modules.own_dtensors import on_known_mesh
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.modules.state_loading import watch_loading
+from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.boxed_loading import patch_loading
@@ -126,8 +126,8 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 
     Args:
         *args: As for TE.
-        tp_mesh: 1-D tensor-parallel mesh; gives ``tp_group`` and ``tp_size`` where these are left out.
-        weight_mesh: 1-D mesh of all ranks that hold pieces of one weight (FSDP shard x tp), for the scale of
+        tp_mesh: 1-D tensor-parallel mesh; the default of ``tp_group`` and ``tp_size``.
+        weight_mesh: 1-D mesh of all ranks with shards of one weight (FSDP shard x tp), for the scale of
             quantized weights with one scale per tensor.
         **kwargs: As for TE.
 
@@ -187,11 +187,7 @@ def _bases(cls: type) -> tuple[type, ...]:
 
 
 #: Run around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.lifecycle`).
-BEFORE_STEP: StepFunctions = (
-    restore_optimizer_params,
-    run_checks,
-    sync_tp_replicas,
-)
+BEFORE_STEP: StepFunctions = (restore_optimizer_params, run_checks, sync_tp_replicas)
 AFTER_STEP: StepFunctions = (refresh_quantized,)
 
 
@@ -315,15 +311,15 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     """Bind one module: class, process group, parameters. ``replaced`` keeps tied parameters tied."""
     module, meshes = item.module, item.meshes
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
-    known = binding_of(module)
-    if known is not None:
+    previous = binding_of(module)
+    if previous is not None:
         # A parent has more information than the module alone (q/k norms, fused projections), so its rules replace
         # earlier ones.
-        known.rules.update(item.rules)
-        known.weight_mesh = known.weight_mesh or weight_mesh
-        known.name = item.name if len(item.name) > len(known.name) else known.name
+        previous.rules.update(item.rules)
+        previous.weight_mesh = previous.weight_mesh or weight_mesh
+        previous.name = item.name if len(item.name) > len(previous.name) else previous.name
         for name, parameter in module._parameters.items():
-            describe_shards(module, known, name, parameter)
+            describe_shards(module, previous, name, parameter)
         return
     binding = ModuleBinding(item.name, tp_mesh, weight_mesh, dict(item.rules))
     binding.distributed = dict(item.distributed)
@@ -334,16 +330,15 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         binding.ep.experts_mesh = meshes.experts_mesh
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            # Kept for the parameters that FSDP2 and initialization create later, which would lose the user's
-            # attributes.
+            # FSDP2 and initialization create new parameters later, which must get the user's attributes.
             binding.attributes[name] = param_attrs_to_copy(parameter)
     module.__dict__[BINDING] = binding
-    # Of the instance too: the class that FSDP2 gives a unit has a __module__ of torch's.
+    # Set it on the instance too, because the class that FSDP2 gives a unit has torch's ``__module__``.
     module.__dict__.setdefault("__module__", type(module).__module__)
     # The object stays, so references of optimizers, parents and user code stay valid, as in FSDP2.
     module.__class__ = bound_class(type(module))
-    is_cut = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
-    if is_cut and hasattr(module, "set_tensor_parallel_group"):
+    is_sharded = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
+    if is_sharded and hasattr(module, "set_tensor_parallel_group"):
         # A module built with ``tp_size`` only has no group yet.
         module.set_tensor_parallel_group(tp_mesh.get_group())
     for name, parameter in list(module._parameters.items()):
@@ -352,11 +347,11 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         if id(parameter) not in replaced:
             mesh, new = binding.unsharded_mesh(name), parameter
             if isinstance(parameter, DTensor):
-                own = binding.distributed.get(name)
-                if own is None:  # a TE parameter that is already a DTensor on the tp mesh
+                user_dtensor = binding.distributed.get(name)
+                if user_dtensor is None:  # a TE parameter that is already a DTensor on the tp mesh
                     assert mesh is not None
-                    own = UserDTensor(mesh, tuple(parameter.placements), False, None)
-                new = on_known_mesh(parameter, own)
+                    user_dtensor = UserDTensor(mesh, tuple(parameter.placements), False, None)
+                new = on_te_fsdp_mesh(parameter, user_dtensor)
             elif mesh is not None:
                 new = _to_dtensor(parameter, name, binding, mesh)
             local = _torch.local_of(new)
@@ -372,13 +367,13 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
 
 def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
     """Register a module's parameters under global expert indices, in their present order. Local operation."""
-    own = dict(module._parameters)
+    before = dict(module._parameters)
     module._parameters.clear()
-    module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
+    module._parameters.update({experts.registered_name(name): value for name, value in before.items()})
     record = module_record(module)
     if isinstance(record.no_shard, frozenset):
         record.no_shard = frozenset(map(experts.registered_name, record.no_shard))
-    _te_modules.rename_parameters(module, {name: experts.registered_name(name) for name in own})
+    _te_modules.rename_parameters(module, {name: experts.registered_name(name) for name in before})
 
 
 def _to_dtensor(
@@ -390,9 +385,9 @@ def _to_dtensor(
     """
     rule, local = binding.rules[name], parameter.detach()
     # ``detach`` loses this attribute, from which main weights are initialized.
-    kept = _te.high_precision_value(parameter)
-    if kept is not None:
-        _te.attach_high_precision_value(local, kept)
+    initial = _te.high_precision_value(parameter)
+    if initial is not None:
+        _te.attach_high_precision_value(local, initial)
     shape = list(local.shape)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if binding.experts is not None and rule.layout.is_grouped:

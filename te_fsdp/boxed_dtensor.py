@@ -72,19 +72,19 @@ def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -
     dims = {
         axis: _torch.shard_dim_of(p) for axis, p in enumerate(placements) if axis not in (tp_axis, ep_axis)
     }
-    cuts = [(axis, dim) for axis, dim in dims.items() if dim is not None]
-    if len(cuts) > 1:
+    sharded = [(axis, dim) for axis, dim in dims.items() if dim is not None]
+    if len(sharded) > 1:
         raise PlacementError(
             f"{label}: placements {tuple(placements)}",
             expected="at most one FSDP shard axis",
-            got=len(cuts),
+            got=len(sharded),
             fix="shard it by te_fsdp.fully_shard, or by torch's over one mesh axis",
         )
 
     def place(axis: int | None) -> tuple[int, int]:
         return (1, 0) if axis is None else (mesh.size(axis), coordinate[axis])
 
-    axis, dim = cuts[0] if cuts else (None, 0)
+    axis, dim = sharded[0] if sharded else (None, 0)
     return Coordinates(*place(tp_axis), *place(axis), dim, *place(ep_axis))
 
 
@@ -103,9 +103,9 @@ def is_reordered(tensor: DTensor, rule: ParameterRule) -> bool:
 
 def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
     """Return a tensor made for a parameter, such as an optimizer state, with its mapping. Local operation."""
-    found = parameter.__dict__.get(_KEY)
-    if isinstance(found, BoxMap) and type(tensor) is DTensor and tensor.shape == parameter.shape:
-        _mark(tensor, found, parameter.kept_class if isinstance(parameter, BoxedDTensor) else None)
+    box_map = parameter.__dict__.get(_KEY)
+    if isinstance(box_map, BoxMap) and type(tensor) is DTensor and tensor.shape == parameter.shape:
+        _mark(tensor, box_map, parameter.kept_class if isinstance(parameter, BoxedDTensor) else None)
     return tensor
 
 
@@ -115,10 +115,12 @@ def place_full_tensors() -> None:
     def place_states(stock: Any) -> Any:
         @functools.wraps(stock)
         def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            own = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
-            boxes = {key: t for key, t in own.items() if isinstance(t, BoxedDTensor) and t._map is not None}
+            targets = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
+            boxes = {
+                key: t for key, t in targets.items() if isinstance(t, BoxedDTensor) and t._map is not None
+            }
             uneven: dict[str, Any] = {
-                key: t for key, t in own.items() if key not in boxes and _torch.has_uneven_strides(t)
+                key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
             }
             # The others are left to torch, whose one rectangle is wrong for stacked rows and for uneven strides.
             others = {key: value for key, value in full.items() if key not in boxes and key not in uneven}
@@ -171,10 +173,10 @@ def _wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrap(stock))
 
 
-def _mark(tensor: DTensor, found: BoxMap, cls: type[BoxedDTensor] | None = None) -> None:
+def _mark(tensor: DTensor, box_map: BoxMap, cls: type[BoxedDTensor] | None = None) -> None:
     tensor.__class__ = cls = cls or BoxedDTensor
     support_foreach(cls)
-    tensor.__dict__[_KEY] = found
+    tensor.__dict__[_KEY] = box_map
 
 
 #: Functions whose result is filled afterwards, with the attributes of the argument (``StateDictStager``).
@@ -185,7 +187,7 @@ _COPIED_INTO = ("new_empty",)
 #
 # - ``full_tensor`` and ``redistribute`` return the rows in the order of the unsharded module;
 # - DCP's protocol (``__create_write_items__`` and its companions) describes each rectangle as one chunk;
-# - ``copy_`` from an ordinary DTensor, which holds the original order, takes this rank's rectangles;
+# - ``copy_`` from an ordinary DTensor, whose rows have the original order, takes this rank's rectangles;
 # - copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
 #
 # [Note: arithmetic of stacked tensors] Functions of a stacked tensor and a DTensor in the original order combine
@@ -217,21 +219,21 @@ class BoxedDTensor(DTensor):
             args = (args[0], _rows_for(*args[:2]), *args[2:])
         if func is torch.cat:  # also of flat views, as in parameters_to_vector
             # The rows of a stacked parameter have their original order only in a replicated tensor.
-            whole = [
+            full = [
                 tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
                 if isinstance(tensor, BoxedDTensor) and tensor._stacked is not None
                 else tensor
                 for tensor in args[0]
             ]
-            args = (whole, *args[1:])
+            args = (full, *args[1:])
         result = _torch.plain_results(func, types, args, kwargs or {})
         if type(result) is DTensor:
             _keep(result, args, func)
         elif type(result) in (list, tuple):
-            for index, one in enumerate(result):
-                if type(one) is DTensor:
+            for index, item in enumerate(result):
+                if type(item) is DTensor:
                     lists = [a[index] for a in args if type(a) in (list, tuple) and len(a) == len(result)]
-                    _keep(one, lists, func)
+                    _keep(item, lists, func)
         return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -251,11 +253,11 @@ class BoxedDTensor(DTensor):
             or (mesh == self.device_mesh and tuple(placements) == tuple(self.placements))
         ):
             return super().redistribute(device_mesh, placements, **options)
-        whole = self._original()
+        full = self._original()
         # DTensor's own redistribution takes local tensors for contiguous parts of the tensor. Rows of stacked
         # weights are not, so they are put in order first.
         everywhere = DTensor.from_local(
-            whole, self.device_mesh, [Replicate()] * self.device_mesh.ndim, run_check=False
+            full, self.device_mesh, [Replicate()] * self.device_mesh.ndim, run_check=False
         )
         return everywhere.redistribute(device_mesh, placements, **options)
 
@@ -312,33 +314,35 @@ class BoxedDTensor(DTensor):
     @property
     def _map(self) -> BoxMap | None:
         """The mapping, if it is valid for the present placements."""
-        found = self.__dict__.get(_KEY)
-        return found if found is not None and tuple(self._spec.placements) == found.placements else None
+        box_map = self.__dict__.get(_KEY)
+        return box_map if box_map is not None and tuple(self._spec.placements) == box_map.placements else None
 
     @property
     def _stacked(self) -> BoxMap | None:
         """The mapping, if rows are not in the order that the placements describe."""
-        found = self._map
-        return found if found is not None and found.has_tp and is_reordered(self, found.rule) else None
+        mapping = self._map
+        return (
+            mapping if mapping is not None and mapping.has_tp and is_reordered(self, mapping.rule) else None
+        )
 
     def _boxes(self) -> list[Box]:
-        found = self.__dict__[_KEY]
-        at = coordinates_of(self, found.has_tp, found.has_ep, "tensor")
-        return shard_boxes(tuple(self._spec.shape), found.rule, at)[1]
+        box_map = self.__dict__[_KEY]
+        at = coordinates_of(self, box_map.has_tp, box_map.has_ep, "tensor")
+        return shard_boxes(tuple(self._spec.shape), box_map.rule, at)[1]
 
     def _original(self) -> torch.Tensor:
-        """The original tensor on every rank: that of plain placements, with its blocks put in order."""
-        mesh, found = self.device_mesh, self._stacked
-        whole = DTensor.redistribute(self._plain_values(), placements=[Replicate()] * mesh.ndim).to_local()
-        if found is None:
-            return whole
-        dim, tp = found.rule.shard_dim, mesh.size(mesh.ndim - 1)
+        """Return the unsharded tensor on every rank, with the blocks of rows in the original order."""
+        mesh, box_map = self.device_mesh, self._stacked
+        full = DTensor.redistribute(self._plain_values(), placements=[Replicate()] * mesh.ndim).to_local()
+        if box_map is None:
+            return full
+        dim, tp = box_map.rule.shard_dim, mesh.size(mesh.ndim - 1)
         assert dim is not None
-        # Plain placements put the ranks one after the other, and each rank has a part of every block.
-        parts = [height // tp for height in block_heights(whole.shape[dim], found.rule)]
-        pieces = whole.split(parts * tp, dim)
+        # The all-gather concatenates the ranks, and each rank has a part of every block.
+        parts = [height // tp for height in block_heights(full.shape[dim], box_map.rule)]
+        blocks = full.split(parts * tp, dim)
         return torch.cat(
-            [pieces[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim
+            [blocks[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim
         )
 
     def _plain_values(self) -> DTensor:
@@ -353,26 +357,26 @@ class BoxedDTensor(DTensor):
         """The rectangle of the local tensor that DCP writes into the files, or reads into."""
         return self._local_tensor[box.local_slices()]
 
-    def fill(self, whole: torch.Tensor) -> DTensor:
+    def fill(self, original: torch.Tensor) -> DTensor:
         """Write this rank's rectangles of an original tensor; return the tensor, a new one on the device for meta."""
         local = self._local_tensor
         if local.is_meta:
-            local = torch.empty(local.shape, dtype=whole.dtype, device=whole.device)
+            local = torch.empty(local.shape, dtype=original.dtype, device=original.device)
         for box in self._boxes():
-            local[box.local_slices()].copy_(whole[box.original_slices()])
+            local[box.local_slices()].copy_(original[box.original_slices()])
         return self if local is self._local_tensor else boxed_like(_torch.dtensor(local, self._spec), self)
 
 
-def _keep(result: DTensor, given: Sequence[Any], func: Any) -> None:
+def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
     """Give a result the class of the first argument that has it, if the placements are the same."""
-    for one in given:
-        if isinstance(one, BoxedDTensor) and (found := one.__dict__.get(_KEY)) is not None:
-            same_placements = tuple(result._spec.placements) == found.placements
+    for arg in args:
+        if isinstance(arg, BoxedDTensor) and (box_map := arg.__dict__.get(_KEY)) is not None:
+            same_placements = tuple(result._spec.placements) == box_map.placements
             # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.
-            is_flat = result.ndim == 1 and found.rule.shard_dim == 0 and result.numel() == one.numel()
-            same = same_placements and (result._spec.shape == one._spec.shape or is_flat)
+            is_flat = result.ndim == 1 and box_map.rule.shard_dim == 0 and result.numel() == arg.numel()
+            same = same_placements and (result._spec.shape == arg._spec.shape or is_flat)
             if same or func.__name__ in _COPIED_INTO:
-                _mark(result, found, one.kept_class)
+                _mark(result, box_map, arg.kept_class)
             return
 
 
@@ -389,10 +393,10 @@ def _rows_for(target: Any, source: Any) -> Any:
         return source
     # Local tensors of both have the rows in different orders, so that copying one to the other would permute the
     # weight.
-    whole = source.full_tensor()
-    local = whole.new_empty(target._local_tensor.shape)
+    full = source.full_tensor()
+    local = full.new_empty(target._local_tensor.shape)
     for box in BoxedDTensor._boxes(target):
-        local[box.local_slices()] = whole[box.original_slices()]
+        local[box.local_slices()] = full[box.original_slices()]
     return boxed_like(_torch.placed(local, target.device_mesh, target.placements, target), target)
 
 
@@ -409,9 +413,9 @@ class LoadTarget(torch.Tensor):
     @staticmethod
     def __new__(cls: Any, shape: Any, like: torch.Tensor) -> LoadTarget:
         """Make the entry, without pieces."""
-        made = wrapper(cls, shape, like)
-        made.pieces = {}
-        return made
+        entry = wrapper(cls, shape, like)
+        entry.pieces = {}
+        return entry
 
     def __init__(self, *unused: Any) -> None:
         """Do nothing: :meth:`__new__` has set everything."""

@@ -114,12 +114,12 @@ def require_level(where: str, checks: object) -> str:
     level = DEFAULT if checks is None else checks
     if isinstance(level, str) and level in LEVELS:
         return level
-    near = suggest(level, LEVELS, _SYNONYMS)
+    guess = suggest(level, LEVELS, _SYNONYMS)
     raise PlacementError(
         f"{where}: checks",
         expected=f"one of {LEVELS}",
         got=repr(level),
-        fix=f"checks={near or DEFAULT!r}" + (", if that is meant" if near else ""),
+        fix=f"checks={guess or DEFAULT!r}" + (", if that is meant" if guess else ""),
     )
 
 

@@ -1,4 +1,4 @@
-"""``Component``: a feature of a sharded model, and the phases in which it takes part.
+"""``Component``: a feature of a sharded model, and the phases that call it.
 
 The core calls components by phase and imports none of them. :mod:`te_fsdp.components` lists what is attached, in order.
 """
@@ -148,15 +148,15 @@ class Components:
 
     def get(self, kind: type[ComponentT]) -> ComponentT | None:
         """Return the component of a class, ``None`` if the model has none."""
-        found: Any = self.by_class.get(kind)
-        return found
+        component: Any = self.by_class.get(kind)
+        return component
 
     def _bind(self) -> None:
         for phase in _PHASES:
             # Only methods that a component overrides, so that a phase without any costs a step one empty loop.
             overriding = [
-                one
-                for one in self.by_class.values()
-                if getattr(type(one), phase) is not getattr(Component, phase)
+                component
+                for component in self.by_class.values()
+                if getattr(type(component), phase) is not getattr(Component, phase)
             ]
-            setattr(self, phase, tuple(getattr(one, phase) for one in overriding))
+            setattr(self, phase, tuple(getattr(component, phase) for component in overriding))

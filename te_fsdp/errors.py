@@ -123,19 +123,19 @@ def suggest(word: object, options: Iterable[str], synonyms: Mapping[str, str] | 
     plain = "".join(c for c in text if c.isalnum())
     if synonyms and plain in synonyms:
         return synonyms[plain]
-    known = {"".join(c for c in option.lower() if c.isalnum()): option for option in options}
+    by_spelling = {"".join(c for c in option.lower() if c.isalnum()): option for option in options}
     # The options are short words: a ratio of 0.75 accepts one or two wrong letters.
-    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
-    return known[near[0]] if near else None
+    close = difflib.get_close_matches(plain, by_spelling, n=1, cutoff=0.75)
+    return by_spelling[close[0]] if close else None
 
 
-def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **given: object) -> None:
+def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **arguments: object) -> None:
     """Raise unless arguments are bools (or NumPy bools): ``"false"``, ``"0"`` and 2 would count as true. Local.
 
     Raises:
         TeFsdpError: The class is ``kind``. The text names the call and the first argument that is not a bool.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if isinstance(value, bool) or (type(value).__module__ == "numpy" and str(value) in ("True", "False")):
             continue
         raise kind(
@@ -199,11 +199,9 @@ def require_kind(
         raise error(f"{where}: {name}", expected=expected, got=got, fix=fix)
 
 
-def require_flag_fields(given: Any, where: str) -> None:
+def require_flag_fields(config: Any, where: str) -> None:
     """Call :func:`require_flags` on the bool fields of a dataclass."""
-    flags = {
-        one.name: getattr(given, one.name) for one in dataclasses.fields(given) if one.type in ("bool", bool)
-    }
+    flags = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.type in ("bool", bool)}
     require_flags(where, **flags)
 
 

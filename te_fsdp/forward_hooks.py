@@ -9,7 +9,7 @@ import torch
 
 from te_fsdp import kept_weights
 from te_fsdp.gradient_sync import has_failed_backward, raise_if_backward_failed
-from te_fsdp.optimizer_step import wrap_zero_grad
+from te_fsdp.optimizer_step import ZeroGrad
 from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import (
     ShardedModel,
@@ -42,9 +42,9 @@ def register_forward_hooks(state: ShardedModel) -> None:
         opaque = _fsdp2_outputs.opaque_in(output)
         if not opaque:
             return
-        found = list(_fsdp2_outputs.tensors_in(opaque))
-        _fsdp2_outputs.gather_in_backward_of(unit, [tensor for tensor in found if tensor.requires_grad])
-        if not found and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
+        tensors = list(_fsdp2_outputs.tensors_in(opaque))
+        _fsdp2_outputs.gather_in_backward_of(unit, [tensor for tensor in tensors if tensor.requires_grad])
+        if not tensors and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
             for check in state.checks.output:
                 check(name, unit, opaque)
 
@@ -52,7 +52,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
         unit.register_forward_hook(_torch.disable_compile(functools.partial(after_unit, name)))
         handle: list[Any] = []
         choose = _torch.disable_compile(functools.partial(choose_root, state, handle))
-        # Before FSDP2's own hook, which chooses the root and gathers.
+        # Before FSDP2's hook, which chooses the root and gathers.
         handle.append(unit.register_forward_pre_hook(choose, prepend=True))
         before = _torch.disable_compile(functools.partial(before_unit, state, name))
         unit.register_forward_pre_hook(before, prepend=True)
@@ -62,10 +62,10 @@ def register_forward_hooks(state: ShardedModel) -> None:
             )
     first = _torch.disable_compile(functools.partial(before_forward, state))
     state.model.register_forward_pre_hook(first, prepend=True)
-    # After FSDP2's own hook, so that only units that are kept are still unsharded.
+    # After FSDP2's hook, so that only units that are kept are still unsharded.
     last = _torch.disable_compile(functools.partial(after_forward, state))
     state.model.register_forward_hook(last, always_call=True)
-    wrap_zero_grad(state)
+    _fsdp2_patches.replace_zero_grad(state.model, ZeroGrad(state))
 
 
 def _check_initialized(state: ShardedModel) -> None:
@@ -143,9 +143,9 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
     if output is None and kept_weights.expose_after_exception(state):
         return
     for name, unit in state.modules.items():
-        kept = state.units[name].gather != "pass"
+        is_kept = state.units[name].gather != "pass"
         # The first forward creates the unsharded parameters. From then on te_fsdp can swap them without FSDP2.
-        if kept and name not in state.unsharded.recorded and _fsdp2.is_unit_unsharded(unit):
+        if is_kept and name not in state.unsharded.recorded and _fsdp2.is_unit_unsharded(unit):
             record_unsharded_params(unit)
             state.unsharded.recorded.add(name)
     if module is state.model and not state.computed.methods and _torch.backward_id() == -1:

@@ -40,12 +40,12 @@ _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
     """Raise OrderError if a forward would run on parameters without values. Local operation."""
-    left = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
-    if left:
+    meta = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
+    if meta:
         raise OrderError(
-            f"{left[0]}: forward before te_fsdp.materialize",
+            f"{meta[0]}: forward before te_fsdp.materialize",
             expected="parameters with values, on the device",
-            got=f"{len(left)} parameter(s) on meta",
+            got=f"{len(meta)} parameter(s) on meta",
             fix="call te_fsdp.materialize(model) after te_fsdp.fully_shard, or load a checkpoint after it",
         )
 
@@ -55,7 +55,7 @@ def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], pre
 # those that stock TE draws in one process with that state, on any mesh. The cost is one original tensor of
 # temporary memory.
 def initialize_te_parameters(module: nn.Module) -> None:
-    """Initialize the own parameters of a bound TE module with TE's ``init_fn`` of each.
+    """Initialize the direct parameters of a bound TE module with TE's ``init_fn`` of each.
 
     Meta parameters are replaced by parameters on the device, others are filled in place. Quantized weights are
     quantized once, with the scale of the unsharded weight. Collective over the parameters' mesh (a check of the random
@@ -107,46 +107,46 @@ def initialize_te_parameters(module: nn.Module) -> None:
 def _in_order(module: nn.Module, binding: ModuleBinding) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield (name, parameter, whether it belongs to another rank) in the initialization order of one process.
 
-    Parameters of another rank's experts are represented by those of an own expert, with the same shape and init
+    Parameters of another rank's experts are represented by those of a local expert, with the same shape and init
     function.
     """
     users = binding.distributed  # TE has no initialization for them
-    own = {name: p for name, p in module._parameters.items() if p is not None and name not in users}
+    params = {name: p for name, p in module._parameters.items() if p is not None and name not in users}
     if binding.experts is None:
-        yield from ((name, p, False) for name, p in own.items())
+        yield from ((name, p, False) for name, p in params.items())
         return
-    yield from ((name, p, False) for name, p in own.items() if expert_index(name) is None)
+    yield from ((name, p, False) for name, p in params.items() if expert_index(name) is None)
     first = binding.experts.first
-    kinds = [name.rstrip("0123456789") for name in own if expert_index(name) == first]
+    kinds = [name.rstrip("0123456789") for name in params if expert_index(name) == first]
     for index in range(binding.experts.total):
         for kind in kinds:
             name = f"{kind}{index}"
             # Read it again, because initialization replaces meta parameters.
-            held = module._parameters.get(name)
+            parameter = module._parameters.get(name)
             template = module._parameters[f"{kind}{first}"]
             assert template is not None
-            yield (name, held, False) if held is not None else (f"{kind}{first}", template, True)
+            yield (name, parameter, False) if parameter is not None else (f"{kind}{first}", template, True)
 
 
 def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:
     """Initialize a module outside of TE with its own ``reset`` on tensors of original size.
 
     Its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the device. Collective over their mesh (a
-    check of the random state). Returns the names of own parameters and floating-point buffers that stayed
+    check of the random state). Returns the names of direct parameters and floating-point buffers that stayed
     uninitialized.
     """
     _check_module_random_state(module)
     before = {name: p for name, p in module._parameters.items() if p is not None}
     infos = {name: shard_info(module, name, p) for name, p in before.items()}
-    whole: dict[int, torch.nn.Parameter] = {}  # one for each parameter: it may have several names here
+    full_params: dict[int, torch.nn.Parameter] = {}  # one for each parameter: it may have several names here
     versions: dict[int, int] = {}
     for name, parameter in before.items():
-        if id(parameter) not in whole:
+        if id(parameter) not in full_params:
             full = sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
-            whole[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
-            versions[id(parameter)] = _torch.version_of(whole[id(parameter)])
-            copy_param_attrs(parameter, whole[id(parameter)], leave_out=(PARAMETER,))
-        module._parameters[name] = whole[id(parameter)]
+            full_params[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
+            versions[id(parameter)] = _torch.version_of(full_params[id(parameter)])
+            copy_param_attrs(parameter, full_params[id(parameter)], leave_out=(PARAMETER,))
+        module._parameters[name] = full_params[id(parameter)]
     # Buffers already on the device keep their values, including NaN.
     pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
     for name, buffer in pending.items():
@@ -156,9 +156,9 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             reset()
         filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
         for name, parameter in {id(p): (name, p) for name, p in before.items()}.values():
-            same = module._parameters[name] is whole[id(parameter)]
-            own = _torch.version_of(whole[id(parameter)]) - versions[id(parameter)]
-            count_rewrites(parameter, own if same else None)
+            same = module._parameters[name] is full_params[id(parameter)]
+            writes = _torch.version_of(full_params[id(parameter)]) - versions[id(parameter)]
+            count_rewrites(parameter, writes if same else None)
     finally:
         # Also after an exception: otherwise the model would keep tensors of original size.
         module._parameters.update(before)
@@ -172,8 +172,8 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
         else:
             store_part(module, name, parameter, take_part(filled[name], infos[name]), binding_of(module))
             stored[id(parameter)] = module._parameters[name]
-    left = {name: module._buffers.get(name) for name in pending}
-    return unset + [name for name, b in left.items() if b is not None and has_sentinel(b)]
+    buffers = {name: module._buffers.get(name) for name in pending}
+    return unset + [name for name, b in buffers.items() if b is not None and has_sentinel(b)]
 
 
 def target_device(tensor: torch.Tensor) -> torch.device:
@@ -195,17 +195,17 @@ def _check_module_random_state(module: nn.Module) -> None:
     Plain parameters have no mesh on which to check.
     """
     binding, label = binding_of(module), name_of(module)
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    params = {name: p for name, p in module._parameters.items() if p is not None}
     if binding is not None and binding.ep.mesh is not None:
-        check_random_state(next(iter(own.values())), binding.ep.mesh, label)
-    for name, parameter in own.items():
+        check_random_state(next(iter(params.values())), binding.ep.mesh, label)
+    for name, parameter in params.items():
         if isinstance(parameter, DTensor):
             check_random_state(parameter, parameter.device_mesh, f"{label} ({name})")
             return
 
 
 def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the original (unsharded) value of a module's own parameter, in high precision.
+    """Return a copy of the original (unsharded) value of a module's direct parameter, in high precision.
 
     On meta every value is a sentinel that no init function produces. Collective over the mesh axes that shard the
     parameter: one sum all-reduce of the original tensor per axis, to which all ranks but one contribute zero.

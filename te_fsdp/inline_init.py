@@ -37,9 +37,9 @@ _FIX = (
 # than these would get values that differ from the constructor's.
 def record_writes(model: nn.Module) -> None:
     """Record how often each parameter on meta was written to, before parameters are replaced. Local operation."""
-    for place in iter_param_owners(model):
-        parameter = place.parameter
-        if not parameter.is_meta or isinstance(parameter, DTensor) or binding_of(place.owner) is not None:
+    for owner in iter_param_owners(model):
+        parameter = owner.parameter
+        if not parameter.is_meta or isinstance(parameter, DTensor) or binding_of(owner.module) is not None:
             continue
         if version := _torch.version_of(parameter):
             record = get_or_create_record(parameter)
@@ -55,24 +55,24 @@ def count_rewrites(parameter: torch.Tensor, writes: int | None) -> None:
         record.rewrites += (writes,)
 
 
-def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
+def refuse_lost_writes(model: nn.Module, contained: Iterable[Callable[[str], bool]]) -> None:
     """Raise InitError if a constructor's writes were not repeated. Local operation; clears the counts.
 
-    ``own``: for each initialization of the model's own, whether it contains the module of a name.
+    ``contained``: for each initialization of the model's own, whether it contains the module of a name.
     """
     lost = []
-    for place in iter_param_owners(model):
-        record = get_record(place.parameter)
+    for owner in iter_param_owners(model):
+        record = get_record(owner.parameter)
         if record is None or not record.writes:
             continue
         writes, repeated = record.writes, record.rewrites  # of a tied parameter: one count for each owner
         record.writes, record.rewrites = 0, ()
         # reset_parameters that was called several times draws again, which changes no distribution.
         again = any(count and writes % count == 0 for count in repeated)
-        parts = place.path.split(".") if place.path else []
+        parts = owner.path.split(".") if owner.path else []
         around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
         if writes not in repeated and (not again or any(_in_place_calls(type(module)) for module in around)):
-            lost.append(place.label)
+            lost.append(owner.label)
     if lost:
         raise InitError(
             f"materialize: {shorten(lost, 3)}: initialized by code that ran on meta, in a constructor or after it",
@@ -82,13 +82,13 @@ def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -
             fix=_FIX,
         )
     # Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.
-    own = list(own)
-    found = {}
+    contained = list(contained)
+    calls_of = {}
     for name, module in model.named_modules():
-        if type(module) not in found and not any(contains(name) for contains in own):
+        if type(module) not in calls_of and not any(contains(name) for contains in contained):
             calls = _in_place_calls(type(module))
-            found[type(module)] = calls if "data" in calls else set()
-    for cls, calls in found.items():
+            calls_of[type(module)] = calls if "data" in calls else set()
+    for cls, calls in calls_of.items():
         if calls:
             _log.warning(
                 "materialize: the constructor of %s may have written to .data of parameters on meta (%s), which had no "
@@ -106,7 +106,7 @@ def _in_place_calls(cls: type) -> set[str]:
     for base in cls.__mro__:
         constructor = vars(base).get("__init__")
         if isinstance(constructor, FunctionType) and str(base.__module__).partition(".")[0] not in STOCK:
-            names |= {name for code in _reached(cls, constructor, set()) for name in code.co_names}
+            names |= {name for code in _reachable_code(cls, constructor, set()) for name in code.co_names}
     calls = {
         name
         for name in names
@@ -116,7 +116,7 @@ def _in_place_calls(cls: type) -> set[str]:
     return calls | ({"data"} & names) if calls else set()
 
 
-def _reached(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> Iterator[CodeType]:
+def _reachable_code(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> Iterator[CodeType]:
     """Yield the code of a function, of functions in it, and of those of the user's that it names."""
     # Without ``reset_parameters`` and the functions that it calls, because ``materialize`` runs it.
     pending = [function.__code__]
@@ -133,4 +133,4 @@ def _reached(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> I
                 isinstance(called, FunctionType) and str(called.__module__).partition(".")[0] not in STOCK
             )
             if is_own and name not in ("reset_parameters", "_reset_parameters"):
-                yield from _reached(cls, called, seen, depth + 1)
+                yield from _reachable_code(cls, called, seen, depth + 1)

@@ -32,11 +32,11 @@ def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
         if name in state.unsharded.exposed or (only is None and state.units[name].gather == "pass"):
             continue
         for parameter, record in _fsdp2.unsharded_parameters(unit):
-            for module, own in fsdp2_units.owners_of(record):
-                if module._parameters.get(own) is parameter:
-                    _set_shard_exposed(module, own, True)
+            for module, attr in fsdp2_units.owners_of(record):
+                if module._parameters.get(attr) is parameter:
+                    _set_shard_exposed(module, attr, True)
                     # Not by an assignment, after which a quantized weight would free its data.
-                    module._parameters[own] = _fsdp2.sharded_param_of(record)
+                    module._parameters[attr] = _fsdp2.sharded_param_of(record)
         state.unsharded.exposed[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
 
 
@@ -59,9 +59,9 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         # The user may have frozen the sharded parameter, which model.parameters() returned meanwhile.
         if parameter.requires_grad != shard.requires_grad:
             parameter.requires_grad_(shard.requires_grad)
-        for module, own in fsdp2_units.owners_of(record):
-            _set_shard_exposed(module, own, False)
-            setattr(module, own, parameter)
+        for module, attr in fsdp2_units.owners_of(record):
+            _set_shard_exposed(module, attr, False)
+            setattr(module, attr, parameter)
 
 
 def end_evaluation(state: ShardedModel) -> None:

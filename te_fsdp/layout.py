@@ -207,10 +207,10 @@ class ExpertRange:
 
     def registered_name(self, name: str) -> str:
         """Return the registered name of TE's parameter ``name``. Names without an expert index are unchanged."""
-        found = _NAME.fullmatch(name)
-        if found is None or int(found[2]) >= self.count:
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[2]) >= self.count:
             return name
-        return f"{found[1]}{int(found[2]) + self.first}"
+        return f"{match[1]}{int(match[2]) + self.first}"
 
     def is_elsewhere(self, name: str) -> bool:
         """Return whether ``name`` is the registered name of an expert's parameter on a different rank."""
@@ -220,8 +220,8 @@ class ExpertRange:
 
 def expert_index(name: str) -> int | None:
     """Return the number in an expert's parameter name (``weight12``), or ``None`` for other names."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else int(found[2])
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[2])
 
 
 def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
@@ -302,7 +302,7 @@ def shard_boxes(
     """
     shape = local_shape = tuple(original_shape)
     zeros = (0,) * len(shape)
-    found: tuple[Box, ...] = (Box(zeros, zeros, shape),)
+    cut: tuple[Box, ...] = (Box(zeros, zeros, shape),)
     if rule.shard_dim is not None and at.tp_size > 1:
         dim, rows, boxes, block_start, local_start = rule.shard_dim, shape[rule.shard_dim], [], 0, 0
         # tp must divide each block: a rank with a part of gate and a different part of up would compute neither.
@@ -316,15 +316,15 @@ def shard_boxes(
             )
         for height in heights:
             part = height // at.tp_size
-            original = _put(zeros, dim, block_start + at.tp_rank * part)
-            boxes.append(Box(original, _put(zeros, dim, local_start), _put(shape, dim, part)))
+            original = _set(zeros, dim, block_start + at.tp_rank * part)
+            boxes.append(Box(original, _set(zeros, dim, local_start), _set(shape, dim, part)))
             block_start, local_start = block_start + height, local_start + part
-        local_shape, found = _put(shape, dim, local_start), tuple(boxes)
+        local_shape, cut = _set(shape, dim, local_start), tuple(boxes)
     for dim, size, rank in ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank)):
         if size > 1 and local_shape:
             low, high = chunk_range(local_shape[dim], size, rank)
-            local_shape, found = _put(local_shape, dim, high - low), cut_boxes(found, dim, low, high)
-    return local_shape, [box for box in found if 0 not in box.sizes]
+            local_shape, cut = _set(local_shape, dim, high - low), cut_boxes(cut, dim, low, high)
+    return local_shape, [box for box in cut if 0 not in box.sizes]
 
 
 def chunk_boxes(
@@ -336,25 +336,25 @@ def chunk_boxes(
     """
     shape = tuple(original_shape)
     zeros = (0,) * len(shape)
-    found: tuple[Box, ...] = (Box(zeros, zeros, shape),)
+    cut: tuple[Box, ...] = (Box(zeros, zeros, shape),)
     for dim, chunks, index in cuts:
         low, high = chunk_range(shape[dim], chunks, index)
-        shape, found = _put(shape, dim, high - low), cut_boxes(found, dim, low, high)
-    return shape, [box for box in found if 0 not in box.sizes]
+        shape, cut = _set(shape, dim, high - low), cut_boxes(cut, dim, low, high)
+    return shape, [box for box in cut if 0 not in box.sizes]
 
 
 def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box, ...]:
     """Return the boxes clipped to the local range [low, high) of ``dim``, in coordinates of that range."""
-    found = []
+    cut = []
     for box in boxes:
         start = max(box.local[dim], low)
         stop = min(box.local[dim] + box.sizes[dim], high)
         if start < stop and 0 not in box.sizes:
             shift = start - box.local[dim]
             # A cut moves the start of a box by the same distance in the original tensor.
-            original = _put(box.original, dim, box.original[dim] + shift)
-            found.append(Box(original, _put(box.local, dim, start - low), _put(box.sizes, dim, stop - start)))
-    return tuple(found)
+            original = _set(box.original, dim, box.original[dim] + shift)
+            cut.append(Box(original, _set(box.local, dim, start - low), _set(box.sizes, dim, stop - start)))
+    return tuple(cut)
 
 
 def block_heights(rows: int, rule: ParameterRule) -> list[int]:
@@ -362,7 +362,7 @@ def block_heights(rows: int, rule: ParameterRule) -> list[int]:
     return [rows * part // sum(rule.layout.blocks) for part in rule.layout.blocks]
 
 
-def _put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+def _set(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     """Return ``values`` with one entry replaced."""
     return (*values[:index], value, *values[index + 1 :])
 

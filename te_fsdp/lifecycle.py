@@ -57,23 +57,23 @@ class Step:
     @functools.cached_property
     def recorded_params(self) -> list[tuple[torch.Tensor, ParameterRecord]]:
         """Return the result of :func:`parameters_of_optimizer`, computed once per step."""
-        found = []
+        pairs = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 record = parameter.__dict__.get(PARAMETER)
                 if record:
-                    found.append((parameter, record))
-        return found
+                    pairs.append((parameter, record))
+        return pairs
 
     @functools.cached_property
     def checks(self) -> CheckPoints:
         """Return the checks of the sharded models, at their highest level, or else those of bound models."""
-        found = None
+        highest = None
         for state, _ in self.models:
             points: CheckPoints = state.checks
-            if found is None or LEVELS.index(points.level) > LEVELS.index(found.level):
-                found = points
-        return _lists().bound_checks if found is None else found
+            if highest is None or LEVELS.index(points.level) > LEVELS.index(highest.level):
+                highest = points
+        return _lists().bound_checks if highest is None else highest
 
     @property
     def names(self) -> dict[int, str]:
@@ -83,12 +83,12 @@ class Step:
     @functools.cached_property
     def models(self) -> list[tuple[Any, list[torch.Tensor]]]:
         """Return the ``ShardedModel`` of each sharded model with parameters in the optimizer, and these parameters."""
-        found: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        by_model: dict[int, tuple[Any, list[torch.Tensor]]] = {}
         for parameter, record in self.recorded_params:
             state = record.state() if record.state is not None else None
             if state is not None:
-                found.setdefault(id(state), (state, []))[1].append(parameter)
-        return list(found.values())
+                by_model.setdefault(id(state), (state, []))[1].append(parameter)
+        return list(by_model.values())
 
 
 StepFunctions: TypeAlias = tuple[Callable[[Step], None], ...]
@@ -104,13 +104,13 @@ class _Lists:
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Run the list before a step; return the new arguments if the closure was replaced."""
         step = Step(optimizer, args, kwargs)
-        given = step.closure
+        closure = step.closure
         for function in self.before:
             function(step)
-        if step.closure is given:
+        if step.closure is closure:
             return None
         # The user may have passed the closure by position or by name.
-        exchanged = {id(given): step.closure}
+        exchanged = {id(closure): step.closure}
         args = tuple(exchanged.get(id(value), value) for value in args)
         return args, {key: exchanged.get(id(value), value) for key, value in kwargs.items()}
 
@@ -182,7 +182,7 @@ def broadcast_tp_gradients(
         parameters: Parameters of one optimizer.
         main_parameters: ``id`` of a parameter -> the tensor with its gradient, if not the parameter itself.
     """
-    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     groups: dict[int, dist.ProcessGroup | None] = {}
     # Reads attributes of DTensors without Python calls: every step does so for every parameter.
     with without_subclasses():
@@ -199,8 +199,8 @@ def broadcast_tp_gradients(
             group = groups[key]
             for gradient in (holder.grad, getattr(holder, "decoupled_grad", None)):
                 if gradient is not None and group is not None:
-                    found.setdefault(group, []).append(gradient)
-    for group, gradients in found.items():
+                    by_group.setdefault(group, []).append(gradient)
+    for group, gradients in by_group.items():
         broadcast(_torch.local_tensors_of(gradients), group)
 
 
@@ -237,8 +237,8 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return :func:`gradient_of` each parameter, faster, because every step needs it twice for all parameters."""
-    found = []
+    gradients = []
     for parameter in parameters:
         decoupled = getattr(parameter, "decoupled_grad", None)
-        found.append(parameter.grad if decoupled is None else decoupled)
-    return found
+        gradients.append(parameter.grad if decoupled is None else decoupled)
+    return gradients

@@ -1,7 +1,7 @@
 """Initialization, conversion and comparison of a model's parameter values.
 
 ``materialize`` moves a model from meta to the device: every rank gets its shards of the initialization that one
-process would draw. Ranks must build the same model and hold equal replicas, which is checked here.
+process would draw. Ranks must build the same model and have equal replicas, which is checked here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
 def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
-    """Move a model from meta to the device and initialize it; each rank holds only its shards.
+    """Move a model from meta to the device and initialize it; each rank stores only its shards.
 
     The unsharded weights do not depend on the mesh: one process that builds the same model on the device from the same
     random state draws equal weights. Modules are initialized in the order of ``model.modules()``: TE modules by their
@@ -76,14 +76,14 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         track_replaced_parameters(model, "materialize"),
     ):
         refuse_computed_weights(pending)
-        left = _draw_all(model, pending)
-        if left:
+        unset = _draw_all(model, pending)
+        if unset:
             raise InitError(
-                f"{len(left)} tensor(s) were not initialized: {', '.join(sorted(left))}",
+                f"{len(unset)} tensor(s) were not initialized: {', '.join(sorted(unset))}",
                 expected="an initializer for each",
                 got="meta tensors, or values that reset_parameters left uninitialized",
                 why="They would contain uninitialized memory",
-                fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer, "
+                fix="define reset_parameters() on the module that owns them, filling every parameter and buffer, "
                 "or assign tensors with values before materialize (such as rotary frequencies of the model's own, "
                 "computed outside of torch.device('meta'))",
             )
@@ -101,25 +101,25 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
     record_writes(model)
     initializers = find_initializers(model)
     resets = {id(item.module) for item in initializers if item.is_reset}
-    alone = [(name, module) for name, module in pending if id(module) not in resets]
-    left, done = set(), 0
+    by_module = [(name, module) for name, module in pending if id(module) not in resets]
+    unset, done = set(), 0
     for initializer in initializers:  # in the order of constructors: after the initialization of submodules
         inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
         end = max((done, *(i + 1 for i in inside)))
-        left |= set(_initialize_all(model, [item for item in pending[done:end] if item in alone]))
+        unset |= set(_initialize_all(model, [item for item in pending[done:end] if item in by_module]))
         initializer.run([pending[i][1] for i in inside])
         done = end
-    left |= set(_initialize_all(model, [item for item in pending[done:] if item in alone]))
+    unset |= set(_initialize_all(model, [item for item in pending[done:] if item in by_module]))
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     # A later initializer may have filled what an earlier one has left.
-    left = {name for name in left if has_sentinel(_torch.local_of(tensors[name]))}
-    left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
-    left |= set(attributes_on_meta(model))
-    if not left:
+    unset = {name for name in unset if has_sentinel(_torch.local_of(tensors[name]))}
+    unset |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
+    unset |= set(attributes_on_meta(model))
+    if not unset:
         # Only if nothing is left: tensors that stay on meta are the clearer error.
         refuse_lost_writes(model, [item.contains for item in initializers if not item.is_reset])
-    return left
+    return unset
 
 
 def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:
@@ -131,41 +131,41 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
     # Keep the tensors, because a freed tensor's id could be used again.
     owners: dict[int, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
     for owner in model.modules():
-        for own, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
-                held = owner._parameters if own in owner._parameters else owner._buffers
-                owners.setdefault(id(tensor), []).append((held, own, tensor))
+                table = owner._parameters if key in owner._parameters else owner._buffers
+                owners.setdefault(id(tensor), []).append((table, key, tensor))
     dropped = dropped_by_ties(model)
     unset: list[str] = []
     first_error: Exception | None = None
     for name, module in pending:
         before = {
-            own: t for own, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
+            key: t for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
         }
-        kept = [_torch.local_of(t) for own, t in before.items() if (id(module), own) in dropped]
-        values = [(local, local.detach().clone()) for local in kept if not local.is_meta]
+        dropped_locals = [_torch.local_of(t) for key, t in before.items() if (id(module), key) in dropped]
+        values = [(local, local.detach().clone()) for local in dropped_locals if not local.is_meta]
         try:
-            unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
+            unset += [f"{name}.{key}" if name else key for key in _initialize(module)]
             for local, value in values:
                 local.detach().copy_(value)
         except Exception as error:  # raised after the loop
             first_error = first_error or error
-        for own, old in before.items():
-            new = module._parameters.get(own, module._buffers.get(own))
+        for key, old in before.items():
+            new = module._parameters.get(key, module._buffers.get(key))
             if new is None or new is old:
                 continue
             if isinstance(old, torch.nn.Parameter):
                 inherit(old, new)
             owners[id(new)] = owners[id(old)]
-            for held, other, _ in owners[id(old)]:
-                held[other] = new
+            for table, other, _ in owners[id(old)]:
+                table[other] = new
     if first_error is not None:
         raise first_error
     return unset
 
 
 def _initialize(module: nn.Module) -> list[str]:
-    """Initialize one module's own tensors; return the names of uninitialized tensors."""
+    """Initialize one module's direct tensors; return the names of uninitialized tensors."""
     reset: Any = getattr(module, "reset_parameters", None)
     if isinstance(module, ForeignModule):
         # Its reset_parameters would raise for this module only, while materialize reports all modules in one error.
@@ -174,8 +174,8 @@ def _initialize(module: nn.Module) -> list[str]:
         return initialize_by_reset(module, reset)  # te.ops modules are not bound and do not support shards
     elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
         # TE initializes nothing where the user's DTensors have replaced all parameters of the module.
-        binding, own = binding_of(module), {n for n, p in module._parameters.items() if p is not None}
-        if binding is None or not own or own != binding.distributed.keys():
+        binding, param_names = binding_of(module), {n for n, p in module._parameters.items() if p is not None}
+        if binding is None or not param_names or param_names != binding.distributed.keys():
             reset()
         return []
     reset = reset or getattr(module, "_reset_parameters", None)

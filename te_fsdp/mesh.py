@@ -132,22 +132,22 @@ class Meshes:
         if cp > 1:
             outer = {"dp_shard": shards // ep // cp, "cp": cp}
             context = _torch.unflatten_mesh(experts or mesh, "dp_shard", outer)["cp"]
-        found = cls(mesh, experts, context, pp)
-        if found.nodes > 1 and dist.get_rank() == 0:
+        meshes = cls(mesh, experts, context, pp)
+        if meshes.nodes > 1 and dist.get_rank() == 0:
             groups = {}
-            for own in filter(None, (mesh, experts)):
-                for position, axis in enumerate(own.mesh_dim_names or ()):
-                    if own.size(position) > 1 and (own is mesh or axis == "ep"):
-                        groups[axis] = own.mesh.movedim(position, -1).flatten(0, -2)
+            for part in filter(None, (mesh, experts)):
+                for position, axis in enumerate(part.mesh_dim_names or ()):
+                    if part.size(position) > 1 and (part is mesh or axis == "ep"):
+                        groups[axis] = part.mesh.movedim(position, -1).flatten(0, -2)
             for text in mesh_checks.slow_axes(groups, mesh_checks.ranks_of_a_node(dist.get_world_size())):
                 _log.warning("Meshes: %s", text)
         if pp is not None:
             # A stage may not need a group that a different stage needs, but creating a group requires all ranks of the
             # job.
-            _ = found.weight, found.expert_weight, found.amax, found.expert_amax
+            _ = meshes.weight, meshes.expert_weight, meshes.amax, meshes.expert_amax
             if not is_simulated():
                 rank_messenger()
-        return found
+        return meshes
 
     @classmethod
     def from_device_mesh(
@@ -181,16 +181,16 @@ class Meshes:
                 got=f"shape {tuple(mesh.shape)} without mesh_dim_names",
                 fix='init_device_mesh(..., mesh_dim_names=("dp_shard", "tp"))',
             )
-        found = mesh_checks.internal_axis_names(mesh, names)
+        axes = mesh_checks.internal_axis_names(mesh, names)
         mesh_checks.check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
-        mesh_checks.check_stages(mesh, found, pp)
+        mesh_checks.check_stages(mesh, axes, pp)
         # A mesh with all ranks and te_fsdp's own axes needs no new process groups.
         has_all_ranks = mesh.size() == dist.get_world_size()
-        if has_all_ranks and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
+        if has_all_ranks and tuple(axes) == AXES and tuple(mesh.mesh_dim_names) == AXES:
             return cls._of(mesh)
-        sizes = {axis: mesh.shape[found.index(axis)] if axis in found else 1 for axis in (STAGES, *ALL_AXES)}
+        sizes = {axis: mesh.shape[axes.index(axis)] if axis in axes else 1 for axis in (STAGES, *ALL_AXES)}
         # The order of axes: unrelated models, the stages of each model, and the ranks of each stage.
-        order = [found.index(name) for name in (STAGES, *ALL_AXES) if name in found]
+        order = [axes.index(name) for name in (STAGES, *ALL_AXES) if name in axes]
         order = [*(axis for axis in range(mesh.ndim) if axis not in order), *order]
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
         shape = (sizes[STAGES], sizes["dp_replicate"], shards, sizes["tp"])
@@ -198,17 +198,17 @@ class Meshes:
         for stage in ranks.flatten(0, 1):
             mesh_checks.check_nested(stage, mesh)
         with collective_call("Meshes.from_device_mesh"):
-            own, stages = mesh_checks.mesh_of_stage(mesh.device_type, ranks)
-            is_part = own.size() < dist.get_world_size() and pp is stages is None and not names
-            if is_part and dist.get_rank() == int(own.mesh.min()):
+            stage_mesh, stages = mesh_checks.mesh_of_stage(mesh.device_type, ranks)
+            is_part = stage_mesh.size() < dist.get_world_size() and pp is stages is None and not names
+            if is_part and dist.get_rank() == int(stage_mesh.mesh.min()):
                 _log.warning(
                     "Meshes: a mesh of %d of %d ranks. Models on other ranks are treated as separate models: "
                     "clip_grad_norm_ uses this one alone, and te_fsdp.checkpoint raises. For stages of one model, "
-                    'pass the mesh with its axis "pp", or from_device_mesh(mesh, pp=whole["pp"])',
-                    own.size(),
+                    'pass the mesh with its axis "pp", or from_device_mesh(mesh, pp=job_mesh["pp"])',
+                    stage_mesh.size(),
                     dist.get_world_size(),
                 )
-            return cls._of(own, sizes["cp"], sizes["ep"], pp or stages)
+            return cls._of(stage_mesh, sizes["cp"], sizes["ep"], pp or stages)
 
     def size(self, axis: str) -> int:
         """Return the size of an axis. ``dp_shard`` is that of dense parameters, which includes ``cp`` and ``ep``."""
@@ -279,8 +279,8 @@ class Meshes:
         """
         cp = self.size("cp")
         cut = {"dp_shard": self.expert_shards // cp, "cp_outer": cp // inner, "cp_inner": inner}
-        found = _torch.unflatten_mesh(self.expert_mesh or self.device_mesh, "dp_shard", cut)
-        return found["cp_inner"], found["cp_outer"]
+        parts = _torch.unflatten_mesh(self.expert_mesh or self.device_mesh, "dp_shard", cut)
+        return parts["cp_inner"], parts["cp_outer"]
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
@@ -404,8 +404,8 @@ class Meshes:
         sizes = {axis: f"{axis}={self.size(axis)}" for axis in AXES}
         inner = [(axis, self.size(axis)) for axis in ("cp", "ep") if self.size(axis) > 1]
         if inner:
-            own = self.size("dp_shard") // math.prod(size for _, size in inner)
-            parts = [str(own), *(f"{axis}={size}" for axis, size in inner)]
+            shards = self.size("dp_shard") // math.prod(size for _, size in inner)
+            parts = [str(shards), *(f"{axis}={size}" for axis, size in inner)]
             sizes["dp_shard"] += f" ({' x '.join(parts)})"
         return " x ".join(sizes.values())
 
@@ -420,25 +420,25 @@ class _PartOf:
         return OrderedDict, ()  # an empty object of a class that torch.load(weights_only=True) accepts
 
 
-def as_meshes(given: object, where: str) -> Meshes:
+def as_meshes(passed: object, where: str) -> Meshes:
     """Return the :class:`Meshes` for what a user passed as ``meshes``; raise ``MeshError`` otherwise.
 
     A torch mesh is adopted. :attr:`Meshes.fsdp` is resolved to the :class:`Meshes` that it belongs to.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    if isinstance(given, Meshes):
-        return given
-    if isinstance(given, DeviceMesh):
+    if isinstance(passed, Meshes):
+        return passed
+    if isinstance(passed, DeviceMesh):
         # A slice of a te_fsdp mesh refers to its Meshes, because the plan needs all axes.
-        part = getattr(given, _PART_OF, None)
-        return part.meshes if isinstance(part, _PartOf) else Meshes.from_device_mesh(given)
+        part = getattr(passed, _PART_OF, None)
+        return part.meshes if isinstance(part, _PartOf) else Meshes.from_device_mesh(passed)
     raise MeshError(
         f"{where}: meshes",
         expected="te_fsdp.Meshes, or a DeviceMesh with named axes",
-        got=type(given).__name__,
+        got=type(passed).__name__,
         fix="pass meshes = te_fsdp.Meshes.build(dp_shard=-1, tp=...) itself, whose meshes.fsdp is None on one rank"
-        if given is None
+        if passed is None
         else "te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
     )
 
@@ -471,7 +471,7 @@ def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
     if device_type != "cpu":
         # Before the process group exists: NCCL uses the current device, which is GPU 0 on every rank by
         # default.
-        torch.get_device_module(device_type).set_device(mesh_checks.own_device(device_type))
+        torch.get_device_module(device_type).set_device(mesh_checks.device_of_rank(device_type))
     # gloo next to NCCL: errors and checkpoints are exchanged on the CPU, without a wait for the GPU.
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:

@@ -49,7 +49,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
     are kept. Raises ``MeshError`` for a name that is unknown on either side, a duplicate name, or an axis without a
     known meaning.
     """
-    where, have = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
+    where, axis_names = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
     require_kind(
         where,
         "names",
@@ -58,48 +58,48 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
         expected="a dict of axis names",
         error=MeshError,
     )
-    given = dict(names or {})
-    for name, target in given.items():
-        if name not in have:
-            near = suggest(name, have)
-            fix = f"{near!r}, if that is what you mean" if near else "name axes of this mesh"
-            raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix)
+    by_name = dict(names or {})
+    for name, target in by_name.items():
+        if name not in axis_names:
+            guess = suggest(name, axis_names)
+            fix = f"{guess!r}, if that is what you mean" if guess else "name axes of this mesh"
+            raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {axis_names}", fix=fix)
         if target is not None and target not in (STAGES, *ALL_AXES):
-            near = suggest(target, ALL_AXES, _OTHER_LIBRARIES)
-            fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis along which weights differ"
+            guess = suggest(target, ALL_AXES, _OTHER_LIBRARIES)
+            fix = f"names={{{name!r}: {guess!r}}}" if guess else "None for an axis along which weights differ"
             raise MeshError(
                 f"{where}: names[{name!r}]",
                 expected=f"one of {(STAGES, *ALL_AXES)}, or None",
                 got=repr(target),
                 fix=fix,
             )
-    found: list[str | None] = []
-    for name, size in zip(have, mesh.shape, strict=True):
-        own = given.get(name, name)
+    axes: list[str | None] = []
+    for name, size in zip(axis_names, mesh.shape, strict=True):
+        internal = by_name.get(name, name)
         # An axis of size 1 affects no weight, so any name is accepted.
         # Names of pipeline axes vary. A missed one would bind stages as if they had one model.
         is_stage = "".join(c for c in name.lower() if c.isalnum()) in _STAGES
-        if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
-            own = STAGES if size > 1 else None
-        if own is not None and own not in (STAGES, *ALL_AXES):
-            near = suggest(name, ALL_AXES, _OTHER_LIBRARIES) or "dp_shard"
+        if name not in by_name and name not in ALL_AXES and (size == 1 or is_stage):
+            internal = STAGES if size > 1 else None
+        if internal is not None and internal not in (STAGES, *ALL_AXES):
+            guess = suggest(name, ALL_AXES, _OTHER_LIBRARIES) or "dp_shard"
             raise MeshError(
                 f"Meshes.from_device_mesh: axis {name!r} of size {size}",
                 expected=f"axes out of {ALL_AXES}",
-                got=have,
+                got=axis_names,
                 why="te_fsdp binds axes by name: gradients are not reduced over an axis that it ignores",
-                fix=f"names={{{name!r}: {near!r}}} for its meaning, or names={{{name!r}: None}} if ranks along it "
+                fix=f"names={{{name!r}: {guess!r}}} for its meaning, or names={{{name!r}: None}} if ranks along it "
                 "have different weights, as pipeline stages do",
             )
-        if own is not None and own in found:
+        if internal is not None and internal in axes:
             raise MeshError(
-                f"{where}: two axes named {own!r}",
+                f"{where}: two axes named {internal!r}",
                 expected="each name once",
-                got=f"axes {have} with names={given}",
+                got=f"axes {axis_names} with names={by_name}",
                 fix="flatten them into one, or give one of them a different name",
             )
-        found.append(own)
-    return found
+        axes.append(internal)
+    return axes
 
 
 def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
@@ -203,10 +203,10 @@ def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
         )
 
 
-def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh | None) -> None:
+def check_stages(mesh: DeviceMesh, axes: Sequence[str | None], pp: DeviceMesh | None) -> None:
     """Raise :class:`MeshError` unless the pipeline mesh crosses the mesh of this rank's stage in this rank only.
 
-    ``found`` contains te_fsdp's names for the axes of the stage's mesh.
+    ``axes`` contains te_fsdp's names for the axes of the stage's mesh.
     """
     if pp is None:
         return
@@ -214,13 +214,13 @@ def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh |
     check_1d(pp, "pp", where)
     check_ascending(pp, "pp", where)
     # A rank is in one stage only, so the mesh of its stage and the pipeline's mesh share this rank alone.
-    both = sorted({*pp.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()})
-    if STAGES in found or both != [dist.get_rank()]:
+    shared = sorted({*pp.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()})
+    if STAGES in axes or shared != [dist.get_rank()]:
         raise MeshError(
             f"{where}: pp",
             expected=f"for the mesh of one stage, a pp mesh that shares only this rank, {dist.get_rank()}, with it",
             got=f"ranks {pp.mesh.tolist()} with axes {mesh.mesh_dim_names} over {mesh.mesh.tolist()}",
-            fix='slice both from one mesh: from_device_mesh(whole["dp_shard", "tp"], pp=whole["pp"])',
+            fix='slice both from one mesh: from_device_mesh(job_mesh["dp_shard", "tp"], pp=job_mesh["pp"])',
         )
 
 
@@ -245,9 +245,9 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
             dist.broadcast_object_list(received, src=digests.index(kind))
             lists += received
         each = sorted({str(model): model for one in lists for model in one}.values())
-        found = [torch.tensor(model, device="cpu") for model in each]
-        numbers = sorted(n for model in found for n in model.flatten().tolist())
-        alike = all(model.shape == ranks.shape[1:] for model in found)
+        stages = [torch.tensor(model, device="cpu") for model in each]
+        numbers = sorted(n for model in stages for n in model.flatten().tolist())
+        alike = all(model.shape == ranks.shape[1:] for model in stages)
         if numbers != list(range(dist.get_world_size())) or not alike:
             raise MeshError(
                 "Meshes.from_device_mesh: a mesh of some of the ranks",
@@ -255,7 +255,7 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
                 got=f"ranks {each}",
                 fix="slice one mesh of all ranks on every rank",
             )
-        ranks = torch.stack(found)
+        ranks = torch.stack(stages)
     outer = [(name, at) for at, name in enumerate(("model", STAGES)) if ranks.shape[at] > 1]
     shape = (*(ranks.shape[at] for _, at in outer), *ranks.shape[2:])
     names = (*(name for name, _ in outer), *AXES)
@@ -270,8 +270,8 @@ _STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_S
 def check_started(sizes: Mapping[str, int]) -> None:
     """Raise ``MeshError`` if a launcher started several processes but did not set ``RANK``."""
     # Each would become a separate job. If all sizes are 1, separate jobs are intended.
-    said = {name: os.environ.get(name, "") for name in _STARTED}
-    several = [f"{name}={count}" for name, count in said.items() if count.isdecimal() and int(count) > 1]
+    counts = {name: os.environ.get(name, "") for name in _STARTED}
+    several = [f"{name}={count}" for name, count in counts.items() if count.isdecimal() and int(count) > 1]
     if several and "RANK" not in os.environ and any(size != 1 for size in sizes.values()):
         raise MeshError(
             "Meshes.build: several processes, and no RANK in the environment",
@@ -283,35 +283,35 @@ def check_started(sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_device_type(given: str | torch.device) -> str:
+def check_device_type(passed: str | torch.device) -> str:
     """Return the device type. Raise ``MeshError`` for an unknown type, or for a device with an index."""
     try:
-        device = torch.device(given)
+        device = torch.device(passed)
     except (RuntimeError, TypeError, ValueError):
         device = None
     if device is None or device.index is not None:
         raise MeshError(
             "Meshes.build: device_type",
             expected="'cuda' or 'cpu'",
-            got=f"{given!r:.80}",
+            got=f"{passed!r:.80}",
             fix="pass the type alone: LOCAL_RANK selects this rank's device",
         )
     return device.type
 
 
-def own_device(device_type: str) -> int:
+def device_of_rank(device_type: str) -> int:
     """Return the index of this rank's accelerator: ``LOCAL_RANK``.
 
     Raises ``MeshError`` if the machine does not have that many, or if ``LOCAL_RANK`` is not set and ranks would share
     the first one.
     """
-    count, said = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
-    index = int(said) if said.isdecimal() else 0
+    count, text = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
+    index = int(text) if text.isdecimal() else 0
     # Without LOCAL_RANK several ranks of a node would all use device 0, which fails much later, in NCCL.
-    alone = said.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
-    if index >= count or not alone:
+    is_determined = text.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
+    if index >= count or not is_determined:
         raise MeshError(
-            f"Meshes.build: LOCAL_RANK={said}" if said else "Meshes.build: no LOCAL_RANK in the environment",
+            f"Meshes.build: LOCAL_RANK={text}" if text else "Meshes.build: no LOCAL_RANK in the environment",
             expected=f"one of this process' {count} devices of type {device_type}, one for each rank of a node",
             fix=f"torchrun --nproc-per-node {max(count, 1)}, or set CUDA_VISIBLE_DEVICES to all devices; with "
             "a different launcher export LOCAL_RANK (SLURM: $SLURM_LOCALID)",
@@ -337,10 +337,10 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
         return {axis: world_size // product if size == -1 else size for axis, size in sizes.items()}
     if not free and product == world_size:
         return sizes
-    left, over = divmod(world_size, product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1))
+    remaining, over = divmod(world_size, product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1))
     fix = "sizes whose product is WORLD_SIZE"
-    if left and not over:
-        fix = f"dp_shard={left}, or dp_shard=-1 to infer it"
+    if remaining and not over:
+        fix = f"dp_shard={remaining}, or dp_shard=-1 to infer it"
     if world_size == 1:
         fix += (
             "; or start the script with torchrun --nproc-per-node N, because it runs as a single process now"
@@ -356,8 +356,8 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
 def ranks_of_a_node(world_size: int) -> int:
     """Return the number of ranks per node from torchrun's ``LOCAL_WORLD_SIZE``, or all ranks if it is not set."""
     # Also all ranks if nodes have different numbers of ranks, because then no number fits every node.
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    each = int(said) if said.isdecimal() else world_size
+    local_world = os.environ.get("LOCAL_WORLD_SIZE", "")
+    each = int(local_world) if local_world.isdecimal() else world_size
     return each if each and world_size % each == 0 else world_size
 
 
@@ -368,18 +368,15 @@ def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
     """
     # Consecutive ranks share a node, as torchrun numbers them.
     crossing = {axis for axis, ranks in groups.items() if bool((ranks // node != ranks[:, :1] // node).any())}
-    why = {
-        "tp": "it all-reduces the activations of every layer",
-        "ep": "it sends every token to its experts",
-    }
-    found = [
+    why = {"tp": "it all-reduces the activations of every layer", "ep": "it sends every token to its experts"}
+    sentences = [
         f"{axis}={groups[axis].shape[1]} crosses nodes of {node} ranks: {why[axis]}. Choose a size that divides {node}"
         for axis in ("tp", "ep")
         if axis in crossing
     ]
     if "dp_replicate" in groups and "dp_shard" in crossing and "dp_replicate" not in crossing:
-        found.append(
+        sentences.append(
             f"dp_shard={groups['dp_shard'].shape[1]} crosses nodes of {node} ranks and dp_replicate does not: "
             "weights are all-gathered between nodes in every pass. Exchange the two axes"
         )
-    return found
+    return sentences

@@ -81,41 +81,35 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
     Those are of the outermost modules with one, and of modules in these whose constructors run it. Marks that say that
     a module on meta is initialized are removed. Local operation. Raises InitError if one needs arguments.
     """
-    found: list[Initializer] = []
+    initializers: list[Initializer] = []
     for name, module in model.named_modules():
         if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             continue
-        reset = _reset_with_children(module)
-        if reset is not None:
-            found.append(Initializer(name, module, reset, is_reset=True))
-        is_inner = any(outer.contains(name) for outer in found if not outer.is_reset)
+        # A constructor that has made children may call reset_parameters, which may write to their parameters, as those
+        # of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
+        direct = sum(1 for _ in module.parameters(recurse=False))
+        if _te.kind_of(module) is None and direct != sum(1 for _ in module.parameters()):
+            word = next((word for word in _RESETS if callable(getattr(type(module), word, None))), "")
+            if word and _runs_in_constructor(type(module), (word,)):
+                initializers.append(Initializer(name, module, getattr(module, word), is_reset=True))
+        is_inner = any(outer.contains(name) for outer in initializers if not outer.is_reset)
         # The outer initialization covers this module, unless its own constructor ran one.
         if is_inner and not _runs_in_constructor(type(module), (*METHODS, "post_init")):
             continue
         call = _initializer(name, module)
         if call is not None:
-            found.append(Initializer(name, module, call))
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    last = {item.name: max(order[name] for name in order if item.contains(name)) for item in found}
+            initializers.append(Initializer(name, module, call))
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    last = {item.name: max(order[name] for name in order if item.contains(name)) for item in initializers}
     # Hugging Face's marks on modules and tensors on meta are wrong: their constructors ran without effect.
-    for module in (inner for item in found for inner in item.module.modules()):
+    for module in (inner for item in initializers for inner in item.module.modules()):
         if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             module.__dict__.pop(_DONE, None)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_meta:
                 tensor.__dict__.pop(_DONE, None)
     # In the order in which constructors end: inner modules first, as one process draws.
-    return sorted(found, key=lambda item: (last[item.name], -order[item.name]))
-
-
-def _reset_with_children(module: nn.Module) -> Callable[[], object] | None:
-    """Return a ``reset_parameters`` that a constructor calls after it has made children, ``None`` if there is none."""
-    # It may write to parameters of the children, as those of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
-    own = sum(1 for _ in module.parameters(recurse=False))
-    if _te.kind_of(module) is not None or own == sum(1 for _ in module.parameters()):
-        return None
-    word = next((word for word in _RESETS if callable(getattr(type(module), word, None))), "")
-    return getattr(module, word) if word and _runs_in_constructor(type(module), (word,)) else None
+    return sorted(initializers, key=lambda item: (last[item.name], -order[item.name]))
 
 
 def _runs_in_constructor(cls: type, words: Iterable[str]) -> bool:
@@ -164,16 +158,16 @@ def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
     for module in model.modules():
         keys = getattr(module, "_tied_weights_keys", None)  # names or patterns; a dict maps them to sources
         patterns = [re.compile(rf"(?:{key})\Z") for key in keys or ()]
-        places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+        owners_of: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for name, owner in module.named_modules() if patterns else ():
-            for own, parameter in owner._parameters.items():
+            for attr, parameter in owner._parameters.items():
                 if parameter is not None:
-                    full = f"{name}.{own}".removeprefix(".")
-                    places.setdefault(id(parameter), []).append((full, owner, own))
-        for tied in places.values():
-            listed = [one for one in tied if any(pattern.match(one[0]) for pattern in patterns)]
+                    full = f"{name}.{attr}".removeprefix(".")
+                    owners_of.setdefault(id(parameter), []).append((full, owner, attr))
+        for tied in owners_of.values():
+            listed = [entry for entry in tied if any(pattern.match(entry[0]) for pattern in patterns)]
             if 0 < len(listed) < len(tied):
-                dropped |= {(id(owner), own) for _, owner, own in listed}
+                dropped |= {(id(owner), attr) for _, owner, attr in listed}
     return dropped
 
 
@@ -184,12 +178,12 @@ def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
     stock = {module: getattr(module, "_init_weights", None) for module in root.modules() if dropped}
 
     def keeping(initialize: Any, module: nn.Module) -> None:
-        kept = [
+        sources = [
             p for name, p in module._parameters.items() if p is not None and (id(module), name) in dropped
         ]
         # The mode passes unsharded tensors; reset_parameters of a bound module writes to the shards themselves.
-        shards = [local for local in map(_torch.local_of, kept) if not local.is_meta]
-        values = [(tensor, tensor.detach().clone()) for tensor in (*kept, *shards)]
+        shards = [local for local in map(_torch.local_of, sources) if not local.is_meta]
+        values = [(tensor, tensor.detach().clone()) for tensor in (*sources, *shards)]
         initialize(module)
         for tensor, value in values:
             # Values that were never set need not be kept.
@@ -197,7 +191,7 @@ def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
                 tensor.copy_(value)
 
     owners = [module for module, initialize in stock.items() if callable(initialize)]
-    own = {owner: owner.__dict__["_init_weights"] for owner in owners if "_init_weights" in owner.__dict__}
+    before = {owner: owner.__dict__["_init_weights"] for owner in owners if "_init_weights" in owner.__dict__}
     for owner in owners:
         # On the instance: a class may be shared with other models.
         owner.__dict__["_init_weights"] = functools.partial(keeping, stock[owner])
@@ -206,14 +200,14 @@ def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
     finally:
         for owner in owners:
             del owner.__dict__["_init_weights"]
-            owner.__dict__.update({"_init_weights": own[owner]} if owner in own else {})
+            owner.__dict__.update({"_init_weights": before[owner]} if owner in before else {})
 
 
 class _Entry:
-    """The unsharded tensor that stands for a parameter or a buffer."""
+    """The unsharded tensor that replaces a parameter or a buffer during the initialization."""
 
-    def __init__(self, module: nn.Module, name: str, held: torch.Tensor, full: torch.Tensor) -> None:
-        self.module, self.name, self.held, self.full = module, name, held, full
+    def __init__(self, module: nn.Module, name: str, registered: torch.Tensor, full: torch.Tensor) -> None:
+        self.module, self.name, self.registered, self.full = module, name, registered, full
         self.before, self.version = _fingerprint(full), _torch.version_of(full)
         self.views: list[weakref.ref[torch.Tensor]] = []
 
@@ -254,7 +248,7 @@ class _Unsharded(TorchFunctionMode):
 
     @contextmanager
     def _bound(self, module: nn.Module) -> Iterator[None]:
-        """Show the binding of one module."""
+        """Restore the binding of one module that :meth:`unbound` hides."""
         binding = self.bindings.get(id(module))
         if binding is not None:
             module.__dict__[BINDING] = binding
@@ -266,11 +260,11 @@ class _Unsharded(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, spec = _torch.flatten((args, kwargs or {}))
-        wanted = [x for x in flat if isinstance(x, torch.Tensor) and id(x) in self.places]
+        tracked = [x for x in flat if isinstance(x, torch.Tensor) and id(x) in self.places]
         # At most the tensors of one call are unsharded at a time, so that a large model fits into memory.
-        if any(id(x) not in self.live for x in wanted):
-            self._release([self.places[id(x)][1][0][0] for x in wanted])
-        for tensor in wanted:
+        if any(id(x) not in self.live for x in tracked):
+            self._release([self.places[id(x)][1][0][0] for x in tracked])
+        for tensor in tracked:
             if id(tensor) not in self.live:
                 self.live[id(tensor)] = self._unshard(tensor)
         flat = [
@@ -319,27 +313,27 @@ class _Unsharded(TorchFunctionMode):
         entry = self.live.pop(key)
         # Writes through ``.data`` change no version, so the bits are compared too.
         if _torch.version_of(entry.full) != entry.version or _fingerprint(entry.full) != entry.before:
-            count_rewrites(entry.held, None)
-        if _fingerprint(entry.full) == entry.before or id(entry.held) not in self.pending:
+            count_rewrites(entry.registered, None)
+        if _fingerprint(entry.full) == entry.before or id(entry.registered) not in self.pending:
             return
         if has_sentinel(entry.full):
             return  # reported by name as never initialized
-        module, name, held = entry.module, entry.name, entry.held
-        if not isinstance(held, torch.nn.Parameter):
-            for owner, own in self.places[key][1]:
-                owner._buffers[own] = entry.full
+        module, name, registered = entry.module, entry.name, entry.registered
+        if not isinstance(registered, torch.nn.Parameter):
+            for owner, attr in self.places[key][1]:
+                owner._buffers[attr] = entry.full
             return
         with torch.no_grad(), self._bound(module):
-            value = take_part(entry.full.detach(), shard_info(module, name, held))
-            store_part(module, name, held, value, binding_of(module))
+            value = take_part(entry.full.detach(), shard_info(module, name, registered))
+            store_part(module, name, registered, value, binding_of(module))
         new = module._parameters[name]
         assert new is not None
-        if new is not held:
-            _, places = self.places[key]
-            self.places[id(new)] = new, places
+        if new is not registered:
+            _, owners = self.places[key]
+            self.places[id(new)] = new, owners
             self.pending.add(id(new))
-            for owner, own in places:
-                owner._parameters[own] = new
+            for owner, attr in owners:
+                owner._parameters[attr] = new
 
     def finish(self) -> None:
         """Store what is left, also parameters that the initialization has assigned. Collective."""
@@ -347,9 +341,9 @@ class _Unsharded(TorchFunctionMode):
             self._store(key)
         # FSDP2 and optimizers refer to the previous parameter, so a newly registered one would not be trained.
         assigned = []
-        for held, places in list(self.places.values()):
+        for registered, places in list(self.places.values()):
             for module, name in places:
-                now = module._parameters.get(name) if isinstance(held, torch.nn.Parameter) else None
+                now = module._parameters.get(name) if isinstance(registered, torch.nn.Parameter) else None
                 if now is not None and id(now) not in self.places:
                     assigned.append(f"{type(module).__name__}.{name}")
         if assigned:
@@ -372,7 +366,7 @@ def _fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def attributes_on_meta(model: nn.Module) -> Iterator[str]:
-    """Yield the names of tensors on meta that users' modules have as plain attributes: nothing gives them values."""
+    """Yield the names of tensors on meta that users' modules have as plain attributes, which are never initialized."""
     for name, module in model.named_modules():
         if _te.kind_of(module) is None:
             for key, value in vars(module).items():
@@ -385,16 +379,16 @@ def refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
 
     Its ``reset_parameters`` would initialize the computed weight instead of these tensors.
     """
-    found = []
+    computed = []
     for name, module in pending:
         if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
-            found.append(f"{name} ({', '.join(type(step).__name__ for step in module)})")
-        found += [f"{name} ({kind})" for kind in _torch.weight_hook_classes(module)]
-    if found:
+            computed.append(f"{name} ({', '.join(type(step).__name__ for step in module)})")
+        computed += [f"{name} ({kind})" for kind in _torch.weight_hook_classes(module)]
+    if computed:
         raise InitError(
-            f"materialize: {shorten(found, 3)}: a parametrization on meta",
+            f"materialize: {shorten(computed, 3)}: a parametrization on meta",
             expected="weight_norm, spectral_norm, pruning and similar on modules with values on the device",
-            got=f"{len(found)} weight(s) that are computed from tensors on meta",
+            got=f"{len(computed)} weight(s) that are computed from tensors on meta",
             why="reset_parameters would write to the computed weight, and leave its source tensors uninitialized",
             fix="build these modules on the device, with equal seeds on all ranks, and parametrize them there, before "
             "te_fsdp.fully_shard; the rest of the model may stay on meta",

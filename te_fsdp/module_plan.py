@@ -40,16 +40,16 @@ class ModulePlan:
     name: str  #: Its name in the tree, ``""`` for the root
     module: Any
     kind: str | None  #: TE kind, or ``None`` for modules that are not TE's
-    rules: dict[str, ParameterRule]  #: Rule of each own parameter
+    rules: dict[str, ParameterRule]  #: Rule of each direct parameter
     experts: ExpertRange | None = None  #: Experts of a module that expert parallelism distributes
     meshes: ModuleMeshes = ModuleMeshes()
-    #: Dim that FSDP2 shards of each own weight that is quantized or has all experts, by its name in the bound module.
+    #: Sharded dim of each direct weight that is quantized or has all experts, by its name in the bound module.
     fsdp_dims: Mapping[str, int] = field(default_factory=dict)
-    #: The user's own DTensors among the parameters, by name.
+    #: The user's DTensors among the parameters, by name.
     distributed: Mapping[str, UserDTensor] = field(default_factory=dict)
 
     def registered(self, name: str) -> str:
-        """Return the name of an own parameter in the bound module: that of all experts if it becomes part of it."""
+        """Return the name of a direct parameter in the bound module: that of all experts if it becomes part of it."""
         single = name.rstrip("0123456789")
         if name not in self.rules and single in self.rules:
             return single

@@ -21,7 +21,7 @@ from te_fsdp.layout import SyncMode
 from te_fsdp.lifecycle import gradients_of
 from te_fsdp.recovery import undo_step
 from te_fsdp.sharded_model import ShardedModel
-from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
+from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -30,22 +30,17 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def known_optimizers() -> weakref.WeakSet[Optimizer]:
+def registered_optimizers() -> weakref.WeakSet[Optimizer]:
     """Return the optimizers that have main weights, or have begun a step on parameters of a sharded model."""
     # Weak, so that te_fsdp does not keep optimizers and their state alive.
     return weakref.WeakSet()
-
-
-def register_optimizer(optimizer: Optimizer) -> None:
-    """Add an optimizer to :func:`known_optimizers`. Local operation."""
-    known_optimizers().add(optimizer)
 
 
 def record_stepping_optimizer(step: Step) -> None:
     """Record the optimizer of the step, for :func:`te_fsdp.recovery.recover_from_exception`."""
     for state, _ in step.models:
         state.step.optimizer = weakref.ref(step.optimizer)
-        known_optimizers().add(step.optimizer)
+        registered_optimizers().add(step.optimizer)
 
 
 def wait_for_gradients(step: Step) -> None:
@@ -147,8 +142,8 @@ def release_weights(step: Step) -> None:
             unit.reshard()
         if state.unsharded.versions:
             # Versions of units that were resharded say nothing about the next all-gather.
-            kept = dict(state.gathered())
-            for name in state.unsharded.versions.keys() - kept.keys():
+            gathered = dict(state.gathered())
+            for name in state.unsharded.versions.keys() - gathered.keys():
                 del state.unsharded.versions[name]
         # Later forwards then need not search for cleared gradients of earlier microbatches.
         if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.pending():
@@ -158,16 +153,11 @@ def release_weights(step: Step) -> None:
 # ------------------------------------------------------------------------------------------------------------ clearing
 
 
-def wrap_zero_grad(state: ShardedModel) -> None:
-    """Let ``model.zero_grad()`` also clear the state of a failed backward and of HFSDP. Local operation.
+class ZeroGrad:
+    """Replacement for ``zero_grad`` of one model. It also clears the state of a failed backward and of HFSDP.
 
     The markers of :mod:`te_fsdp.features.unreduced_gradients` detect all other ways to clear ``.grad``.
     """
-    _fsdp2_patches.replace_zero_grad(state.model, _ZeroGrad(state))
-
-
-class _ZeroGrad:
-    """Replacement for ``zero_grad`` of one model."""
 
     def __init__(self, state: ShardedModel) -> None:
         # Weak, because the model owns this object.
@@ -175,6 +165,7 @@ class _ZeroGrad:
         functools.update_wrapper(self, type(state.model).zero_grad)
 
     def __call__(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of the model, and what te_fsdp has derived from them. Local operation."""
         state = self._state()
         assert state is not None  # owned by the model, which is alive during its own method
         # In backward only the module's own method runs, as without te_fsdp.

@@ -1,6 +1,6 @@
 """Memory that the ranks of one host read from each other.
 
-A rank writes to its own part of :class:`PeerMemory` only. A barrier separates its writes from the reads of other
+A rank writes to its part of :class:`PeerMemory` only. A barrier separates its writes from the reads of other
 ranks, and their reads from its next writes:
 
 =======  ==============================================================  =====================================
@@ -36,11 +36,11 @@ class PeerMemory:
 
     Attributes:
         parts: uint8 tensors of one size on this rank's device, by rank.
-        own: This rank's part.
+        local: This rank's part.
     """
 
     def __init__(self, parts: list[torch.Tensor], group: dist.ProcessGroup, handle: Any = None) -> None:
-        self.parts, self.own, self.group, self._handle = parts, parts[group.rank()], group, handle
+        self.parts, self.local, self.group, self._handle = parts, parts[group.rank()], group, handle
 
     def barrier(self) -> None:
         """Let the current stream, or the caller on the CPU, wait for all ranks.
@@ -99,34 +99,34 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     boot = Path("/proc/sys/kernel/random/boot_id")
     # Containers of one host have different names, but the boot id of the host.
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    # One gather for everything that all ranks must know, because each gather waits for the slowest rank.
-    own = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
-    gathered = gather(own, group)
-    hosts = {host for host, *_ in gathered}
-    identities = [identity for _, identity, *_ in gathered]
+    # One gather for all data that ranks exchange, because each gather waits for the slowest rank.
+    me = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
+    by_rank = gather(me, group)
+    hosts = {host for host, *_ in by_rank}
+    identities = [identity for _, identity, *_ in by_rank]
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
     overlap = device.type != "cpu" and len(set(identities)) < len(identities)
-    if overlap and not all(may_share for *_, may_share, _ in gathered):
+    if overlap and not all(may_share for *_, may_share, _ in by_rank):
         return "two of its ranks share a GPU"
-    for _, _, apart, *_ in gathered:
-        if apart is None:
+    for _, _, unreachable, *_ in by_rank:
+        if unreachable is None:
             return "this torch has no symmetric memory"
-        if apart & set(identities):
+        if unreachable & set(identities):
             return "two of its GPUs have no direct access to each other's memory"
     failed = ""
     # "" uses the group itself, for torch versions that do not accept te_fsdp's own group.
-    for token in (gathered[0][-1], ""):
-        made, reason = None, ""
+    for token in (by_rank[0][-1], ""):
+        connected, reason = None, ""
         try:
             peers = PeerGroup(device, group, token)
-            made = peers, peers.share(_LEAST)
+            connected = peers, peers.share(_LEAST)
         except RuntimeError as error:
             reason = f"sharing memory failed: {str(error).splitlines()[0]}"
         # The ranks must agree: memory that only some have shared is useless.
         reasons = list(filter(None, gather(reason, group)))
-        if made is not None and not reasons:
-            return made
+        if connected is not None and not reasons:
+            return connected
         failed = failed or reasons[0]
     return failed
 
@@ -142,12 +142,12 @@ def _out_of_reach(device: torch.device) -> set[str] | None:
         return set()
     if not torch.cuda.is_available():
         return None
-    own = torch.cuda.current_device() if device.index is None else device.index
-    others = (number for number in range(torch.cuda.device_count()) if number != own)
+    device_index = torch.cuda.current_device() if device.index is None else device.index
+    others = (number for number in range(torch.cuda.device_count()) if number != device_index)
     return {
         _identity(torch.device("cuda", number))
         for number in others
-        if not torch.cuda.can_device_access_peer(own, number)
+        if not torch.cuda.can_device_access_peer(device_index, number)
     }
 
 

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadP
 from te_fsdp import unshardable_models as _unshardable
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError, shorten, suggest
+from te_fsdp.expert_units import dense_params_in_expert_units, expert_units
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
 from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import Selection, single_names
 from te_fsdp.modules.plan import plan_modules, refuse_uneven_ties
-from te_fsdp.own_units import dense_params_in_expert_units, expert_units
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
@@ -87,7 +87,7 @@ class ModelPlan:
     units: dict[str, Storage]
     #: Names of modules with parameters, in them or in submodules, all of which are replicated.
     replicated_modules: frozenset[str]
-    #: Every place of a parameter, by its owner's id and its name there before binding.
+    #: Every owner of a parameter, by the id of the module and the name there before binding.
     parameters: dict[Key, ParameterPlan]
     modules: list[ModulePlan]  #: How each module is bound
     #: The dtypes of each unit that FSDP2 shards; ``None`` without a policy.
@@ -100,7 +100,7 @@ class ModelPlan:
 
     @property
     def mp_policy(self) -> Fsdp2Policy:
-        """Return FSDP2's own policy, for models without a policy of te_fsdp."""
+        """Return FSDP2's policy, for models without a policy of te_fsdp."""
         return self.request.mp_policy or Fsdp2Policy()
 
     def settings(self) -> str:
@@ -133,14 +133,12 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         in_expert_units = dense_params_in_expert_units(model, meshes, units, request.experts)
         # Without a compute dtype FSDP2 gathers a unit in the dtype of its parameters, of the frozen ones as well.
         by_model = policy is not None and policy.param_dtype is None
-        rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, apart=in_expert_units)
+        rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, exempt=in_expert_units)
         _unshardable.refuse_sparse_gradients(model)
-        _unshardable.refuse_quantized_ops(
-            model, lambda owner, own: rows[id(owner), own].storage.is_replicated
-        )
+        _unshardable.refuse_quantized_ops(model, lambda m, name: rows[id(m), name].storage.is_replicated)
         replicated = _replicated_modules(model, rows)
         owners = iter_param_owners(model)
-        unsharded = {id(p.parameter) for p in owners if rows[id(p.owner), p.name].storage.is_replicated}
+        unsharded = {id(p.parameter) for p in owners if rows[id(p.module), p.name].storage.is_replicated}
         named = [(name, p) for name, p in model.named_parameters() if id(p) not in unsharded]
         _unshardable.refuse_hooks(named, sharded=False)
         # A module with only replicated parameters does not become a unit.
@@ -151,13 +149,13 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         if request.precision is not None:
             all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
             precision = plan_precision(model, rows, sharded_units, request.precision, all_reduces=all_reduces)
-            for place in iter_param_owners(model):
-                key = id(place.owner), place.name
-                dtype = precision.gradient_of(place.parameter, rows[key])
+            for owner in iter_param_owners(model):
+                key = id(owner.module), owner.name
+                dtype = precision.gradient_of(owner.parameter, rows[key])
                 rows[key] = replace(rows[key], gradient_dtype=dtype)
 
     def stays_replicated(module: nn.Module, name: str) -> bool:
-        """Return whether a module's own parameter is replicated, by its present name or its name after binding."""
+        """Return whether a module's direct parameter is replicated, by its present name or its name after binding."""
         row = rows.get((id(module), name)) or rows.get((id(module), f"{name}0"))
         return row is not None and row.storage.is_replicated
 
@@ -185,7 +183,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
                 fix="leave reshard_after_forward out",
             )
         strategy = equivalent
-    words = find_units(model, request.units, DEFAULT if strategy is None else strategy)
+    strategies = find_units(model, request.units, DEFAULT if strategy is None else strategy)
     outer = check_option("outer_strategy", request.outer_strategy)
     check_option("transport", request.transport)
     if not isinstance(request.zero_copy_gradients, bool) and request.zero_copy_gradients != "auto":
@@ -197,10 +195,10 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
         )
     if meshes.ep is not None:
         # Experts cannot share a unit with parameters on other meshes. They have the strategy of the unit around them.
-        chosen = words.keys() | expert_units(model, meshes, request.experts)
+        chosen = strategies.keys() | expert_units(model, meshes, request.experts, strategies)
         names = [name for name, _ in model.named_modules() if name in chosen]
-        words = {name: words.get(name) or nearest_strategy(name, words) for name in names}
-    units = {name: STORAGE[word, outer] for name, word in words.items()}
+        strategies = {name: strategies.get(name) or nearest_strategy(name, strategies) for name in names}
+    units = {name: STORAGE[word, outer] for name, word in strategies.items()}
     if outer == "optim" and all(row.is_replicated for row in units.values()):
         raise PlacementError(
             "fully_shard: strategy='no_shard' with outer_strategy='optim'",
@@ -217,7 +215,7 @@ def plan_storage(
     *,
     one_dtype: bool = False,
     with_frozen: bool = False,
-    apart: Collection[int] = (),
+    exempt: Collection[int] = (),
 ) -> dict[Key, ParameterPlan]:
     """Return the unit and the storage of each parameter, the same on all ranks with the same model. Local operation.
 
@@ -226,10 +224,10 @@ def plan_storage(
         units: Name -> storage of each unit; ``""`` is the root.
         one_dtype: Replicate trained parameters whose dtype differs from most of their unit.
         with_frozen: With ``one_dtype``, also frozen ones.
-        apart: ``id`` of parameters to replicate in any case. Parameters without elements always are.
+        exempt: ``id`` of parameters to replicate in any case. Parameters without elements always are.
 
     Returns:
-        One plan for each place of a parameter, by ``id`` of its owner and its name there.
+        One plan for each owner of a parameter, by ``id`` of the module and the name there.
 
     Raises:
         PlacementError: A tied parameter is in several units, or replicated for some of its owners only.
@@ -238,47 +236,49 @@ def plan_storage(
     marked = {id(sub) for m in modules.values() if no_shard_mark(m) is True for sub in m.modules()}
     named = {id(modules[name]): name for name in units}
     # The innermost unit around each module; a module with several names is in several units.
-    inside: dict[str, str] = {}
+    unit_of: dict[str, str] = {}
     for name, module in modules.items():  # parents before their children
-        inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
+        unit_of[name] = named.get(id(module), unit_of[name.rpartition(".")[0]] if name else "")
     tied: dict[object, list[tuple[ParamOwner, str, Storage]]] = {}
     sharded: dict[str, list[ParamOwner]] = {}
-    for place in iter_param_owners(model):
-        if not units[inside[place.path]].is_replicated and id(place.owner) not in marked:
-            sharded.setdefault(inside[place.path], []).append(place)
-    odd = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(apart)
-    for place in iter_param_owners(model, remove_duplicate=False):
-        unit = inside[place.path]
+    for owner in iter_param_owners(model):
+        if not units[unit_of[owner.path]].is_replicated and id(owner.module) not in marked:
+            sharded.setdefault(unit_of[owner.path], []).append(owner)
+    replicated = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen) | {
+        *exempt
+    }
+    for owner in iter_param_owners(model, remove_duplicate=False):
+        unit = unit_of[owner.path]
         storage = units[unit]
-        is_exempt = id(place.owner) in marked or is_replicated(place.owner, place.name)
-        if not storage.is_replicated and (is_exempt or id(place.parameter) in odd):
+        is_exempt = id(owner.module) in marked or is_replicated(owner.module, owner.name)
+        if not storage.is_replicated and (is_exempt or id(owner.parameter) in replicated):
             storage = STORAGE[REPLICATED, storage.outer]
         # The key for tied parameters, and for experts that will be one parameter.
-        single = place.name.rstrip("0123456789")
-        is_single = single != place.name and single in single_names(place.owner)
-        tensor = (id(place.owner), single) if is_single else id(place.parameter)
-        tied.setdefault(tensor, []).append((place, unit, storage))
+        single = owner.name.rstrip("0123456789")
+        is_single = single != owner.name and single in single_names(owner.module)
+        tensor = (id(owner.module), single) if is_single else id(owner.parameter)
+        tied.setdefault(tensor, []).append((owner, unit, storage))
     rows: dict[Key, ParameterPlan] = {}
-    for places in tied.values():
-        _check_tied(places)
-        owners = tuple(place.label for place, _, _ in places)
-        for place, unit, storage in places:
-            row = ParameterPlan(place.label, place.name, unit, storage, owners)
+    for entries in tied.values():
+        _check_tied(entries)
+        owners = tuple(owner.label for owner, _, _ in entries)
+        for owner, unit, storage in entries:
+            row = ParameterPlan(owner.label, owner.name, unit, storage, owners)
             # the first name of a module with several names
-            rows.setdefault((id(place.owner), place.name), row)
+            rows.setdefault((id(owner.module), owner.name), row)
     return dict(sorted(rows.items(), key=lambda item: item[1].label))
 
 
-def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
+def _check_tied(entries: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
     """Raise PlacementError unless all owners of a tied parameter are in one unit, or all are replicated.
 
     FSDP2 would shard it once per unit: torch 2.11 trains two parameters, torch 2.13 raises in the first forward.
     """
-    whole = [place.label for place, _, storage in places if storage.is_replicated]
-    others = {place.label: unit for place, unit, storage in places if not storage.is_replicated}
-    if whole and others:
+    replicated = [owner.label for owner, _, storage in entries if storage.is_replicated]
+    others = {owner.label: unit for owner, unit, storage in entries if not storage.is_replicated}
+    if replicated and others:
         raise PlacementError(
-            f"{whole[0]} is exempt from sharding, but tied to {', '.join(others)}",
+            f"{replicated[0]} is exempt from sharding, but tied to {', '.join(others)}",
             expected="all owners of a tied parameter exempt, or none",
             why="One tensor cannot be replicated for one owner and sharded for another",
             fix="pass the parameter itself, or all of its owners, to te_fsdp.fsdp_no_shard",
@@ -297,9 +297,9 @@ def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
 def _replicated_modules(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
     """Return the names of modules with parameters, in them or in submodules, all of which are replicated."""
     around: dict[bool, set[str]] = {True: set(), False: set()}
-    for place in iter_param_owners(model, remove_duplicate=False):
-        own = around[rows[id(place.owner), place.name].storage.is_replicated]
-        own.update(("", *itertools.accumulate(place.path.split("."), "{}.{}".format)))
+    for owner in iter_param_owners(model, remove_duplicate=False):
+        prefixes = around[rows[id(owner.module), owner.name].storage.is_replicated]
+        prefixes.update(("", *itertools.accumulate(owner.path.split("."), "{}.{}".format)))
     return frozenset(around[True] - around[False])
 
 
@@ -312,18 +312,18 @@ def _with_module_rows(
     for (owner, name), row in placed.items():
         item = planned.get(owner)
         if item is not None:
-            own = item.registered(name)
+            registered_name = item.registered(name)
             # Binding renames parameters of experts to their global numbers, also for the other owners of a tied
             # parameter.
-            labels[row.label] = row.label.removesuffix(name) + own
+            labels[row.label] = row.label.removesuffix(name) + registered_name
             row = replace(
                 row,
                 label=labels[row.label],
-                name=own,
-                rule=item.rules.get(name, item.rules.get(own)),
+                name=registered_name,
+                rule=item.rules.get(name, item.rules.get(registered_name)),
                 experts=item.experts is not None
                 or (name in item.distributed and item.distributed[name].is_expert),
-                fsdp_dim=item.fsdp_dims.get(own),
+                fsdp_dim=item.fsdp_dims.get(registered_name),
             )
         rows[owner, name] = row
     return {
@@ -335,30 +335,30 @@ def _with_module_rows(
 def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[ReplicatedParameter]:
     """Return the replicated parameters, each once, in an order that is the same on all ranks. Local operation."""
     modules = {id(module): module for module in model.modules()}
-    found = {
+    by_id = {
         row.label: ReplicatedParameter(row, modules[owner])
         for (owner, _), row in rows.items()
         if row.storage.is_replicated and row.label == row.owners[0]
     }
-    return list(found.values())
+    return list(by_id.values())
 
 
 # --- requests
 
 
-def check_option(option: str, given: Any) -> str:
+def check_option(option: str, value: Any) -> str:
     """Return the value of an option of :data:`OPTIONS`; the error for other values suggests the most similar one."""
-    words = OPTIONS[option]
-    if isinstance(given, str) and given in words:
-        return given
+    options = OPTIONS[option]
+    if isinstance(value, str) and value in options:
+        return value
     elsewhere = {theirs: ours for ours, many in _OTHER_LIBRARIES[option].items() for theirs in many.split()}
-    near = suggest(given, words, elsewhere)
-    fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
+    guess = suggest(value, options, elsewhere)
+    fix = f"{option}={guess if guess is None or guess.startswith(chr(39)) else repr(guess)}"
     raise PlacementError(
         f"fully_shard: {option}",
-        expected=f"one of {words}",
-        got=repr(given),
-        fix=fix if near is not None else f"use one of these, or leave {option} out",
+        expected=f"one of {options}",
+        got=repr(value),
+        fix=fix if guess is not None else f"use one of these, or leave {option} out",
     )
 
 
@@ -382,63 +382,63 @@ def find_units(
         layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
         chosen = {name for name, module in names.items() if isinstance(module, layer)}
     else:
-        wanted = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
-        chosen = {name for want in wanted for name in _find(names, want)}
-    given: dict[str, str] = {}
+        selectors = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
+        chosen = {name for selector in selectors for name in _find(names, selector)}
+    strategies: dict[str, str] = {}
     if isinstance(strategy, Mapping):
         # Classes first, so that a name overrides the strategy of its class.
-        for want in sorted(strategy, key=lambda want: isinstance(want, str)):
-            word = check_option("strategy", strategy[want])
-            for name in _find(names, want):
-                other_name = isinstance(want, str) and not want.endswith(".*") and want != name
-                if (isinstance(want, type) or other_name) and given.get(name, word) != word:
+        for selector in sorted(strategy, key=lambda selector: isinstance(selector, str)):
+            word = check_option("strategy", strategy[selector])
+            for name in _find(names, selector):
+                other_name = isinstance(selector, str) and not selector.endswith(".*") and selector != name
+                if (isinstance(selector, type) or other_name) and strategies.get(name, word) != word:
                     raise PlacementError(
                         f"{name or 'model'}: two strategies",
                         expected="one class or name of the mapping that selects it, or equal strategies",
-                        got=f"{given[name]} and {word}",
+                        got=f"{strategies[name]} and {word}",
                         fix="add the module's name to the mapping",
                     )
-                for own in _with_forward(names, name):
-                    given[own] = word
-        chosen |= given.keys()
+                for unit in _with_forward(names, name):
+                    strategies[unit] = word
+        chosen |= strategies.keys()
     else:
-        given[""] = check_option("strategy", strategy)
+        strategies[""] = check_option("strategy", strategy)
     # In the order of the model, outer units before inner ones, each module under its first name.
     inner = [name for name, _ in model.named_modules() if name in chosen and name]
-    return {name: nearest_strategy(name, given) for name in ["", *inner]}
+    return {name: nearest_strategy(name, strategies) for name in ["", *inner]}
 
 
-def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
+def _find(names: dict[str, nn.Module], selector: type | str) -> list[str]:
     """Return the names of the modules that a class, a name or a name with ``.*`` selects, each module once."""
     first: dict[int, str] = {}
     for name, module in names.items():
         first.setdefault(id(module), name)
-    if isinstance(want, type):
-        found = [n for n, m in names.items() if isinstance(m, want)]
-    elif not isinstance(want, str):
+    if isinstance(selector, type):
+        matches = [n for n, m in names.items() if isinstance(m, selector)]
+    elif not isinstance(selector, str):
         raise PlacementError(
-            f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
+            f"fully_shard: a {type(selector).__name__} as a unit or as a key of strategy",
             expected="a class, or a name in the tree",
             fix="use names of model.named_modules()",
         )
-    elif want.endswith(".*"):
-        prefix = want[:-1]
-        found = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]
+    elif selector.endswith(".*"):
+        prefix = selector[:-1]
+        matches = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]
     else:
-        found = [want] if want in names else []
-    if not found:
-        near = None if isinstance(want, type) or want.endswith(".*") else suggest(want, names)
+        matches = [selector] if selector in names else []
+    if not matches:
+        guess = None if isinstance(selector, type) or selector.endswith(".*") else suggest(selector, names)
         kinds = {type(module).__name__ for module in names.values()}
         raise PlacementError(
-            f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
+            f"fully_shard: unit {selector if isinstance(selector, str) else selector.__name__!r} matches no module",
             expected=f"a class or one of the names {shorten([n for n in names if n], 8)}",
-            fix=f"pass the class {want} itself, not its name"
-            if want in kinds
-            else f"write {near!r}, if you mean that module"
-            if near
+            fix=f"pass the class {selector} itself, not its name"
+            if selector in kinds
+            else f"write {guess!r}, if you mean that module"
+            if guess
             else "use names of model.named_modules()",
         )
-    return list(dict.fromkeys(first[id(names[name])] for name in found))
+    return list(dict.fromkeys(first[id(names[name])] for name in matches))
 
 
 def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
@@ -446,15 +446,15 @@ def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
     if not name or not _unshardable.is_container(names[name]):
         return [name]
     return [
-        own for child, _ in names[name].named_children() for own in _with_forward(names, f"{name}.{child}")
+        unit for child, _ in names[name].named_children() for unit in _with_forward(names, f"{name}.{child}")
     ]
 
 
-def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
+def nearest_strategy(name: str, strategies: Mapping[str, str]) -> str:
     """Return the strategy of the innermost module around ``name`` that has one."""
-    while name not in given and name:
+    while name not in strategies and name:
         name = name.rpartition(".")[0]
-    return given.get(name, DEFAULT)
+    return strategies.get(name, DEFAULT)
 
 
 # --- errors
@@ -469,15 +469,15 @@ def _check_policies(request: ShardRequest) -> None:
             why="Each of them sets the dtypes of compute and reduction",
             fix="leave mp_policy out",
         )
-    for word, given, kind in (
+    for word, value, kind in (
         ("precision", request.precision, MixedPrecisionPolicy),
         ("mp_policy", request.mp_policy, Fsdp2Policy),
     ):
-        if given is not None and not isinstance(given, kind):
+        if value is not None and not isinstance(value, kind):
             raise PrecisionError(
                 f"fully_shard: {word}",
                 expected=f"a {kind.__module__.split('.')[0]} MixedPrecisionPolicy",
-                got=f"{type(given).__module__}.{type(given).__name__}",
+                got=f"{type(value).__module__}.{type(value).__name__}",
                 fix="pass precision=te_fsdp.MixedPrecisionPolicy(...), or "
                 "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
             )

@@ -124,13 +124,13 @@ class PrecisionPlan:
         """Return a parameter's gradient dtype before :meth:`widen`; ``None`` if it is the parameter's own dtype."""
         if not _trained(parameter):
             return None
-        whole, policy = plan.storage.is_replicated, self.policy
-        own = parameter.dtype if whole else policy.main_params_dtype or parameter.dtype
-        dtype = policy.main_grads_dtype if whole else self.accumulation_dtype(plan.unit)
-        return None if dtype == own else dtype
+        replicated, policy = plan.storage.is_replicated, self.policy
+        default = parameter.dtype if replicated else policy.main_params_dtype or parameter.dtype
+        dtype = policy.main_grads_dtype if replicated else self.accumulation_dtype(plan.unit)
+        return None if dtype == default else dtype
 
     def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
-        """Return FSDP2's own policy for a unit. Local operation."""
+        """Return FSDP2's policy for a unit. Local operation."""
         policy = self.policy
         return Fsdp2Policy(
             param_dtype=self.compute[unit],
@@ -186,10 +186,10 @@ def plan_precision(
         if not row.storage.is_replicated and label == row.owners[0] and parameter.is_floating_point():
             members[row.unit].append((label, parameter, _te.weight_quantizer(module, name) is not None))
     compute: dict[str, torch.dtype | None] = {}
-    for unit, own in reversed(members.items()):
-        labels = {parameter.dtype: label for label, parameter, _ in own}
+    for unit, params in reversed(members.items()):
+        labels = {parameter.dtype: label for label, parameter, _ in params}
         if policy.param_dtype is not None:
-            compute[unit] = policy.param_dtype if own else None
+            compute[unit] = policy.param_dtype if params else None
         elif len(labels) > 1:
             raise PrecisionError(
                 f"{unit or 'model'}: parameters of several dtypes in one unit",
@@ -200,7 +200,7 @@ def plan_precision(
             )
         else:
             compute[unit] = next(iter(labels), None)
-        for label, parameter, quantized in own:
+        for label, parameter, quantized in params:
             if parameter.requires_grad:
                 _check_main_params_dtype(label, parameter, quantized, policy.main_params_dtype)
     return PrecisionPlan(policy, compute, all_reduces)

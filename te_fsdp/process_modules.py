@@ -11,7 +11,7 @@ from torch import nn
 def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
     """Yield every module of this process that has one of the parameters, and its name there.
 
-    Parameters do not know their owners. Local operation, for setup and errors only. Parameters are given by ``id``;
+    Parameters have no reference to their owners. Local operation, for setup and errors only. ``parameters`` are ids;
     ids removed from the collection during the iteration are not searched further.
     """
     for module in modules_of_process():

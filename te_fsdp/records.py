@@ -3,11 +3,11 @@
 Binding, sharding, initialization, casts and loading replace the object of a parameter. The attributes of the old
 object are copied to the new one, its successor (:func:`copy_param_attrs`):
 
-    ``_te_fsdp``          te_fsdp's own record, :class:`ParameterRecord`; each successor gets its own copy
+    ``_te_fsdp``          te_fsdp's record, a :class:`ParameterRecord`; each replacement gets a copy
     other attributes      the user's and TE's; attributes that the successor already has are unchanged
 
 A sharded parameter and the unsharded parameter that FSDP2 installs in its place share one record. Optimizers, and
-torch's hooks around their steps, get only parameters: the record contains what they need to know about the model.
+torch's hooks around their steps, get only parameters: the record contains the data about the model that they need.
 
 ``set_device_mesh`` adds a :class:`ModuleBinding` to each module: its meshes, its rules and the attributes of its
 parameters. :mod:`te_fsdp.shard_info` derives the global indices of a parameter's local shard from both records.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 PARAMETER = "_te_fsdp"
 #: Attribute of the local tensor of a quantized weight: its :class:`WeightRecord`.
 WEIGHT = "_te_fsdp_weight"
-_OWN = _torch.OWN_ATTRIBUTES | {WEIGHT}
+_NOT_COPIED = _torch.DTENSOR_ATTRIBUTES | {WEIGHT}
 #: Cause in :attr:`ParameterRecord.replaced_by` of a copy.
 COPIED = "copy.deepcopy"
 
@@ -57,7 +57,7 @@ class ParameterPlan:
     name: str  #: Last part of the FQN
     unit: str  #: Name of the innermost unit that contains it
     storage: Storage  #: How it is stored and sharded
-    #: FQNs of all places where this parameter is registered, the first place first: several for a tied parameter.
+    #: FQNs under which this parameter is registered, in module order: several for a tied parameter.
     owners: tuple[str, ...]
     rule: ParameterRule | None = None  #: How tp shards it; ``None`` if it does not
     experts: bool = False  #: Whether it is distributed over ``ep``
@@ -182,12 +182,12 @@ def share_record(parameter: torch.Tensor, unsharded: torch.Tensor) -> None:
 
 def param_attrs_to_copy(parameter: torch.Tensor) -> dict[str, Any]:
     """Return the Python attributes that a successor gets, without the private ones of a tensor subclass."""
-    own = _OWN
+    excluded = _NOT_COPIED
     if not isinstance(parameter, DTensor) and type(parameter) is not torch.nn.Parameter:
-        own = own.union(
+        excluded = excluded.union(
             parameter.detach().__dict__, _te.DATA_ATTRIBUTES
         )  # of quantized and of grouped tensors
-    return {key: value for key, value in parameter.__dict__.items() if key not in own}
+    return {key: value for key, value in parameter.__dict__.items() if key not in excluded}
 
 
 def copy_param_attrs(
@@ -197,11 +197,11 @@ def copy_param_attrs(
 
     ``old`` is the parameter, or the result of :func:`param_attrs_to_copy` for it before it was changed.
     """
-    have = new.__dict__
+    attrs = new.__dict__
     for key, value in (old if isinstance(old, dict) else param_attrs_to_copy(old)).items():
-        if key not in have and key not in leave_out:
+        if key not in attrs and key not in leave_out:
             # A different model or an optimizer may still use the old object.
-            have[key] = (
+            attrs[key] = (
                 dataclasses.replace(value, replaced_by=None) if isinstance(value, ParameterRecord) else value
             )
 
@@ -240,55 +240,55 @@ def replace_local_tensor(
 
 
 class ParamOwner(NamedTuple):
-    """A place where a parameter is registered."""
+    """A module that owns a parameter, and the name under which it is registered there."""
 
     label: str  #: FQN, from the root
-    owner: nn.Module  #: The module with the parameter
+    module: nn.Module  #: The module that owns the parameter
     name: str  #: Name in that module
     parameter: nn.Parameter  #: The parameter
 
     @property
     def path(self) -> str:
-        """Return the FQN of the owner."""
+        """Return the FQN of the module."""
         return self.label.removesuffix(self.name).removesuffix(".")
 
 
 def iter_param_owners(
     model: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
 ) -> Iterator[ParamOwner]:
-    """Yield every place where a parameter is registered. Local operation.
+    """Yield the owners of each parameter, several for a tied one. Local operation.
 
-    A tied parameter is yielded once per place. Owners' parameters may be replaced during the iteration. With
-    ``remove_duplicate=False`` a module with several names is visited once per name.
+    Parameters may be replaced during the iteration. With ``remove_duplicate=False`` a module with several names is
+    visited once per name.
     """
-    for path, owner in model.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
+    for path, module in model.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
         # A copy, because callers replace parameters while they iterate.
-        for name, parameter in list(owner._parameters.items()):
+        for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                yield ParamOwner(f"{path}.{name}" if path else name, owner, name, parameter)
+                yield ParamOwner(f"{path}.{name}" if path else name, module, name, parameter)
 
 
 def first_owners(model: nn.Module) -> dict[int, ParamOwner]:
-    """Map the ``id`` of each parameter to its first place. A tied parameter occurs once. Local operation."""
-    places: dict[int, ParamOwner] = {}
-    for place in iter_param_owners(model):
-        places.setdefault(id(place.parameter), place)
-    return places
+    """Map the ``id`` of each parameter to its first owner. A tied parameter occurs once. Local operation."""
+    owners: dict[int, ParamOwner] = {}
+    for owner in iter_param_owners(model):
+        owners.setdefault(id(owner.parameter), owner)
+    return owners
 
 
-def require_model(given: object, where: str) -> None:
+def require_model(value: object, where: str) -> None:
     """Raise ``PlacementError`` unless an argument is a module. Most often two arguments were exchanged."""
     fix = "pass the model itself, as one module"
-    require_kind(where, "model", given, torch.nn.Module, expected="a torch.nn.Module", fix=fix)
+    require_kind(where, "model", value, torch.nn.Module, expected="a torch.nn.Module", fix=fix)
 
 
-def require_optimizer(given: object, where: str) -> None:
+def require_optimizer(value: object, where: str) -> None:
     """Raise ``PlacementError`` unless an argument is an optimizer with the protocol of ``torch.optim``."""
-    if not isinstance(getattr(given, "param_groups", None), list):
+    if not isinstance(getattr(value, "param_groups", None), list):
         raise PlacementError(
             f"{where}: optimizer",
             expected="a torch.optim.Optimizer",
-            got=type(given).__name__,
+            got=type(value).__name__,
             fix="pass the optimizer itself, not a list, a state dict or a scheduler",
         )
 
@@ -303,7 +303,7 @@ MODULE = "_te_fsdp_module"
 class ModuleRecord:
     """Data of te_fsdp about a module, bound or not."""
 
-    #: By ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or the names of own ones.
+    #: By ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or the names of direct ones.
     no_shard: bool | frozenset[str] = frozenset()
     sharded: Any = None  #: The ``ShardedModel``, if it is the root of one
     #: Checks that watch it, if ``set_device_mesh`` was called on it.
@@ -394,8 +394,8 @@ class ModuleBinding:
     name: str  #: Name of the module in the tree of the ``set_device_mesh`` call, for messages
     tp_mesh: DeviceMesh | None  #: 1-D tensor-parallel mesh, or ``None``
     weight_mesh: DeviceMesh | None  #: 1-D mesh of the ranks that shard one weight, or ``None``
-    rules: dict[str, ParameterRule]  #: Rule of each own parameter
-    #: Python attributes of each own parameter (TE's and the user's), copied to every object that replaces the
+    rules: dict[str, ParameterRule]  #: Rule of each direct parameter
+    #: Python attributes of each direct parameter (TE's and the user's), copied to every object that replaces the
     #: parameter.
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: The experts of an expert module. Its parameters are registered under their global indices.
@@ -425,11 +425,11 @@ class ModuleBinding:
         return self.amax.named[1]
 
     def label(self, parameter: str) -> str:
-        """Return the FQN of an own parameter, for messages."""
+        """Return the FQN of a direct parameter, for messages."""
         return f"{self.name}.{parameter}" if self.name else parameter
 
     def unsharded_mesh(self, name: str) -> DeviceMesh | None:
-        """Return the mesh of an own parameter without FSDP2's sharding; ``None`` for an ordinary tensor."""
+        """Return the mesh of a direct parameter without FSDP2's sharding; ``None`` for an ordinary tensor."""
         if name in self.distributed:
             return self.distributed[name].mesh
         grouped = name in self.rules and self.rules[name].layout.is_grouped
@@ -474,7 +474,7 @@ def name_of(module: nn.Module) -> str:
 
 
 def is_replicated(module: Any, name: str) -> bool:
-    """Return whether a module's own parameter is, or will be, replicated over data parallel. Local operation."""
+    """Return whether a module's direct parameter is, or will be, replicated over data parallel. Local operation."""
     mark = no_shard_mark(module)
     if mark is True or (mark and name in mark):
         return True

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp.collectives.async_work import Pending, current_stream
-from te_fsdp.collectives.groups import own_group
+from te_fsdp.collectives.groups import separate_group
 from te_fsdp.collectives.redistribute import PackedLayout, redistribute
 from te_fsdp.errors import OrderError, message
 from te_fsdp.process_modules import registered_at
@@ -44,7 +44,7 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     They are never all-gathered. FSDP2 ignores them, and adds no hooks to modules without other parameters.
     Tensor parallelism still shards them. Their gradients are all-reduced over data parallel at the end of each
     backward, with one all-reduce per dtype. Parameters without ``requires_grad`` cause no communication. Ranks must
-    hold equal values, which :func:`te_fsdp.fully_shard` checks.
+    have equal values, which :func:`te_fsdp.fully_shard` checks.
 
     Call it before :func:`te_fsdp.fully_shard`, with the same arguments on all ranks. Local operation. The mark is
     stored in the modules that own the parameters, and survives deep copies, initialization from meta and loading. The
@@ -62,11 +62,11 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     items = [several] if is_one else list(several)
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
-            wanted, fix = (
+            expected, fix = (
                 "a module, a parameter or several",
                 "pass modules and parameters of the model, not names",
             )
-            text = message("fsdp_no_shard: what", expected=wanted, got=type(item).__name__, fix=fix)
+            text = message("fsdp_no_shard: what", expected=expected, got=type(item).__name__, fix=fix)
             raise TypeError(text)
     modules = [item for item in items if isinstance(item, nn.Module)]
     parameters = [item for item in items if not isinstance(item, nn.Module)]
@@ -97,7 +97,7 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
 class ReplicatedParameter:
     """A parameter that is replicated over data parallel, by its owner, as initialization replaces the parameter."""
 
-    plan: ParameterPlan  #: Decisions about it; for a tied parameter, those of its first place
+    plan: ParameterPlan  #: Decisions about it; for a tied parameter, those of its first owner
     module: nn.Module  #: The owner
 
     @property
@@ -133,7 +133,9 @@ class ReductionGroup:
             return cls(None, divisor)
         if len(axes) > 1:
             return cls(_torch.flatten_mesh(mesh, name).get_group(), divisor)
-        return cls(mesh[axes[0]].get_group() if root is None else own_group(root, axes[0], name), divisor)
+        return cls(
+            mesh[axes[0]].get_group() if root is None else separate_group(root, axes[0], name), divisor
+        )
 
 
 @dataclass(eq=False)
@@ -209,7 +211,7 @@ class Bucket:
         """Start to all-reduce the bucket. Flags say which gradients each rank has, because ranks can differ in that.
 
         Collective over data parallel (once), and over tp if it has partial gradients (once, and the current stream
-        waits for it). Gradients from ``take`` are freed after they are copied to the bucket, unless the caller holds
+        waits for it). Gradients from ``take`` are freed after they are copied to the bucket, unless the caller keeps
         them; without ``take``, all are NaN. Waiting for the result is collective (an all-gather over data parallel)
         only for fp32 sums with a different communication dtype.
         """
@@ -240,11 +242,11 @@ class Bucket:
         averaged = ranks.group.size() if ranks.group is not None and ranks.divisor != 1 else 1
         # Reading the flags of other ranks synchronizes the device. So read them only if this rank has no gradient for
         # some member. NaN counts as set.
-        seen = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
+        has_gradients = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
         if averaged != ranks.divisor:
             flat.mul_(averaged / ranks.divisor)
-        pieces = zip(self.members, self.buffer.views(flat), seen, strict=True)
-        return [(slot, piece.view(shape)) for (slot, shape), piece, given in pieces if given]
+        reduced = zip(self.members, self.buffer.views(flat), has_gradients, strict=True)
+        return [(slot, piece.view(shape)) for (slot, shape), piece, has_gradient in reduced if has_gradient]
 
 
 @dataclass(eq=False)

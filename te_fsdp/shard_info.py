@@ -45,19 +45,19 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
     has_ep = binding is not None and binding.ep.experts_mesh is not None and rule.layout.is_grouped
     original = tuple(parameter.shape)
     if binding is not None and name in binding.distributed and isinstance(parameter, DTensor):
-        own = binding.distributed[name]
+        placed = binding.distributed[name]
         mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
-        first = mesh.ndim - own.mesh.ndim
-        found: dict[int, tuple[int, int, int]] = {}
+        first = mesh.ndim - placed.mesh.ndim
+        by_axis: dict[int, tuple[int, int, int]] = {}
         # tp and ep have sharded the tensor first, FSDP2 shards their parts, although its axes are in front.
         for axis in (*range(first, mesh.ndim), *range(first)):
             dim = _torch.shard_dim_of(parameter.placements[axis])
             if dim is not None:
-                found[axis] = dim, mesh.size(axis), coordinate[axis]
-        fsdp = next((cut for axis, cut in found.items() if axis < first), (0, 1, 0))
-        tp = found.get(mesh.ndim - 1, (0, 1, 0)) if own.tp_dim is not None else (0, 1, 0)
-        ep = found.get(first, (0, 1, 0)) if own.is_expert else (0, 1, 0)
-        at, cuts = Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2]), list(found.values())
+                by_axis[axis] = dim, mesh.size(axis), coordinate[axis]
+        fsdp = next((cut for axis, cut in by_axis.items() if axis < first), (0, 1, 0))
+        tp = by_axis.get(mesh.ndim - 1, (0, 1, 0)) if placed.tp_dim is not None else (0, 1, 0)
+        ep = by_axis.get(first, (0, 1, 0)) if placed.is_expert else (0, 1, 0)
+        at, cuts = Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2]), list(by_axis.values())
         local_shape, boxes = chunk_boxes(original, cuts)
     else:
         at = (
@@ -66,12 +66,12 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
             else Coordinates()
         )
         local_shape, boxes = shard_boxes(original, rule, at, name=label)
-    have = tuple(_torch.local_of(parameter).shape)
-    if have != local_shape:
+    got_shape = tuple(_torch.local_of(parameter).shape)
+    if got_shape != local_shape:
         raise PlacementError(
             f"{label}: local shape",
             expected=f"{local_shape} of {original} at {at}",
-            got=have,
+            got=got_shape,
             fix="do not replace local tensors by hand; bind and shard the model again",
         )
     return ShardInfo(rule, at, original, local_shape, tuple(boxes))

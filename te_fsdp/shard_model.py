@@ -71,12 +71,12 @@ def fully_shard(
         PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
         InitError, CollectiveError: Values that must be equal on several ranks differ; some ranks did not make the call.
     """
-    given = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
+    options = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
     require_flags("fully_shard", average_gradients=average_gradients)
     points = requested_checks("fully_shard", checks, check_inputs)
     meshes, call = require_meshes(model, meshes), points.call("fully_shard")
     with collective_call(call, meshes.device_mesh), wgrad_fusion_disabled(model) as fused:
-        request = ShardRequest(*given, experts, average_gradients, transport, zero_copy_gradients)
+        request = ShardRequest(*options, experts, average_gradients, transport, zero_copy_gradients)
         plan = plan_sharding(model, meshes, request)
         refuse_fused(fused, plan)
         # Before the first parameter is replaced: a model that is sharded in part could not be used again.

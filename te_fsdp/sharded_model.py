@@ -172,8 +172,8 @@ class ShardedModel:
             # The names are those of sharded parameters, and an unsharded unit has its unsharded parameters registered.
             record_unsharded_params(unit)
         names = self.names()
-        found = {(key := id(_fsdp2.sharded_param_of(record))): names[key] for record in records}
-        return found | {key: name for key, name in names.items() if name in waiting}
+        managed = {(key := id(_fsdp2.sharded_param_of(record))): names[key] for record in records}
+        return managed | {key: name for key, name in names.items() if name in waiting}
 
     def roots(self) -> list[nn.Module]:
         """Return FSDP2's root units: one after the first forward, or several if the model itself is not a unit."""

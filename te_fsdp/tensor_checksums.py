@@ -18,8 +18,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_constant(tensor: torch.Tensor) -> torch.Tensor:
     """Return whether all values of a tensor are equal, as a bool tensor on its device."""
-    words = bits_of(_flat(tensor))
-    return (words == words[:1]).all()
+    integers = bits_of(_flat(tensor))
+    return (integers == integers[:1]).all()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,13 +26,13 @@ class TensorVersion(NamedTuple):
 
     @staticmethod
     def are_same(
-        seen: Sequence[TensorVersion | None], gradients: Sequence[torch.Tensor | None]
+        versions: Sequence[TensorVersion | None], gradients: Sequence[torch.Tensor | None]
     ) -> list[bool]:
         """Return for each gradient whether it is the one that was seen, unchanged (``None``: still missing). Local."""
-        together = zip(seen, gradients, _torch.versions_of(gradients), strict=True)
+        together = zip(versions, gradients, _torch.versions_of(gradients), strict=True)
         return [
-            gradient is None if one is None else one.gradient() is gradient and one.version == version
-            for one, gradient, version in together
+            gradient is None if seen is None else seen.gradient() is gradient and seen.version == version
+            for seen, gradient, version in together
         ]
 
 

@@ -33,10 +33,10 @@ def sum_at_once(group: Any) -> None:
 def _sum(group: Any) -> None:
     """Sum the partial gradients of a group. Collective over tp: one all-reduce per dtype."""
     records = _fsdp2_gradients.replicated_records(group)
-    found: dict[tuple[int, torch.dtype], list[tuple[Any, DTensor]]] = {}
+    groups: dict[tuple[int, torch.dtype], list[tuple[Any, DTensor]]] = {}
     for managed, gradient in _fsdp2_gradients.partial_gradients(records, _SUM) if records else ():
-        found.setdefault((id(_torch.spec_of(gradient).mesh), gradient.dtype), []).append((managed, gradient))
-    for waiting in found.values():
+        groups.setdefault((id(_torch.spec_of(gradient).mesh), gradient.dtype), []).append((managed, gradient))
+    for waiting in groups.values():
         mesh = _torch.spec_of(waiting[0][1]).mesh
         parts = [_torch.local_of_dtensor(gradient) for _, gradient in waiting]
         flat = (

@@ -129,25 +129,25 @@ class UnitReduceScatter(_torch.ReduceScatter):
         # The id of the backward, because after an error an input may have had no output.
         if self._input == (backward, numel * shards):
             self._input = None
-            seen, self._buffer = self._buffer, None
-            if seen is not None:  # FSDP2 has filled it
-                for part in seen.sent if isinstance(seen, _torch_transport.ZeroCopyInput) else [seen]:
+            filled, self._buffer = self._buffer, None
+            if filled is not None:  # FSDP2 has filled it
+                for part in filled.sent if isinstance(filled, _torch_transport.ZeroCopyInput) else [filled]:
                     self.expose(part)
-            given = self.comm.wire(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
+            wire = self.comm.wire(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
-            given = input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
+            wire = input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
             (group,) = fsdp2_units.fsdp_parameter_groups(unit)
-            one_by_one = self.comm.fp32_sum and given != torch.float32  # all-to-alls, which are not coalesced
-            buffer = _torch_transport.zero_copy_input_of(group, numel, given, packs_small=one_by_one)
+            one_by_one = self.comm.fp32_sum and wire != torch.float32  # all-to-alls, which are not coalesced
+            buffer = _torch_transport.zero_copy_input_of(group, numel, wire, packs_small=one_by_one)
         if buffer is None:
-            buffer = torch.empty(*size, dtype=given, device=device)
+            buffer = torch.empty(*size, dtype=wire, device=device)
         if self._input is not None and self.comm.observer is not None:
             self._buffer = buffer
         return buffer
 
     def expose(self, gradient: torch.Tensor) -> None:
-        """Pass a gradient to ``observer`` that is not reduced because one rank holds all of it. Local operation."""
+        """Pass a gradient to ``observer`` that is not reduced because one rank has all of it. Local operation."""
         if self.comm.observer is not None:
             self.comm.observer(self.name, gradient)
 

@@ -26,8 +26,8 @@ def check_numbers(data: bytes) -> None:
 # defaults. Readers here accept both forms for the enums in their tables, and refuse ``getattr`` of anything else.
 def get_member_of_class(enum: Any, name: Any) -> Enum:
     """Replace ``builtins.getattr`` in pickles that name enums themselves: return a member, and nothing else."""
-    known = isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str)
-    if not known or name not in enum.__members__:
+    is_enum = isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str)
+    if not is_enum or name not in enum.__members__:
         raise pickle.UnpicklingError(f"getattr of {name!r}, which is not a member of an enum")
     return enum.__members__[name]
 
@@ -39,10 +39,10 @@ class TableUnpickler(pickle.Unpickler):
     other names, for attributes that the pickle sets of classes, and from :func:`check_numbers`.
     """
 
-    def __init__(self, data: bytes, known: Mapping[str, Any], what: str) -> None:
+    def __init__(self, data: bytes, allowed: Mapping[str, Any], what: str) -> None:
         check_numbers(data)
         super().__init__(io.BytesIO(data))
-        self.known, self.what = known, what
+        self.allowed, self.what = allowed, what
         self.named: dict[type, dict[str, Any]] = {}  #: Attributes of the named classes
 
     def find_class(self, module: str, name: str) -> Any:
@@ -50,30 +50,30 @@ class TableUnpickler(pickle.Unpickler):
         full = f"{module}.{name}".replace("__builtin__.", "builtins.")
         if full == "builtins.getattr":
             return partial(get_member_of_class)
-        if full in self.known:
-            found = self.known[full]
-            found = super().find_class(module, name) if found is None else found
-        elif module != "torch" or not isinstance(found := getattr(torch, name, None), torch.dtype):
+        if full in self.allowed:
+            entry = self.allowed[full]
+            entry = super().find_class(module, name) if entry is None else entry
+        elif module != "torch" or not isinstance(entry := getattr(torch, name, None), torch.dtype):
             raise pickle.UnpicklingError(f"{full} has no place in {self.what}")
-        if isinstance(found, type):
-            self.named.setdefault(found, dict(vars(found)))
-        elif isinstance(found, FunctionType):
-            found = partial(found)  # attributes are set on this one, then
-        return found
+        if isinstance(entry, type):
+            self.named.setdefault(entry, dict(vars(entry)))
+        elif isinstance(entry, FunctionType):
+            entry = partial(entry)  # attributes are set on this one, then
+        return entry
 
     def load(self) -> Any:
         """Return the object of the pickle."""
         changed, nothing = [], object()
         try:
-            found = super().load()
+            result = super().load()
         finally:  # a pickle may set attributes of the classes that it names: that is undone
-            for one, before in self.named.items():
-                for name in [n for n, value in vars(one).items() if before.get(n, nothing) is not value]:
-                    changed.append(f"{one.__name__}.{name}")
+            for cls, before in self.named.items():
+                for name in [n for n, value in vars(cls).items() if before.get(n, nothing) is not value]:
+                    changed.append(f"{cls.__name__}.{name}")
                     if name in before:
-                        setattr(one, name, before[name])
+                        setattr(cls, name, before[name])
                     else:
-                        delattr(one, name)
+                        delattr(cls, name)
         if changed:
             raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which {self.what} never does")
-        return found
+        return result

@@ -39,7 +39,7 @@ def check_order(model: nn.Module) -> None:
                 f"{name or 'model'}: fully_shard of a {type(module).__name__}",
                 expected="the model that it was made of",
                 got="a wrapper that reduces gradients, or cuts parameters, itself",
-                fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps whole weights on each rank",
+                fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps unsharded weights on each rank",
             )
         if fsdp2_units.is_fsdp_module(module):
             raise OrderError(
@@ -69,10 +69,10 @@ def check_order(model: nn.Module) -> None:
             )
 
 
-def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int] = ()) -> None:
+def check_accepted(model: nn.Module, units: Iterable[str], replicated: Collection[int] = ()) -> None:
     """Check for parameters that FSDP2 would refuse after it has sharded some units.
 
-    ``kept``: ids of unsharded parameters.
+    ``replicated``: ids of unsharded parameters.
     """
     for name in units:
         module = model.get_submodule(name)
@@ -88,7 +88,7 @@ def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int]
             )
     for name, parameter in model.named_parameters():
         # FSDP2 raises for a scalar when it reaches the unit, and has sharded other units by then.
-        if parameter.ndim == 0 and id(parameter) not in kept:
+        if parameter.ndim == 0 and id(parameter) not in replicated:
             raise PlacementError(
                 f"{name}: fully_shard of a scalar parameter",
                 expected="at least one dim to cut",
@@ -126,7 +126,7 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
         )
 
 
-#: Most elements of one unit that are replicated on their own.
+#: Limit of elements of a unit that are replicated because FSDP2 cannot shard them with the others.
 MOST = 1 << 20
 
 
@@ -134,7 +134,7 @@ def refuse_quantized_ops(model: nn.Module, stays_replicated: Callable[[nn.Module
     """Raise ``PlacementError`` for quantized weights of ``te.ops`` modules that would be sharded. Local operation."""
     for name, module in model.named_modules():
         if _te.kind_of(module) == "unknown" and _te_modules.holds_quantized(module):
-            if all(stays_replicated(module, own) for own, p in module._parameters.items() if p is not None):
+            if all(stays_replicated(module, attr) for attr, p in module._parameters.items() if p is not None):
                 continue
             raise PlacementError(
                 f"{name or type(module).__name__}: a quantized weight of te.ops.{type(module).__name__}",
@@ -173,27 +173,27 @@ def find_unshardable(
     With ``one_dtype`` the trained parameters of a unit must have one dtype, ``with_frozen`` the frozen ones too. Raises
     PlacementError if parameters of another dtype than the rest of their unit are too large to replicate.
     """
-    odd: set[int] = set()
-    for unit, places in units.items():
-        odd.update(id(place.parameter) for place in places if not place.parameter.numel())
+    unshardable: set[int] = set()
+    for unit, owners in units.items():
+        unshardable.update(id(owner.parameter) for owner in owners if not owner.parameter.numel())
         if one_dtype:
             trained: dict[torch.dtype, dict[int, ParamOwner]] = {}
-            for place in places:
-                parameter = place.parameter
+            for owner in owners:
+                parameter = owner.parameter
                 counts = parameter.requires_grad or (with_frozen and parameter.is_floating_point())
-                if counts and parameter.numel() and not is_replicated(place.owner, place.name):
-                    trained.setdefault(parameter.dtype, {})[id(parameter)] = place
+                if counts and parameter.numel() and not is_replicated(owner.module, owner.name):
+                    trained.setdefault(parameter.dtype, {})[id(parameter)] = owner
             if len(trained) < 2:
                 continue
-            sizes = {dtype: sum(p.parameter.numel() for p in own.values()) for dtype, own in trained.items()}
+            sizes = {dtype: sum(p.parameter.numel() for p in ps.values()) for dtype, ps in trained.items()}
             # The name decides between equal sizes, so that all ranks choose the same dtype.
             main = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
-            others = [place for dtype, own in trained.items() if dtype != main for place in own.values()]
+            others = [owner for dtype, ps in trained.items() if dtype != main for owner in ps.values()]
             elements = sum(sizes.values()) - sizes[main]
             if elements > MOST:
-                found = [f"{place.label} ({place.parameter.dtype})" for place in others]
+                labels = [f"{owner.label} ({owner.parameter.dtype})" for owner in others]
                 raise PlacementError(
-                    f"{shorten(found, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
+                    f"{shorten(labels, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
                     expected=f"{main}, the dtype of most of the unit (up to {MOST:,} elements of other "
                     "dtypes are replicated)",
                     got=f"{elements:,} elements of other dtypes",
@@ -201,7 +201,7 @@ def find_unshardable(
                     fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
                     "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",
                 )
-            odd |= {id(place.parameter) for place in others}
-    # Tied parameters of several units are an error of their own.
-    homes = Counter(key for places in units.values() for key in {id(place.parameter) for place in places})
-    return {key for key in odd if homes[key] == 1}
+            unshardable |= {id(owner.parameter) for owner in others}
+    # Tied parameters of several units raise in `_check_tied`.
+    units_of = Counter(key for owners in units.values() for key in {id(owner.parameter) for owner in owners})
+    return {key for key in unshardable if units_of[key] == 1}

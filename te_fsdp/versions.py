@@ -33,8 +33,8 @@ TRANSFORMER_ENGINE = Tested((2, 18), (2, 20))
 
 def release_of(version: str) -> tuple[int, int]:
     """Return (2, 11) for ``2.11.0a0+git`` (as in NVIDIA's containers). (0, 0) if the version has no number."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def untested(torch_version: str, te_version: str) -> list[str]:

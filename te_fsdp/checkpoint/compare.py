@@ -40,10 +40,10 @@ from te_fsdp.modules.semantics import (
     distinguishing_settings,
     format_differences,
     from_json,
-    own_differences,
-    own_settings,
     semantics_of,
     to_json,
+    user_differences,
+    user_settings,
 )
 from te_fsdp.upstream import te as _te, te_modules as _te_modules
 
@@ -157,7 +157,7 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     known = from_json(recorded) if recorded else {}
     # Attributes of a user's module may have a value for each rank. The saved ones are rank 0's.
     if recorded and rank() == 0:
-        seen += own_differences(from_json(recorded, own=True), own_settings(model))
+        seen += user_differences(from_json(recorded, user_defined=True), user_settings(model))
     if known:
         # A difference of a module whose tensors one side lacks is reported with these tensors.
         alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
@@ -359,7 +359,7 @@ def join(
     recorded = [part["semantics"] for part in fields]
     modules = _union([from_json(part) for part in recorded], "settings of modules")
     for part in reversed(recorded):  # a user's modules may differ, as a stage's number: the first one tells
-        modules |= from_json(part, own=True)
+        modules |= from_json(part, user_defined=True)
     recipes = dict.fromkeys(recipe for part in recorded for recipe in part["recipes"])
     joined["semantics"] = {"recipes": list(recipes), **to_json(modules)}
     joined["optimizer"] = _join_optimizers([part["optimizer"] for part in fields])

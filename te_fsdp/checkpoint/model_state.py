@@ -34,7 +34,7 @@ from te_fsdp.checkpoint.tensor_entries import (
 from te_fsdp.collectives.agreement import maximum, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
-from te_fsdp.modules.extra_state import own_experts
+from te_fsdp.modules.extra_state import local_experts
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.quantized.components import components_of, describe_format, needed_components
 from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
@@ -245,7 +245,7 @@ def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
 def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
     """Return the place of a module's parameter in a grouped tensor; ``None`` for a separate tensor."""
     index = expert_index(name)  # a global one: under expert parallelism parameters are registered so
-    if index is None or (experts := own_experts(module)) is None:
+    if index is None or (experts := local_experts(module)) is None:
         return None
     if not experts.first <= index < experts.first + experts.count:
         raise CheckpointError(
@@ -403,7 +403,7 @@ def delayed_modules(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, An
 
 def of_all_gemms(module: nn.Module, recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a described recipe with the GEMMs of all experts."""
-    experts = own_experts(module)
+    experts = local_experts(module)
     return recipe if experts is None else {**recipe, "num_gemms": experts.total}
 
 
@@ -424,7 +424,7 @@ def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry
     """Return entries of the described modules' delayed-scaling state, allocated where it is missing."""
     modules, entries = modules_of(model), {}
     for name, recipe in described.items():
-        module, experts = modules[name], own_experts(modules[name])
+        module, experts = modules[name], local_experts(modules[name])
         own = recipe if experts is None else {**recipe, "num_gemms": experts.count}
         entries |= dict(_delayed_entries(name, module, _te_modules.make_delayed_states(module, own)))
     return entries
@@ -432,7 +432,7 @@ def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry
 
 def _delayed_entries(name: str, module: nn.Module, states: dict[str, Any]) -> Iterator[tuple[str, Entry]]:
     """Yield a module's scales ``(tensors,)`` and histories ``(steps, tensors)``, or its experts' part of them."""
-    experts = own_experts(module) or ExpertRange(0, 1, 1)
+    experts = local_experts(module) or ExpertRange(0, 1, 1)
     for key, state in states.items():
         for what in ("scale", "amax_history"):
             tensor = getattr(state, what).detach()

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_fsdp.check_points import LEVELS, CheckPoints, When
-from te_fsdp.checks import (
-    backward,
-    forward,
-    gradients,
-    inputs,
-    model,
-    optimizer,
-    weights,
-)
+from te_fsdp.checks import backward, forward, gradients, inputs, model, optimizer, weights
 from te_fsdp.errors import (
     CheckpointError,
     GradientError,
@@ -142,10 +134,10 @@ _OF_INPUTS = (
 @functools.cache
 def bind(level: str, of_inputs: bool = True) -> CheckPoints:
     """Return the functions of a level by point. ``of_inputs`` includes comparisons of inputs and gradients."""
-    found: dict[str, tuple[Callable[..., Any], ...]] = {}
+    functions: dict[str, tuple[Callable[..., Any], ...]] = {}
     for check in CHECKS:
         if LEVELS.index(check.when.level) > LEVELS.index(level):
             continue
         if of_inputs or check.value not in _OF_INPUTS:
-            found[check.when.point] = (*found.get(check.when.point, ()), check.value)
-    return CheckPoints(level, **found)
+            functions[check.when.point] = (*functions.get(check.when.point, ()), check.value)
+    return CheckPoints(level, **functions)

@@ -50,10 +50,10 @@ def check_backward_start(state: ShardedModel, output: Any) -> None:
                 fix="add the losses and call backward() once, or run the forward again",
             )
         earlier.append(_torch.backward_id())
-        own: Any = state.components.by_class[UnreducedGradients]
-        if own.checked == _torch.backward_id():
+        component: Any = state.components.by_class[UnreducedGradients]
+        if component.checked == _torch.backward_id():
             return  # checked for another output; an optimizer may have stepped in backward since
-        own.checked = _torch.backward_id()
+        component.checked = _torch.backward_id()
         _check_adds_gradients(state)
         now = _versions(state)
         if now != versions and not is_capturing():
@@ -66,11 +66,11 @@ def check_backward_start(state: ShardedModel, output: Any) -> None:
 
 def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return each trained parameter with its unsharded parameter, or with ``None`` if the unit is not unsharded."""
-    own: Any = state.components.by_class[UnreducedGradients]
-    found = _fsdp2_gradients.sharded_unsharded_pairs(own.groups)
+    component: Any = state.components.by_class[UnreducedGradients]
+    pairs = _fsdp2_gradients.sharded_unsharded_pairs(component.groups)
     for trained in state.components.trained_parameters:
-        found += [(parameter, None) for parameter in trained()]
-    return found
+        pairs += [(parameter, None) for parameter in trained()]
+    return pairs
 
 
 def _versions(state: ShardedModel) -> tuple[list[int], list[int]]:
@@ -84,25 +84,25 @@ def _versions(state: ShardedModel) -> tuple[list[int], list[int]]:
 
 def _check_adds_gradients(state: ShardedModel) -> None:
     """Raise :class:`OrderError` if ``torch.autograd.grad`` runs for parameters, since its results are not reduced."""
-    own: Any = state.components.by_class[UnreducedGradients]
+    component: Any = state.components.by_class[UnreducedGradients]
     # The leaf that the previous backward added to usually answers for all.
-    if own.added is not None and _fsdp2_gradients.leaf_in_backward(own.added) == "adds":
+    if component.added is not None and _fsdp2_gradients.leaf_in_backward(component.added) == "adds":
         return
     # The parameter may be frozen by now, or not be a part of this backward.
-    own.added = None
+    component.added = None
     # Without data parallelism the gradient of this rank is the complete one.
     if state.meshes.size("dp_replicate") * state.meshes.size("dp_shard") == 1:
         return
     replicated = [(p, p) for trained in state.components.trained_parameters for p in trained()]
-    for parameter, leaf in itertools.chain(_fsdp2_gradients.leaves_of(own.groups), replicated):
+    for parameter, leaf in itertools.chain(_fsdp2_gradients.leaves_of(component.groups), replicated):
         does = _fsdp2_gradients.leaf_in_backward(leaf)
         if does == "adds":
-            own.added = leaf
+            component.added = leaf
             return
         # A leaf that this backward does not reach does neither, so the next one decides.
         if does == "returns":
             raise OrderError(
-                f"torch.autograd.grad for {own.names()[id(parameter)]}",
+                f"torch.autograd.grad for {component.names()[id(parameter)]}",
                 expected="loss.backward(), whose gradients are reduced over the data-parallel ranks",
                 got="torch.autograd.grad for parameters, which returns the gradient of this rank's batch only",
                 why="The result would differ between ranks",
@@ -125,9 +125,9 @@ def _raise_written(state: ShardedModel, *versions: tuple[list[int], list[int]]) 
         if old != new or (old_full != new_full and -1 not in (old_full, new_full))
     ]
     if written:
-        own: Any = state.components.by_class[UnreducedGradients]
-        every = own.names()
-        names = [every[id(parameter)] for parameter in written]
+        component: Any = state.components.by_class[UnreducedGradients]
+        names_by_id = component.names()
+        names = [names_by_id[id(parameter)] for parameter in written]
         raise OrderError(
             f"{shorten(names, 3)}: written to between forward and backward",
             expected="a backward with the weights of its forward",

@@ -99,9 +99,8 @@ def refuse_opaque_output(name: str, unit: nn.Module, opaque: list[Any]) -> None:
 
 def refuse_function_transforms(state: ShardedModel) -> None:
     """Raise in a forward under a transform that custom autograd functions do not support. Local operation."""
-    # ``torch.func`` transforms torch's own layers, also sharded ones.
-    # Checked in each forward, because a transform is a context of the caller and not a property of the
-    # model.
+    # Checked in each forward, because a transform is a context of the caller and not a property of the model.
+    # ``torch.func`` supports FSDP2's units of torch's layers.
     transform = _torch_autograd.function_transform()
     if not transform:
         return
@@ -142,8 +141,8 @@ def refuse_second_derivatives_of_te(state: ShardedModel) -> None:
     """Raise in a backward with ``create_graph=True`` of a model with a module of TransformerEngine. Local operation."""
     if not (torch.is_grad_enabled() and _torch.in_backward()):
         return
-    found = (name or "the model" for name, module in state.model.named_modules() if _te.kind_of(module))
-    name = next(found, None)
+    names = (name or "the model" for name, module in state.model.named_modules() if _te.kind_of(module))
+    name = next(names, None)
     if name is not None:
         raise OrderError(
             f"{name}: backward with create_graph=True through a TransformerEngine module",
@@ -183,28 +182,28 @@ def compare_computation(state: ShardedModel) -> None:
     one, and in training over all ranks of the model: through the store, then an all-reduce of two numbers per axis. At
     level "full" every forward compares.
     """
-    known, every = state.computed, state.checks.level == "full"
+    compared, every = state.computed, state.checks.level == "full"
     mode = state.model.training, torch.is_grad_enabled()
-    if mode != known.mode or every:
+    if mode != compared.mode or every:
         with _with_peers(state, mode):
-            known.mode = mode
+            compared.mode = mode
     if mode != (True, True):
         return
-    known.pairs.clear()
+    compared.pairs.clear()
     device = state.meshes.device_mesh.device_type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     under = _te.active_recipe(), dtype
     trained = _trained(state)
     if not trained:
-        known.places = [
-            (place.label, place.owner._parameters, place.name) for place in iter_param_owners(state.model)
+        compared.places = [
+            (owner.label, owner.module._parameters, owner.name) for owner in iter_param_owners(state.model)
         ]
         trained = _trained(state)
-    if under != known.under or trained != known.trained or every:
+    if under != compared.under or trained != compared.trained or every:
         _compare(state, under, trained)
         # Units whose recipe changes with that of the model are covered by this comparison.
-        known.pairs.append((_UNKNOWN if known.under is None else known.under[0], under[0]))
-        known.under, known.trained = under, trained
+        compared.pairs.append((_UNKNOWN if compared.under is None else compared.under[0], under[0]))
+        compared.under, compared.trained = under, trained
 
 
 def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
@@ -212,28 +211,28 @@ def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: boo
 
     Collective then, as :func:`compare_computation`, over the ranks that run the unit together.
     """
-    known, recipe = state.computed, _te.active_recipe()
-    before = known.units.get(name, _UNKNOWN)
-    if recipe is before or known.mode != (True, True) or known.under is None:
+    compared, recipe = state.computed, _te.active_recipe()
+    before = compared.units.get(name, _UNKNOWN)
+    if recipe is before or compared.mode != (True, True) or compared.under is None:
         return
     # In the first forward all ranks compare one unit of each class: some may enter te.autocast, some not.
     is_first = before is _UNKNOWN and bool(name)
-    is_first = is_first and type(state.modules[name]) not in {type(state.modules[own]) for own in known.units}
-    known.units[name] = recipe
-    inner = recipe != known.under[0] if before is _UNKNOWN else recipe != before
-    changed = inner and (before, recipe) not in known.pairs
+    is_first = is_first and type(state.modules[name]) not in {type(state.modules[n]) for n in compared.units}
+    compared.units[name] = recipe
+    inner = recipe != compared.under[0] if before is _UNKNOWN else recipe != before
+    changed = inner and (before, recipe) not in compared.pairs
     if is_first or changed:  # one comparison covers all units with the same change
-        known.pairs.append((before, recipe))
-        _compare(state, (recipe, known.under[1]), None, unit=name)
+        compared.pairs.append((before, recipe))
+        _compare(state, (recipe, compared.under[1]), None, unit=name)
 
 
 def _trained(state: ShardedModel) -> list[bool]:
     """Return the ``requires_grad`` of each parameter. Read by owner, because weak references forbid torch's swaps."""
-    known = state.computed
+    compared = state.computed
     try:
-        return [held[name].requires_grad for _, held, name in known.places]
+        return [table[name].requires_grad for _, table, name in compared.places]
     except (KeyError, AttributeError):  # a parameter was removed
-        known.places.clear()
+        compared.places.clear()
         return []
 
 
@@ -243,7 +242,7 @@ def _with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> Iterator[Device
 
     Its value is their mesh, ``None`` if this rank did not wait for others.
     """
-    known = state.computed
+    compared = state.computed
     mesh = _peer_ranks(state, any(state.units[name].gather == "pass" for name in state.modules))
     if mesh is None or not _should_check(state, mesh):
         yield None
@@ -252,10 +251,10 @@ def _with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> Iterator[Device
         kind += "" if mode[1] else " without gradients"
         # The name contains the mode: ranks in different modes would run different collectives, and wait for
         # each other.
-        with _rendezvous(kind if mode in known.modes else f"first {kind}", mesh):
-            known.checks_done[mesh.mesh_dim_names] += 1
+        with _rendezvous(kind if mode in compared.modes else f"first {kind}", mesh):
+            compared.checks_done[mesh.mesh_dim_names] += 1
             yield mesh
-    known.modes.add(mode)
+    compared.modes.add(mode)
 
 
 def _peer_ranks(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
@@ -282,40 +281,40 @@ def _compare(
     state: ShardedModel, under: tuple[Any, Any], trained: list[bool] | None, *, unit: str | None = None
 ) -> None:
     """Wait for all ranks of the model, and raise on all of them unless recipe and trained parameters are the same."""
-    known, mesh = state.computed, state.meshes.device_mesh
+    compared, mesh = state.computed, state.meshes.device_mesh
     if unit is not None:  # other replicas may not run it
         mesh = _peer_ranks(state, state.units[unit].gather == "pass")
     # Parameters are frozen a few times in a training, recipes may alternate.
-    frozen = trained is not None and trained != known.trained
+    frozen = trained is not None and trained != compared.trained
     if mesh is None or not _should_check(state, mesh, always=frozen):
         return
     where = f"{type(state.model).__name__}.forward" if unit is None else f"forward of {unit or 'the model'}"
-    first = known.trained is None
+    first = compared.trained is None
     mine, flags = _format_recipe(*under), {}
     if trained is not None:
-        flags = {label: flag for (label, _, _), flag in zip(known.places, trained, strict=True)}
+        flags = {label: flag for (label, _, _), flag in zip(compared.places, trained, strict=True)}
     # Each rank of ep has different experts, perhaps more of them.
     by_name = sorted(
         {(n.rstrip("0123456789") if state.is_expert(n) else n, flag) for n, flag in flags.items()}
     )
     with _rendezvous(
-        "first forward in training" if first else _what_changed(state, mine, trained, unit), mesh
+        "first forward in training" if first else _describe_change(state, mine, trained, unit), mesh
     ):
         # Counted inside of the rendezvous: only then all ranks of the mesh count it.
-        known.checks_done[mesh.mesh_dim_names] += 1
+        compared.checks_done[mesh.mesh_dim_names] += 1
         same = are_equal([digest(mine), digest(repr(by_name))], mesh).tolist()
         if not same[0]:
             ranks: dict[str, list[int]] = {}
             for rank, text in sorted(gather_by_rank(mine, mesh).items()):
                 ranks.setdefault(text, []).append(rank)
-            words = {text: text.split(", ") for text in ranks}
-            common = set.intersection(*map(set, words.values()))
-            kinds = {own[0] for own in words.values()}
+            terms = {text: text.split(", ") for text in ranks}
+            common = set.intersection(*map(set, terms.values()))
+            kinds = {ranks_of_text[0] for ranks_of_text in terms.values()}
             shown = []
-            for text, own in ranks.items():
-                kind, *options = words[text]
+            for text, ranks_of_text in ranks.items():
+                kind, *options = terms[text]
                 options = [option for option in options if option not in common] if len(kinds) == 1 else []
-                shown.append(f"{', '.join([kind, *options])} on {format_ranks(own)}")
+                shown.append(f"{', '.join([kind, *options])} on {format_ranks(ranks_of_text)}")
             raise PrecisionError(
                 f"{where}: recipes that differ between ranks",
                 expected="the same te.autocast, and torch.autocast, on all ranks of the model",
@@ -325,7 +324,7 @@ def _compare(
                 "have, such as the step or an all-reduced loss, not by the rank",
             )
         if not same[1]:
-            raise _other_parameters(where, flags, mesh)
+            raise _different_parameters_error(where, flags, mesh)
 
 
 @contextmanager
@@ -345,21 +344,21 @@ def _rendezvous(what: str, mesh: DeviceMesh) -> Iterator[None]:
             ) from None
 
 
-def _what_changed(state: ShardedModel, mine: str, trained: list[bool] | None, unit: str | None) -> str:
+def _describe_change(state: ShardedModel, mine: str, trained: list[bool] | None, unit: str | None) -> str:
     """Return the name of the rendezvous, and the text for a rank that has arrived alone."""
-    known = state.computed
-    if trained is not None and known.trained is not None and trained != known.trained:
+    compared = state.computed
+    if trained is not None and compared.trained is not None and trained != compared.trained:
         changed = [
             f"{name} {'is trained' if now else 'was frozen'}"
-            for (name, _, _), before, now in zip(known.places, known.trained, trained, strict=False)
+            for (name, _, _), before, now in zip(compared.places, compared.trained, trained, strict=False)
             if before != now
         ]
         return f"forward with other trained parameters than before: {shorten(changed, 3)}"
-    if unit is not None or known.under is None:
+    if unit is not None or compared.under is None:
         return f"forward under another recipe than before: {mine}"
     # If the class of the recipe differs, its options say nothing more.
-    words = mine.split(", "), _format_recipe(*known.under).split(", ")
-    now, before = (own[:1] if words[0][0] != words[1][0] else own for own in words)
+    recipes = mine.split(", "), _format_recipe(*compared.under).split(", ")
+    now, before = (recipe[:1] if recipes[0][0] != recipes[1][0] else recipe for recipe in recipes)
     return f"forward under another recipe than before: {', '.join(now)} in place of {', '.join(before)}"
 
 
@@ -368,20 +367,20 @@ def _format_recipe(recipe: Any, dtype: torch.dtype | None) -> str:
     return _te.format_recipe(recipe) + ("" if dtype is None else f", torch.autocast({dtype})")
 
 
-def _other_parameters(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> MeshError:
+def _different_parameters_error(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> MeshError:
     """Return the error that names the parameters. Collective over ``mesh``."""
     # Only after a difference was found, because the names of all parameters are a large message.
-    everyone = gather_by_rank(mine, mesh)
-    found = []
-    for name in dict.fromkeys(name for own in everyone.values() for name in own):
-        flags = [(rank, own.get(name)) for rank, own in sorted(everyone.items())]
-        trained, frozen = ([rank for rank, flag in flags if flag is wanted] for wanted in (True, False))
+    by_rank = gather_by_rank(mine, mesh)
+    lines = []
+    for name in dict.fromkeys(name for names in by_rank.values() for name in names):
+        flags = [(rank, names.get(name)) for rank, names in sorted(by_rank.items())]
+        trained, frozen = ([rank for rank, flag in flags if flag is expected] for expected in (True, False))
         if trained and frozen:
-            found.append(f"{name} trained on {format_ranks(trained)}, frozen on {format_ranks(frozen)}")
+            lines.append(f"{name} trained on {format_ranks(trained)}, frozen on {format_ranks(frozen)}")
     return MeshError(
         f"{where}: other parameters are trained on some ranks",
         expected="the same requires_grad on all ranks of the model",
-        got=shorten(found, 3, "; ") or f"{sum(mine.values())} trained parameters here",
+        got=shorten(lines, 3, "; ") or f"{sum(mine.values())} trained parameters here",
         why="Their gradients are reduced together: each rank would wait for others",
         fix="call requires_grad_() on all ranks in the same way, not under `if rank == 0`",
     )

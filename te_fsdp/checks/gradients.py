@@ -137,16 +137,15 @@ def compare_gradients(state: ShardedModel) -> None:
 
 def compare_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
     """Compare gradients of a bound model over tp in its first steps, or without ``tp_mesh`` no longer. Local."""
-    schedule_gradient_checks(model, wanted=tp_mesh is not None)
+    schedule_gradient_checks(model, enabled=tp_mesh is not None)
 
 
-def schedule_gradient_checks(model: nn.Module, *, wanted: bool = True, every: bool = False) -> None:
-    """Schedule comparisons over tp for the first steps, for ``every`` one, or unless ``wanted`` for none. Local."""
+def schedule_gradient_checks(model: nn.Module, *, enabled: bool = True, every: bool = False) -> None:
+    """Compare gradients over tp in the first steps, with ``every`` in all, unless ``enabled`` in none. Local."""
     for binding in filter(None, map(binding_of, model.modules())):
-        # A second call replaces the schedule of the first, for example after set_device_mesh of a bound
-        # model.
+        # A second call replaces the schedule of the first, for example in set_device_mesh of a bound model.
         binding.grad_checks.clear()
-        if wanted and binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
+        if enabled and binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
             for name, rule in binding.rules.items():
                 # The gradient of a bias under a loss that is a plain sum is the number of tokens, equal on all ranks.
                 if rule.partial_grad and "bias" not in name:
@@ -154,7 +153,7 @@ def schedule_gradient_checks(model: nn.Module, *, wanted: bool = True, every: bo
     for parameter in model.parameters():
         record = get_record(parameter)
         if record is not None and record.tp_replica:
-            record.grad_checks_left = (-1 if every else _STEPS) if wanted else 0
+            record.grad_checks_left = (-1 if every else _STEPS) if enabled else 0
 
 
 def schedule_checks_over_ep(state: ShardedModel) -> None:
@@ -183,7 +182,7 @@ def compare_gradients_over_ep(step: Step) -> None:
         scheduled = [
             p
             for p in parameters
-            if not isinstance(p, DTensor) and (found := get_record(p)) is not None and found.grad_checks_left
+            if not isinstance(p, DTensor) and (rec := get_record(p)) is not None and rec.grad_checks_left
         ]
         if not scheduled:  # parameters of the model are listed in the first steps only
             continue
@@ -192,14 +191,14 @@ def compare_gradients_over_ep(step: Step) -> None:
             continue
         # A parameter without a gradient is skipped. All ranks of ep run the same dense layers, so all skip
         # it.
-        held = [(p, gradient) for p in scheduled if (gradient := gradient_of(p)) is not None]
-        apart = [(p, ratio) for p, ratio in _deviation(ep_mesh, held) if ratio > _EQUAL] if held else []
-        if apart:
+        pairs = [(p, gradient) for p in scheduled if (gradient := gradient_of(p)) is not None]
+        unequal = [(p, ratio) for p, ratio in _deviation(ep_mesh, pairs) if ratio > _EQUAL] if pairs else []
+        if unequal:
             names = state.names()
             raise GradientError(
                 f"{step.where}: gradients that differ over ep",
                 expected="equal gradients on all ranks of ep, for parameters that each rank has in full",
-                got=shorten([f"{names[id(p)]} by {ratio:.0%} of its norm" for p, ratio in apart], 3, ", "),
+                got=shorten([f"{names[id(p)]} by {ratio:.0%} of its norm" for p, ratio in unequal], 3, ", "),
                 why="torch.nn.utils.clip_grad_norm_ clips by the norm of this rank's experts",
                 fix="te_fsdp.clip_grad_norm_(model, max_norm)",
             )
@@ -252,29 +251,29 @@ def compare_replicated_gradients(step: Step) -> None:
     ]
     if not scheduled or is_simulated() or is_capturing():
         return
-    found: dict[DeviceMesh, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    by_mesh: dict[DeviceMesh, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for parameter, _ in scheduled:
         gradient = gradient_of(parameter)
         # Meshes are visited in the order of the parameters, which all ranks share: each is a broadcast.
         if gradient is not None and isinstance(parameter, DTensor):
-            found.setdefault(parameter.device_mesh, []).append((parameter, _torch.local_of(gradient)))
+            by_mesh.setdefault(parameter.device_mesh, []).append((parameter, _torch.local_of(gradient)))
     recipes = [recipe for state, _ in step.models for recipe in _te.recipes_in_use(state.model)]
     in_4_bits = any("NVFP4" in recipe or "Custom" in recipe for recipe in recipes)
     # Ranks of one tp group see a deviation. All ranks of the model must raise, or the others would wait in the
     # step.
     with raised_on_all_ranks(step.models[0][0].meshes.device_mesh if step.models else None, step.where):
         limit = _APART_IN_4_BITS if in_4_bits else _APART
-        every = [entry for mesh, held in found.items() for entry in _deviation(mesh, held)]
-        apart = [(parameter, ratio) for parameter, ratio in every if ratio > limit]
-        if apart:
+        pairs_of_all = [entry for mesh, pairs in by_mesh.items() for entry in _deviation(mesh, pairs)]
+        different = [(parameter, ratio) for parameter, ratio in pairs_of_all if ratio > limit]
+        if different:
             names = step.names
-            for owner, name in registered_at({id(parameter) for parameter, _ in apart} - names.keys()):
+            for owner, name in registered_at({id(parameter) for parameter, _ in different} - names.keys()):
                 binding = binding_of(owner)
-                # A bound model without fully_shard has no names of its own.
+                # A bound model without fully_shard has no names.
                 names[id(owner._parameters[name])] = name if binding is None else binding.label(name)
             shown = [
                 f"{names.get(id(parameter), 'a parameter')} by {ratio:.0%} of its norm"
-                for parameter, ratio in apart
+                for parameter, ratio in different
             ]
             raise GradientError(
                 f"{step.where}: gradients that differ over tp",
@@ -293,18 +292,18 @@ def compare_replicated_gradients(step: Step) -> None:
 
 @torch.no_grad()
 def _deviation(
-    mesh: DeviceMesh, held: list[tuple[torch.Tensor, torch.Tensor]]
+    mesh: DeviceMesh, pairs: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[tuple[torch.Tensor, float]]:
     """Return the distance of each gradient from that of the first rank of the last axis, relative to their norm.
 
-    Collective over ``mesh``, whose last axis is tp or ep. ``held``: parameters with local tensors of their gradients.
+    Collective over ``mesh``, whose last axis is tp or ep. ``pairs``: parameters with local tensors of their gradients.
     All ranks get the same numbers. A number is NaN if all gradients are zero, or if one contains NaN.
     """
     group = mesh.get_group(mesh.ndim - 1)
     if group.size() == 1:
         return []
-    sums = torch.zeros((len(held), 2), dtype=torch.float64, device=held[0][1].device)
-    for row, (_, gradient) in zip(sums, held, strict=True):
+    sums = torch.zeros((len(pairs), 2), dtype=torch.float64, device=pairs[0][1].device)
+    for row, (_, gradient) in zip(sums, pairs, strict=True):
         # A copy, because a broadcast writes to its tensor on all ranks except the first.
         first = gradient.clone(memory_format=torch.contiguous_format)
         dist.broadcast(first, group=group, group_src=0)
@@ -315,7 +314,7 @@ def _deviation(
         dist.all_reduce(sums, group=mesh.get_group(axis))
     # All ranks except the first contribute a difference. All contribute its norm.
     ratios = (sums[:, 0] / (group.size() - 1) / (sums[:, 1] / group.size())).sqrt().tolist()
-    return [(parameter, ratio) for (parameter, _), ratio in zip(held, ratios, strict=True)]
+    return [(parameter, ratio) for (parameter, _), ratio in zip(pairs, ratios, strict=True)]
 
 
 def compare_gradient_shapes(step: Step) -> None:
@@ -335,19 +334,19 @@ def compare_gradient_shapes(step: Step) -> None:
                 mine[name] = f"{tuple(gradient.shape)} {str(gradient.dtype)[6:]}"
         if bool(are_equal([digest(repr(sorted(mine.items())))], mesh).all()):
             continue
-        everyone = gather_by_rank(mine, mesh)
-        found = []
-        for name in sorted({name for own in everyone.values() for name in own}):
+        by_rank = gather_by_rank(mine, mesh)
+        lines = []
+        for name in sorted({name for of_rank in by_rank.values() for name in of_rank}):
             ranks: dict[str, list[int]] = {}
-            for rank, own in sorted(everyone.items()):
-                ranks.setdefault(own.get(name, "none"), []).append(rank)
+            for rank, of_rank in sorted(by_rank.items()):
+                ranks.setdefault(of_rank.get(name, "none"), []).append(rank)
             if len(ranks) > 1:
-                shown = [f"{what} on {format_ranks(own)}" for what, own in ranks.items()]
-                found.append(f"{name}: {', '.join(shown)}")
+                shown = [f"{what} on {format_ranks(of_rank)}" for what, of_rank in ranks.items()]
+                lines.append(f"{name}: {', '.join(shown)}")
         raise MeshError(
             f"{step.where}: gradients that differ between ranks",
             expected="gradients of the same parameters, shapes and dtypes on all ranks of the model",
-            got=shorten(found, 3, "; "),
+            got=shorten(lines, 3, "; "),
             why="The ranks update the shards of each weight together",
             fix="run the same layers on all ranks, and do not assign .grad on some of them",
         )
@@ -463,9 +462,9 @@ class _HeadGradientCheck:
         has_gradient = magnitudes > 0
         ratios = torch.where(has_gradient, rows.sum(-1).abs() / magnitudes, 0).nan_to_num(nan=1.0)
         # A rank whose classes have no probability at all does not decide: its gradient is zero.
-        found = torch.stack([ratios.amax(), 1 - has_gradient.any().float()])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.tp.get_group())
-        ratio, is_undecided = found.tolist()
+        results = torch.stack([ratios.amax(), 1 - has_gradient.any().float()])
+        dist.all_reduce(results, dist.ReduceOp.MAX, group=self.tp.get_group())
+        ratio, is_undecided = results.tolist()
         if is_undecided:
             return
         if ratio < _ZERO:

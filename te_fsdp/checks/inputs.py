@@ -83,7 +83,7 @@ class _TokenShardCheck:
     """The check of a sequence-parallel module's inputs."""
 
     hook: Any  #: Removed after the last check, so that later forwards cost nothing
-    left: int = 4  #: Number of checks to come, if each sees tokens that are all equal
+    left: int = 4  #: Number of further checks, if each sees tokens that are all equal
 
 
 def watch_model_inputs(state: ShardedModel) -> None:
@@ -100,10 +100,10 @@ def watch_inputs(
     collective over the meshes, as the forward itself is.
     """
     for module in model.modules():
-        known: ModuleRecord | None = module.__dict__.get(MODULE)
-        if known is not None:
-            known.checks.pop(_InputCheck, None)
-            if (check := known.checks.pop(_TokenShardCheck, None)) is not None:
+        inner: ModuleRecord | None = module.__dict__.get(MODULE)
+        if inner is not None:
+            inner.checks.pop(_InputCheck, None)
+            if (check := inner.checks.pop(_TokenShardCheck, None)) is not None:
                 check.hook.remove()
     # After the removal above: a call without meshes ends the checks of an earlier call.
     tp_mesh = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
@@ -149,11 +149,11 @@ def watch_for_copies(state: ShardedModel) -> None:
         # Removed first, so that a rank that raises below does not compare again in its next forward.
         hook.remove()
         with _torch.without_modes():
-            given = {str(path): tensor for path, tensor in _tensors((args, kwargs), ())}
-            same = bool(are_equal([digest(repr(_seen(given)))], shards))
+            inputs = {str(path): tensor for path, tensor in _tensors((args, kwargs), ())}
+            same = bool(are_equal([digest(repr(_describe_tensors(inputs)))], shards))
             # All ranks may rightly have a batch of zeros or ones, for example in a warmup.
-            telling = not all(bool(is_constant(_plain(tensor))) for tensor in given.values())
-            if same and telling and rank() == 0:
+            varies = not all(bool(is_constant(_plain(tensor))) for tensor in inputs.values())
+            if same and varies and rank() == 0:
                 _log.warning(
                     "%s.forward: the first batch is the same on all %d ranks of dp_shard, each of which computes the "
                     "same gradient. Shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size "
@@ -183,31 +183,31 @@ def check_inputs(
     if check is None:
         return
     if check.compared is None:
-        check.compared = _compared(module)
+        check.compared = _kinds_to_compare(module)
         check.rates = list(_dropout_rates(module)) if check.compared[1] else []
-    found = list(_tensors((args, kwargs), ()))
+    inputs = list(_tensors((args, kwargs), ()))
     over_tp = [
-        (path, t) for path, t in found if check.tp_mesh is not None and check.compared[_is_floating(t)]
+        (path, t) for path, t in inputs if check.tp_mesh is not None and check.compared[_is_floating(t)]
     ]
-    found = found if check.cp_mesh is not None else over_tp
+    inputs = inputs if check.cp_mesh is not None else over_tp
     # A rate may be raised at any time.
     drops = module.training and any(getattr(owner, rate) > 0 for owner, rate in check.rates)
     recipe = _te.format_recipe(_te.active_recipe())
     modes = module.training, torch.is_grad_enabled(), drops, recipe
-    key = method, modes, tuple((path, t.shape, t.dtype, t.requires_grad) for path, t in found)
-    if not found or ((key in check.seen or len(check.seen) >= _MOST) and not check.every):
+    key = method, modes, tuple((path, t.shape, t.dtype, t.requires_grad) for path, t in inputs)
+    if not inputs or ((key in check.seen or len(check.seen) >= _MOST) and not check.every):
         return
     if _torch.in_backward() or is_capturing():
         return
     where = f"{type(module).__name__}.{method}"
-    for mesh, tensors, axis in ((check.cp_mesh, found, "cp"), (check.tp_mesh, over_tp, "tp")):
+    for mesh, tensors, axis in ((check.cp_mesh, inputs, "cp"), (check.tp_mesh, over_tp, "tp")):
         if mesh is None or not tensors:
             continue
         names = _names(getattr(module, method), [path for path, _ in tensors])
         named = dict(zip(names, dict(tensors).values(), strict=True))
         # Ranks that have compared these shapes do not arrive. This raises before collectives could mismatch.
-        meeting = collective_call("forward with inputs of new shapes", mesh)
-        with _te.skip_amax_reduction_after_errors(), meeting, _torch.without_modes():
+        rendezvous = collective_call("forward with inputs of new shapes", mesh)
+        with _te.skip_amax_reduction_after_errors(), rendezvous, _torch.without_modes():
             if axis == "cp":
                 _check_parts(where, named, module.training, mesh)
             else:
@@ -226,12 +226,12 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
     if not named or key in meshes.seen_batches or len(meshes.seen_batches) >= _MOST or is_simulated():
         return
     with collective_call("context_parallel_shard of new shapes", meshes.cp):
-        looks, values = _differing(gather(_seen(named), meshes.cp), "cp")
-    if looks or values:
+        shapes, values = _differing(gather(_describe_tensors(named), meshes.cp), "cp")
+    if shapes or values:
         raise InputError(
             "context_parallel_shard: batches that differ over cp",
-            expected="the same whole sequences on all ranks of a cp group",
-            got="; ".join((looks + [text for _, text in values])[:3]),
+            expected="the same unsharded sequences on all ranks of a cp group",
+            got="; ".join((shapes + [text for _, text in values])[:3]),
             why="Each takes a different part of them",
             fix="shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size, with seeds that depend on "
             "these numbers, not on the global rank (docs/data.md)",
@@ -241,21 +241,21 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
 
 def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, mesh: DeviceMesh) -> None:
     """Raise for inputs of different shapes on ranks of cp, and for equal ones. Collective over ``mesh``."""
-    mine = {"training": (str(training), 0)} | _seen(tensors)
+    mine = {"training": (str(training), 0)} | _describe_tensors(tensors)
     # A constant tensor, such as a mask of ones, may be equal in all parts.
-    telling = [name for name, tensor in tensors.items() if not bool(is_constant(_plain(tensor)))]
-    everyone = gather((mine, telling), mesh)
-    looks, _ = _differing([seen for seen, _ in everyone], "cp")
+    varying = [name for name, tensor in tensors.items() if not bool(is_constant(_plain(tensor)))]
+    by_rank = gather((mine, varying), mesh)
+    shapes_differ, _ = _differing([inputs for inputs, _ in by_rank], "cp")
     same = [
         f"{', '.join(names)} the same on cp ranks {first} and {second}"
-        for (first, (one, names)), (second, (other, _)) in combinations(enumerate(everyone), 2)
-        if names and all(one[name] == other.get(name) for name in names)
+        for (first, (mine_of_first, names)), (second, (other, _)) in combinations(enumerate(by_rank), 2)
+        if names and all(mine_of_first[name] == other.get(name) for name in names)
     ]
-    if looks or same:
+    if shapes_differ or same:
         raise InputError(
             f"{where}: inputs over cp",
             expected="a different part of the same sequences on each rank of a cp group, with equally many tokens",
-            got="; ".join((looks or same)[:3]),
+            got="; ".join((shapes_differ or same)[:3]),
             why="Attention puts the sequences together out of these parts",
             fix="te_fsdp.context_parallel_shard(batch, meshes) of the batch that all these ranks have "
             "(docs/context_parallel.md). Where inputs must not be sharded, pass checks='setup' (before: "
@@ -276,36 +276,36 @@ def _sequence_parallel_entries(module: nn.Module) -> Iterator[nn.Module]:
 def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if two ranks of tp have the same input of a sequence-parallel module. Collective over tp at first."""
     # The module all-gathers over tp anyway, so all its ranks arrive.
-    looks, binding = module_record(module).checks.get(_TokenShardCheck), binding_of(module)
-    given = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
-    if looks is None or binding is None or binding.tp_mesh is None or given is None:
+    check, binding = module_record(module).checks.get(_TokenShardCheck), binding_of(module)
+    tensor = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
+    if check is None or binding is None or binding.tp_mesh is None or tensor is None:
         return
     if _torch.in_backward() or is_capturing():
         return
-    tokens = _plain(given).flatten(0, -2)
+    tokens = _plain(tensor).flatten(0, -2)
     with _torch.without_modes():
         # Tokens that all equal each other, such as padding, may be equal on all ranks.
-        telling = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
-        text, value = _seen({"": given})[""]
+        varies = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
+        text, value = _describe_tensors({"": tensor})[""]
         # Ranks with and without a gradient reduce different parameters together.
-        text += " that requires gradients" if given.requires_grad and torch.is_grad_enabled() else ""
-        everyone = gather(((text, value), telling), binding.tp_mesh)
+        text += " that requires gradients" if tensor.requires_grad and torch.is_grad_enabled() else ""
+        by_rank = gather(((text, value), varies), binding.tp_mesh)
     label = binding.name or type(module).__name__
-    if len({seen[0] for seen, _ in everyone}) > 1:
+    if len({shown[0] for shown, _ in by_rank}) > 1:
         raise InputError(
             f"{label}: inputs of a sequence-parallel module",
             expected="the same shape and dtype, with or without gradients, on each rank of a tp group",
-            got=", ".join(f"{seen[0]} on tp rank {rank}" for rank, (seen, _) in enumerate(everyone)),
+            got=", ".join(f"{shown[0]} on tp rank {rank}" for rank, (shown, _) in enumerate(by_rank)),
             why="The collectives of the ranks would not match",
             fix="pad the sequence to a multiple of the tp size before it is sharded, and set requires_grad of inputs "
             "on all ranks or on none",
         )
     # Counted before the error, and given back with it, so that a caller that catches it is checked again.
-    looks.left -= 1
-    if all(telling for _, telling in everyone):
-        for (first, (one, _)), (second, (other, _)) in combinations(enumerate(everyone), 2):
+    check.left -= 1
+    if all(varies for _, varies in by_rank):
+        for (first, (one, _)), (second, (other, _)) in combinations(enumerate(by_rank), 2):
             if one == other:
-                looks.left += 1
+                check.left += 1
                 raise InputError(
                     f"{label}: inputs of a sequence-parallel module",
                     expected="a different part of the tokens on each rank of a tp group",
@@ -316,21 +316,21 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
                     "sequence_parallel. Where parts must be the same, pass checks='setup' (before: "
                     "check_inputs=False) to fully_shard, or check_inputs=False to set_device_mesh",
                 )
-    elif looks.left:
+    elif check.left:
         return
-    looks.hook.remove()
+    check.hook.remove()
     del module_record(module).checks[_TokenShardCheck]
 
 
-def _compared(model: nn.Module) -> tuple[bool, bool]:
+def _kinds_to_compare(model: nn.Module) -> tuple[bool, bool]:
     """Return whether integers, and whether floating inputs, must be equal over tp. Local operation."""
     floating, takes_whole, takes_part = True, False, False
     for module in model.modules():
         kind = _te.kind_of(module)
         # A mark on a linear layer of TE that tp does not shard is the user's.
         unsplit = kind in ("Linear", "LayerNormLinear") and module.parallel_mode is None
-        own = module._parameters.values() if kind is None or unsplit else ()
-        if any(getattr(p, "sequence_parallel", False) for p in own):
+        params = module._parameters.values() if kind is None or unsplit else ()
+        if any(getattr(p, "sequence_parallel", False) for p in params):
             return False, False
         if kind is None:
             continue
@@ -349,8 +349,8 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the plain tensors in nested inputs, each with its path."""
     if isinstance(value, torch.Tensor):
         # Wrappers (DTensor, FakeTensor, quantized ones) have a dispatch of their own.
-        own = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        if not (own or value.is_meta or value.is_nested) and value.layout is torch.strided:
+        dispatches = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        if not (dispatches or value.is_meta or value.is_nested) and value.layout is torch.strided:
             yield path, value
         return
     items: Iterable[tuple[Any, Any]]
@@ -369,13 +369,13 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 def _names(call: Any, paths: list[Path]) -> list[str]:
     """Return names of a call's inputs for messages, from its signature: ``tokens``, ``batch['mask']``."""
     # Different paths have different names.
-    inner, known, names = inspect.unwrap(call), [], []
+    inner, positional, names = inspect.unwrap(call), [], []
     # For a wrapped method ``inspect`` would omit more than ``self``.
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(inner if inspect.ismethod(inner) else call).parameters.values()
-        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for by_name, first, *inside in paths:
-        name = first if by_name else known[first] if first < len(known) else f"argument {first}"
+        name = first if by_name else positional[first] if first < len(positional) else f"argument {first}"
         names.append(f"{name}{''.join(f'[{part!r}]' for part in inside)}")
     return names
 
@@ -391,7 +391,7 @@ def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield module, "hidden_dropout"
 
 
-def _seen(tensors: dict[str, torch.Tensor]) -> Seen:
+def _describe_tensors(tensors: dict[str, torch.Tensor]) -> Seen:
     """Return dtype and shape of each tensor as text, and its checksum."""
     return {
         name: (f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", int(checksum(_plain(tensor))))
@@ -399,17 +399,17 @@ def _seen(tensors: dict[str, torch.Tensor]) -> Seen:
     }
 
 
-def _differing(everyone: list[Seen], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
+def _differing(by_rank: list[Seen], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
     """Return inputs whose dtype or shape differs as texts, and inputs whose values differ by name and as texts."""
     looks_differ, values = [], []
-    for name in dict.fromkeys(name for seen in everyone for name in seen):
-        looks = [seen.get(name, ("none", 0))[0] for seen in everyone]
-        others = [rank for rank, seen in enumerate(everyone) if seen.get(name) != everyone[0].get(name)]
-        if len(set(looks)) > 1:
-            shown = ", ".join(f"{look} on {axis} rank {n}" for n, look in enumerate(looks))
+    for name in dict.fromkeys(name for inputs in by_rank for name in inputs):
+        descriptions = [inputs.get(name, ("none", 0))[0] for inputs in by_rank]
+        others = [rank for rank, inputs in enumerate(by_rank) if inputs.get(name) != by_rank[0].get(name)]
+        if len(set(descriptions)) > 1:
+            shown = ", ".join(f"{look} on {axis} rank {n}" for n, look in enumerate(descriptions))
             looks_differ.append(f"{name} ({shown})")
         elif others:
-            values.append((name, f"{name} ({looks[0]}; {axis} ranks 0 and {others[0]})"))
+            values.append((name, f"{name} ({descriptions[0]}; {axis} ranks 0 and {others[0]})"))
     return looks_differ, values
 
 
@@ -424,10 +424,10 @@ def _check_equal(
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
         mine["the random state of dropout"] = mesh.device_type, int(checksum(state))
-    found, differing = _differing(gather(mine | _seen(tensors), mesh), "tp")
+    differences, differing = _differing(gather(mine | _describe_tensors(tensors), mesh), "tp")
     exact = [text for name, text in differing if name not in tensors or not _is_floating(tensors[name])]
-    if found or exact:
-        found += [text for _, text in differing]
+    if differences or exact:
+        differences += [text for _, text in differing]
     elif differing:
         # Inputs that each rank computes, for example with an encoder before the model, may differ in the last
         # bits.
@@ -443,12 +443,12 @@ def _check_equal(
             limit = _ROUNDING * torch.finfo(tensor.dtype).eps * first.abs().max()
             if not same or bool((plain - first).abs().max() > limit):
                 beyond.append(text)
-        found = list(dict.fromkeys(text for texts in gather(beyond, mesh) for text in texts))
-    if found:
+        differences = list(dict.fromkeys(text for texts in gather(beyond, mesh) for text in texts))
+    if differences:
         raise InputError(
             f"{where}: inputs that differ over tp",
             expected="the same on all ranks of a tp group",
-            got=shorten(found, 3, "; "),
+            got=shorten(differences, 3, "; "),
             why="These ranks compute one forward together: each would contribute its part of a different batch",
             fix="shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size, with seeds that depend on "
             "these numbers, not on the global rank (docs/data.md). Where tp ranks get parts of the sequence, build TE "

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 def compare_models(plan: ModelPlan) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
 
-    Expert modules are compared over the ranks that hold the same experts. Collective over the world: three
+    Expert modules are compared over the ranks that have the same experts. Collective over the world: three
     max all-reduces of a few integers per axis.
     """
     # Ranks with different models, or with different units, would wait for each other in collectives that
@@ -72,7 +72,9 @@ def compare_models(plan: ModelPlan) -> None:
     mesh = meshes.expert_mesh or meshes.device_mesh
     same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
     differs = (~torch.cat([same, same_experts])).long()
-    maximum(differs, meshes.device_mesh)  # all ranks must know what the ranks of one expert have found
+    maximum(
+        differs, meshes.device_mesh
+    )  # so that all ranks raise if the ranks of one expert detect a difference
     models, others, experts_of_one = differs.tolist()
     if others and not (models or experts_of_one):
         raise MeshError(
@@ -96,15 +98,15 @@ def compare_initial_values(plan: ModelPlan) -> None:
     """Raise on all ranks unless parameters on the device are equal wherever they must be.
 
     Before FSDP2 shards them, all data-parallel ranks have the same tp-local tensors, and all tp ranks the same
-    replicated parameters. Experts are compared among the ranks that hold the same ones. Shards over tp, and experts of
+    replicated parameters. Experts are compared among the ranks that have the same ones. Shards over tp, and experts of
     different ep ranks, must not be equal. Collective over the world: max all-reduces of two integers per parameter and
     axis, small object gathers.
     """
     meshes, rows = plan.meshes, plan.parameters
-    found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in iter_param_owners(plan.model))
+    items = ((p.label, p.parameter, rows[id(p.module), p.name]) for p in iter_param_owners(plan.model))
     # Without experts all ranks compare the same values, so all detect the same differences.
     may_differ = any(row.experts for row in rows.values())
-    _require_equal(found, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
+    _require_equal(items, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
     if (meshes.tp_or_none is not None or meshes.ep is not None) and has_device_parameters(plan.modules):
         with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
             refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp_or_none, meshes.ep))
@@ -112,8 +114,8 @@ def compare_initial_values(plan: ModelPlan) -> None:
 
 def compare_renewed_values(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> None:
     """Compare as :func:`compare_initial_values` unsharded parameters that were materialized or converted."""
-    found = ((item.plan.label, item.parameter, item.plan) for item in parameters)
-    _require_equal(found, meshes, meshes.device_mesh, "materialize")
+    rows = ((item.plan.label, item.parameter, item.plan) for item in parameters)
+    _require_equal(rows, meshes, meshes.device_mesh, "materialize")
 
 
 #: A parameter before it is sharded: its label, a checksum of the tp-local value, whether tp replicates it.
@@ -127,43 +129,43 @@ def _require_equal(
     where: str,
 ) -> None:
     """Raise for parameters whose values differ between ranks; on all ranks of ``affected`` if only some detect it."""
-    held: dict[bool, list[_Sum]] = {False: [], True: []}
+    checksums: dict[bool, list[_Sum]] = {False: [], True: []}
     for label, parameter, plan in parameters:
         local = _torch.local_of(parameter)
         if not local.is_meta:
             replicated = plan.rule is None or plan.rule.shard_dim is None
-            held[plan.experts].append((label, checksum(local), replicated))
+            checksums[plan.experts].append((label, checksum(local), replicated))
     with raised_on_all_ranks(affected, where):
-        bad = _differing(held[False], meshes.device_mesh)
-        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        bad = _differing(checksums[False], meshes.device_mesh)
+        bad += _differing(checksums[True], meshes.expert_mesh or meshes.device_mesh)
         if bad:
             raise InitError(
                 f"{shorten(bad)}: values differ between ranks that must hold the same",
                 expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
-                got=f"{len(bad)} of {sum(map(len, held.values()))} parameters differ",
+                got=f"{len(bad)} of {sum(map(len, checksums.values()))} parameters differ",
                 why="FSDP2 would shard a different initialization on each rank",
                 fix="use one seed on all ranks before building the model, or build it on meta and call "
                 "te_fsdp.materialize",
             )
 
 
-def _differing(held: list[_Sum], mesh: DeviceMesh) -> list[str]:
+def _differing(checksums: list[_Sum], mesh: DeviceMesh) -> list[str]:
     """Return labels of parameters that differ over the data-parallel axes of ``mesh``, or over tp though replicated.
 
     Collective over ``mesh`` without ``ep``. All its ranks get the same result.
     """
-    if not held:
+    if not checksums:
         return []
-    labels, sums, replicas = zip(*held, strict=True)
+    labels, sums, replicas = zip(*checksums, strict=True)
     mine = torch.stack(sums)
     differs = ~are_equal(mine, mesh, leave_out=("ep", "tp"))
     if "tp" in (mesh.mesh_dim_names or ()):
         replicated = torch.tensor(replicas, device=mine.device)
         differs |= replicated & ~are_equal(mine, mesh["tp"])
         # One tp rank may detect a difference alone. All must raise, or none.
-        seen = differs.to(torch.int64)
-        maximum(seen, mesh["tp"])
-        differs = seen.bool()
+        differs_anywhere = differs.to(torch.int64)
+        maximum(differs_anywhere, mesh["tp"])
+        differs = differs_anywhere.bool()
     return [label for label, flag in zip(labels, differs.tolist(), strict=True) if flag]
 
 
@@ -173,9 +175,9 @@ def _differing(held: list[_Sum], mesh: DeviceMesh) -> list[str]:
 def watch_model(state: ShardedModel) -> None:
     """Refuse copies, graphs, removed parameters and second derivatives of a model from now on. Local operation."""
     model = state.model
-    for place in iter_param_owners(model, remove_duplicate=False):
+    for owner in iter_param_owners(model, remove_duplicate=False):
         state.checked.places.setdefault(
-            (id(place.owner), place.name), (place.owner._parameters, place.name, place.label)
+            (id(owner.module), owner.name), (owner.module._parameters, owner.name, owner.label)
         )
     for name, unit in {"": model, **state.modules}.items():
         label = name or type(model).__name__.removeprefix("FSDP")
@@ -190,9 +192,9 @@ def watch_model(state: ShardedModel) -> None:
     before_reparametrization(_refuse_reparametrization)
 
 
-def _refuse_use(label: str, how: str, *_: Any) -> Any:
+def _refuse_use(label: str, use: str, *_: Any) -> Any:
     """Raise in a deepcopy, a pickle or ``make_graphed_callables`` of a unit. Local operation."""
-    if how == "graphs":
+    if use == "graphs":
         raise OrderError(
             f"{label}: make_graphed_callables of a module after fully_shard",
             expected="a module that is not sharded",
@@ -201,7 +203,7 @@ def _refuse_use(label: str, how: str, *_: Any) -> Any:
             fix="record the full step with te_fsdp.graphed_step(model, optimizer, forward_backward), or forward and "
             "backward of each unit with te_fsdp.graphed_units(model)",
         )
-    if how == "pickle":
+    if use == "pickle":
         raise OrderError(
             f"{label}: pickle of a model after fully_shard, as torch.save(model) or copy.copy(model) makes it",
             expected="a state dict or a checkpoint",
@@ -227,23 +229,23 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
         return
     # A module that was removed with its parameters is not a removed parameter.
     owners = {id(module._parameters) for module in state.model.modules()}
-    gone = [
+    removed = [
         label
-        for held, name, label in state.checked.places.values()
-        if held.get(name) is None and id(held) in owners
+        for table, name, label in state.checked.places.values()
+        if table.get(name) is None and id(table) in owners
     ]
-    if gone:
-        raise _removed(gone)
+    if removed:
+        raise _removal_error(removed)
 
 
 def _refuse_reparametrization(tensor: torch.Tensor) -> None:
     """Raise if torch is about to compute a sharded parameter from others. Local operation."""
     state = sharded_model_of(tensor)
     if state is not None and refuse_removed_parameters in state.checks.forward:
-        raise _removed([state.names().get(id(tensor), "a parameter")])
+        raise _removal_error([state.names().get(id(tensor), "a parameter")])
 
 
-def _removed(names: list[str]) -> OrderError:
+def _removal_error(names: list[str]) -> OrderError:
     return OrderError(
         f"{shorten(names, 3)}: removed after fully_shard",
         expected="the parameters that te_fsdp.fully_shard sharded",
@@ -256,9 +258,9 @@ def _removed(names: list[str]) -> OrderError:
 def refuse_shared_memory(state: ShardedModel) -> None:
     """Refuse ``share_memory()`` of the model and of its modules from now on. Local operation."""
     labels: dict[int, str] = {}
-    for place in iter_param_owners(state.model, remove_duplicate=False):
-        if isinstance(place.parameter, DTensor):
-            labels.setdefault(id(place.owner), place.label)
+    for owner in iter_param_owners(state.model, remove_duplicate=False):
+        if isinstance(owner.parameter, DTensor):
+            labels.setdefault(id(owner.module), owner.label)
     for module in state.model.modules():
         if id(module) in labels:
             _fsdp2_patches.wrap_apply(module, functools.partial(_refuse_sharing, labels[id(module)]))
@@ -338,12 +340,12 @@ def refuse_assigned_data(state: ShardedModel) -> None:
             refuse_assigned(state)
 
 
-def not_in_the_model(names: list[str], count: int, how: str) -> OrderError:
+def not_in_the_model(names: list[str], count: int, change: str) -> OrderError:
     """Return the error for trained parameters that ``fully_shard`` has not seen."""
     return OrderError(
         f"{shorten(names, 3)}: trained, but not in the model when te_fsdp.fully_shard was called",
         expected="the parameters that the model had then",
-        got=f"{count} parameter(s) of a module that was {how}",
+        got=f"{count} parameter(s) of a module that was {change}",
         why="Their gradients would not be averaged over the ranks, whose copies would drift apart",
         fix="change the model first (a new head, adapters), then call te_fsdp.fully_shard on all of it",
     )
@@ -356,11 +358,11 @@ def refuse_writes_in_forward(state: ShardedModel) -> None:
 
 
 def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
-    seen: list[tuple[torch.Tensor, Any, int]] = []
+    reads: list[tuple[torch.Tensor, Any, int]] = []
 
     def before(unit: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
-            seen[:] = [
+            reads[:] = [
                 (parameter, record, _torch.version_of(parameter))
                 for parameter, record in _fsdp2.unsharded_parameters(unit)
                 if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those without a version
@@ -371,14 +373,14 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
             return
         while handles:
             handles.pop().remove()
-        written = [record for parameter, record, version in seen if _torch.version_of(parameter) != version]
-        seen.clear()
+        written = [record for parameter, record, version in reads if _torch.version_of(parameter) != version]
+        reads.clear()
         if written:
             record_unsharded_params(unit)
             names = state.names()
-            found = [names.get(id(_fsdp2.sharded_param_of(record)), "a parameter") for record in written]
+            labels = [names.get(id(_fsdp2.sharded_param_of(record)), "a parameter") for record in written]
             raise OrderError(
-                f"{shorten(found, 3)}: written to in forward",
+                f"{shorten(labels, 3)}: written to in forward",
                 expected="a forward that only reads weights",
                 got="an in-place write, as by nn.Embedding(max_norm=...) or weight.clamp_() in a module's forward",
                 why="It changes only the gathered copy, which is released: the sharded weight stays as it was",
@@ -397,18 +399,18 @@ def is_assigned(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     record = get_record(parameter)
-    known = record.memory if record is not None else None
-    return known is not None and known[0] == id(parameter) and known[1] != _torch.memory_id(parameter)
+    memory = record.memory if record is not None else None
+    return memory is not None and memory[0] == id(parameter) and memory[1] != _torch.memory_id(parameter)
 
 
 def refuse_assigned(state: ShardedModel) -> None:
     """Raise OrderError if ``.data`` of a sharded parameter was assigned. Local operation."""
-    found = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
-    if found:
+    assigned = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
+    if assigned:
         raise OrderError(
-            f"{shorten(found, 3)}: parameter.data was assigned",
+            f"{shorten(assigned, 3)}: parameter.data was assigned",
             expected="values that are written in place",
-            got=f"an assignment to .data of {len(found)} parameter(s), as by torch.nn.utils.vector_to_parameters",
+            got=f"an assignment to .data of {len(assigned)} parameter(s), as by torch.nn.utils.vector_to_parameters",
             why="torch leaves the values of a DTensor as they are then, and says nothing",
             fix="with torch.no_grad(): parameter.copy_(value)",
         )

@@ -75,21 +75,21 @@ def refuse_replaced(step: Step) -> None:
     is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies()
     if not marked and not is_copy:
         return
-    held = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
-    # Without a record, or with what a pickle leaves of one.
+    params = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
+    # Parameters without a record, or with the empty one of a pickle.
     unmarked = {
-        id(parameter): parameter for parameter in held if is_copy and not parameter.__dict__.get(PARAMETER)
+        id(parameter): parameter for parameter in params if is_copy and not parameter.__dict__.get(PARAMETER)
     }
-    # Another model may share a parameter with the one that lost it, or be a copy too: a step for that one is right.
-    wanted = {*marked, *unmarked}
-    for owner, name in registered_at(wanted):
+    # A step is correct for a parameter that another model still has, or that belongs to a copy of the model.
+    to_find = {*marked, *unmarked}
+    for owner, name in registered_at(to_find):
         key = id(owner._parameters[name])
-        wanted.discard(key)
+        to_find.discard(key)
         unmarked.pop(key, None)
         if key in marked:
             get_or_create_record(marked.pop(key)).replaced_by = None
-    # Copies of a sharded model's parameters were pickled, or are of the kind of one of its parameters.
-    # It visits all modules of the process, so it runs only if a copy is suspected.
+    # A copy was pickled, or has the kind of a sharded model's parameter. _sharded_kinds visits all modules of the
+    # process, so it runs only if a copy is suspected.
     kinds = _sharded_kinds() if unmarked else {}
     if all(PARAMETER in parameter.__dict__ or _kind(parameter) in kinds for parameter in unmarked.values()):
         marked |= unmarked
@@ -105,8 +105,8 @@ def refuse_replaced(step: Step) -> None:
         original = record.copied_from() if record is not None and record.copied_from is not None else None
         state = original.state() if original is not None and original.state is not None else None
         names = state.parameters() if state is not None else {}
-        found = next((name for name, own in names.items() if get_record(own) is original), None)
-        name, by = found or _sharded_kinds().get(_kind(parameter)) or label_of(parameter), COPIED
+        fqn = next((name for name, candidate in names.items() if get_record(candidate) is original), None)
+        name, by = fqn or _sharded_kinds().get(_kind(parameter)) or label_of(parameter), COPIED
     count = sum(len(group["params"]) for group in step.optimizer.param_groups)
     more = f", and {len(marked) - 1} more of its {count}" if len(marked) > 1 else ""
     got = f"one from before {by}, which has replaced it"
@@ -136,11 +136,11 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
             state = None if parameter is None else sharded_model_of(parameter)
             if state is not None:
                 states[id(state)] = state
-    found: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     for state in states.values():
         for name, parameter in state.parameters().items():
-            found.setdefault(_kind(parameter), name)
-    return found
+            names.setdefault(_kind(parameter), name)
+    return names
 
 
 def refuse_gathered(step: Step) -> None:
@@ -178,10 +178,10 @@ def check_first_step(step: Step) -> None:
 
     Checked again after its number of parameters or its state has changed. Collective over the mesh then.
     """
-    held = sum(len(group["params"]) for group in step.optimizer.param_groups)
+    count = sum(len(group["params"]) for group in step.optimizer.param_groups)
     for state, parameters in step.models:
-        known = state.checked.optimizers.get(step.optimizer)
-        if known == (held, id(step.optimizer.state)):  # loading assigns a different dict
+        checked = state.checked.optimizers.get(step.optimizer)
+        if checked == (count, id(step.optimizer.state)):  # loading assigns a different dict
             continue
         # The checks read values on the host, which a capture forbids. An eager step checks them.
         if is_capturing():
@@ -190,12 +190,12 @@ def check_first_step(step: Step) -> None:
             refuse_changed_parameters(state)
             needed = _states_of(step.optimizer)
             for parameter in parameters if needed else ():
-                found = {name for name in step.optimizer.state.get(parameter, {}) if name != MAIN}
-                if found and not found.issuperset(needed):
+                state_keys = {name for name in step.optimizer.state.get(parameter, {}) if name != MAIN}
+                if state_keys and not state_keys.issuperset(needed):
                     raise _another_class(
                         f"{step.where}: states of {step.names[id(parameter)]}",
                         needed,
-                        f"{', '.join(sorted(found))}, as of an optimizer of another class",
+                        f"{', '.join(sorted(state_keys))}, as of an optimizer of another class",
                     )
             _refuse_state_of_other_ranks(step, parameters)
             refuse_unsupported_optimizer(step.optimizer, parameters)
@@ -215,8 +215,8 @@ def check_first_step(step: Step) -> None:
                 # The sum of the checksums may wrap, but is equal where they are.
                 total = sum(int(checksum(gradient)) for gradient in gradients) % (1 << 60)
                 if not bool(are_equal([total], mesh)):
-                    wanted = {id(p) for p in others}
-                    labels = [f"{type(owner).__name__}.{name}" for owner, name in registered_at(wanted)]
+                    other_ids = {id(p) for p in others}
+                    labels = [f"{type(owner).__name__}.{name}" for owner, name in registered_at(other_ids)]
                     raise not_in_the_model(
                         list(dict.fromkeys(labels)) or ["a parameter"], len(others), "left out"
                     )
@@ -224,7 +224,7 @@ def check_first_step(step: Step) -> None:
             if not state.checked.optimizers:
                 compare_copies(state, step.where)
                 refuse_equal_parts(state, step.where)
-        state.checked.optimizers[step.optimizer] = held, id(step.optimizer.state)
+        state.checked.optimizers[step.optimizer] = count, id(step.optimizer.state)
 
 
 def compare_options(step: Step) -> None:
@@ -240,15 +240,15 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
     # The order matters where a step communicates for several parameters together.
     ordered = state.meshes.size("tp") > 1 or state.outer == "optim"
     names = state.names()
-    held = [p for group in step.optimizer.param_groups for p in group["params"] if id(p) in names]
+    params = [p for group in step.optimizer.param_groups for p in group["params"] if id(p) in names]
     # Quantization reduces the amaxes of weights in the order of the groups.
-    ordered = ordered or any(_te.is_quantized(_torch.local_of(p)) for p in held)
+    ordered = ordered or any(_te.is_quantized(_torch.local_of(p)) for p in params)
     groups, options = [], []
     for group in step.optimizer.param_groups:
-        own = [names[id(p)] for p in group["params"] if id(p) in names]
+        fqns = [names[id(p)] for p in group["params"] if id(p) in names]
         # Each rank of ep has different experts, perhaps more of them.
-        known = (name.rstrip("0123456789") if state.is_expert(name) else name for name in own)
-        groups.append(list(dict.fromkeys(known)) if ordered else sorted(set(known)))
+        comparable = (name.rstrip("0123456789") if state.is_expert(name) else name for name in fqns)
+        groups.append(list(dict.fromkeys(comparable)) if ordered else sorted(set(comparable)))
         options.append({key: _format_option(value) for key, value in group.items() if key != "params"})
     same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
     if not all(same):
@@ -281,19 +281,19 @@ def refuse_unknown_state(optimizer: Any, parameter: torch.Tensor, name: str) -> 
 
 def explain_failed_loads(state: ShardedModel) -> None:
     """Name states of another class that torch's optimizers cannot load from now on. Local operation."""
-    after_failed_load(_refuse_failed_load)
 
+    def refuse(optimizer: Optimizer) -> None:
+        needed = _states_of(optimizer)
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            state, param_state = sharded_model_of(parameter), optimizer.state.get(parameter)
+            if state is not None and explain_failed_loads in state.checks.sharded and param_state:
+                raise _another_class(
+                    f"{type(optimizer).__name__}.load_state_dict: states of {state.names().get(id(parameter))}",
+                    needed,
+                    f"{', '.join(sorted(param_state))}, as of an optimizer of another class",
+                )
 
-def _refuse_failed_load(optimizer: Optimizer) -> None:
-    needed = _states_of(optimizer)
-    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        state, held = sharded_model_of(parameter), optimizer.state.get(parameter)
-        if state is not None and explain_failed_loads in state.checks.sharded and held:
-            raise _another_class(
-                f"{type(optimizer).__name__}.load_state_dict: states of {state.names().get(id(parameter))}",
-                needed,
-                f"{', '.join(sorted(held))}, as of an optimizer of another class",
-            )
+    after_failed_load(refuse)
 
 
 def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
@@ -314,8 +314,8 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
     follows = hasattr(step.optimizer, KEEPS_MAIN_WEIGHTS) or _te.is_fused_adam(step.optimizer)
     of_torch = type(step.optimizer).__module__.startswith("torch.optim.")
     for parameter in parameters:
-        held = step.optimizer.state.get(parameter, {})
-        for name, value in held.items():
+        param_state = step.optimizer.state.get(parameter, {})
+        for name, value in param_state.items():
             if isinstance(parameter, DTensor) and _torch.is_shard_of_other_rank(value, parameter):
                 raise CheckpointError(
                     f"{step.where}: {name} of {step.names[id(parameter)]}",
@@ -339,7 +339,7 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
                     "set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True)) "
                     "with names as keys",
                 )
-        if not follows and MAIN in held:
+        if not follows and MAIN in param_state:
             raise OrderError(
                 f"{step.where}: {step.names[id(parameter)]}: a main weight in the optimizer's state",
                 expected="the optimizer of the te_fsdp.main_weights call",

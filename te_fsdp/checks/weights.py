@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.collectives.agreement import are_equal, digest, gather, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
+from te_fsdp.features.broadcast_params import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.optimizer_step import has_mixed_groups
 from te_fsdp.records import binding_of, get_record, iter_param_owners
-from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.sharded_model import shard_of
 from te_fsdp.tensor_checksums import checksum, is_constant
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -92,33 +92,33 @@ def find_equal_shards(
     """
     if dist.is_initialized() and is_simulated():
         return []
-    held = [
+    shards = [
         (f"{item.name}.{name}" if item.name else name, item, item.rules.get(name), _torch.local_of(parameter))
         for item in planned
         if binding_of(item.module) is None
         for name, parameter in item.module._parameters.items()
         if parameter is not None and not parameter.is_meta and not getattr(parameter, MEANT, False)
     ]
-    found = []
+    equal = []
     if tp_mesh is not None and tp_mesh.size() > 1:
-        cut = {label: t for label, _, rule, t in held if rule is not None and rule.shard_dim is not None}
-        found += _names_equal_on_two_ranks(tp_mesh, "tp", _drawn(cut))
+        cut = {label: t for label, _, rule, t in shards if rule is not None and rule.shard_dim is not None}
+        equal += _names_equal_on_two_ranks(tp_mesh, "tp", _checksums_of_random(cut))
     if ep_mesh is not None and ep_mesh.size() > 1:
         experts = {}  # by local index
-        for label, item, _, local in held:
-            own = item.distributed.get(label.rpartition(".")[2])
-            if own.is_expert if own is not None else item.experts is not None:
+        for label, item, _, local in shards:
+            user_dtensor = item.distributed.get(label.rpartition(".")[2])
+            if user_dtensor.is_expert if user_dtensor is not None else item.experts is not None:
                 experts[label] = local
-        found += _names_equal_on_two_ranks(ep_mesh, "ep", _drawn(experts, copies=True))
-    return found
+        equal += _names_equal_on_two_ranks(ep_mesh, "ep", _checksums_of_random(experts, copies=True))
+    return equal
 
 
-def refuse_equal_shards(found: list[str]) -> None:
+def refuse_equal_shards(equal: list[str]) -> None:
     """Raise InitError if there are equal shards. The error names the parameters and possible fixes."""
-    if not found:
+    if not equal:
         return
     raise InitError(
-        f"{shorten(found, 3, '; ')}: equal values on ranks that must have different shards",
+        f"{shorten(equal, 3, '; ')}: equal values on ranks that must have different shards",
         expected="different values on ranks with different rows, columns or experts",
         got="equal values, as drawn with equal seeds",
         why="Training would keep them equal, so the model would have the capacity of one rank's shard",
@@ -129,38 +129,38 @@ def refuse_equal_shards(found: list[str]) -> None:
     )
 
 
-def _drawn(held: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, int]:
+def _checksums_of_random(tensors: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, int]:
     """Return label -> checksum of tensors whose values are not all equal.
 
     With ``copies``, kinds with several equal tensors on this rank are skipped: experts initialized as copies of one
     layer.
     """
-    if not held:
+    if not tensors:
         return {}
-    sums = torch.stack([checksum(tensor) for tensor in held.values()]).tolist()  # fetched in one transfer
-    constant = torch.stack([is_constant(tensor) for tensor in held.values()]).tolist()
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()  # fetched in one transfer
+    constant = torch.stack([is_constant(tensor) for tensor in tensors.values()]).tolist()
     # The experts of a layer have names that differ by a number: weight0, weight1, ...
-    kinds = [label.rstrip("0123456789") for label in held]
+    kinds = [label.rstrip("0123456789") for label in tensors]
     by_kind: dict[str, list[int]] = {}
     for kind, value in zip(kinds, sums, strict=True):
         by_kind.setdefault(kind, []).append(value)
     meant = {kind for kind, values in by_kind.items() if copies and len(values) > 1 and len(set(values)) == 1}
     return {
         label: value
-        for label, kind, value, same in zip(held, kinds, sums, constant, strict=True)
+        for label, kind, value, same in zip(tensors, kinds, sums, constant, strict=True)
         if not same and kind not in meant
     }
 
 
 def _names_equal_on_two_ranks(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
     """Return the names whose shards are identical on two ranks of a 1-D mesh."""
-    everyone = gather(mine, mesh)
-    found: dict[str, str] = {}
-    for (one, first), (other, second) in combinations(enumerate(everyone), 2):
+    by_rank = gather(mine, mesh)
+    texts: dict[str, str] = {}
+    for (one, first), (other, second) in combinations(enumerate(by_rank), 2):
         for label, value in first.items():
             if second.get(label) == value:
-                found.setdefault(label, f"{label} ({axis} ranks {one} and {other})")
-    return list(found.values())
+                texts.setdefault(label, f"{label} ({axis} ranks {one} and {other})")
+    return list(texts.values())
 
 
 # ---------------------------------------------------------------------------------------------------- copies and shards
@@ -178,18 +178,18 @@ def compare_copies(state: ShardedModel, where: str) -> None:
     Collective over every axis that replicates a parameter: two integers for each.
     """
     with raised_on_all_ranks(state.meshes.device_mesh, where):
-        held: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
-        for place in iter_param_owners(state.model):
+        copies: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
+        for owner in iter_param_owners(state.model):
             # Weights may be gathered now.
-            shard = place._replace(parameter=cast("torch.nn.Parameter", shard_of(place.parameter)))
+            shard = owner._replace(parameter=cast("torch.nn.Parameter", shard_of(owner.parameter)))
             groups = [*replica_groups_of_dtensor(shard.parameter), *replica_groups_of_plan(state, shard)]
             if groups:
                 # Once per parameter, although several axes may replicate it.
                 value = checksum(_torch.local_of(shard.parameter))
                 for group in groups:
-                    held.setdefault(group, []).append((place.label, value))
+                    copies.setdefault(group, []).append((owner.label, value))
         # A parameter may differ over several groups. It is named once.
-        bad = list(dict.fromkeys(label for label, is_same in _compare_sums(held) if not is_same))
+        bad = list(dict.fromkeys(label for label, is_same in _compare_sums(copies) if not is_same))
         if bad:
             first = "before the first step" if not state.checked.optimizers else "before each step"
             raise InitError(
@@ -221,16 +221,18 @@ def refuse_equal_parts(state: ShardedModel, where: str) -> None:
                 if _torch.shard_dim_of(placement) is not None and p.device_mesh.size(axis) > 1:
                     part = (name, names[axis], local), checksum(local)
                     cut.setdefault(p.device_mesh.get_group(axis), []).append(part)
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for (name, axis, local), is_same in _compare_sums(cut):
             if is_same and not bool(is_constant(local)):
-                found.setdefault(name, f"{name} (all ranks of {axis})")
-        refuse_equal_shards(list(found.values()))
+                texts.setdefault(name, f"{name} (all ranks of {axis})")
+        refuse_equal_shards(list(texts.values()))
 
 
-def _compare_sums(held: Mapping[dist.ProcessGroup, list[tuple[T, torch.Tensor]]]) -> Iterator[tuple[T, bool]]:
+def _compare_sums(
+    by_group: Mapping[dist.ProcessGroup, list[tuple[T, torch.Tensor]]],
+) -> Iterator[tuple[T, bool]]:
     """Yield the owner of each checksum, and whether it is equal on its group. Collective: two integers for each."""
-    for group, sums in held.items():
+    for group, sums in by_group.items():
         same = are_equal(torch.stack([value for _, value in sums]), group).tolist()
         yield from zip((owner for owner, _ in sums), same, strict=True)
 
@@ -242,9 +244,9 @@ def refuse_closure(step: Step) -> None:
     """Raise if the backward of a closure would come after work that the step does once, before it. Local operation."""
     if not step.models or step.closure is None:
         return
-    held = [get_record(parameter) for _, parameters in step.models for parameter in parameters]
+    records = [get_record(parameter) for _, parameters in step.models for parameter in parameters]
     if has_mixed_groups(step.optimizer) or any(
-        f.tp_replica or (f.plan is not None and f.plan.gradient_dtype is not None) for f in held if f
+        f.tp_replica or (f.plan is not None and f.plan.gradient_dtype is not None) for f in records if f
     ):
         raise OrderError(
             f"{step.where}(closure) of a model with tensor parallelism, with parameters that "

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         # By default glibc keeps blocks that are as large as blocks freed before. DCP allocates small objects in
-        # between, so a conversion would need new memory for every block. Only for a process of our own.
+        # between, so a conversion would need new memory for every block. Not set in a process that imports te_fsdp.
         threshold = -3  # M_MMAP_THRESHOLD in malloc.h
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(threshold, 1 << 20)
@@ -153,9 +153,9 @@ def completion(arguments: Sequence[str]) -> int:
         conf.OmitArgPrefixes,
         conf.OmitSubcommandPrefixes,
     )
-    every, is_help = _one_of({name: _command(name) for name in _COMMANDS}), "--tyro-print-completion"
+    union = _one_of({name: _command(name) for name in _COMMANDS})
     with contextlib.suppress(SystemExit):
-        tyro.cli(every, prog="te-fsdp", args=[is_help, arguments[0]], config=config)
+        tyro.cli(union, prog="te-fsdp", args=["--tyro-print-completion", arguments[0]], config=config)
     return 0
 
 
@@ -164,14 +164,14 @@ def _one_of(commands: Mapping[str, Any]) -> Any:
     import tyro
 
     choices = []
-    for name, found in commands.items():
+    for name, member in commands.items():
 
         def group(command: Any) -> None:
             """Group several commands."""
 
-        if isinstance(found, dict):
-            group.__annotations__["command"] = _one_of(found)
-        function = group if isinstance(found, dict) else found
+        if isinstance(member, dict):
+            group.__annotations__["command"] = _one_of(member)
+        function = group if isinstance(member, dict) else member
         choices.append(tyro.conf.subcommand(name, constructor=function))
     return functools.reduce(operator.or_, [Annotated[Any, choice] for choice in choices])
 

@@ -144,8 +144,8 @@ def convert(
 
     Names and shapes are those of the unsharded module's state_dict().
     """
-    place = Target(resolve_path(target), to, _bytes(max_shard_size), force)
-    kind = place.resolve_kind(None)
+    destination = Target(resolve_path(target), to, _bytes(max_shard_size), force)
+    kind = destination.resolve_kind(None)
     contents = open_any(source, Choices(key, extra_state, optimizer_class))
     if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
         option = "--optimizer-class" if key is None else "--key"
@@ -153,7 +153,7 @@ def convert(
     form = quantized or ("keep" if kind == "checkpoint" else "dequantize")
     values = {"dtype": None if dtype is None else getattr(torch, dtype), "dequantize": form == "dequantize"}
     options = {"check": check, "everything": everything, "table": False, "as_json": as_json}
-    return _transform_and_write(contents, place, _AS_USUAL, **options, **values)
+    return _transform_and_write(contents, destination, _AS_USUAL, **options, **values)
 
 
 def export(
@@ -188,22 +188,22 @@ def export(
     """
     if like is None and te != _AS_USUAL:
         raise UsageError("the --te... options describe the model to export; they need --like")
-    place = Target(resolve_path(target), None, _bytes(max_shard_size), force, like)
-    place.resolve_kind("safetensors")
+    destination = Target(resolve_path(target), None, _bytes(max_shard_size), force, like)
+    destination.resolve_kind("safetensors")
     config = config_contents(like) if like is not None else {}
     # the second key is that of transformers before 5
     word = dtype or config.get("dtype", config.get("torch_dtype"))
     word = word if word in get_args(_DType) else "bfloat16"
     values = {"dtype": getattr(torch, word), "dequantize": True, "weights": weights}
     options = {"check": check, "everything": False, "table": True, "as_json": as_json}
-    return _transform_and_write(open_any(source), place, te, **options, **values)
+    return _transform_and_write(open_any(source), destination, te, **options, **values)
 
 
 def _bytes(text: str) -> int:
-    found = bytes_of(text, unit=True)
-    if not found:
+    size = bytes_of(text, unit=True)
+    if not size:
         raise UsageError(f"--max-shard-size {text}: expected a size with a unit, such as 5GB or 500MiB")
-    return found
+    return size
 
 
 def _verify_source(contents: Contents, as_json: bool) -> None:
@@ -252,19 +252,19 @@ def _transform_and_write(
     if target.kind == "torch" or (target.kind != "checkpoint" and not everything):
         into = weights_only(into, optimizer=everything)
     replacing = in_place_of(path) if target.force and path.exists() else nullcontext(path)
-    with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick, replacing as place:
+    with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick, replacing as temporary:
         if target.like is not None:
             values = values_for_huggingface(into, target.like, te.layers, te.names)
-            files = write_huggingface(place, values, target.like, tick, **shards)
+            files = write_huggingface(temporary, values, target.like, tick, **shards)
         elif target.kind == "checkpoint":
-            files = write_checkpoint(place, into, tick)
+            files = write_checkpoint(temporary, into, tick)
         elif target.kind == "safetensors":
-            files = write_safetensors(place, into, tick, **shards)
+            files = write_safetensors(temporary, into, tick, **shards)
         else:
-            files = write_pt(place, into, tick)
+            files = write_pt(temporary, into, tick)
         # Opened again before the old target is replaced. A Hugging Face folder has another layout.
         if target.like is None:
-            check_written(place, weights_only(into) if target.kind == "torch" else into)
+            check_written(temporary, weights_only(into) if target.kind == "torch" else into)
     columns = ("name", "from", "dtype")
     rows = [(name, origin, into.manifest.tensor(name)["dtype"]) for name, origin in sources.items()]
     if as_json:
@@ -414,8 +414,8 @@ def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
         answer = {"ok": not problems, "path": str(where), "files": len(files), "bytes": total}
         print_json(answer | {"problems": problems})
     elif problems:
-        found = "not readable" if refused_files(problems) == problems else "damaged"
-        print_lines([f"{where}: {found}", *(f"  {problem}" for problem in problems)])
+        verdict = "not readable" if refused_files(problems) == problems else "damaged"
+        print_lines([f"{where}: {verdict}", *(f"  {problem}" for problem in problems)])
     else:
         print_lines([f"{where}: no damage found, {counted(len(files), 'file')}, {human_bytes(total)}"])
     return 1 if problems else 0
@@ -440,9 +440,9 @@ def diff(
     """
     if not (rtol >= 0 and atol >= 0):
         raise UsageError(f"--rtol {rtol:g} --atol {atol:g}: expected 0 or more")
-    one, other = open_any(a), open_any(b)
+    first, second = open_any(a), open_any(b)
     # Both are refused or verified before the first comparison, which reads all data.
-    for contents in (one, other):
+    for contents in (first, second):
         if contents.kind != CHECKPOINT:
             raise CheckpointError(
                 f"{contents.source}: cannot be compared",
@@ -451,16 +451,16 @@ def diff(
                 fix="convert it first: te-fsdp ckpt convert SOURCE TARGET --to checkpoint",
             )
         _verify_source(contents, as_json)
-    with bytes_bar("comparing", one.bytes, _show_bar(as_json)) as tick:
-        report = compare_contents(one, other, tick, rtol=rtol, atol=atol, weights_only=weights_only)
+    with bytes_bar("comparing", first.bytes, _show_bar(as_json)) as tick:
+        report = compare_contents(first, second, tick, rtol=rtol, atol=atol, weights_only=weights_only)
     same = report.is_same(strict=strict)
     if as_json:
-        answer = {"ok": True, "same": same, "a": str(one.source), "b": str(other.source), **asdict(report)}
+        answer = {"ok": True, "same": same, "a": str(first.source), "b": str(second.source), **asdict(report)}
         print_json(answer)
         return 0 if same else 1
     rows = [(d.name, d.kind, d.detail) for d in report.differences]
     if rows:
-        print_table(f"A {one.source}\nB {other.source}", ("name", "difference", "A / B"), rows)
+        print_table(f"A {first.source}\nB {second.source}", ("name", "difference", "A / B"), rows)
     print_lines(report.others)
     verdict = "the same" if same else "different"
     print_lines(

@@ -103,8 +103,8 @@ def _versions(facts: Environment) -> Iterable[tuple[str, str]]:
     yield "Python", f"{facts.python} ({facts.executable})"
     build = f"built with CUDA {facts.torch_cuda}" if facts.torch_cuda else "without CUDA"
     yield "torch", f"{facts.torch}, {build}"
-    for name, found in facts.te.items():
-        yield name, " and ".join(found)
+    for name, of_name in facts.te.items():
+        yield name, " and ".join(of_name)
     if facts.te_says.get("emulated"):
         architecture = ".".join(map(str, facts.te_says["emulated"]))
         yield "emulation", "on" if facts.emulation else f"off; on with TE_FSDP_EMULATION={architecture}"
@@ -137,8 +137,10 @@ class Fault:
 
 def faults(facts: Environment) -> list[Fault]:
     """Return all problems of an environment, breaking ones first."""
-    looks = (_wrong_versions, _parts_of_te, _libraries, _te_itself)
-    return sorted((fault for look in looks for fault in look(facts)), key=lambda fault: not fault.breaks)
+    searches = (_wrong_versions, _parts_of_te, _libraries, _te_itself)
+    return sorted(
+        (fault for search in searches for fault in search(facts)), key=lambda fault: not fault.breaks
+    )
 
 
 def _wrong_versions(facts: Environment) -> Iterator[Fault]:
@@ -169,7 +171,7 @@ def _wrong_versions(facts: Environment) -> Iterator[Fault]:
 def _parts_of_te(facts: Environment) -> Iterator[Fault]:
     """Yield problems of installed TE packages: several of them, or a different CUDA version from torch's."""
     cores = [name for name in facts.te if re.fullmatch(r"transformer_engine_cu\d+", name)]
-    releases = {version for found in facts.te.values() for version in found}
+    releases = {version for of_name in facts.te.values() for version in of_name}
     if len(cores) > 1:
         yield Fault(
             f"several cores of TransformerEngine: {', '.join(cores)}",
@@ -178,7 +180,7 @@ def _parts_of_te(facts: Environment) -> Iterator[Fault]:
             f"{_install(facts)}",
         )
     if len(releases) > 1:
-        listed = ", ".join(f"{name} {' and '.join(found)}" for name, found in facts.te.items())
+        listed = ", ".join(f"{name} {' and '.join(of_name)}" for name, of_name in facts.te.items())
         yield Fault(
             f"several versions of TransformerEngine: {listed}",
             "its Python package calls functions that a different version of its compiled package lacks "
@@ -225,16 +227,16 @@ def _libraries(facts: Environment) -> Iterator[Fault]:
         )
     # The loader may find a different cuDNN for TE than the one that torch has loaded.
     first = facts.variables.get("LD_LIBRARY_PATH", "").split(":")[0]
-    own = os.path.join(facts.cudnn_home or "", "lib")
+    torch_lib = os.path.join(facts.cudnn_home or "", "lib")
     # libcudnn.so.9.14.0 -> 9.14.0. The link libcudnn.so.9 was resolved before.
     releases = {path: PurePath(path).name.removeprefix("libcudnn.so.") for path in facts.cudnn_files}
     others = [path for path, release in releases.items() if release != facts.cudnn]
-    if facts.cudnn_home and others and os.path.realpath(first) != os.path.realpath(own):
+    if facts.cudnn_home and others and os.path.realpath(first) != os.path.realpath(torch_lib):
         yield Fault(
-            f"two versions of cuDNN: torch's {facts.cudnn} in {own}, and {', '.join(others)}",
+            f"two versions of cuDNN: torch's {facts.cudnn} in {torch_lib}, and {', '.join(others)}",
             "TransformerEngine loads cuDNN by name and may mix the two "
             "(CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH)",
-            f"export CUDNN_HOME={facts.cudnn_home} LD_LIBRARY_PATH={own}:$LD_LIBRARY_PATH",
+            f"export CUDNN_HOME={facts.cudnn_home} LD_LIBRARY_PATH={torch_lib}:$LD_LIBRARY_PATH",
         )
     taken = facts.te_says.get("attention", {}).get("taken", {})
     for name, version in facts.flash_attention.items():
@@ -248,9 +250,10 @@ def _libraries(facts: Environment) -> Iterator[Fault]:
 
 
 def _te_itself(facts: Environment) -> Iterator[Fault]:
+    """Yield problems of TransformerEngine's installation, import and emulation."""
     if "transformer_engine" not in facts.te:
-        wanted = _install(facts) if facts.gpus else "pip install 'te-fsdp[emulation]'"
-        yield Fault("TransformerEngine is not installed", "there are no modules to train", wanted)
+        command = _install(facts) if facts.gpus else "pip install 'te-fsdp[emulation]'"
+        yield Fault("TransformerEngine is not installed", "there are no modules to train", command)
         return
     if facts.gpus and not facts.te_bindings:
         nvcc = facts.nvcc or "missing: install a CUDA toolkit of torch's CUDA version and set CUDA_HOME"
@@ -261,7 +264,23 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
         )
     # Missing bindings explain a failed import, so only one of both is reported.
     elif facts.te_says.get("error"):
-        yield _no_import(facts)
+        error = str(facts.te_says["error"])
+        package, why = "transformer_engine_torch", "there are no modules to train"
+        cure = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps "
+        if "undefined symbol" in error:
+            package = "flash-attn" if "flash_attn" in error else package
+            part = "flash-attn's kernels" if "flash_attn" in error else "its bindings"
+            why = f"{part} were compiled against a torch other than {facts.torch}"
+        elif "signal" in error:
+            why = "it aborts the importing process, most often because of mixed library versions"
+        fix = cure + package if facts.te_bindings else "pip install 'te-fsdp[emulation]'"
+        if facts.te_bindings and ("libcuda.so" in error or "no NVIDIA driver" in error):
+            why = "its compiled package runs on GPUs only, although it can be installed without one"
+            fix = (
+                "run it on a machine with a driver (in Docker: --gpus all); here, use an environment with "
+                "te-fsdp[emulation] only"
+            )
+        yield Fault(f"TransformerEngine cannot be imported: {error}", why, fix)
     if facts.emulation and facts.gpus:
         yield Fault(
             f"TE_FSDP_EMULATION={facts.emulation} on a machine with GPUs",
@@ -274,26 +293,3 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
             "the emulation does not replace an installed extension",
             "use an environment with te-fsdp[emulation] only",
         )
-
-
-def _no_import(facts: Environment) -> Fault:
-    """Return the reason why TE's import fails, from its error. The default suspect is its bindings."""
-    said = str(facts.te_says["error"])
-    what = f"TransformerEngine cannot be imported: {said}"
-    built, why = "transformer_engine_torch", "there are no modules to train"
-    if facts.te_bindings and ("libcuda.so" in said or "no NVIDIA driver" in said):
-        return Fault(
-            what,
-            "its compiled package runs on GPUs only, although it can be installed without one",
-            "run it on a machine with a driver (in Docker: --gpus all); here, use an environment with "
-            "te-fsdp[emulation] only",
-        )
-    if "undefined symbol" in said:
-        of_flash = "flash_attn" in said
-        built = "flash-attn" if of_flash else built
-        whose = "flash-attn's kernels" if of_flash else "its bindings"
-        why = f"{whose} were compiled against a torch other than {facts.torch}"
-    elif "signal" in said:
-        why = "it aborts the importing process, most often because of mixed library versions"
-    cure = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps " + built
-    return Fault(what, why, cure if facts.te_bindings else "pip install 'te-fsdp[emulation]'")

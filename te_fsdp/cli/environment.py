@@ -98,8 +98,8 @@ def gather() -> Environment:
     driver, problem, nccl = None, "", None
     # Some containers lack the file, but nvidia-smi still reports the version.
     with contextlib.suppress(OSError):
-        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-        driver = found and found[1]
+        match = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        driver = match and match[1]
     if driver is None:
         driver = next(
             iter(_run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[1].split()), None
@@ -135,7 +135,7 @@ def gather() -> Environment:
         cuda_problem=problem,
         driver=driver,
         nccl=nccl,
-        nvcc=next((place for place in compilers if os.path.isfile(place)), None),
+        nvcc=next((path for path in compilers if os.path.isfile(path)), None),
         **_cudnn(),
     )
 
@@ -153,14 +153,14 @@ def _run(*command: str, environment: dict[str, str] | None = None) -> tuple[int,
 
 def te_distributions() -> dict[str, list[str]]:
     """Return TransformerEngine's distributions, with one version per folder of the path that contains it."""
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] or ""
         if _PARTS.match(name):
-            versions = found.setdefault(re.sub(r"[-.]", "_", name.lower()), [])
+            versions = by_name.setdefault(re.sub(r"[-.]", "_", name.lower()), [])
             if distribution.version not in versions:
                 versions.append(distribution.version)
-    return dict(sorted(found.items()))
+    return dict(sorted(by_name.items()))
 
 
 def te_capabilities(parts: dict[str, list[str]], bindings: bool) -> dict[str, Any]:
@@ -189,11 +189,11 @@ def _cudnn() -> dict[str, Any]:
             home = str(next(iter(spec.submodule_search_locations)))
     # The loader's order: LD_LIBRARY_PATH, then its cache.
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    found = [str(path) for folder in folders for path in sorted(Path(folder).glob("libcudnn.so.*"))]
+    libraries = [str(path) for folder in folders for path in sorted(Path(folder).glob("libcudnn.so.*"))]
     _, cache, _ = _run("ldconfig", "-p")
-    found += re.findall(r"libcudnn\.so\.\S+ .*=> (\S+)", cache)
+    libraries += re.findall(r"libcudnn\.so\.\S+ .*=> (\S+)", cache)
     # Links are resolved, because only the file that they point to has the full version in its name.
-    real = dict.fromkeys(os.path.realpath(path) for path in found)
+    real = dict.fromkeys(os.path.realpath(path) for path in libraries)
     outside = [path for path in real if home is None or not path.startswith(os.path.realpath(home) + os.sep)]
     return {
         # 91900 of 9.19.0
@@ -206,15 +206,15 @@ def _cudnn() -> dict[str, Any]:
 def _gpus() -> list[Gpu]:
     if not torch.cuda.is_available():
         return []
-    ordinals, links, found = range(torch.cuda.device_count()), gpu_links(), []
-    for one in ordinals:
-        properties = torch.cuda.get_device_properties(one)
-        others = [other for other in ordinals if other != one]
-        peers = [other for other in others if torch.cuda.can_device_access_peer(one, other)]
-        row = links[one] if one < len(links) else []
+    ordinals, links, gpus = range(torch.cuda.device_count()), gpu_links(), []
+    for gpu in ordinals:
+        properties = torch.cuda.get_device_properties(gpu)
+        others = [other for other in ordinals if other != gpu]
+        peers = [other for other in others if torch.cuda.can_device_access_peer(gpu, other)]
+        row = links[gpu] if gpu < len(links) else []
         capability = f"{properties.major}.{properties.minor}"
-        found.append(Gpu(properties.name, capability, properties.total_memory, row, peers))
-    return found
+        gpus.append(Gpu(properties.name, capability, properties.total_memory, row, peers))
+    return gpus
 
 
 def gpu_links() -> list[list[str]]:
@@ -250,13 +250,13 @@ def describe_te() -> int:
         attention = _te_modules.attention_backend_for(**_ATTENTION)
     except Exception as error:  # TE may query device features that an emulation or a different version lacks
         attention = {"backend": "unknown", "reasons": [f"{type(error).__name__}: {error}"]}
-    found = {
+    described = {
         "version": importlib.metadata.version("transformer_engine"),
         "emulated": te_fsdp.emulation.arch() if emulated else None,
         "recipes": recipes,
         "attention": {**attention, "shape": _ATTENTION},
     }
-    print(json.dumps(found))
+    print(json.dumps(described))
     return 0
 
 

@@ -174,16 +174,16 @@ def show_plan(
         fixed = {axis: size for axis in _FIXED if (size := getattr(mesh, axis)) not in (1, -1)}
         found_meshes = planning.search(job, gpus=mesh.gpus, memory=limit, node=node, cp=mesh.cp, fixed=fixed)
         return _show_search(found_meshes, mesh.gpus, limit, node, machine, as_json)
-    found = plan(job, sizes)
-    step = None if machine is None else found.time(machine)
+    estimate = plan(job, sizes)
+    step = None if machine is None else estimate.time(machine)
     if as_json:
         timed = {} if step is None else {"step": asdict(step) | {"seconds": step.seconds}}
-        print_json(found.as_json() | timed)
+        print_json(estimate.as_json() | timed)
     else:
-        _show(found, limit)
+        _show(estimate, limit)
         if step is not None:
-            _show_step(step, found)
-    return 0 if found.peak.bytes <= limit else 1
+            _show_step(step, estimate)
+    return 0 if estimate.peak.bytes <= limit else 1
 
 
 def _memory(text: str) -> int:
@@ -214,37 +214,37 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def _show(found: Plan, limit: int | None) -> None:
+def _show(estimate: Plan, limit: int | None) -> None:
     """Print a plan as tables. A plan from a file has no memory limit and is printed with its parameters."""
-    job, sizes = found.job, found.sizes
+    job, sizes = estimate.job, estimate.sizes
     print_lines(
-        [f"{job['model']}: {found.parameters / 1e9:.2f} billion parameters on {sizes.ranks} ranks, {sizes}"]
+        [f"{job['model']}: {estimate.parameters / 1e9:.2f} billion parameters, {sizes.ranks} ranks, {sizes}"]
     )
     if limit is None:
-        print_lines([str(found.report)])
+        print_lines([str(estimate.report)])
     rank = {
-        **found.held,
-        "between steps": found.held_bytes,
-        "gradients, reduced": found.gradients,
-        "largest unsharded unit": found.largest_unit,
-        "activations": found.activations,
+        **estimate.held,
+        "between steps": estimate.held_bytes,
+        "gradients, reduced": estimate.gradients,
+        "largest unsharded unit": estimate.largest_unit,
+        "activations": estimate.activations,
     }
-    peak = {**found.peak.parts, "peak": found.peak.bytes}
-    for title, sizes_of in (("Largest rank, GiB", rank), (f"At the peak, {found.peak.when}", peak)):
+    peak = {**estimate.peak.parts, "peak": estimate.peak.bytes}
+    for title, sizes_of in (("Largest rank, GiB", rank), (f"At the peak, {estimate.peak.when}", peak)):
         rows = [(words, _gib(size)) for words, size in sizes_of.items()]
         print_table(title, ("what", "GiB"), rows, right=("GiB",))
-    received = [(t.axis, t.what, t.collective, t.ranks, _gib(t.bytes)) for t in found.traffic]
+    received = [(t.axis, t.what, t.collective, t.ranks, _gib(t.bytes)) for t in estimate.traffic]
     columns = ("axis", "what", "collective", "ranks", "GiB")
     print_table("Received by a rank in a step", columns, received, right=columns[-2:])
-    model, optimizer = found.checkpoint["model"], found.checkpoint["optimizer"]
+    model, optimizer = estimate.checkpoint["model"], estimate.checkpoint["optimizer"]
     print_lines([f"checkpoint: {_gib(model + optimizer)} GiB, of which the model {_gib(model)}"])
-    print_lines(f"note: {note}" for note in found.notes)
+    print_lines(f"note: {note}" for note in estimate.notes)
     if limit is not None:
-        fits = "fits into" if found.peak.bytes <= limit else "does NOT fit into"
-        print_lines([f"{_gib(found.peak.bytes)} GiB {fits} {_gib(limit)} GiB"])
+        fits = "fits into" if estimate.peak.bytes <= limit else "does NOT fit into"
+        print_lines([f"{_gib(estimate.peak.bytes)} GiB {fits} {_gib(limit)} GiB"])
 
 
-def _show_step(step: StepTime, found: Plan) -> None:
+def _show_step(step: StepTime, estimate: Plan) -> None:
     """Print the estimated time of a step."""
     rows = [("GEMMs and attention", step.compute), ("optimizer", step.optimizer)]
     rows += [(f"waiting for {axis}", seconds) for axis, seconds in step.exposed.items()]
@@ -253,7 +253,7 @@ def _show_step(step: StepTime, found: Plan) -> None:
     rows += [("a step", step.seconds)]
     cells = [(words, f"{1e3 * seconds:.1f}") for words, seconds in rows]
     print_table("A step, estimated, ms", ("what", "ms"), cells, right=("ms",))
-    flops, job, sizes = sum(found.flops.values()), found.job, found.sizes
+    flops, job, sizes = sum(estimate.flops.values()), estimate.job, estimate.sizes
     tokens = job["sequence"] * job["batch"] * job["microbatches"] / (sizes.tp * sizes.cp)
     print_lines(
         [f"{tokens / step.seconds:,.0f} tokens/s and {flops / step.seconds / 1e12:.0f} TFLOP/s for each GPU"]
@@ -261,20 +261,22 @@ def _show_step(step: StepTime, found: Plan) -> None:
 
 
 def _show_search(
-    found: list[Candidate], gpus: int, limit: int, node: int, machine: Machine | None, as_json: bool
+    meshes: list[Candidate], gpus: int, limit: int, node: int, machine: Machine | None, as_json: bool
 ) -> int:
     """Print the meshes of a search as a table or as JSON, ordered by time if speeds are given."""
     if machine is not None:  # those that fit come first, ordered by time
-        found = sorted(found, key=lambda one: math.inf if one.reason else _seconds(one, machine) / one.tokens)
+        meshes = sorted(
+            meshes, key=lambda each: math.inf if each.reason else _seconds(each, machine) / each.tokens
+        )
     if as_json:
         candidates = []
-        for one in found:
+        for each in meshes:
             numbers: dict[str, Any] = {}
-            if one.plan is not None:
-                numbers = {"peak": one.plan.peak.bytes, "held": one.plan.held_bytes}
-                numbers |= {name: getattr(one, name) for name in ("within", "between", "tokens", "cost")}
-                numbers |= {} if machine is None else {"seconds": _seconds(one, machine)}
-            fits = {"sizes": asdict(one.sizes), "fits": not one.reason, "reason": one.reason}
+            if each.plan is not None:
+                numbers = {"peak": each.plan.peak.bytes, "held": each.plan.held_bytes}
+                numbers |= {name: getattr(each, name) for name in ("within", "between", "tokens", "cost")}
+                numbers |= {} if machine is None else {"seconds": _seconds(each, machine)}
+            fits = {"sizes": asdict(each.sizes), "fits": not each.reason, "reason": each.reason}
             candidates.append(fits | numbers)
         print_json({"memory": limit, "gpus": gpus, "candidates": candidates})
     else:
@@ -282,14 +284,14 @@ def _show_search(
         columns += [] if machine is None else ["ms"]
         title = f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB"
         rows = []
-        for one in found:
+        for each in meshes:
             cells = [""] * len(columns)
-            if one.plan is not None:
-                peak = one.plan.peak.bytes
-                cells = [*map(_gib, (peak, limit - peak, one.within, one.between))]
-                cells += [f"{one.tokens:,.0f}", f"{one.cost:,.0f}"]
-                cells += [] if machine is None else [f"{1e3 * _seconds(one, machine):.1f}"]
-            rows.append((str(one.sizes), *cells, one.reason))
+            if each.plan is not None:
+                peak = each.plan.peak.bytes
+                cells = [*map(_gib, (peak, limit - peak, each.within, each.between))]
+                cells += [f"{each.tokens:,.0f}", f"{each.cost:,.0f}"]
+                cells += [] if machine is None else [f"{1e3 * _seconds(each, machine):.1f}"]
+            rows.append((str(each.sizes), *cells, each.reason))
         print_table(title, ("mesh", *columns, "remark"), rows, right=columns)
         print_lines(
             [
@@ -298,13 +300,13 @@ def _show_search(
                 "between nodes"
             ]
         )
-    return 0 if any(not one.reason for one in found) else 1
+    return 0 if any(not each.reason for each in meshes) else 1
 
 
-def _seconds(one: Candidate, machine: Machine) -> float:
+def _seconds(candidate: Candidate, machine: Machine) -> float:
     """Return the estimated seconds per step on a candidate mesh."""
-    assert one.plan is not None
-    return one.plan.time(machine).seconds
+    assert candidate.plan is not None
+    return candidate.plan.time(machine).seconds
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -329,6 +331,6 @@ def show_report(path: Positional[Path], /, *, as_json: _Json = False) -> int:
     except ValueError as error:
         fix = "a file of te-fsdp plan --json"
         raise CheckpointError(f"{path}: not valid JSON ({error})", fix=fix) from error
-    found = Plan.from_json(value if isinstance(value, dict) else {}, str(path))
-    print_json(found.as_json()) if as_json else _show(found, None)
+    estimate = Plan.from_json(value if isinstance(value, dict) else {}, str(path))
+    print_json(estimate.as_json()) if as_json else _show(estimate, None)
     return 0

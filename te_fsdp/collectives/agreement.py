@@ -77,12 +77,14 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
 
 def gather_by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
     """Map each global rank of a mesh to its value, for error texts. Collective: :func:`gather` over each axis."""
-    told = {rank(): value}
+    values = {rank(): value}
     # Axis by axis, because a mesh has no process group of all its ranks.
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            told = {key: own for part in gather(told, mesh.get_group(axis)) for key, own in part.items()}
-    return told
+            values = {
+                key: mine for part in gather(values, mesh.get_group(axis)) for key, mine in part.items()
+            }
+    return values
 
 
 def gather_if_any(value: T) -> list[T]:
@@ -97,9 +99,9 @@ def on_any_rank(mine: bool, over: DeviceMesh | dist.ProcessGroup | None = None) 
     """Return whether ``mine`` is true on any rank (``None``: of the world). Collective as :func:`maximum`."""
     if over is None and world_size() == 1:
         return mine
-    told = torch.tensor([int(mine)], device=_device(over))
-    maximum(told, over)
-    return bool(told.item())
+    flag = torch.tensor([int(mine)], device=_device(over))
+    maximum(flag, over)
+    return bool(flag.item())
 
 
 def _device(over: DeviceMesh | dist.ProcessGroup | None) -> str:
@@ -154,17 +156,17 @@ def digest(data: str | bytes) -> int:
 
 def row_checksums(rows: torch.Tensor) -> torch.Tensor:
     """Return a position-dependent int64 checksum per row of a plain, contiguous (rows, elements) tensor. Local."""
-    words = bits_of(rows)
-    total = torch.zeros(len(words), dtype=torch.int64, device=rows.device)
-    size = max(1, _PIECE // max(1, len(words)))
-    for start in range(0, words.shape[1], size):
-        piece = words[:, start : start + size]
-        places = torch.arange(start + 1, start + 1 + piece.shape[1], dtype=torch.int64, device=rows.device)
+    integers = bits_of(rows)
+    total = torch.zeros(len(integers), dtype=torch.int64, device=rows.device)
+    size = max(1, _PIECE // max(1, len(integers)))
+    for start in range(0, integers.shape[1], size):
+        piece = integers[:, start : start + size]
+        weights = torch.arange(start + 1, start + 1 + piece.shape[1], dtype=torch.int64, device=rows.device)
         # A linear function of the position is not enough: biases after Adam's first step have only two
         # distinct values, and many such patterns have equal sums of positions.
-        places.mul_(_MULTIPLIER)
-        places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)
-        total += (places * piece).sum(dim=1)
+        weights.mul_(_MULTIPLIER)
+        weights.bitwise_xor_(weights >> 32).mul_(_MULTIPLIER)
+        total += (weights * piece).sum(dim=1)
     # Halved, so that its negative can be represented.
     return total // 2
 
@@ -194,17 +196,17 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
         yield
     except Exception as error:  # raised again below, on every rank
         mine = error
-    told: dict[int, tuple[str, str] | None] = {}
+    problems: dict[int, tuple[str, str] | None] = {}
     if mesh is not None and mesh.size() > 1 and on_any_rank(mine is not None, mesh):
-        told = gather_by_rank(None if mine is None else (type(mine).__name__, str(mine)), mesh)
-    # The own error first: its traceback shows the cause.
+        problems = gather_by_rank(None if mine is None else (type(mine).__name__, str(mine)), mesh)
+    # The error of this rank first: its traceback shows the cause.
     if mine is not None:
         raise mine
-    for first, problem in sorted(told.items()):
+    for first, problem in sorted(problems.items()):
         if problem is not None:
             kind, text = problem
-            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
-            raise known(f"{where} failed on rank {first}: {kind}: {text}")
+            cls = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
+            raise cls(f"{where} failed on rank {first}: {kind}: {text}")
 
 
 def from_rank_0(call: Callable[[], T]) -> T:
@@ -247,13 +249,13 @@ def _serialize_error(error: TeFsdpError | None) -> tuple[type[TeFsdpError], str]
     return None if error is None else (type(error), str(error))
 
 
-def _first_error(seen: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | None:
+def _first_error(by_rank: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | None:
     """Return the error of the first failing rank; it lists the failing ranks unless all failed."""
-    failed = [r for r, problem in enumerate(seen) if problem is not None]
+    failed = [r for r, problem in enumerate(by_rank) if problem is not None]
     if not failed:
         return None
-    kind, text = seen[failed[0]]  # type: ignore[misc]
-    if len(failed) < len(seen):
+    kind, text = by_rank[failed[0]]  # type: ignore[misc]
+    if len(failed) < len(by_rank):
         text = f"on rank(s) {', '.join(map(str, failed))}: {text}"
     return kind(text)
 
@@ -297,7 +299,7 @@ class RankMessenger:
         :func:`te_fsdp.set_collective_timeout`. While ranks wait, the log names the one that is stopped or busy.
         """
         result, error = _call(mine)
-        with self._reported() as peer:
+        with self._log_waits() as peer:
             return self._exchange(result, error, on_rank_0, peer)
 
     def _exchange(
@@ -311,7 +313,7 @@ class RankMessenger:
             else:
                 # Rank 0 answers all ranks that are alive, also after an error, so that none of them waits.
                 results: list[Any] = [result]
-                told, dead = [_serialize_error(error)], set()
+                problems, dead = [_serialize_error(error)], set()
                 for other in range(1, self.size):
                     peer[0] = other
                     try:
@@ -321,9 +323,9 @@ class RankMessenger:
                         text = f"the rank has ended, or was silent for {collective_timeout():.0f} s: {lost}"
                         value, problem = None, (CheckpointError, text)
                     results.append(value)
-                    told.append(problem)
+                    problems.append(problem)
                 replies: Any = None
-                worst = _first_error(told)
+                worst = _first_error(problems)
                 peer[0] = self.rank
                 if worst is None:
                     replies, worst = _call(lambda: on_rank_0(results))
@@ -344,7 +346,7 @@ class RankMessenger:
         return reply
 
     @contextmanager
-    def _reported(self) -> Iterator[list[int]]:
+    def _log_waits(self) -> Iterator[list[int]]:
         """Log the rank in the yielded list, from which this one waits for a message, after 10, 20, 40, ... seconds."""
         peer, ended, began = [0], threading.Event(), time.monotonic()
 

@@ -189,8 +189,8 @@ class UnitOrder:
             (unit in self._again, self._complete.index(unit) if unit in self._complete else never)
             for unit in self._units
         ]
-        seen = torch.tensor(mine, dtype=torch.int64, device=device)
-        maximum(seen, mesh)
+        order = torch.tensor(mine, dtype=torch.int64, device=device)
+        maximum(order, mesh)
         # Equal places are possible (the maximum of different ranks), so the order of the units decides.
-        left = [(place, at) for at, (again, place) in enumerate(seen.tolist()) if not again]
-        self.agreed = tuple(self._units[at] for _, at in sorted(left))
+        not_agreed = [(position, at) for at, (again, position) in enumerate(order.tolist()) if not again]
+        self.agreed = tuple(self._units[at] for _, at in sorted(not_agreed))

@@ -28,13 +28,15 @@ def _groups() -> weakref.WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]]:
 # within a model has its own group, since ranks may start the collectives of two purposes in different orders.
 def _shared(key: Any, make: Callable[[], Any]) -> dist.ProcessGroup:
     """Return the group of a key, and create it in the first call. All ranks of the group pass the same key."""
-    known = _groups().setdefault(dist.group.WORLD, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]
+    groups = _groups().setdefault(dist.group.WORLD, {})
+    if key not in groups:
+        groups[key] = make()
+    return groups[key]
 
 
-def own_group(root: DeviceMesh, axis: str, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+def separate_group(
+    root: DeviceMesh, axis: str, purpose: str, backend: str | None = None
+) -> dist.ProcessGroup:
     """Return a process group of the ranks of one axis, for one purpose.
 
     Collectives that ranks may start in different orders must not share a group, such as FSDP2's own and these when
@@ -61,9 +63,9 @@ def own_group(root: DeviceMesh, axis: str, purpose: str, backend: str | None = N
 
 def group_of_ranks(ranks: Sequence[int], purpose: str, backend: str | None = None) -> dist.ProcessGroup:
     """Return a process group of some ranks, for one purpose. The first call is collective over them."""
-    given = tuple(sorted(ranks))
+    members = tuple(sorted(ranks))
 
     def make() -> Any:
-        return dist.new_group(list(given), backend=backend, use_local_synchronization=True)
+        return dist.new_group(list(members), backend=backend, use_local_synchronization=True)
 
-    return _shared((purpose, backend, given), make)
+    return _shared((purpose, backend, members), make)

@@ -88,15 +88,15 @@ class PackedLayout:
             gaps.append(room if tensor is None else room - tensor.numel())
         # One zero tensor for all padding: the padding tensors are views of it.
         zeros = torch.zeros(max(gaps, default=0), dtype=dtype, device=device)
-        found = [zeros[:0]]
+        parts = [zeros[:0]]
         for tensor, gap in zip(tensors, gaps, strict=True):
             if tensor is not None:
-                found.append(tensor.reshape(-1).to(dtype))
+                parts.append(tensor.reshape(-1).to(dtype))
             if gap:
-                found.append(zeros[:gap])
+                parts.append(zeros[:gap])
         if trailing is not None:
-            found.append(trailing)
-        return torch.cat(found)
+            parts.append(trailing)
+        return torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -129,16 +129,16 @@ class RowPartition:
         """Return whether all ranks have the same number of rows."""
         return self.shape[self.dim] == self.step * self.ranks
 
-    def pairs(self, whole: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of views of the same rows in ``whole`` and in ``flat``, of shape (ranks, :attr:`numel`).
+    def pairs(self, tensor: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return pairs of views of the same rows in ``tensor`` and in ``flat``, of shape (ranks, :attr:`numel`).
 
         One pair if all ranks have the same number of rows, else one per non-empty rank, without padding. Local
         operation.
         """
         if self.is_even:
-            rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
+            rows = tensor.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
             return [(rows, flat.view(rows.shape))]
-        cut = enumerate(whole.split(self.step, self.dim))
+        cut = enumerate(tensor.split(self.step, self.dim))
         return [(rows, flat[rank, : rows.numel()].view(rows.shape)) for rank, rows in cut]
 
 
@@ -365,7 +365,7 @@ def all_gather_many(
         group: The ranks.
     """
     gather = _first_available(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-    work = gather([whole for _, whole in tensors], [mine for mine, _ in tensors])
+    work = gather([output for _, output in tensors], [mine for mine, _ in tensors])
     return Pending(lambda: None, work, current_stream(tensors[0][0].device))
 
 
@@ -391,5 +391,5 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
     for several in small.values():
         packed = torch.cat(list(map(torch.Tensor.flatten, several)))
         dist.broadcast(packed, group=group, group_src=0)
-        pieces = packed.split(list(map(torch.Tensor.numel, several)))
-        copy_all_(several, list(map(torch.Tensor.view_as, pieces, several)))
+        views = packed.split(list(map(torch.Tensor.numel, several)))
+        copy_all_(several, list(map(torch.Tensor.view_as, views, several)))

@@ -76,10 +76,10 @@ class Liveness:
                 family, host = socket.AF_INET, "127.0.0.1"
                 with contextlib.suppress(OSError):
                     master = os.environ.get("MASTER_ADDR", "")
-                    found = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-                    with socket.socket(*found[:3]) as probe:
-                        probe.connect(found[4])  # sends nothing
-                        family, host = found[0], probe.getsockname()[0]
+                    address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+                    with socket.socket(*address[:3]) as probe:
+                        probe.connect(address[4])  # sends nothing
+                        family, host = address[0], probe.getsockname()[0]
                 self.listener = socket.socket(family, socket.SOCK_STREAM)
                 self.listener.bind((host, 0))
                 self.listener.listen(socket.SOMAXCONN)
@@ -91,7 +91,7 @@ class Liveness:
             this = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _close(this()))
         # Accept pending connections, since the port's queue is short, and drop closed ones.
-        self.incoming = [one for one in self.incoming if _is_open(one) or one.close()]
+        self.incoming = [peer for peer in self.incoming if _is_open(peer) or peer.close()]
         with contextlib.suppress(OSError):  # raised when none is pending
             while self.listener is not None:
                 self.incoming.append(self.listener.accept()[0])
@@ -113,12 +113,14 @@ class Liveness:
         return not _is_open(self.outgoing[text])
 
 
-def _close(this: Liveness | None) -> None:
-    for one in [] if this is None else [this.listener, *this.incoming, *this.outgoing.values()]:
-        if one is not None:
-            one.close()
-    if this is not None:
-        this.listener, this.text, this.incoming, this.outgoing = None, "", [], {}
+def _close(liveness: Liveness | None) -> None:
+    for peer in (
+        [] if liveness is None else [liveness.listener, *liveness.incoming, *liveness.outgoing.values()]
+    ):
+        if peer is not None:
+            peer.close()
+    if liveness is not None:
+        liveness.listener, liveness.text, liveness.incoming, liveness.outgoing = None, "", [], {}
 
 
 def _is_open(connection: socket.socket) -> bool:
@@ -261,11 +263,11 @@ class _Rendezvous:
     @classmethod
     def next(cls, call: str, ranks: tuple[int, ...]) -> _Rendezvous:
         """Return the next joint call of these ranks."""
-        known = _process().last.setdefault(dist.group.WORLD, {})
-        number, before = known.get(ranks, (-1, ""))
-        known[ranks] = number + 1, call
-        whole = len(ranks) == dist.get_world_size()
-        name = "world" if whole else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        last_calls = _process().last.setdefault(dist.group.WORLD, {})
+        number, before = last_calls.get(ranks, (-1, ""))
+        last_calls[ranks] = number + 1, call
+        is_world = len(ranks) == dist.get_world_size()
+        name = "world" if is_world else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}{name}", _torch.default_store())
         return cls(call, ranks, number + 1, dist.get_rank(), before, store)
 
@@ -280,12 +282,12 @@ class _Rendezvous:
             store.set(f"{number}/{me}", self.call)
             # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different calls.
             mine = store.add(f"{number}/in/{self.call}", 1)
-            came = store.add(f"{number}/came", 1)
+            arrived = store.add(f"{number}/came", 1)
             # The store is never cleared as a whole, so keys of the previous call are deleted by the next one.
             store.delete_key(f"{number - 1}/{me}")
-            if came == len(self.ranks):
-                everyone_here = mine == came or store.add(f"{number}/in/{self.call}", 0) == came
-                self._settle(_GO if everyone_here else self._other_calls().encode())
+            if arrived == len(self.ranks):
+                same_call = mine == arrived or store.add(f"{number}/in/{self.call}", 0) == arrived
+                self._write_outcome(_GO if same_call else self._different_calls_error().encode())
                 for key in ("came", f"in/{self.before}", "outcome"):
                     store.delete_key(f"{number - 1}/{key}")
             outcome = self._outcome()
@@ -293,7 +295,9 @@ class _Rendezvous:
                 # Rank 0 waits until the others have read the outcome: the store may end with it after the error.
                 read, until = store.add(f"{number}/read", 1), time.monotonic() + _READING
                 while (
-                    me == 0 and time.monotonic() <= until and read < max(came, store.add(f"{number}/came", 0))
+                    me == 0
+                    and time.monotonic() <= until
+                    and read < max(arrived, store.add(f"{number}/came", 0))
                 ):
                     time.sleep(0.05)
                     read = store.add(f"{number}/read", 0)
@@ -307,7 +311,7 @@ class _Rendezvous:
                 fix="restart the job from its last checkpoint",
             ) from lost
 
-    def _settle(self, outcome: bytes) -> None:
+    def _write_outcome(self, outcome: bytes) -> None:
         """Write the outcome unless another rank has written it."""
         self.store.compare_set(f"{self.number}/outcome", "", outcome.decode())
 
@@ -317,11 +321,11 @@ class _Rendezvous:
         while not self.store.check([key]):
             waited, timeout = time.monotonic() - began, _process().timeout
             if waited >= timeout:
-                self._settle(self._gave_up(waited).encode())
+                self._write_outcome(self._timeout_error(waited).encode())
                 continue
             if waited >= ask_at:
                 ask_at = waited + ASK_AFTER
-                if ended := self._ended():
+                if ended := self._exited_ranks():
                     error = message(
                         f"te_fsdp.{self.call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
                         expected=f"the call on all {len(self.ranks)} ranks",
@@ -329,7 +333,7 @@ class _Rendezvous:
                         why="It may have been killed or have raised an error; check its own output",
                         fix="restart the job from its last checkpoint",
                     )
-                    self._settle(error.encode())
+                    self._write_outcome(error.encode())
                     continue
             if waited >= report_at:
                 self._report(waited)
@@ -340,48 +344,48 @@ class _Rendezvous:
             time.sleep(min(max(waited / 10, 1e-3), 1.0, max(timeout - waited, 1e-3)))
         return self.store.get(key)
 
-    def _ended(self) -> list[int]:
+    def _exited_ranks(self) -> list[int]:
         """Return missing ranks whose processes have ended. Each rank checks first the ranks after itself."""
         # The store of several nodes may contain addresses of dead ranks of an earlier start (:func:`_start_of_job`).
         if self.number == 0 and _agent_has_store() and os.environ.get("GROUP_WORLD_SIZE") != "1":
             return []
         at = self.ranks.index(self.me)
         missing = self._without_key((*self.ranks[at + 1 :], *self.ranks[:at]), _NAMED)
-        known = [rank for rank in missing if self.store.check([f"alive/{rank}"])]
+        alive = [rank for rank in missing if self.store.check([f"alive/{rank}"])]
         ended = [
-            rank for rank in known if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())
+            rank for rank in alive if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())
         ]
         # A rank may have entered the call and ended since. It then counts as present.
         return sorted(rank for rank in ended if not self.store.check([f"{self.number}/{rank}"]))
 
     def _report(self, waited: float) -> None:
         """Log the missing ranks. Write an error as outcome if some ranks are in a different call."""
-        came = self.store.add(f"{self.number}/came", 0)
+        arrived = self.store.add(f"{self.number}/came", 0)
         # add(key, 0) reads a counter without waiting for a key that does not exist yet.
-        if came != self.store.add(f"{self.number}/in/{self.call}", 0):
-            self._settle(self._other_calls().encode())
-        elif came < len(self.ranks):
+        if arrived != self.store.add(f"{self.number}/in/{self.call}", 0):
+            self._write_outcome(self._different_calls_error().encode())
+        elif arrived < len(self.ranks):
             _log.warning(
                 "te_fsdp.%s: rank %d has waited %.0f s. Of %d ranks, %s not called it yet. All of them must call it.",
                 self.call,
                 dist.get_rank(),
                 waited,
                 len(self.ranks),
-                self._absent(came),
+                self._format_missing(arrived),
             )
 
-    def _gave_up(self, waited: float) -> str:
-        came = self.store.add(f"{self.number}/came", 0)
+    def _timeout_error(self, waited: float) -> str:
+        arrived = self.store.add(f"{self.number}/came", 0)
         return message(
-            f"te_fsdp.{self.call}: {self._absent(came)} not called it",
+            f"te_fsdp.{self.call}: {self._format_missing(arrived)} not called it",
             expected=f"the call on all {len(self.ranks)} ranks",
-            got=f"the call on {came} of them after {waited:.0f} s",
+            got=f"the call on {arrived} of them after {waited:.0f} s",
             why="It is a collective call; the ranks that made it have timed out",
             fix="make the call on every rank (not under `if rank == 0`), or increase the timeout: "
             "te_fsdp.set_collective_timeout(seconds)",
         )
 
-    def _other_calls(self) -> str:
+    def _different_calls_error(self) -> str:
         """Build the error text for ranks that are in different calls."""
         named: dict[str, list[int]] = {}
         for rank in self.ranks:
@@ -397,12 +401,12 @@ class _Rendezvous:
             fix="make the same calls in the same order on every rank",
         )
 
-    def _absent(self, came: int) -> str:
+    def _format_missing(self, arrived: int) -> str:
         """Format the missing ranks with the start of the verb, for example 'ranks 1, 3 have'."""
-        missing = len(self.ranks) - came
-        found = self._without_key(self.ranks, min(missing, _NAMED))
-        more = f" and {missing - len(found)} more" if missing > len(found) else ""
-        return f"{format_ranks(found)}{more} {'has' if missing == 1 else 'have'}"
+        missing = len(self.ranks) - arrived
+        absent = self._without_key(self.ranks, min(missing, _NAMED))
+        more = f" and {missing - len(absent)} more" if missing > len(absent) else ""
+        return f"{format_ranks(absent)}{more} {'has' if missing == 1 else 'have'}"
 
     def _without_key(self, ranks: tuple[int, ...], most: int) -> list[int]:
         """Return the first ``most`` missing ranks by bisection, which takes few requests if few ranks are missing."""

@@ -70,13 +70,13 @@ def clip_grad_norm_(
         PrecisionError: The norm is not finite and ``error_if_nonfinite`` is set.
     """
     require_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
-    given = _check_parameter_list(parameters)
+    listed = _check_parameter_list(parameters)
     require_number(
         "clip_grad_norm_", "max_norm", max_norm, least=0, fix="max_norm=1.0; math.inf clips nothing"
     )
     require_number("clip_grad_norm_", "norm_type", norm_type, least=_SMALLEST, fix="norm_type=2.0")
-    stages = _stages(given, pp_mesh)
-    chosen = _averaged(_parameters(given))
+    stages = _stages(listed, pp_mesh)
+    chosen = _averaged(_parameters(listed))
     total = _norm(chosen, norm_type, stages)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
@@ -89,7 +89,7 @@ def clip_grad_norm_(
     gradients = [_torch.local_of(p.grad) for p in chosen if p.grad is not None]
     _torch.multiply_all_(gradients, factor)
     # With HFSDP the averages were scaled, not ``.grad``. The factor is recorded in case they are computed again.
-    for averages in averages_of(given):
+    for averages in averages_of(listed):
         averages.multiplied(factor)
     return total
 
@@ -101,16 +101,16 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
     """Return the norm of all gradients over all ranks, counting each element once: fp32, zero without gradients."""
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}
     groups: dict[_Axis, dist.ProcessGroup] = {}
-    known: dict[tuple[DeviceMesh, ...], tuple[_Axis, ...]] = {}
+    axes_of: dict[tuple[DeviceMesh, ...], tuple[_Axis, ...]] = {}
     for parameter in chosen:
         # Use the parameter's meshes, not the gradient's, which a rank may lack: all ranks must run the same
         # collectives.
         record = get_record(parameter)
         meshes = (parameter.device_mesh,) if isinstance(parameter, DTensor) else ()
         meshes = meshes if record is None or record.ep_mesh is None else (*meshes, record.ep_mesh)
-        if meshes not in known:
-            known[meshes] = _axes_of(meshes, groups)
-        gradients = spread.setdefault(known[meshes], [])
+        if meshes not in axes_of:
+            axes_of[meshes] = _axes_of(meshes, groups)
+        gradients = spread.setdefault(axes_of[meshes], [])
         gradient: Any = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
             module, name = next(iter(registered_at({id(parameter)})), (None, ""))
@@ -125,8 +125,8 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
         # Replicas of a gradient may differ by rounding (see ``lifecycle.py``), and all ranks must get one result, so
         # that only the gradient of the first replica counts.
         is_first = not isinstance(parameter, DTensor) or all(
-            place == 0 or not placement.is_replicate()
-            for place, placement in zip(
+            index == 0 or not placement.is_replicate()
+            for index, placement in zip(
                 parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True
             )
         )
@@ -144,28 +144,28 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
     # Each set of axes has one sum, so the number of collectives does not grow with the parameters.
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for axis, group in groups.items():
-        places = [i for i, axes in enumerate(spread) if axis in axes]
-        parts = torch.stack([sums[i] for i in places])
+        indices = [i for i, axes in enumerate(spread) if axis in axes]
+        parts = torch.stack([sums[i] for i in indices])
         dist.all_reduce(parts, op=op, group=group)
-        for place, part in zip(places, parts.unbind(), strict=True):
-            sums[place] = part
+        for index, part in zip(indices, parts.unbind(), strict=True):
+            sums[index] = part
     # Roots are taken at the end: only powers of the norm add up over shards.
-    whole = torch.stack(sums)
-    whole = whole.amax() if math.isinf(norm_type) else whole.sum()
+    total = torch.stack(sums)
+    total = total.amax() if math.isinf(norm_type) else total.sum()
     if stages is not None:
-        dist.all_reduce(whole, op=op, group=stages.get_group())
-    return whole if math.isinf(norm_type) else whole ** (1.0 / norm_type)
+        dist.all_reduce(total, op=op, group=stages.get_group())
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 
-def _check_parameter_list(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _check_parameter_list(params: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters as the optimizer has them; raise PlacementError for other values, such as gradients."""
-    got = type(given).__name__
-    if isinstance(given, nn.Module):
-        given = given.parameters()
-    elif isinstance(given, torch.Tensor):
-        given = [given]
+    got = type(params).__name__
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
     try:
-        listed = [shard_of(parameter) for parameter in given]
+        listed = [shard_of(parameter) for parameter in params]
     except (AttributeError, TypeError):  # the items are not parameters, or it is not a list
         listed = None
     if (
@@ -220,12 +220,12 @@ def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return each parameter, or its main parameter with the averaged gradient."""
-    found = averaged_tensors_of(parameters)
-    for parameter, main in zip(parameters, found, strict=True):
+    averaged = averaged_tensors_of(parameters)
+    for parameter, main in zip(parameters, averaged, strict=True):
         record = get_record(parameter)
         if main is not parameter and record is not None and record.ep_mesh is not None:
             get_or_create_record(main).ep_mesh = record.ep_mesh
-    return [main for main in found if main.requires_grad or main.grad is not None]
+    return [main for main in averaged if main.requires_grad or main.grad is not None]
 
 
 def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:
@@ -265,9 +265,9 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
         averages.finish()
     # Replace gradients by their averages, which the next step uses.
     rows = {key: average for averages in averaging for key, average in averages.made.items()}
-    own = [gradient for gradient in gradients_of(state.parameters().values()) if gradient is not None]
+    gradients = [gradient for gradient in gradients_of(state.parameters().values()) if gradient is not None]
     _torch.multiply_all_(
-        _torch.local_tensors_of(rows.get(id(gradient), gradient) for gradient in own), number
+        _torch.local_tensors_of(rows.get(id(gradient), gradient) for gradient in gradients), number
     )
     for averages in averaging:
         averages.multiplied(number)

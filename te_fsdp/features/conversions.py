@@ -36,9 +36,9 @@ def follow_conversions(setup: Setup) -> None:
         _refuse_conversion(state, args[0])
         for prepare in state.components.before_conversion:
             prepare()
-        known, gradients = {}, {}
+        attrs, gradients = {}, {}
         for name, parameter in state.parameters().items():
-            known[name] = param_attrs_to_copy(parameter)
+            attrs[name] = param_attrs_to_copy(parameter)
             plan = plan_of(parameter)
             if plan is not None and plan.gradient_dtype is not None:
                 gradients[name], parameter.grad = parameter.grad, None
@@ -65,7 +65,7 @@ def follow_conversions(setup: Setup) -> None:
         finally:
             # Also after an error, because torch has replaced some of the parameters by then.
             for name, parameter in state.parameters().items():
-                copy_param_attrs(known[name], parameter)
+                copy_param_attrs(attrs[name], parameter)
                 if _te.is_quantized(parameter):
                     _torch_autograd.renew_hooks(parameter)
                 if name in gradients:

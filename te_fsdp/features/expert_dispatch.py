@@ -93,13 +93,13 @@ class ExpertDispatcher:
         Raises:
             PlacementError: An argument is out of range, or not a number.
         """
-        given = (
+        limits = (
             ("tokens", tokens, 0),
             ("top_k", top_k, 1),
             ("num_experts", num_experts, 1),
             ("multiple", multiple, 1),
         )
-        for name, value, least in given:
+        for name, value, least in limits:
             require_integer("ExpertDispatcher.capacity_for", name, value, least=least)
         require_number("ExpertDispatcher.capacity_for", "factor", factor, least=0, fix="factor=1.25")
         rows = max(1, math.ceil(tokens * top_k * factor / num_experts))
@@ -132,18 +132,18 @@ class ExpertDispatcher:
         buckets = self.num_experts * self.groups
         groups = torch.arange(self.groups, device=chosen.device)[:, None, None]
         # (groups, top_k, tokens of a group): the order of precedence.
-        wanted = chosen.reshape(self.groups, -1, top_k).transpose(1, 2) * self.groups + groups
-        wanted = wanted.flatten()
+        expert_slots = chosen.reshape(self.groups, -1, top_k).transpose(1, 2) * self.groups + groups
+        expert_slots = expert_slots.flatten()
         # Stable, so that copies for one expert keep their order of precedence.
-        order = wanted.argsort(stable=True)
-        ordered = wanted[order]
+        order = expert_slots.argsort(stable=True)
+        ordered = expert_slots[order]
         # The first copy of each expert and group in the sorted order.
         begin = torch.searchsorted(ordered, torch.arange(buckets, device=chosen.device, dtype=ordered.dtype))
-        place = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
-        position = torch.empty_like(place).scatter_(0, order, place)
+        rank_in_slot = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
+        position = torch.empty_like(rank_in_slot).scatter_(0, order, rank_in_slot)
         unused = buckets * self.capacity
         # Copies beyond the capacity get the unused last row, which `dispatch` cuts off.
-        rows = torch.where(position < self.capacity, wanted * self.capacity + position, unused)
+        rows = torch.where(position < self.capacity, expert_slots * self.capacity + position, unused)
         route = ExpertRoute(rows.view(self.groups, top_k, -1).transpose(1, 2).reshape(count, top_k), unused)
         copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
         # The last row receives the dropped copies.
@@ -187,13 +187,13 @@ class ExpertDispatcher:
             self._check_shapes(tokens, chosen)
         mine = {"num_experts": self.num_experts, "capacity": self.capacity, "groups": self.groups}
         mine |= {"hidden": tokens.shape[1], "dtype": str(tokens.dtype)}
-        seen = [mine] if self._ep is None else gather(mine, self._ep)
-        if wrong := [name for name in mine if any(one[name] != seen[0][name] for one in seen)]:
+        by_rank = [mine] if self._ep is None else gather(mine, self._ep)
+        if wrong := [name for name in mine if any(sizes[name] != by_rank[0][name] for sizes in by_rank)]:
             raise InputError(
                 f"ExpertDispatcher: {', '.join(wrong)}",
                 expected="the same on all ranks of ep",
                 got=shorten(
-                    [f"ep rank {n}: {[one[name] for name in wrong]}" for n, one in enumerate(seen)], 8
+                    [f"ep rank {n}: {[sizes[name] for name in wrong]}" for n, sizes in enumerate(by_rank)], 8
                 ),
                 fix="pass equal values; compute the capacity from the largest number of tokens of all ranks",
             )
@@ -225,8 +225,8 @@ class ExpertDispatcher:
             back = results.reshape(mine, ranks, each, -1).transpose(0, 1).flatten(0, 2)
             results = _AllToAll.apply(back, self._receive, self._send, self.group)
         padded = torch.cat([results, results.new_zeros(1, results.shape[1])])
-        found = padded.index_select(0, route.rows.flatten()).unflatten(0, route.rows.shape)
-        return (found * weights[..., None]).sum(1)
+        outputs = padded.index_select(0, route.rows.flatten()).unflatten(0, route.rows.shape)
+        return (outputs * weights[..., None]).sum(1)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -49,8 +49,8 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     if is_unit or get_sharded_model(module) is not None:
         _wrap_method(module, method)
         return
-    own = [is_replicated(place.owner, place.name) for place in iter_param_owners(module)]
-    if not own or not all(own):
+    flags = [is_replicated(owner.module, owner.name) for owner in iter_param_owners(module)]
+    if not flags or not all(flags):
         raise OrderError(
             f"register_forward_method({type(module).__name__}, {method!r})",
             expected="a unit, after te_fsdp.fully_shard",
@@ -63,11 +63,11 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
 def _wrap_method(unit: nn.Module, method: str) -> None:
     """Handle weights and gradients around one more method of a unit, or of the model, as around forward."""
-    found = next(map(sharded_model_of, map(shard_of, unit.parameters())), None)
-    if found is None:
+    model_state = next(map(sharded_model_of, map(shard_of, unit.parameters())), None)
+    if model_state is None:
         return  # torch's own fully_shard has sharded it
-    state, stock, is_root = found, getattr(unit, method), unit is found.model
-    names = [name for name, own in state.modules.items() if own is unit]
+    state, stock, is_root = model_state, getattr(unit, method), unit is model_state.model
+    names = [name for name, module in state.modules.items() if module is unit]
     checks = [_torch.disable_compile(check) for check in state.checks.inputs]
 
     @functools.wraps(stock)

@@ -61,7 +61,10 @@ class ForwardPrefetch(Component):
     def after_forward(self, output: Any) -> None:
         """Learn the order of the forward that ends; release units that it has not run."""
         if self._next is None:
-            self._next = _successors(self._order)
+            # Units with several successors in one forward have none.
+            pairs = set(pairwise(self._order))
+            counts = Counter(name for name, _ in pairs)
+            self._next = {name: after for name, after in pairs if counts[name] == 1 and name != after}
             if any(map(_fsdp2_prefetch.has_forward_prefetch, self._units.values())):
                 self._next = {}  # the user has chosen
         elif self._started:
@@ -84,13 +87,6 @@ class ForwardPrefetch(Component):
         return False
 
 
-def _successors(order: list[str]) -> dict[str, str]:
-    """Return the unit that always follows a unit. Units with several successors in one forward have none."""
-    pairs = set(pairwise(order))
-    counts = Counter(name for name, _ in pairs)
-    return {name: following for name, following in pairs if counts[name] == 1 and name != following}
-
-
 def prefetch_in_forward(setup: Setup) -> None:
     """Start all-gathers of a forward one unit ahead, in units that are gathered in each pass. Local operation."""
     state = setup.state
@@ -102,6 +98,6 @@ def prefetch_in_forward(setup: Setup) -> None:
     prefetch = ForwardPrefetch(units)
     state.components.attach(prefetch)
     for name, unit in units.items():
-        # After FSDP2's own hook, which unshards the unit.
+        # After FSDP2's hook, which unshards the unit.
         hook = _torch.disable_compile(functools.partial(prefetch.gather_next, name))
         unit.register_forward_pre_hook(hook)

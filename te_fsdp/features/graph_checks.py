@@ -60,8 +60,8 @@ class Snapshot:
         # Identify states by parameter and name, because state dicts recreate the dicts in between.
         self._states = [
             (parameter, name, tensor, _addresses(tensor))
-            for parameter, kept in (optimizer.state if optimizer is not None else {}).items()
-            for name, tensor in kept.items()
+            for parameter, param_state in (optimizer.state if optimizer is not None else {}).items()
+            for name, tensor in param_state.items()
             if isinstance(tensor, torch.Tensor)
         ]
         self._groups, self._settings = self._grouped(), self._set()
@@ -84,8 +84,8 @@ class Snapshot:
             if _addresses(tensor) != addresses:
                 return f"{key} has a different address"
         for parameter, name, tensor, addresses in self._states:
-            kept = self._optimizer.state.get(parameter, {}).get(name)  # type: ignore[union-attr]
-            if kept is not tensor or _addresses(tensor) != addresses:
+            current = self._optimizer.state.get(parameter, {}).get(name)  # type: ignore[union-attr]
+            if current is not tensor or _addresses(tensor) != addresses:
                 return f"{name} of the optimizer's state is a different tensor"
         if self._grouped() != self._groups:
             return "the optimizer's parameters or options"
@@ -93,15 +93,15 @@ class Snapshot:
 
     def _grouped(self) -> list[Any]:
         """Return parameters and options of the optimizer, except learning rates."""
-        found: list[Any] = []
+        options: list[Any] = []
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
-            found.append([id(parameter) for parameter in group["params"]])
-            found += [
+            options.append([id(parameter) for parameter in group["params"]])
+            options += [
                 (name, _torch.local_of(value).data_ptr() if isinstance(value, torch.Tensor) else value)
                 for name, value in group.items()
                 if name not in ("params", "lr")
             ]
-        return found
+        return options
 
     def _set(self) -> list[Any]:
         comm, report = self._state.sync.comm, self._state.components.get(NanReport)
@@ -116,9 +116,9 @@ class Buffers:
     def __init__(self, module: nn.Module, *, attributes: bool = False) -> None:
         self._buffers, self._attributes = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
         for part in module.modules():
-            for held, owner in ((self._buffers, part._buffers), (self._attributes, vars(part))):
+            for entries, owner in ((self._buffers, part._buffers), (self._attributes, vars(part))):
                 if owner is part._buffers or attributes:
-                    held += [
+                    entries += [
                         (owner, name, tensor, tensor.detach(), _addresses(tensor))
                         for name, tensor in owner.items()
                         if isinstance(tensor, torch.Tensor)
@@ -164,20 +164,20 @@ def addresses_between_microbatches(state: ShardedModel) -> dict[str, tuple[int, 
 
     Local operation. A unit's unsharded and partially reduced gradients have the unit's name and a number.
     """
-    found = {
+    labeled = {
         f"the gradient of {name}": _addresses(parameter.grad)
         for name, parameter in state.parameters().items()
-        # Markers stand for gradients that are reduced later, and have no memory of their own.
+        # Markers stand for gradients that are reduced later, and have no storage.
         if parameter.grad is not None and not is_marker(parameter.grad)
     }
     replicated = state.components.get(ReplicatedGradients)
     for number, gradient in enumerate(replicated.waiting() if replicated is not None else ()):
-        found[f"an unreduced gradient of parameters that are not sharded ({number})"] = _addresses(gradient)
+        labeled[f"an unreduced gradient of parameters that are not sharded ({number})"] = _addresses(gradient)
     for name, unit in state.modules.items():
-        for number, kept in enumerate(_fsdp2_gradients.tensors_between_microbatches(unit)):
+        for number, tensors in enumerate(_fsdp2_gradients.tensors_between_microbatches(unit)):
             label = f"an unreduced gradient or weight of {name or 'the root unit'} ({number})"
-            found[label] = tuple([address for tensor in kept for address in _addresses(tensor)])
-    return found
+            labeled[label] = tuple([address for tensor in tensors for address in _addresses(tensor)])
+    return labeled
 
 
 # ------------------------------------------------------------------------------------------------------ learning rates
@@ -193,19 +193,19 @@ class LearningRates:
     def take(self) -> None:
         """Copy the groups' current rates. Local operation that enqueues one kernel per changed rate."""
         groups = self._optimizer.param_groups
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             value = group["lr"]
-            if place == len(self._rates):
+            if index == len(self._rates):
                 dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
                 self._rates.append((torch.empty((), dtype=dtype, device=self._device), None))
             # A recorded kernel has the address of this tensor, so a new rate is written into it.
-            rate, known = self._rates[place]
+            rate, previous = self._rates[index]
             if isinstance(value, torch.Tensor):
                 rate.copy_(value.detach().reshape(()), non_blocking=True)  # it may be changed in place
-                self._rates[place] = rate, None
-            elif value != known:
+                self._rates[index] = rate, None
+            elif value != previous:
                 rate.fill_(value)
-                self._rates[place] = rate, value
+                self._rates[index] = rate, value
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -213,13 +213,13 @@ class LearningRates:
         groups = self._optimizer.param_groups
         # Schedulers and state dicts read numbers from the groups, so the tensors are there during the step
         # only.
-        kept = [group["lr"] for group in groups]
+        previous = [group["lr"] for group in groups]
         for group, (rate, _) in zip(groups, self._rates, strict=True):
             group["lr"] = rate
         try:
             yield
         finally:
-            for group, value in zip(groups, kept, strict=True):
+            for group, value in zip(groups, previous, strict=True):
                 group["lr"] = value
 
 
@@ -363,13 +363,13 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, leaves: list[Any], structure: Any, context: tuple[Any, ...] = ()) -> Signature:
         """Return the signature of flattened arguments, and of values that a forward reads in addition."""
-        looks = [
+        kinds = [
             ("tensor", leaf.shape, leaf.dtype, leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else _with_contents(leaf)
             for leaf in leaves
         ]
-        return cls(structure, [*looks, *context])
+        return cls(structure, [*kinds, *context])
 
     def fits(self, other: Signature) -> bool:
         """Return whether a recording for one signature is valid for the other."""
@@ -430,6 +430,6 @@ class Inputs:
     @torch.no_grad()
     def take(self, leaves: list[Any]) -> None:
         """Copy the tensors of another call. The host does not wait for copies from pinned memory."""
-        for held, leaf in zip(self._held, leaves, strict=True):
-            if isinstance(held, torch.Tensor):
-                held.copy_(leaf, non_blocking=True)
+        for static, leaf in zip(self._held, leaves, strict=True):
+            if isinstance(static, torch.Tensor):
+                static.copy_(leaf, non_blocking=True)

@@ -161,7 +161,7 @@ class _Recording:
     gradients: list[_Part]  #: The graph of all microbatches, or those of [Note: graphs of microbatches]
     norm: torch.Tensor | None  #: Gradient norm, overwritten by each replay
     trained: list[torch.Tensor]  #: Parameters with gradients
-    held: list[torch.Tensor]  #: Their gradients if they are read between the graphs, else empty
+    read_between: list[torch.Tensor]  #: Their gradients if they are read between the graphs, else empty
     update: torch.cuda.CUDAGraph | None = None  #: The optimizer's step; ``None`` if it runs eagerly
 
 
@@ -225,12 +225,12 @@ class GraphedStep:
                 _log.info("graphed_step: recorded again, because of a change: %s", what)
                 self._drop()
             signature = Signature.of(leaves, structure)
-            found = next((r for r in self._recorded if r.signature.fits(signature)), None)
-            reads_rates = self._step_can_be_recorded() if found is None else found.update is not None
+            recording = next((r for r in self._recorded if r.signature.fits(signature)), None)
+            reads_rates = self._step_can_be_recorded() if recording is None else recording.update is not None
             if reads_rates:
                 self._rates.take()
             is_warm = self._steps >= self._warmup
-            if found is None and is_warm and not self.why_eager and self._has_run(signature):
+            if recording is None and is_warm and not self.why_eager and self._has_run(signature):
                 why = ""
                 if len(self._recorded) == MAX_KINDS:
                     why = f"inputs of more than {MAX_KINDS} kinds (shapes, dtypes, or non-tensor values)"
@@ -239,9 +239,9 @@ class GraphedStep:
                 if why:
                     self._run_eagerly(why)
                 else:
-                    found = self._record(signature, leaves, structure)
-            if found is not None:
-                return self._replay(found, leaves)
+                    recording = self._record(signature, leaves, structure)
+            if recording is not None:
+                return self._replay(recording, leaves)
             there = [
                 leaf.to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in leaves
@@ -335,7 +335,7 @@ class GraphedStep:
     # ------------------------------------------------------------------------------------------------------- recording
 
     def _has_run(self, signature: Signature) -> bool:
-        return any(known.fits(signature) for known in self._known)
+        return any(earlier.fits(signature) for earlier in self._known)
 
     def _record(self, signature: Signature, leaves: list[Any], structure: Any) -> _Recording | None:
         """Record a step; return ``None`` if some rank cannot. Collective over the model's ranks."""
@@ -350,18 +350,18 @@ class GraphedStep:
                 report, norm = self._state.components.get(NanReport), recording.norm
                 if report is not None:
                     report.check()  # a check inside of the recording is then not needed
-                made = self._on_all_ranks(lambda: self._update(norm))
-                if isinstance(made, str):
-                    self._no_update = made
+                recorded = self._on_all_ranks(lambda: self._update(norm))
+                if isinstance(recorded, str):
+                    self._no_update = recorded
                     self._step_can_be_recorded()  # logs the reason
                 else:
-                    recording.update, recording.norm = made
+                    recording.update, recording.norm = recorded
             self._clear_events()
         if recording is None:
             return None
         if recording.update is not None and self._state.components.get(NanReport) is None:
             # Both graphs are replayed at once: nothing reads gradients between them.
-            recording.held = []
+            recording.read_between = []
         self._recorded.append(recording)
         self._snapshot = Snapshot(self._state, None if recording.update is None else self._optimizer)
         self.recordings += 1
@@ -400,21 +400,21 @@ class GraphedStep:
             if report is not None:
                 report.forget()
                 report.earlier = self._earlier
-            made = self._on_all_ranks(functools.partial(run, number))
+            recorded = self._on_all_ranks(functools.partial(run, number))
             if report is not None:
                 report.earlier = None
-            if isinstance(made, str):
+            if isinstance(recorded, str):
                 buffers.restore()
                 self._clear_events()
-                self._run_eagerly(made)
+                self._run_eagerly(recorded)
                 return None
-            graph, (output, norm) = made
+            graph, (output, norm) = recorded
             parts.append(_Part(graph, output, 0 if report is None else report.microbatch))
             for root in self._state.roots() if number < self._last else ():
                 _fsdp2.clear_events(root)
         trained = [p for p in self._state.parameters().values() if p.grad is not None]
-        held = [p.grad for p in trained if p.grad is not None]
-        return _Recording(signature, inputs, parts, norm, trained, held)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        return _Recording(signature, inputs, parts, norm, trained, gradients)
 
     def _clear_events(self) -> None:
         """Clear all events of a recording, or of the step before one, on which a stream could wait."""
@@ -429,14 +429,14 @@ class GraphedStep:
     def _on_all_ranks(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T] | str:
         """Return the recording, or why it failed on this or another rank. Collective over the model's ranks."""
         assert self._recorder is not None
-        made, why = None, "the capture has failed on a different rank"
+        recorded, why = None, "the capture has failed on a different rank"
         try:
-            made = self._recorder.record(call)
+            recorded = self._recorder.record(call)
         except Exception as error:
             # Catch any error. The step then runs eagerly and raises its own error.
             why = capture_failure(error)
-        failed = on_any_rank(made is None, self._state.meshes.device_mesh)
-        return why if failed or made is None else made
+        failed = on_any_rank(recorded is None, self._state.meshes.device_mesh)
+        return why if failed or recorded is None else recorded
 
     # -------------------------------------------------------------------------------------------------------- replaying
 
@@ -455,7 +455,7 @@ class GraphedStep:
             part.graph.replay()
             # The next replay writes to the same addresses.
             outputs.append(_copied(part.output))
-        for parameter, gradient in zip(recording.trained, recording.held, strict=False):
+        for parameter, gradient in zip(recording.trained, recording.read_between, strict=False):
             parameter.grad = gradient
         if report is not None:
             report.check()
@@ -467,7 +467,7 @@ class GraphedStep:
         else:
             norm = self._clip() if norm is None else norm
             self._optimizer.step()
-        for parameter in recording.trained if recording.held else ():
+        for parameter in recording.trained if recording.read_between else ():
             parameter.grad = None
         if report is not None:
             report.forget()

@@ -104,7 +104,7 @@ def graphed_units(
 def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
     """All-gather units to fixed addresses from now on; raise if some cannot be. Local operation."""
     # Units that are gathered in each pass take turns in the memory of two units. The others keep their own.
-    transports, shared, own = transports_of(state).by_unit, FixedMemory(2), FixedMemory(0)
+    transports, shared, separate = transports_of(state).by_unit, FixedMemory(2), FixedMemory(0)
     gathered = [name for name in names if transports[name].name != "none"]
     for name in gathered:
         unit, label = state.modules[name], name or "the root"
@@ -135,11 +135,11 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
     for name in gathered:
         gathers = transports[name].gathers
         assert gathers is not None
-        gathers.fix_addresses(state.modules[name], shared if state.units[name].gather == "pass" else own)
-    return [shared, own]
+        gathers.fix_addresses(state.modules[name], shared if state.units[name].gather == "pass" else separate)
+    return [shared, separate]
 
 
-def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _buffers_of_each(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         yield from _te.buffers_of(tensor) if _te.is_quantized(tensor) else [tensor]
 
@@ -176,7 +176,7 @@ class _Shared:
     def pending(self) -> list[_Pending]:
         """Return the replayed forwards whose backward has not run, in order ([Note: order of replays])."""
         alive = [
-            found for reference in self._stack if (found := reference()) is not None and not found.is_done
+            pass_ for reference in self._stack if (pass_ := reference()) is not None and not pass_.is_done
         ]
         if len(alive) != len(self._stack):
             self._stack = [weakref.ref(each) for each in alive]
@@ -197,11 +197,11 @@ class _Shared:
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
-        found = {part.untyped_storage().data_ptr() for part in _parts(_graphs.shards_of(unit))}
+        addresses = {part.untyped_storage().data_ptr() for part in _buffers_of_each(_graphs.shards_of(unit))}
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             for memory in self._memory:
-                found |= memory.storages(group)
-        return found
+                addresses |= memory.storages(group)
+        return addresses
 
     def reason_of_addresses(self, unit: nn.Module) -> str:
         """Return why weights of a unit have no fixed addresses; empty if they have."""
@@ -238,9 +238,9 @@ class _Pending:
             )
         if self._shared.last_backward != self.recording.order + 1:
             self.recording.wait_for_reductions()  # [Note: gradients of weights] expects the unit in between
-        found = self.recording.run_backward(gradients)
+        results = self.recording.run_backward(gradients)
         self.is_done, self._shared.last_backward = True, self.recording.order
-        return found
+        return results
 
 
 class _Unit:
@@ -249,7 +249,7 @@ class _Unit:
     def __init__(self, shared: _Shared, name: str, unit: nn.Module) -> None:
         self.name, self.module, self.forward = name, unit, unit.forward
         self.shared, self.why = shared, ""
-        self.known: list[tuple[Signature, int]] = []  # with the number of eager forwards
+        self.eager_forwards: list[tuple[Signature, int]] = []  # with the number of eager forwards
         self.recordings: list[UnitRecording] = []
         self.count = 0  #: Number of recordings that were made, also of those that were replaced
 
@@ -301,16 +301,16 @@ class _Unit:
 
     def _has_run(self, signature: Signature) -> bool:
         """Return whether enough eager forwards have run with a kind of inputs; count this one if not."""
-        for place, (known, count) in enumerate(self.known):
-            if known.fits(signature):
-                self.known[place] = known, count + 1
+        for index, (earlier, count) in enumerate(self.eager_forwards):
+            if earlier.fits(signature):
+                self.eager_forwards[index] = earlier, count + 1
                 return count >= self.shared.warmup
-        if len(self.known) == MAX_KINDS:
+        if len(self.eager_forwards) == MAX_KINDS:
             self.run_eagerly(
                 f"inputs of more than {MAX_KINDS} kinds (shapes, dtypes, recipes, or other values)"
             )
         else:
-            self.known.append((signature, 1))
+            self.eager_forwards.append((signature, 1))
         return False
 
     def _record(
@@ -425,7 +425,7 @@ class GraphedUnits:
         """
         for unit in self._units:
             unit.recordings.clear()
-            unit.known.clear()
+            unit.eager_forwards.clear()
             unit.why = ""
         if self._units:
             self._shared.why_eager.clear()

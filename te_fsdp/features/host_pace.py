@@ -19,11 +19,7 @@ import torch
 
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.component import Component
-from te_fsdp.upstream import (
-    fsdp2_outputs as _fsdp2_outputs,
-    fsdp2_units,
-    torch_dtensor as _torch,
-)
+from te_fsdp.upstream import fsdp2_outputs as _fsdp2_outputs, fsdp2_units, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -207,13 +203,13 @@ class HostPace(Component):
             first.register_hook(lambda gradient: self._mark())
 
     def _mark(self) -> None:
-        clock, place = self._clock, len(self._marks)
+        clock, index = self._clock, len(self._marks)
         if not self._handles or clock.is_capturing():
             return
         before = event = clock.event()
         behind = bool(self._marks) and not clock.is_done(self._marks[-1].event)
-        if place < len(self._sleeps):
-            clock.sleep(self._sleeps[place])
+        if index < len(self._sleeps):
+            clock.sleep(self._sleeps[index])
             event = clock.event()
         self._marks.append(_Mark(clock.now(), before, event, behind))
 

@@ -38,21 +38,21 @@ class Replaced(NamedTuple):
 # ``capturable=True``, because that step may read a gradient scaler.
 def install_local_tensors(optimizer: Any) -> list[Replaced]:
     """Replace parameters in the groups of a FusedAdam by local tensors. Other optimizers are not changed. Local."""
-    found: list[Replaced] = []
+    replaced: list[Replaced] = []
     if not _te.is_stock_fused_adam(optimizer) or optimizer.capturable:
-        return found
+        return replaced
     decoupled, states = optimizer.use_decoupled_grad, optimizer.state
     scales = getattr(optimizer, "_scales", {})  # of low-precision states, by parameter (TE 2.18 to 2.20)
     with without_subclasses():
         for group in optimizer.param_groups:
             members = group["params"]
-            for place, parameter in enumerate(members):
+            for index, parameter in enumerate(members):
                 gradient = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
                 if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                     continue
-                local, own = local_of_dtensor(parameter), local_of_dtensor(gradient)
+                local, local_gradient = local_of_dtensor(parameter), local_of_dtensor(gradient)
                 state = states.get(parameter)
-                if not state or type(local) is not torch.Tensor or type(own) is not torch.Tensor:
+                if not state or type(local) is not torch.Tensor or type(local_gradient) is not torch.Tensor:
                     continue
                 states[local] = values = {}
                 for name, value in state.items():
@@ -60,22 +60,22 @@ def install_local_tensors(optimizer: Any) -> list[Replaced]:
                 if scales and parameter in scales:
                     scales[local] = scales[parameter]
                 if decoupled:
-                    local.decoupled_grad = own  # type: ignore[missing-attribute]
+                    local.decoupled_grad = local_gradient  # type: ignore[missing-attribute]
                 else:
-                    if own.dtype is not local.dtype:
-                        local.grad_dtype = own.dtype
-                    local.grad = own
-                members[place] = local
-                found.append(Replaced(members, place, parameter, local))
-    return found
+                    if local_gradient.dtype is not local.dtype:
+                        local.grad_dtype = local_gradient.dtype
+                    local.grad = local_gradient
+                members[index] = local
+                replaced.append(Replaced(members, index, parameter, local))
+    return replaced
 
 
 def remove_local_tensors(optimizer: Optimizer, replaced: list[Replaced]) -> None:
     """Undo :func:`install_local_tensors`. Local operation."""
     scales = getattr(optimizer, "_scales", {})
-    for members, place, parameter, local in replaced:
-        if place < len(members) and members[place] is local:
-            members[place] = parameter
+    for members, index, parameter, local in replaced:
+        if index < len(members) and members[index] is local:
+            members[index] = parameter
         optimizer.state.pop(local, None)
         if scales:
             scales.pop(local, None)

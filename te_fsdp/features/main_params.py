@@ -56,9 +56,9 @@ def is_low_precision(parameter: torch.Tensor) -> bool:
 
 def initial_main_weight(local: torch.Tensor) -> torch.Tensor:
     """Return a new fp32 tensor with the value with which a local tensor was initialized."""
-    kept = _te.high_precision_value(local)
-    if kept is not None:
-        return kept.to(device=local.device, dtype=torch.float32, copy=True)
+    initial = _te.high_precision_value(local)
+    if initial is not None:
+        return initial.to(device=local.device, dtype=torch.float32, copy=True)
     if _te.is_quantized(local):
         return local.dequantize(dtype=torch.float32).detach().clone()  # type: ignore[call-arg]
     return local.detach().to(torch.float32, copy=True)
@@ -66,8 +66,8 @@ def initial_main_weight(local: torch.Tensor) -> torch.Tensor:
 
 def main_parameters_of(optimizer: Optimizer) -> MainParameters | None:
     """Return the main parameters of an optimizer with sharded state, else ``None``."""
-    found = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    return found if found is not None and found.cuts else None
+    main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    return main_params if main_params is not None and main_params.cuts else None
 
 
 def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> OptimizerShard | None:
@@ -78,8 +78,8 @@ def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> Optimiz
 
 def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, int, int] | None:
     """Return dim, start and end of the part of a local tensor that a state covers; ``None`` if it is not sharded."""
-    own = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
-    if not isinstance(value, DTensor) or value.device_mesh.ndim != own + 1:
+    mesh_dims = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+    if not isinstance(value, DTensor) or value.device_mesh.ndim != mesh_dims + 1:
         return None
     mesh, dim = value.device_mesh, _torch.shard_dim_of(value.placements[0])
     assert dim is not None
@@ -92,7 +92,7 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
 # are restored, the replicas all-gather all rows, and each parameter becomes its main weight, rounded or quantized
 # once. ``zero_grad``, learning rate schedulers and the groups' options only see the model's parameters.
 class MainParameters:
-    """The main parameters of one optimizer. The object takes part in its steps and its state dicts.
+    """The main parameters of one optimizer. Hooks call the object in steps and state dicts.
 
     ``lent``: TE's FusedAdam keeps the main weights itself.
     """
@@ -101,7 +101,7 @@ class MainParameters:
         #: Averages of the gradients over the replicas; ``None`` if state is not sharded (main weights only).
         self.averages: OuterAverages | None = None
         #: By ``id`` of the parameter.
-        self.known: dict[int, MainParameter] = {}
+        self.by_id: dict[int, MainParameter] = {}
         #: Those whose main parameters are in the groups; empty between steps.
         self.pairs: list[MainParameter] = []
         #: Members of the groups that local tensors have replaced; empty between steps.
@@ -119,7 +119,7 @@ class MainParameters:
         if lent:
             # A failed step leaves main parameters in the groups, but state dicts need the parameters.
             optimizer.register_state_dict_pre_hook(self.restore_params)
-            optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: self.restore_params(one))
+            optimizer.register_load_state_dict_pre_hook(lambda opt, state_dict: self.restore_params(opt))
         elif _te.is_fused_adam(optimizer):
             # FusedAdam reads the groups after torch's hooks have run, so hooks would restore the parameters too
             # early.
@@ -144,22 +144,22 @@ class MainParameters:
     def cut(self, shards: Iterable[OptimizerShard]) -> None:
         """Enable sharding of optimizer state across replicas, and register the given shards. Local operation."""
         self.averages = OuterAverages(self)
-        self.known.clear()
+        self.by_id.clear()
         for shard in shards:
             self.of(shard.parameter, shard)
 
     def of(self, parameter: torch.Tensor, shard: OptimizerShard | None = None) -> MainParameter:
         """Return the ``MainParameter`` of a parameter; set its ``shard`` if given. Local operation."""
-        known = self.known.get(id(parameter))
-        if known is None:
-            known = self.known[id(parameter)] = MainParameter(parameter)
-        if known.shard is None and self.cuts:
-            known.shard = shard or optimizer_shard(parameter)
-            if known.shard is not None:
+        pair = self.by_id.get(id(parameter))
+        if pair is None:
+            pair = self.by_id[id(parameter)] = MainParameter(parameter)
+        if pair.shard is None and self.cuts:
+            pair.shard = shard or optimizer_shard(parameter)
+            if pair.shard is not None:
                 # With this option FusedAdam reads ``decoupled_grad`` instead of ``grad``.
-                known.shard.decoupled = getattr(self._optimizer(), "use_decoupled_grad", False)
+                pair.shard.decoupled = getattr(self._optimizer(), "use_decoupled_grad", False)
                 get_or_create_record(parameter).main_parameters = weakref.ref(self)
-        return known
+        return pair
 
     def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the main parameter of a parameter, without a gradient; ``None`` if none is needed. Local operation."""
@@ -180,11 +180,11 @@ class MainParameters:
         main = optimizer.state.get(parameter, {}).get(MAIN)
         if main is None or (shard is not None and rows_of_state(main, parameter) is None):
             # Keep only this rank's rows of an unsharded main weight created by main_weights.
-            whole = initial_main_weight(local) if main is None else _torch.local_of(main)
+            value = initial_main_weight(local) if main is None else _torch.local_of(main)
             if shard is None:
-                main = _torch.placed_like(whole, parameter)
+                main = _torch.placed_like(value, parameter)
             else:
-                main = shard.distributed(shard.of(whole).clone(memory_format=torch.contiguous_format))
+                main = shard.distributed(shard.of(value).clone(memory_format=torch.contiguous_format))
             optimizer.state[parameter][MAIN] = main
         _te.drop_high_precision_value(local)
         return main
@@ -198,37 +198,37 @@ class MainParameters:
         """Return trained parameters with sharded state in the optimizer's order, identical on all replicas. Local."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        found = []
+        pairs = []
         for parameter in [p for group in groups for p in group["params"] if p.requires_grad]:
-            own = self.known.get(id(parameter))
-            if own is None or own.shard is None:
-                own = self.of(parameter)
-            if own.shard is not None:
-                found.append(own)
-        return found
+            pair = self.by_id.get(id(parameter))
+            if pair is None or pair.shard is None:
+                pair = self.of(parameter)
+            if pair.shard is not None:
+                pairs.append(pair)
+        return pairs
 
     def lookup(self, parameters: Sequence[torch.Tensor], optimizer: Any = None) -> list[MainParameter | None]:
         """Return the main parameters for a step, created or updated as needed; ``None`` if not needed. Local."""
         optimizer = self._optimizer() if optimizer is None else optimizer
         assert optimizer is not None
-        found: list[MainParameter | None] = []
+        pairs: list[MainParameter | None] = []
         for parameter, local in zip(parameters, _torch.local_tensors_of(parameters), strict=True):
             state = optimizer.state.get(parameter)
             if not parameter.requires_grad and not state:
-                found.append(None)
+                pairs.append(None)
                 continue
-            own = self.known.get(id(parameter)) or self.of(parameter)
+            pair = self.by_id.get(id(parameter)) or self.of(parameter)
             # The cached main parameter is valid while the parameter has the same local tensor (initialization and
             # loading may replace it) and its state the same main weight (loading may replace it). Rows of the
             # parameter itself may be a copy, so they are updated in each step. A main parameter with an averaged
             # gradient stays.
-            averaged = own.source is not None
-            kept = state.get(MAIN) is own.main if state and own.low else averaged
-            if own.local is not local or not (own.main is None or kept):
-                main = own.main if averaged else self.make(optimizer, parameter)
-                own.local, own.low, own.main = local, is_low_precision(parameter), main
-            found.append(None if own.main is None else own)
-        return found
+            averaged = pair.source is not None
+            is_current = state.get(MAIN) is pair.main if state and pair.low else averaged
+            if pair.local is not local or not (pair.main is None or is_current):
+                main = pair.main if averaged else self.make(optimizer, parameter)
+                pair.local, pair.low, pair.main = local, is_low_precision(parameter), main
+            pairs.append(None if pair.main is None else pair)
+        return pairs
 
     # --- in the parameters' places, and out of them
 
@@ -241,16 +241,16 @@ class MainParameters:
             self.restore_params(optimizer)
         scales, count = getattr(optimizer, "_scales", None), 0  # no scales without low-precision states
         for group in optimizer.param_groups:
-            live, held = group["params"], list(group["params"])
-            self._groups.append((live, held))
-            count += len(held)
-            live.clear()
-            for parameter, pair in zip(held, self.lookup(held, optimizer), strict=True):
+            members, parameters = group["params"], list(group["params"])
+            self._groups.append((members, parameters))
+            count += len(parameters)
+            members.clear()
+            for parameter, pair in zip(parameters, self.lookup(parameters, optimizer), strict=True):
                 if pair is None:
                     # FusedAdam creates state for all parameters that it sees.
                     frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
                     if not frozen or not stepping or self.of(parameter).shard is None:
-                        live.append(parameter)
+                        members.append(parameter)
                     continue
                 state = optimizer.state.pop(parameter, {})
                 if not keep_main or not pair.low:
@@ -260,10 +260,10 @@ class MainParameters:
                 if scales:
                     rekey_scales(optimizer, parameter, pair.main)
                 self.pairs.append(pair)
-                live.append(pair.main)
-        if len(self.known) > count:  # drop parameters that the optimizer no longer has
-            ids = {id(parameter) for _, held in self._groups for parameter in held}
-            self.known = {key: known for key, known in self.known.items() if key in ids}
+                members.append(pair.main)
+        if len(self.by_id) > count:  # drop parameters that the optimizer no longer has
+            ids = {id(parameter) for _, parameters in self._groups for parameter in parameters}
+            self.by_id = {key: entry for key, entry in self.by_id.items() if key in ids}
         if self.averages is not None and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights, so FusedAdam must not create any.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False
@@ -280,9 +280,9 @@ class MainParameters:
         """Restore parameters and state, and keep averaged gradients."""
         if self.locals:
             remove_local_tensors(optimizer, self.locals)
-        # In place, because learning rate schedulers and users hold the group's own list.
-        for live, held in self._groups:
-            live[:] = held
+        # In place, because learning rate schedulers and users have references to the group's list.
+        for members, parameters in self._groups:
+            members[:] = parameters
         scales = getattr(optimizer, "_scales", None)
         for pair in self.pairs:
             # The state moves back to the parameter, by which state_dict and checkpoints find it.
@@ -319,9 +319,9 @@ class MainParameters:
             self.restore_params(optimizer)
             self.averages.make()
         self.install_main_params(optimizer, stepping=True)
-        whole = [pair for pair in self.pairs if pair.shard is None]
+        pairs = [pair for pair in self.pairs if pair.shard is None]
         if self.lent:
-            parameters = {id(pair.main): pair.parameter for pair in whole}
+            parameters = {id(pair.main): pair.parameter for pair in pairs}
             fused: Any = optimizer
             name = "decoupled_grad" if fused.use_decoupled_grad else "grad"
             for group in optimizer.param_groups:
@@ -347,14 +347,14 @@ class MainParameters:
                             main.grad_dtype = gradient.dtype
                     assign_main_gradients(mains, gradients)
         else:
-            mains, gradients = [pair.main for pair in whole], gradients_of([pair.parameter for pair in whole])
+            mains, gradients = [pair.main for pair in pairs], gradients_of([pair.parameter for pair in pairs])
             assign_main_gradients(mains, _torch.in_dtypes_of(gradients, mains))
         self.locals = install_local_tensors(optimizer)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         cut: list[tuple[OptimizerShard, torch.Tensor]] = []
-        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        updates: list[tuple[torch.Tensor, torch.Tensor]] = []
         with without_subclasses():  # reads .grad of DTensors without Python calls
             for pair in self.pairs:
                 main: Any = pair.main
@@ -362,10 +362,10 @@ class MainParameters:
                     continue
                 local = _torch.local_of_dtensor(main) if isinstance(main, DTensor) else main
                 if pair.shard is None:
-                    whole.append((pair.local, local))
+                    updates.append((pair.local, local))
                 else:
                     cut.append((pair.shard, local))
-        quantize_into(whole)
+        quantize_into(updates)
         if cut:
             all_gather_main_params(cut)
         self.remove_main_params(optimizer)
@@ -405,10 +405,10 @@ class MainParameters:
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Install main parameters first, because loaded state is cast to the dtype of the parameters in the groups."""
-        alone = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
-        if alone:
+        incomplete = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
+        if incomplete:
             raise CheckpointError(
-                f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) that have only "
+                f"{type(optimizer).__name__}.load_state_dict: {len(incomplete)} parameter(s) that have only "
                 "main weights",
                 expected="the full state",
                 got="the state of an optimizer that has not stepped",
@@ -419,7 +419,7 @@ class MainParameters:
         self.restore_params(optimizer)
         for key, shard in self._shards(optimizer, state_dict):  # this rank's rows of sharded states
             if key in states:
-                states[key] = {name: _own_rows(shard, name, value) for name, value in states[key].items()}
+                states[key] = {name: _local_rows(shard, name, value) for name, value in states[key].items()}
         self.install_main_params(optimizer)
         return {**state_dict, "state": states}
 
@@ -435,9 +435,9 @@ class MainParameters:
     def _shards(self, optimizer: Optimizer, state_dict: Any) -> Iterator[tuple[Any, OptimizerShard]]:
         """Yield (key in the state dict, shard) of each parameter with sharded state."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         # torch checks the groups and raises if they differ.
-        for key, parameter in zip(keys, held, strict=False):
+        for key, parameter in zip(keys, params, strict=False):
             shard = self.of(parameter).shard
             if shard is not None:
                 yield key, shard
@@ -478,7 +478,7 @@ def _padded(shard: OptimizerShard, value: Any) -> Any:
     return _torch.placed(padded, mesh, placements, like)
 
 
-def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
+def _local_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
     """Return this rank's rows of a loaded state: already sharded (possibly padded), or of the full parameter shard."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value

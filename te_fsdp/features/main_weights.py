@@ -44,7 +44,7 @@ from te_fsdp.features.main_params import (
 )
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
 from te_fsdp.lifecycle import parameters_of_optimizer
-from te_fsdp.optimizer_step import known_optimizers, register_optimizer
+from te_fsdp.optimizer_step import registered_optimizers
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
@@ -68,7 +68,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     Local operation that reshards FSDP2 units.
 
     Raises:
-        OrderError: The optimizer has parameters that are not the model's. The error gives their number.
+        OrderError: The optimizer has parameters that are not the model's. The error contains their number.
         PlacementError: A step of this torch optimizer would fail on sharded parameters (docs/optimizers.md).
     """
     require_model(model, "check_optimizer(model, optimizer)")
@@ -78,8 +78,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             # An unsharded unit has different parameter objects than the optimizer.
             module.reshard()  # type: ignore[operator]
     current = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in held if id(p) not in current]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in params if id(p) not in current]
     if foreign:
         # Are they parameters of other sharded models?
         states = {id(state): state for state in map(sharded_model_of, foreign) if state is not None}
@@ -96,13 +96,13 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
                 "te_fsdp.shard_optimizer and te_fsdp.checkpoint; or use one optimizer per model",
             )
         raise OrderError(
-            f"{type(optimizer).__name__}: {len(foreign)} of {len(held)} parameters are not the model's",
+            f"{type(optimizer).__name__}: {len(foreign)} of {len(params)} parameters are not the model's",
             expected="the current parameters of the model",
             got="other parameters, such as those from before fully_shard or materialize",
             why="Its step would not update the model",
             fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
         )
-    refuse_unsupported_optimizer(optimizer, held)
+    refuse_unsupported_optimizer(optimizer, params)
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -133,8 +133,8 @@ def rebind_optimizer_params(model: nn.Module, optimizer: Optimizer, where: str, 
         )
     yield
     sharded = dict(model.named_parameters(remove_duplicate=False))
-    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-        group["params"][:] = [sharded[name] for name in wanted if name is not None]
+    for group, fqns in zip(optimizer.param_groups, groups, strict=True):
+        group["params"][:] = [sharded[name] for name in fqns if name is not None]
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:
@@ -148,24 +148,24 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     # The search inspects all objects of the garbage collector. It does not find objects in ``gc.freeze()``, which could
     # not be frozen individually again. Optimizers of sharded models that have stepped are known.
     parameters = list(parameters)
-    wanted = {id(parameter) for parameter in parameters}
+    ids = {id(parameter) for parameter in parameters}
     # Unknown ones are only included if they may keep main weights, as for fp32 parameters TE's FusedAdam alone does.
     may_keep = _te.is_loaded() or any(map(is_low_precision, parameters))
     # Compare types, because isinstance on proxies has side effects. Avoid a Python line per object: with a million
     # objects it would take longer than loading a model of 1 GiB.
     kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects() if may_keep else []
     listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
-    known = {id(optimizer): optimizer for optimizer in [*listed, *known_optimizers()]}.values()
-    holding = []
-    for optimizer in known:
+    optimizers = {id(optimizer): optimizer for optimizer in [*listed, *registered_optimizers()]}.values()
+    owners = []
+    for optimizer in optimizers:
         main_parameters = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
         if main_parameters is not None:
             main_parameters.restore_params(optimizer)  # a failed step has left main parameters in the groups
         # A wrapper shares the groups of the optimizer inside, so one of them is sufficient.
         groups = optimizer.__dict__.get("param_groups", ())
-        if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
-            holding.append(optimizer)
-    return holding
+        if any(id(parameter) in ids for group in groups for parameter in group["params"]):
+            owners.append(optimizer)
+    return owners
 
 
 def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
@@ -190,7 +190,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
         PrecisionError: A FusedAdam over quantized weights keeps no main weights, or not in fp32.
     """
     check_optimizer(model, optimizer)
-    register_optimizer(optimizer)
+    registered_optimizers().add(optimizer)
     if _te.is_fused_adam(optimizer):
         fused: Any = optimizer
         for label, parameter, local in quantized_among(parameters_of_optimizer(optimizer)):
@@ -219,9 +219,9 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
 def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
     """Create the missing state of a parameter in TE's FusedAdam. Other optimizers are not changed. Local operation."""
     # By FusedAdam's own method, which stores more than the state itself.
-    main_parameters, held = main_parameters_of(optimizer), set(optimizer.state.get(parameter, ()))
-    own = {MAIN} if main_parameters is not None else set()
-    if not hasattr(optimizer, "initialize_state") or held - own:
+    main_parameters, state_keys = main_parameters_of(optimizer), set(optimizer.state.get(parameter, ()))
+    main_key = {MAIN} if main_parameters is not None else set()
+    if not hasattr(optimizer, "initialize_state") or state_keys - main_key:
         return
     if main_parameters is None:
         # Remainders are the bits that bf16 lacks, so that parameters of other dtypes have none.
@@ -262,13 +262,13 @@ def use_fused_adam_master_weights(step: Step) -> None:
 
 
 def optimizers_with_stale_main_weights(
-    parameters: Iterable[torch.Tensor], given: Iterable[Optimizer] = ()
+    parameters: Iterable[torch.Tensor], except_of: Iterable[Optimizer] = ()
 ) -> list[Optimizer]:
-    """Return other optimizers than ``given`` whose next step would restore old weights from main weights. Local."""
+    """Return other optimizers than ``except_of`` whose next step would restore old weights from main weights. Local."""
     # Optimizers inside of given wrappers (accelerate's) are excluded, because they share state.
-    loaded = {id(one.state) for one in given}
-    found = [o for o in optimizers_of(parameters) if id(o.state) not in loaded]
-    return [o for o in found if any(MAIN in state for state in o.state.values())]
+    loaded = {id(optimizer.state) for optimizer in except_of}
+    others = [o for o in optimizers_of(parameters) if id(o.state) not in loaded]
+    return [o for o in others if any(MAIN in state for state in o.state.values())]
 
 
 @torch.no_grad()
@@ -288,8 +288,8 @@ def set_main_weight(
     """
     quantized = _te.is_quantized(local)
     if make and quantized and value is not None and getattr(optimizer, "master_weights", False):
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        if any(parameter is p for p in held):
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if any(parameter is p for p in params):
             initialize_fused_adam(optimizer, parameter)
     main = main_weight(optimizer, parameter)
     if main is None:
@@ -341,21 +341,21 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_optimizer(optimizer, "shard_optimizer(optimizer)")
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    shards = [shard for p in held if (shard := optimizer_shard(p)) is not None]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    shards = [shard for p in params if (shard := optimizer_shard(p)) is not None]
     if not shards or main_parameters_of(optimizer) is not None:
         return optimizer
     _check_fresh(optimizer)
-    states = {id(s): s for p in held if (s := sharded_model_of(p)) is not None}.values()
+    states = {id(s): s for p in params if (s := sharded_model_of(p)) is not None}.values()
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
         _check_same(shards)
         main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or MainParameters(optimizer)
         main_parameters.cut(shards)
         for shard in shards:
             # Keep nonzero values of the full-shard state created by main_weights.
-            known = optimizer.state.pop(shard.parameter, {})
-            if MAIN in known:
-                optimizer.state[shard.parameter][MAIN] = known[MAIN]
+            param_state = optimizer.state.pop(shard.parameter, {})
+            if MAIN in param_state:
+                optimizer.state[shard.parameter][MAIN] = param_state[MAIN]
         _prepare_bytes(shards)
         main_parameters.start(optimizer)
     for state in states:

@@ -93,34 +93,34 @@ class Muon(Optimizer):
         # torch's constructors check the options and define the defaults.
         some = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
         defaults = {**torch.optim.Muon(some, **options).defaults, "algorithm": "muon", "betas": (0.9, 0.999)}
-        known = ("lr", "betas", "eps", "weight_decay")
+        supported = ("lr", "betas", "eps", "weight_decay")
         is_dict = isinstance(adamw or {}, Mapping)
-        unknown = sorted(set(adamw or ()) - set(known)) if is_dict else [repr(adamw)]
+        unknown = sorted(set(adamw or ()) - set(supported)) if is_dict else [repr(adamw)]
         if unknown:
             raise PlacementError(
                 "Muon(adamw=...)",
-                expected=f"options among {', '.join(known)}",
+                expected=f"options among {', '.join(supported)}",
                 got=", ".join(unknown),
                 fix="omit it, or pass adamw=None and use your own optimizer for the other parameters",
             )
-        found = torch.optim.AdamW(some, **(adamw or {})).defaults
-        others = {key: found[key] for key in known}
+        adamw_defaults = torch.optim.AdamW(some, **(adamw or {})).defaults
+        others = {key: adamw_defaults[key] for key in supported}
         if params is None:
             # TransformerEngine's linear layers, including single weights of all experts.
             weights = {
-                id(place.parameter): place.parameter
-                for place in iter_param_owners(model)
-                if place.parameter.requires_grad
-                and place.parameter.ndim > 1
-                and not (place.parameter.ndim == 2 and "bias" in place.name)  # single bias of all experts
-                and _te.kind_of(place.owner) not in (None, "unknown")
+                id(owner.parameter): owner.parameter
+                for owner in iter_param_owners(model)
+                if owner.parameter.requires_grad
+                and owner.parameter.ndim > 1
+                and not (owner.parameter.ndim == 2 and "bias" in owner.name)  # single bias of all experts
+                and _te.kind_of(owner.module) not in (None, "unknown")
             }
             params = list(weights.values())
         matrices = _groups(params)
         for parameter in (p for group in matrices for p in group["params"]):
             if parameter.ndim == 2 and not parameter.is_complex():
                 continue
-            names = [place.label for place in iter_param_owners(model) if place.parameter is parameter]
+            names = [owner.label for owner in iter_param_owners(model) if owner.parameter is parameter]
             raise PlacementError(
                 f"Muon: {names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)}, {parameter.dtype}",
                 expected="a real matrix",
@@ -131,10 +131,10 @@ class Muon(Optimizer):
             )
         groups = [group for group in matrices if group["params"]]
         taken = {id(p) for group in groups for p in group["params"]}
-        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-        if adamw is not None and rest:
+        others_trained = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+        if adamw is not None and others_trained:
             # One optimizer for both, so that schedulers, checkpoints and main weights see one object.
-            groups.append({"params": rest, "algorithm": "adamw", **others})
+            groups.append({"params": others_trained, "algorithm": "adamw", **others})
         self._model, self._split_fused = model, split_fused
         super().__init__(groups, defaults)
         check_optimizer(model, self)
@@ -195,7 +195,7 @@ class Muon(Optimizer):
         pairs = [] if main_parameters is None else main_parameters.pairs
         originals: dict[int, torch.Tensor] = {id(pair.main): pair.parameter for pair in pairs}
         # Main weights are identified by their parameters, which are constant.
-        held = [
+        trained = [
             (parameter, original, group)
             for group in self.param_groups
             for parameter in group["params"]
@@ -203,27 +203,27 @@ class Muon(Optimizer):
             and (original := originals.get(id(parameter), parameter)).requires_grad
         ]
         # Freezing, adding groups or loading may change the set of parameters and their shards, which needs a new plan.
-        key = tuple((id(original), tuple(_torch.local_of(own).shape)) for own, original, _ in held)
+        key = tuple((id(original), tuple(_torch.local_of(sharded).shape)) for sharded, original, _ in trained)
         plan = self._plan
         if plan is None or plan.key != key:
-            made = _make_exchange_plan(model, [each[:2] for each in held], self._split_fused)
+            made = _make_exchange_plan(model, [each[:2] for each in trained], self._split_fused)
             plan = self._plan = _ExchangePlan(key, *made)
         updates: dict[int, torch.Tensor] = {}
-        for index, (parameter, _, group) in enumerate(held):
+        for index, (parameter, _, group) in enumerate(trained):
             if parameter.grad is not None:
                 updates[index] = self._update(parameter, parameter.grad, group)
         newton_schulz, adjusted = _torch.muon_arithmetic()
 
-        def orthogonalized(weight: _MuonWeight, whole: torch.Tensor) -> torch.Tensor:
-            group = held[weight.index][2]
+        def orthogonalized(weight: _MuonWeight, full: torch.Tensor) -> torch.Tensor:
+            group = trained[weight.index][2]
             options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-            return weight.joined([newton_schulz(matrix, *options) for matrix in weight.matrices(whole)])
+            return weight.joined([newton_schulz(matrix, *options) for matrix in weight.matrices(full)])
 
         with torch.profiler.record_function("te_fsdp::muon"):
             for ranks, weights in plan.exchanges:
                 updates |= _exchange(ranks, weights, updates, orthogonalized)
         for index, flat in updates.items():
-            parameter, _, group = held[index]
+            parameter, _, group = trained[index]
             local, rate, weight = _torch.local_of(parameter), float(group["lr"]), plan.weights[index]
             update = flat.view(local.shape)
             local.mul_(1 - rate * group["weight_decay"])
@@ -232,16 +232,16 @@ class Muon(Optimizer):
             if len(set(rates)) == 1:
                 local.add_(update, alpha=-rates[0])
                 continue
-            for rows, own_rate in zip(weight.rows(), rates, strict=True):
+            for rows, rate_of_part in zip(weight.rows(), rates, strict=True):
                 rows = rows.to(local.device)
-                local[rows] = local[rows].add(update[rows], alpha=-own_rate)
+                local[rows] = local[rows].add(update[rows], alpha=-rate_of_part)
 
-    def _update(self, parameter: torch.Tensor, given: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Return this rank's part of the tensor to orthogonalize: 1-D, bf16, in its own memory."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(given)
-        gradient, buffer = _torch.local_of(given), _torch.local_of(state["momentum_buffer"])
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        gradient, buffer = _torch.local_of(grad), _torch.local_of(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         # Always copy: torch before 2.15 overwrites a bf16 tensor, here the momentum.
@@ -251,8 +251,8 @@ class Muon(Optimizer):
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Return groups of parameters for any input that torch's optimizers accept."""
     require_kind("Muon", "params", params, Iterable, expected="parameters, or groups of them")
-    given = list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    listed = list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     # With or without names, as from named_parameters().
     return [{**g, "params": [p[1] if isinstance(p, tuple) else p for p in g["params"]]} for g in groups]
 
@@ -280,12 +280,12 @@ class _MuonWeight:
         """Return the shapes of the matrices."""
         return [(self.fused[0] * height, self.shape[1]) for height in self.heights]
 
-    def matrices(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def matrices(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Split an unsharded weight into its matrices."""
         if len(self.fused[1]) == 1:
-            return [whole]
+            return [full]
         turns, columns = self.fused[0], self.shape[1]
-        parts = whole.view(turns, -1, columns).split(self.heights, 1)
+        parts = full.view(turns, -1, columns).split(self.heights, 1)
         return [part.reshape(-1, columns) for part in parts]
 
     def joined(self, matrices: list[torch.Tensor]) -> torch.Tensor:
@@ -319,29 +319,29 @@ class _ExchangePlan(NamedTuple):
 
 
 def _make_exchange_plan(
-    model: nn.Module, held: list[tuple[torch.Tensor, torch.Tensor]], split_fused: bool
+    model: nn.Module, pairs: list[tuple[torch.Tensor, torch.Tensor]], split_fused: bool
 ) -> tuple[list[_MuonWeight], list[_Exchange]]:
     """Return the weights of parameters, and the exchanges between ranks. Collective over the ranks that shard them."""
     fused = fused_matrices(model) if split_fused else {}
-    places = {id(shard_of(place.parameter)): place for place in first_owners(model).values()}
-    found: list[_MuonWeight] = []
+    owners = {id(shard_of(owner.parameter)): owner for owner in first_owners(model).values()}
+    muon_weights: list[_MuonWeight] = []
     exchanges: dict[tuple[int, ...], _Exchange] = {}
-    for parameter, original in held:
-        place = places.get(id(original))
-        if place is None:
+    for parameter, original in pairs:
+        owner = owners.get(id(original))
+        if owner is None:
             raise OrderError(
                 f"Muon.step: a parameter of shape {tuple(original.shape)}",
                 expected="parameters of the model that Muon was built with",
                 fix="build Muon after te_fsdp.fully_shard and te_fsdp.materialize",
             )
-        info = shard_info(place.owner, place.name, original, label=place.label)
+        info = shard_info(owner.module, owner.name, original, label=owner.label)
         cut = rows_of_state(parameter, original)
         # shard_optimizer may have sharded it further.
         boxes = info.boxes if cut is None else cut_boxes(info.boxes, *cut)
-        matrices = fused.get((id(place.owner), place.name), _WHOLE)
-        weight = _MuonWeight(len(found), place.label, info.original_shape, matrices, boxes)
-        found.append(weight)
-        group = _group_of(parameter, place)
+        matrices = fused.get((id(owner.module), owner.name), _WHOLE)
+        weight = _MuonWeight(len(muon_weights), owner.label, info.original_shape, matrices, boxes)
+        muon_weights.append(weight)
+        group = _group_of(parameter, owner)
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         # One exchange for all weights over the same ranks.
         exchanges.setdefault(ranks, (group, []))[1].append(weight)
@@ -364,10 +364,10 @@ def _make_exchange_plan(
             for weight in sorted(weights, key=lambda w: -costs[w.index]):
                 weight.owner = min(range(len(layouts)), key=loads.__getitem__)
                 loads[weight.owner] += costs[weight.index]
-    return found, list(exchanges.values())
+    return muon_weights, list(exchanges.values())
 
 
-def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup | None:
+def _group_of(parameter: torch.Tensor, owner: ParamOwner) -> dist.ProcessGroup | None:
     """Return the group of ranks that shard one replica of a weight; ``None`` if this rank has it unsharded.
 
     Collective over the world if the group must be created (state sharded over replicas).
@@ -382,11 +382,12 @@ def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup |
         return mesh.get_group(axes[0])
     assert mesh.mesh_dim_names is not None
     names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
-    cutting, binding = mesh[names], binding_of(place.owner)
-    known = None if binding is None else binding.weight_mesh
+    cutting, binding = mesh[names], binding_of(owner.module)
+    weight_mesh = None if binding is None else binding.weight_mesh
     # The weight mesh may have the same ranks, so that no further process group is created.
-    if known is not None and set(known.mesh.flatten().tolist()) == set(cutting.mesh.flatten().tolist()):
-        return known.get_group()
+    ranks = set(cutting.mesh.flatten().tolist())
+    if weight_mesh is not None and set(weight_mesh.mesh.flatten().tolist()) == ranks:
+        return weight_mesh.get_group()
     return _torch.flatten_mesh(cutting, f"muon_{'_'.join(names)}").get_group()
 
 
@@ -418,17 +419,17 @@ def _exchange(
     incoming = list(map(sum, sizes))
     received = sent.new_empty(sum(incoming))
     dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
-    parts = [part.split(own) for part, own in zip(received.split(incoming), sizes, strict=True)]
-    for weight, pieces in zip(mine, zip(*parts, strict=True), strict=True):
-        whole = sent.new_empty(weight.shape)
+    parts = [part.split(size) for part, size in zip(received.split(incoming), sizes, strict=True)]
+    for weight, shards in zip(mine, zip(*parts, strict=True), strict=True):
+        full = sent.new_empty(weight.shape)
         views = []
-        for boxes, piece in zip(weight.boxes_of, pieces, strict=True):
+        for boxes, piece in zip(weight.boxes_of, shards, strict=True):
             # The boxes of a local tensor are contiguous, because stacked blocks are sharded along rows only.
             for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
                 views.append((box.original_slices(), values.view(box.sizes)))
         for where, values in views:
-            whole[where] = values
-        result = orthogonalized(weight, whole)
+            full[where] = values
+        result = orthogonalized(weight, full)
         for where, values in views:
             values.copy_(result[where])  # the memory of the received parts is sent back
     dist.all_to_all_single(sent, received, outgoing, incoming, group=group)

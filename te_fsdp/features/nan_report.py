@@ -20,7 +20,7 @@ import torch
 from te_fsdp.collectives.agreement import gather, maximum
 from te_fsdp.collectives.redistribute import GradComm
 from te_fsdp.component import Component
-from te_fsdp.errors import GradientError, OrderError, PlacementError, message
+from te_fsdp.errors import GradientError, OrderError, PlacementError, message, shorten
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
 from te_fsdp.sharded_model import get_sharded_model, shard_of
 from te_fsdp.unit_communication import set_unit_grad_comm
@@ -89,7 +89,7 @@ class NanReport(Component):
     """
 
     def __init__(self, state: ShardedModel, action: str) -> None:
-        self.action, self.microbatch, self._asked, self._raised = action, 0, False, False
+        self.action, self.microbatch, self._is_checked, self._has_raised = action, 0, False, False
         self.earlier: torch.Tensor | None = None
         self._state = weakref.ref(state)
         self._labels = [*state.modules, NOT_SHARDED]
@@ -101,7 +101,7 @@ class NanReport(Component):
         self._comm = state.sync.comm
         for name, unit in state.modules.items():
             set_unit_grad_comm(unit, self._comm, name)
-        self._comm.observer = self._look
+        self._comm.observer = self._check_buffer
         self._hook = state.model.register_forward_pre_hook(_torch.disable_compile(self._next_microbatch))
         state.components.attach(self)
 
@@ -123,20 +123,20 @@ class NanReport(Component):
             GradientError: A rank has seen one, with ``action="raise"``. The error names parameters, ranks and
                 microbatches, on all ranks.
         """
-        if self._asked:
+        if self._is_checked:
             return
-        self._look_at_unreduced()
-        seen = self._first.count_nonzero().to(torch.int32)
+        self._check_unreduced()
+        count = self._first.count_nonzero().to(torch.int32)
         # Also without a finding: a collective that only some ranks call would hang.
-        maximum(seen)
-        text = self._describe() if int(seen) else ""
+        maximum(count)
+        text = self._describe() if int(count) else ""
         if text and self.action == "raise":
-            self._raised = True
+            self._has_raised = True
             raise GradientError(text)
         if text:
             _log.warning("%s", text)
         # The step does not repeat the all-reduce of clipping.
-        self._asked = True
+        self._is_checked = True
 
     def forget(self) -> None:
         """Begin a new step. Local operation.
@@ -146,7 +146,7 @@ class NanReport(Component):
         an error that this report has raised. Call this if a loop skips a step for another reason and fills gradients
         with zeros.
         """
-        self.microbatch, self._asked, self._raised = 0, False, False
+        self.microbatch, self._is_checked, self._has_raised = 0, False, False
         self._first.zero_()
 
     # Phases: before a step, before a norm and after each call of a closure; and after a step.
@@ -157,7 +157,7 @@ class NanReport(Component):
         """As :meth:`forget`."""
         self.forget()
 
-    def _watched(self) -> ShardedModel:
+    def _require_state(self) -> ShardedModel:
         state = self._state()
         assert state is not None  # a hook of its model runs
         return state
@@ -167,29 +167,29 @@ class NanReport(Component):
             if self.microbatch and self._are_cleared():
                 self.forget()
             # Before the next backward adds to these gradients, so that a finding belongs to its microbatch.
-            self._look_at_unreduced()
+            self._check_unreduced()
             self.microbatch += 1
-            self._asked = False
+            self._is_checked = False
 
     def _are_cleared(self) -> bool:
         """Return whether the gradients of all previous microbatches were cleared, because their step was skipped."""
-        state = self._watched()
+        state = self._require_state()
         if any(
             True
             for unit in state.modules.values()
             for _ in _fsdp2_gradients.params_with_unreduced_gradients(unit)
         ) or any(unreduced() for unreduced in state.components.unreduced):
             return False
-        found = (p.grad for p in map(shard_of, state.model.parameters()))
-        if not self._raised:  # stops at the first one: this runs before each microbatch
-            return all(gradient is None for gradient in found)
+        gradients = (p.grad for p in map(shard_of, state.model.parameters()))
+        if not self._has_raised:  # stops at the first one: this runs before each microbatch
+            return all(gradient is None for gradient in gradients)
         # Zeros, not only finite values: this rank's NaN may be in another rank's shard of the gradient.
-        left = [_torch.local_of(gradient) for gradient in found if gradient is not None]
-        return not any(bool(gradient.count_nonzero()) for gradient in left)
+        present = [_torch.local_of(gradient) for gradient in gradients if gradient is not None]
+        return not any(bool(gradient.count_nonzero()) for gradient in present)
 
-    def _look_at_unreduced(self) -> None:
+    def _check_unreduced(self) -> None:
         """Check the gradients of this rank that were accumulated without a reduction."""
-        state = self._watched()
+        state = self._require_state()
         for name, unit in state.modules.items():
             gradients = [
                 g
@@ -198,22 +198,22 @@ class NanReport(Component):
             ]
             if gradients:
                 # One number for all of them, kept on the device: reading it here would wait for the backward.
-                self._note(name, _torch.abs_max(list(map(_torch.local_of, gradients))))
+                self._record(name, _torch.abs_max(list(map(_torch.local_of, gradients))))
         replicated = state.components.get(ReplicatedGradients)
-        whole = replicated.waiting() if replicated is not None else []
+        accumulated = replicated.waiting() if replicated is not None else []
         # foreach kernels take tensors of one dtype.
-        for dtype in {gradient.dtype for gradient in whole}:
-            self._note(NOT_SHARDED, _torch.abs_max([g for g in whole if g.dtype == dtype]))
+        for dtype in {gradient.dtype for gradient in accumulated}:
+            self._record(NOT_SHARDED, _torch.abs_max([g for g in accumulated if g.dtype == dtype]))
 
-    def _look(self, label: str | None, buffer: torch.Tensor) -> None:
+    def _check_buffer(self, label: str | None, buffer: torch.Tensor) -> None:
         """Check one buffer of gradients right before its reduction."""
         if buffer.numel():
             # One number for the buffer: it is not finite if any element is not.
             norm = torch.linalg.vector_norm(buffer, float("inf"))
-            self._note(NOT_SHARDED if label is None else label, norm)
+            self._record(NOT_SHARDED if label is None else label, norm)
 
     @torch.no_grad()
-    def _note(self, label: str, norm: torch.Tensor) -> None:
+    def _record(self, label: str, norm: torch.Tensor) -> None:
         """Record the first microbatch with a norm that is not finite, on the device."""
         first = self._first[self._labels.index(label)]
         number = self.microbatch if self.earlier is None else self.earlier + self.microbatch
@@ -222,34 +222,34 @@ class NanReport(Component):
 
     def _describe(self) -> str:
         """Return the same report on all ranks, empty if gradients were cleared since. Collective over the world."""
-        state = self._watched()
+        state = self._require_state()
         mine = dict(zip(self._labels, self._first.tolist(), strict=True))
         flagged = {label: number for label, number in mine.items() if number}
         gradients = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
-        names = [n for n, own in gradients.items() if not bool(torch.isfinite(_torch.local_of(own)).all())]
+        names = [n for n, g in gradients.items() if not bool(torch.isfinite(_torch.local_of(g)).all())]
         # All ranks build the report from all findings, so that they raise the same error.
-        found = gather((flagged, names))
-        bad = list(dict.fromkeys(name for _, named in found for name in named))
+        reports = gather((flagged, names))
+        bad = list(dict.fromkeys(name for _, named in reports for name in named))
         if not bad:  # zero_grad after an error
             self._first.zero_()
             return ""
         lines = []
         for label in self._labels:
-            where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(found) if label in f]
+            where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(reports) if label in f]
             if where:
-                whole = {name for name, plan in state.plans.items() if plan.storage.is_replicated}
+                replicated = {name for name, plan in state.plans.items() if plan.storage.is_replicated}
                 prefix = f"{label}." if label else ""
                 inner = tuple(
                     f"{u}." for u in self._labels if u not in (NOT_SHARDED, label) and u.startswith(prefix)
                 )
-                own = [
+                names = [
                     name
                     for name in bad
-                    if name.startswith(prefix) and not name.startswith(inner) and name not in whole
+                    if name.startswith(prefix) and not name.startswith(inner) and name not in replicated
                 ]
                 if label == NOT_SHARDED:
-                    own = [name for name in bad if name in whole]
-                named = ", ".join([*own[:MOST], f"and {len(own) - MOST} more"] if len(own) > MOST else own)
+                    names = [name for name in bad if name in replicated]
+                named = shorten(names, MOST)
                 named = f"{label} ({named})" if label == NOT_SHARDED and named else named
                 lines.append(f"{named or label or 'the root unit'}: {', '.join(where)}")
         return message(

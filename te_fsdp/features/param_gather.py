@@ -29,7 +29,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
 
     Args:
         model: The sharded model.
-        units: Names of units, ``""`` for the root's own parameters. ``None``: all units, in the model's order.
+        units: Names of units, ``""`` for the root's direct parameters. ``None``: all units, in the model's order.
 
     Raises:
         OrderError: The call is made during backward.
@@ -84,12 +84,12 @@ def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str)
     # `state.modules` has inner units first.
     order = list(reversed(state.modules))
     require_kind(where, "units", () if units is None else units, Iterable, expected="names of units, or None")
-    wanted = set(order if units is None else [units] if isinstance(units, str) else units)
-    unknown = sorted(wanted - set(order))
+    selected = set(order if units is None else [units] if isinstance(units, str) else units)
+    unknown = sorted(selected - set(order))
     if unknown:
         raise PlacementError(
             f"{where}: {unknown[0]!r} is not a sharded unit",
             expected=f"names out of {order[:8]}",
             fix="name modules as model.named_modules() does; units of strategy no_shard are never gathered",
         )
-    return [name for name in order if name in wanted]
+    return [name for name in order if name in selected]

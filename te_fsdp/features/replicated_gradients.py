@@ -84,13 +84,13 @@ class ReplicatedGradients(Component):
     ) -> None:
         # Collectives of one process group must start in one order on all ranks. FSDP2 and these reductions
         # start independently of each other.
-        apart = with_fsdp2 and bool(units)
+        separate = with_fsdp2 and bool(units)
         divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
-        dense = experts = ReductionGroup.of(
-            meshes.fsdp, "data", meshes.device_mesh if apart else None, divisor
-        )
+        root = meshes.device_mesh if separate else None
+        dense = experts = ReductionGroup.of(meshes.fsdp, "data", root, divisor)
         if (mesh := meshes.expert_mesh) is not None:
-            experts = ReductionGroup.of(meshes.expert_fsdp, "expert_data", mesh if apart else None, divisor)
+            root = mesh if separate else None
+            experts = ReductionGroup.of(meshes.expert_fsdp, "expert_data", root, divisor)
         self._slots = []
         for parameter in replicated:
             plan = parameter.plan
@@ -106,9 +106,9 @@ class ReplicatedGradients(Component):
         self._model, self._meshes, self._device = weakref.ref(model), meshes, meshes.device
         self._sync, self._owes, self._running, self._marked = True, False, False, False
         #: Slots whose ``.grad`` accumulates the gradient of the running backward.
-        self._inside: dict[GradientSlot, None] = {}
+        self._accumulating: dict[GradientSlot, None] = {}
         #: Slots whose gradient is in a bucket that the running backward has sent.
-        self._away: set[GradientSlot] = set()
+        self._taken: set[GradientSlot] = set()
         sent = {slot.unit for slot in self._slots}
         self._units = [unit for unit in units if unit in sent]
         self._order, self._trained = UnitOrder(self._units), tuple[GradientSlot, ...]()
@@ -119,13 +119,15 @@ class ReplicatedGradients(Component):
         self._reduction: Reduction | None = None
         #: Streams on which the running backward may have computed gradients.
         self._streams: list[torch.Stream] = []
-        self._words: Any = None
+        self._flag_group: Any = None
         if self._units and dist.is_gloo_available() and not is_simulated():
             # Use the CPU, so that nothing waits for the device. Not the world: other pipeline stages have other
             # models.
-            self._words = group_of_ranks(meshes.device_mesh.mesh.flatten().tolist(), "no_shard flags", "gloo")
-        self._said: tuple[Any, torch.Tensor] | None = None
-        self._gave_up = False
+            self._flag_group = group_of_ranks(
+                meshes.device_mesh.mesh.flatten().tolist(), "no_shard flags", "gloo"
+            )
+        self._abort_flag: tuple[Any, torch.Tensor] | None = None
+        self._aborted = False
         self.attach()
         model.register_forward_pre_hook(_torch.disable_compile(self._before_forward))
         model.register_forward_hook(_torch.disable_compile(lambda module, inputs, output: self.watch(output)))
@@ -148,8 +150,8 @@ class ReplicatedGradients(Component):
             slot.replicated.plan.label
             for slot in self._slots
             if slot.unreduced is not None
-            or slot in self._inside
-            or slot in self._away
+            or slot in self._accumulating
+            or slot in self._taken
             or (self._owes and slot.parameter.requires_grad)
         ]
 
@@ -175,24 +177,24 @@ class ReplicatedGradients(Component):
 
         Waits for the asynchronous all-reduce of the flags, which each rank starts after its reduction.
         """
-        if self._said is not None:
-            work, gave_up = self._said
+        if self._abort_flag is not None:
+            work, is_aborted = self._abort_flag
             work.wait()
-            self._said, self._gave_up = None, self._gave_up or bool(gave_up)
-        found, self._gave_up = self._gave_up, False
-        return found
+            self._abort_flag, self._aborted = None, self._aborted or bool(is_aborted)
+        was_abandoned, self._aborted = self._aborted, False
+        return was_abandoned
 
-    def _send_abort_flag(self, gave_up: bool) -> None:
+    def _send_abort_flag(self, is_aborted: bool) -> None:
         """Start the all-reduce of the "aborted" flag for the reduction just completed, without waiting.
 
         Collective over all ranks with this model: one all-reduce of one integer, on the CPU.
         """
-        if self._words is not None:
-            self._gave_up = self.settle()
+        if self._flag_group is not None:
+            self._aborted = self.settle()
             # Asynchronous: a rank must not wait in each backward for a flag that is almost always 0.
-            word = torch.tensor(gave_up, dtype=torch.int32)
-            work = dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._words, async_op=True)
-            self._said = work, word
+            flag = torch.tensor(is_aborted, dtype=torch.int32)
+            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._flag_group, async_op=True)
+            self._abort_flag = work, flag
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backwards reduce gradients when they end."""
@@ -292,12 +294,13 @@ class ReplicatedGradients(Component):
     after_method = watch
 
     def _begin(self, gradient: torch.Tensor) -> None:
+        """Start a reduction with the first gradient of each backward. Local operation."""
         if not self._running:
             model = self._model()
             state = None if model is None else get_sharded_model(model)
             for check in state.checks.backward if state is not None else ():
                 check(state)
-            self._lift()
+            self._unmark()
             self._running = True
             self._reduction = self._new_reduction() if self._sync else None
             self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
@@ -308,7 +311,7 @@ class ReplicatedGradients(Component):
     def _before_accumulation(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
         """Pre-accumulation hook: move ``.grad`` aside so that only unreduced gradients accumulate."""
         self._begin(gradient)
-        if slot in self._away:
+        if slot in self._taken:
             raise OrderError(
                 f"{slot.replicated.plan.label}: a gradient after the reduction of its unit has begun",
                 expected="the same uses of the parameter as in the first backward that reduced",
@@ -325,12 +328,12 @@ class ReplicatedGradients(Component):
             self._reduction.start(lambda unit: unit != slot.unit and self._order.is_complete(unit))
         if slot.unit is not None:
             self._order.arrived(slot.unit, slot)
-        if slot not in self._inside:
+        if slot not in self._accumulating:
             parameter = slot.parameter
             # A reduced gradient that stayed here would be summed over the ranks a second time.
             slot.reduced, parameter.grad = parameter.grad, slot.unreduced
             slot.unreduced = None
-            self._inside[slot] = None
+            self._accumulating[slot] = None
 
     def _end(self) -> None:
         reduction, self._reduction = self._reduction, None
@@ -346,15 +349,15 @@ class ReplicatedGradients(Component):
 
     def _restore_gradients(self, *, keep: bool = False) -> None:
         """Restore the previous ``.grad``. Store the gradients of this backward (``keep``), or drop them."""
-        for slot in self._inside:
+        for slot in self._accumulating:
             parameter = slot.parameter
             slot.unreduced = parameter.grad if keep else None
             # Gradients that were cleared since then stay cleared.
             if keep or parameter.grad is not None:
                 parameter.grad = slot.reduced
             slot.reduced = None
-        self._inside.clear()
-        self._away.clear()
+        self._accumulating.clear()
+        self._taken.clear()
         self._running = False
 
     # ---------------------------------------------------------------------------------------------- the reduction
@@ -373,7 +376,9 @@ class ReplicatedGradients(Component):
             for slot in trained:
                 units.setdefault(slot.unit, []).append(slot)
             packed = [
-                (unit, bucket) for unit, own in units.items() for bucket in pack(own, self._meshes.tp_or_none)
+                (unit, bucket)
+                for unit, each in units.items()
+                for bucket in pack(each, self._meshes.tp_or_none)
             ]
             early = [(unit, bucket) for unit, bucket in packed if unit is not None and unit in agreed]
             self._buckets = early, [bucket for unit, bucket in packed if unit not in agreed]
@@ -384,7 +389,7 @@ class ReplicatedGradients(Component):
         # In a wider dtype than the accumulation dtype, gradients in flight would take more memory than before.
         if comm is not None and any(comm.wire(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
             early, rest = [], [*(bucket for _, bucket in early), *rest]
-        return Reduction(early, rest, comm, self._take)
+        return Reduction(early, rest, comm, self._take_gradient)
 
     def _mark(self) -> None:
         """Mark all trained parameters, since other ranks may have gradients that this rank does not have."""
@@ -394,7 +399,7 @@ class ReplicatedGradients(Component):
                 state.components.get(UnreducedGradients).mark(slot.parameter, slot, owner=self)
                 self._marked = True
 
-    def _lift(self) -> None:
+    def _unmark(self) -> None:
         """Remove the markers and drop cleared gradients."""
         if self._marked:
             state: Any = get_sharded_model(self._model())  # type: ignore[arg-type]
@@ -405,7 +410,7 @@ class ReplicatedGradients(Component):
 
     @torch.no_grad()
     def _finish(self, reduction: Reduction) -> None:
-        self._lift()
+        self._unmark()
         for slot, value in reduction.finish():
             parameter = slot.parameter
             if parameter.grad is not None:
@@ -419,15 +424,15 @@ class ReplicatedGradients(Component):
         if reduction.early:
             self._send_abort_flag(False)
 
-    def _take(self, slot: GradientSlot) -> torch.Tensor | None:
+    def _take_gradient(self, slot: GradientSlot) -> torch.Tensor | None:
         """Return a slot's gradient for a bucket. Ownership of the gradient passes to the bucket."""
         gradient, slot.unreduced = slot.unreduced, None
-        if slot in self._inside:  # backward is still running
+        if slot in self._accumulating:  # backward is still running
             parameter = slot.parameter
             gradient, parameter.grad = parameter.grad, slot.reduced
             slot.reduced = None
-            del self._inside[slot]
-            self._away.add(slot)
+            del self._accumulating[slot]
+            self._taken.add(slot)
         if gradient is None:
             return None
         local, now = _torch.local_of(gradient), current_stream(self._device)
@@ -462,7 +467,7 @@ def reduce_replicated_gradients(setup: Setup) -> None:
             sum(parameter.requires_grad for parameter in parameters),
             shorten([item.plan.label for item in replicated], 3),
         )
-    own = ReplicatedGradients(
+    new = ReplicatedGradients(
         state.model,
         replicated,
         state.meshes,
@@ -472,7 +477,7 @@ def reduce_replicated_gradients(setup: Setup) -> None:
         average=state.average_gradients,
         with_fsdp2=bool(state.modules),
     )
-    state.components.attach(own)
+    state.components.attach(new)
     # torch's pipeline stage informs only FSDP2's modules when the last microbatch runs.
     if state.meshes.pp is not None and fsdp2_units.is_fsdp_module(state.model):
-        _fsdp2_patches.wrap_pipeline_step(state.model, own.set_gradient_sync, own.reduce_after_microbatches)
+        _fsdp2_patches.wrap_pipeline_step(state.model, new.set_gradient_sync, new.reduce_after_microbatches)

@@ -1,4 +1,4 @@
-"""``report``: a table of the parameters that a rank holds, one row per parameter."""
+"""``report``: a table of the parameters of a rank, one row per parameter."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Report:
         if noted:
             table.add_column("note", overflow="fold")
         for row in self.rows:
-            cells = (_times(row.shape), _sharding(row), _times(row.local_shape), row.dtype, f"{row.bytes:,}")
+            cells = (_dims(row.shape), _sharding(row), _dims(row.local_shape), row.dtype, f"{row.bytes:,}")
             table.add_row(row.name, *cells, *([row.note] if noted else []))
         table.add_section()
         sums = [(f"{len(self.rows)} parameters", self.total_bytes), *self.costs]
@@ -131,7 +131,7 @@ def _sharding(row: Row) -> str:
 
 
 def report(model: nn.Module) -> Report:
-    """Return a table of every parameter of a model as this rank holds it, at any stage.
+    """Return a table of every parameter of a model as this rank stores it, at any stage.
 
     Local operation; reads no values.
     """
@@ -200,12 +200,12 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
     )
 
 
-def _group_by_value(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _group_by_value(texts: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return (value, names with that value) pairs."""
     names: dict[str, list[str]] = {}
-    for name, said in words.items():
-        names.setdefault(said, []).append(name)
-    return tuple((said, tuple(of)) for said, of in names.items())
+    for name, text in texts.items():
+        names.setdefault(text, []).append(name)
+    return tuple((text, tuple(of)) for text, of in names.items())
 
 
 def _describe_several(what: str, kind: str, names: tuple[str, ...], words: str) -> str:
@@ -217,16 +217,16 @@ def _describe_several(what: str, kind: str, names: tuple[str, ...], words: str) 
 def _as_grouped_tensor(label: str, module: nn.Module, parts: list[Row]) -> Row:
     """Merge the rows of a layer's experts into one row, with a leading dim of experts, as in a checkpoint."""
     binding = binding_of(module)
-    held = binding.experts if binding is not None else None
+    experts = binding.experts if binding is not None else None
     first = parts[0]
     parameter = module._parameters[first.name.rpartition(".")[2]]
     assert parameter is not None
-    notes = [f"experts {held.first} to {held.first + held.count - 1}"] if held is not None else []
+    notes = [f"experts {experts.first} to {experts.first + experts.count - 1}"] if experts is not None else []
     return Row(
         label,
-        (held.total if held is not None else len(parts), *first.shape),
+        (experts.total if experts is not None else len(parts), *first.shape),
         "grouped",
-        _placements(parameter, ep=held is not None, shift=1),
+        _placements(parameter, ep=experts is not None, shift=1),
         (len(parts), *first.local_shape),
         ", ".join(dict.fromkeys(part.dtype for part in parts)),
         sum(part.bytes for part in parts),
@@ -235,7 +235,7 @@ def _as_grouped_tensor(label: str, module: nn.Module, parts: list[Row]) -> Row:
 
 
 def shard_in_training(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local meta tensor that a meta parameter becomes after its first all-gather (if any). Local."""
+    """Return the local tensor of a meta parameter as it is in training, without unused columnwise data. Local."""
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
     if quantizer is None:
         return local
@@ -273,15 +273,15 @@ def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | N
 
 def _placements(parameter: torch.Tensor, *, ep: bool = False, shift: int = 0) -> str:
     """Return the placement on each axis; ``shift`` dims are added in front, the first of which ``ep`` shards."""
-    found: list[tuple[str, str]] = []
+    by_axis: list[tuple[str, str]] = []
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
         placements = [str(_torch.shifted(p, shift)) for p in parameter.placements]
-        found = list(zip(names, placements, strict=True))
+        by_axis = list(zip(names, placements, strict=True))
     if ep:
-        found.insert(len(found) - any(axis == "tp" for axis, _ in found), ("ep", str(Shard(0))))
-    return " ".join(f"{axis}:{placement}" for axis, placement in found) or "-"
+        by_axis.insert(len(by_axis) - any(axis == "tp" for axis, _ in by_axis), ("ep", str(Shard(0))))
+    return " ".join(f"{axis}:{placement}" for axis, placement in by_axis) or "-"
 
 
 def bytes_of(local: torch.Tensor) -> int:
@@ -291,7 +291,7 @@ def bytes_of(local: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def _times(shape: tuple[int, ...]) -> str:
+def _dims(shape: tuple[int, ...]) -> str:
     return " x ".join(str(s) for s in shape) or "scalar"
 
 
@@ -312,14 +312,14 @@ class Cost:
 
 def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     """Return the further memory due to a model's policy on this rank: (use, bytes) pairs. Local operation."""
-    found: Counter[str] = Counter()
-    for place in first_owners(model).values():
-        cost = cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
+    costs: Counter[str] = Counter()
+    for owner in first_owners(model).values():
+        cost = cost_of(owner.parameter, _te.weight_quantizer(owner.module, owner.name) is not None)
         dtype = str(cost.dtype).removeprefix("torch.")
-        found[f"gradients, {dtype}"] += cost.gradient
-        found[f"unreduced gradients during accumulation, {dtype}"] += cost.unreduced
-        found["main weights in the optimizer, float32"] += cost.main
-    return tuple((words, size) for words, size in sorted(found.items()) if size)
+        costs[f"gradients, {dtype}"] += cost.gradient
+        costs[f"unreduced gradients during accumulation, {dtype}"] += cost.unreduced
+        costs["main weights in the optimizer, float32"] += cost.main
+    return tuple((words, size) for words, size in sorted(costs.items()) if size)
 
 
 def cost_of(parameter: torch.Tensor, quantized: bool) -> Cost:
@@ -330,13 +330,13 @@ def cost_of(parameter: torch.Tensor, quantized: bool) -> Cost:
     if not (parameter.requires_grad and parameter.is_floating_point()):
         return Cost()
     dtype, elements = gradient_dtype(parameter), _torch.local_of(parameter).numel()
-    whole = elements
+    unsharded = elements
     if isinstance(parameter, DTensor):
-        whole, mesh = parameter.numel(), parameter.device_mesh
+        unsharded, mesh = parameter.numel(), parameter.device_mesh
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
         for axis, placement in enumerate(parameter.placements):
             # FSDP2 shards parameters over dp_shard, and reduced gradients, too.
             if _torch.shard_dim_of(placement) is not None and names[axis] != "dp_shard":
-                whole //= mesh.size(axis)
+                unsharded //= mesh.size(axis)
     main = elements * 4 if quantized or _te.is_quantized(_torch.local_of(parameter)) else 0
-    return Cost(elements * dtype.itemsize, whole * dtype.itemsize, main, dtype)
+    return Cost(elements * dtype.itemsize, unsharded * dtype.itemsize, main, dtype)

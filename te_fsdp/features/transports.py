@@ -3,7 +3,7 @@
 The weights of each unit are all-gathered by NCCL as FSDP2 does, or by the copy engines:
 
 ===============  ====================================================================================================
-``nccl``         FSDP2's own all-gather (gloo on the CPU): with copies before and after the communication kernels
+``nccl``         FSDP2's all-gather (gloo on the CPU): with copies before and after the communication kernels
 ``copy_engine``  copies from rank to rank into the memory that kernels read (``upstream/fsdp2_copy_engine.py``)
 ``auto``         ``copy_engine`` if it is possible and measurably faster, ``nccl`` otherwise
 ===============  ====================================================================================================
@@ -101,11 +101,11 @@ class UnitTransports(Component):
 
 def transports_of(state: ShardedModel) -> UnitTransports:
     """Return the transports of a model's units."""
-    found = state.components.get(UnitTransports)
-    if found is None:
-        found = UnitTransports(state.modules)
-        state.components.attach(found)
-    return found
+    transports = state.components.get(UnitTransports)
+    if transports is None:
+        transports = UnitTransports(state.modules)
+        state.components.attach(transports)
+    return transports
 
 
 def choose_communication(setup: Setup) -> None:
@@ -118,55 +118,55 @@ def choose_communication(setup: Setup) -> None:
     _log.debug("fully_shard: %d units over %s", len(plan.units), plan.meshes)
 
 
-def choose_transports(state: ShardedModel, wanted: str) -> None:
+def choose_transports(state: ShardedModel, transport: str) -> None:
     """Choose the transport of each unit of a model and set it up.
 
     Collective over the ranks with the shards of each unit, unit by unit.
 
     Args:
         state: State of a model that FSDP2 has just sharded; its ``transports`` are filled.
-        wanted: One of :data:`te_fsdp.plan.OPTIONS`.
+        transport: One of :data:`te_fsdp.plan.OPTIONS`.
     """
     transports = transports_of(state)
-    device, known = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()
+    device, by_group = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()
     for name, unit in state.modules.items():
         ranks = _fsdp2.all_gather_ranks(unit)
         if ranks is None:
-            held = fsdp2_units.fsdp_parameter_groups(unit)
-            why = "one rank holds whole shards" if held else "it has no sharded weights"
+            groups = fsdp2_units.fsdp_parameter_groups(unit)
+            why = "the shard group has one rank" if groups else "it has no sharded weights"
             transports.by_unit[name] = Transport("none", why)
             continue
-        why = _default_transport_reason(wanted, device, state.units[name])
+        why = _default_transport_reason(transport, device, state.units[name])
         if not why:
             # Units over the same ranks share one setup, which is collective and takes memory.
-            found = known.get(ranks.group_name)
-            if found is None:
-                made = connect_peers(device, ranks)
-                if not isinstance(made, str):
-                    peers, meeting = made
-                    made = _fsdp2_copies.CopyEngineGathers(
-                        meeting, peers.share, _te.unchanged_hook_attributes
+            gathers = by_group.get(ranks.group_name)
+            if gathers is None:
+                connected = connect_peers(device, ranks)
+                if not isinstance(connected, str):
+                    peers, peer_memory = connected
+                    connected = _fsdp2_copies.CopyEngineGathers(
+                        peer_memory, peers.share, _te.unchanged_hook_attributes
                     )
-                found = known[ranks.group_name] = made
-            if not isinstance(found, str):
-                found.install(unit)
-                transports.by_unit[name] = Transport("copy_engine", gathers=found)
+                gathers = by_group[ranks.group_name] = connected
+            if not isinstance(gathers, str):
+                gathers.install(unit)
+                transports.by_unit[name] = Transport("copy_engine", gathers=gathers)
                 continue
-            why = found
+            why = gathers
         transports.by_unit[name] = Transport("nccl", why)
-    if wanted != "nccl" and rank() == 0:  # something else was wished for
+    if transport != "nccl" and rank() == 0:  # something else was wished for
         # An explicit choice that cannot be followed is a warning. A default that adapts is not.
-        level = logging.INFO if wanted == "auto" else logging.WARNING
+        level = logging.INFO if transport == "auto" else logging.WARNING
         for why in dict.fromkeys(t.why for t in transports.by_unit.values() if t.name == "nccl"):
             units = [name or "the root" for name, t in transports.by_unit.items() if t.why == why]
-            _log.log(level, "transport=%r: %s gathered by nccl, since %s", wanted, shorten(units, 3), why)
+            _log.log(level, "transport=%r: %s gathered by nccl, since %s", transport, shorten(units, 3), why)
 
 
-def _default_transport_reason(wanted: str, device: torch.device, storage: Storage) -> str:
+def _default_transport_reason(transport: str, device: torch.device, storage: Storage) -> str:
     """Return the reason why copies are not tried, empty if they are. For ``auto`` see ``docs/transport.md``."""
-    if wanted == "nccl":
+    if transport == "nccl":
         return "transport='nccl' was asked for"
-    if wanted == "copy_engine":
+    if transport == "copy_engine":
         return ""
     if device.type == "cpu":
         return "transport='auto' takes copy_engine on GPUs"
@@ -177,15 +177,15 @@ def _default_transport_reason(wanted: str, device: torch.device, storage: Storag
     return ""
 
 
-def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wanted: bool | str) -> None:
+def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, option: bool | str) -> None:
     """Make FSDP2 reduce large gradients without a copy. Local operation with the same result on all ranks.
 
     Args:
         state: State of a model that FSDP2 has just sharded, with chosen transports. Its ``copied`` is filled.
-        policy: FSDP2's own, for models without a precision policy.
-        wanted: Whether for all units, or ``"auto"``.
+        policy: FSDP2's policy, for models without a precision policy.
+        option: Whether for all units, or ``"auto"``.
     """
-    if not wanted:
+    if not option:
         return
     transports = transports_of(state)
     comm, precision = state.sync.comm or GradComm(), state.precision
@@ -193,27 +193,27 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wa
     for name, unit in state.modules.items():
         groups = fsdp2_units.fsdp_parameter_groups(unit)
         if not groups or fsdp2_units.reduction_of(unit)[0] == 1:
-            continue  # a root whose units hold all parameters; or one rank holds whole shards
-        if wanted == "auto" and transports.by_unit[name].name != "copy_engine":
+            continue  # a root whose units contain all parameters; or the shard group has one rank
+        if option == "auto" and transports.by_unit[name].name != "copy_engine":
             continue
         (group,) = groups
-        own = policy if precision is None else precision.fsdp2_policy(name)
-        reduced = input_dtype(comm, _fsdp2.reduced_dtype(unit, own), state.meshes.device.type)
-        found = dict[str, str]()
+        unit_policy = policy if precision is None else precision.fsdp2_policy(name)
+        reduced = input_dtype(comm, _fsdp2.reduced_dtype(unit, unit_policy), state.meshes.device.type)
+        copied = dict[str, str]()
         for managed, why in _torch_transport.large_gradients(group):
             parameter = _fsdp2.sharded_param_of(managed)
-            computed = own.param_dtype or parameter.dtype
+            computed = unit_policy.param_dtype or parameter.dtype
             if parameter.requires_grad:
                 casts = f"computed in {computed}, reduced in {reduced}" if computed != reduced else ""
-                found[labels[id(parameter)]] = why or casts
-        transports.copied |= found
-        if wanted == "auto" and all(found.values()):
+                copied[labels[id(parameter)]] = why or casts
+        transports.copied |= copied
+        if option == "auto" and all(copied.values()):
             continue  # FSDP2 copies all of them with one kernel
         _torch_transport.enable_zero_copy_reduce_scatter(group)
         if precision is None:
             set_unit_grad_comm(unit, comm, name)
     if rank() == 0:
-        level = logging.INFO if wanted == "auto" else logging.WARNING
+        level = logging.INFO if option == "auto" else logging.WARNING
         for why in dict.fromkeys(filter(None, transports.copied.values())):
             named = [label for label, reason in transports.copied.items() if reason == why]
             _log.log(level, "zero_copy_gradients: gradients of %s are copied: %s", shorten(named, 3), why)

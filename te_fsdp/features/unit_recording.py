@@ -36,7 +36,7 @@ class NotRecordableError(RuntimeError):
 class Weight(NamedTuple):
     """A parameter of a unit, unsharded."""
 
-    own: dict[str, Any]  #: ``_parameters`` of its module
+    table: dict[str, Any]  #: ``_parameters`` of its module
     name: str
     parameter: torch.Tensor
     addresses: tuple[int, ...]
@@ -57,9 +57,9 @@ class StaticBuffers:
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.recent: list[Any] = []  #: Gradients of weights of the last recorded backwards
 
-    def like(self, use: str, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    def like(self, use: str, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the buffer for the n-th tensor of a use, with the shape and dtype of ``tensor``."""
-        key = use, place, tensor.shape, tensor.dtype
+        key = use, index, tensor.shape, tensor.dtype
         if key not in self._made:
             self._made[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return self._made[key]
@@ -71,20 +71,20 @@ def addresses_of(tensor: torch.Tensor) -> tuple[int, ...]:
     row = _te.format_of(local) if _te.is_quantized(local) else None
     if row is None:
         return (local.data_ptr(),)
-    found = [getattr(local, buffer.attribute, None) for buffer in row.buffers if not buffer.is_derived]
-    return tuple([0 if value is None else value.data_ptr() for value in found])
+    values = [getattr(local, buffer.attribute, None) for buffer in row.buffers if not buffer.is_derived]
+    return tuple([0 if value is None else value.data_ptr() for value in values])
 
 
 def weights_of(unit: nn.Module) -> list[Weight]:
     """Return the parameters of a unit, each one where it is registered first."""
-    found: dict[int, Weight] = {}
+    weights: dict[int, Weight] = {}
     for module in unit.modules():
-        own: dict[str, Any] = module._parameters
-        for name, parameter in own.items():
+        table: dict[str, Any] = module._parameters
+        for name, parameter in table.items():
             if parameter is not None:
-                weight = Weight(own, name, parameter, addresses_of(parameter), parameter.requires_grad)
-                found.setdefault(id(parameter), weight)
-    return list(found.values())
+                weight = Weight(table, name, parameter, addresses_of(parameter), parameter.requires_grad)
+                weights.setdefault(id(parameter), weight)
+    return list(weights.values())
 
 
 # [Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture
@@ -115,7 +115,7 @@ class UnitRecording:
         leaves, self._structure = inputs
         self.signature = signature  #: Kind of inputs, and the context of the forward
         self.generation = 0  #: Number of the forward pass in which it was recorded
-        self.order = 0  #: Its place among the recordings of that pass
+        self.order = 0  #: Its position among the recordings of that pass
         self._unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
         # Leaves of their own, since gradients of inputs are computed for them.
         self._inputs = [
@@ -146,8 +146,8 @@ class UnitRecording:
 
     def changed(self) -> str:
         """Return what has changed since the recording; empty if nothing has. Local operation, in every forward."""
-        for own, name, parameter, addresses, trained in self.weights:
-            if own.get(name) is not parameter or parameter.requires_grad is not trained:
+        for table, name, parameter, addresses, trained in self.weights:
+            if table.get(name) is not parameter or parameter.requires_grad is not trained:
                 return f"{name} is a different parameter, or its requires_grad has changed"
             if addresses_of(parameter) != addresses:
                 return f"{name} has a different address"
@@ -183,22 +183,24 @@ class UnitRecording:
         for parameter in [weight.parameter for weight in self.weights]:
             trained = parameter.requires_grad
             if isinstance(parameter, DTensor):
-                made: Any = _torch.with_local(_torch.local_of(parameter), parameter, requires_grad=trained)
+                stand_in: Any = _torch.with_local(
+                    _torch.local_of(parameter), parameter, requires_grad=trained
+                )
             else:
-                made = torch.nn.Parameter(parameter.detach(), requires_grad=trained)
+                stand_in = torch.nn.Parameter(parameter.detach(), requires_grad=trained)
             for key, value in parameter.__dict__.items():
                 # The unit's code may read attributes of its parameters, such as te_fsdp's records.
-                made.__dict__.setdefault(key, value)
-            self._stand_ins.append(made)
-        by_id = {id(w.parameter): made for w, made in zip(self.weights, self._stand_ins, strict=True)}
+                stand_in.__dict__.setdefault(key, value)
+            self._stand_ins.append(stand_in)
+        by_id = {id(w.parameter): stand_in for w, stand_in in zip(self.weights, self._stand_ins, strict=True)}
         replaced = [
             (module._parameters, name, parameter)
             for module in self._unit.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        for own, name, parameter in replaced:
-            own[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        for table, name, parameter in replaced:
+            table[name] = by_id[id(parameter)]  # type: ignore[assignment]
         # torch.autocast must not keep casts in the memory of a graph.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -206,8 +208,8 @@ class UnitRecording:
             output = self._call(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(caches)
-            for own, name, parameter in replaced:
-                own[name] = parameter
+            for table, name, parameter in replaced:
+                table[name] = parameter
         leaves, structure = _torch.flatten(output)
         # A replay writes to the memory of these tensors. Other values are those of the recording, so only
         # constants are allowed.
@@ -216,7 +218,7 @@ class UnitRecording:
             if type(leaf) is not torch.Tensor and not isinstance(leaf, _CONSTANTS):
                 raise NotRecordableError(f"it returns {type(leaf).__name__}, which a replay cannot create")
         self._output = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
-        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._trained = [tensor.requires_grad for tensor in tensors]
         self._edges = _graphs.retain_edges([tensor for tensor in tensors if tensor.requires_grad])
         return [tensor.detach() for tensor in tensors]
@@ -228,15 +230,15 @@ class UnitRecording:
         results = _Replay.apply(token, len(tensors), *tensors, *parameters)
         filled, structure = self._output
         filled = list(filled)
-        for place, result in zip(self._places, results, strict=True):
-            filled[place] = result
+        for index, result in zip(self._places, results, strict=True):
+            filled[index] = result
         return _torch.unflatten(filled, structure)
 
     def replay_forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy inputs, replay, and return copies of the outputs."""
         static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
-        for held, tensor in zip(static, tensors, strict=True):
-            held.data.copy_(tensor)  # by .data, because autograd has saved the static input
+        for static_input, tensor in zip(static, tensors, strict=True):
+            static_input.data.copy_(tensor)  # by .data, because autograd has saved the static input
         self._forward_graph.replay()
         return [output.clone() for output in self._outputs]
 
@@ -252,13 +254,13 @@ class UnitRecording:
 
     def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
         """Replay the backward, which the first call records. Return gradients of inputs and parameters."""
-        wanted = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
+        outputs_grad = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
         if not self.is_complete:
             outputs = [o for o, trained in zip(self._outputs, self._trained, strict=True) if trained]
             self._grad_outputs = [self._buffers.like("output", n, output) for n, output in enumerate(outputs)]
-        for held, gradient in zip(self._grad_outputs, wanted, strict=True):
+        for static, gradient in zip(self._grad_outputs, outputs_grad, strict=True):
             # Autograd passes None for an output that the loss does not use. The graph reads a tensor.
-            held.zero_() if gradient is None else held.copy_(gradient)
+            static.zero_() if gradient is None else static.copy_(gradient)
         # Each pass derives these buffers again, in new memory. The graph reads those that it was recorded with.
         for local, attribute, staged in self._staged if self.is_complete else ():
             value = getattr(local, attribute)
@@ -272,10 +274,10 @@ class UnitRecording:
         inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
         if not self.is_complete:
             restored: list[tuple[Any, str, torch.Tensor]] = []
-            for place, (weight, made) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
+            for index, (weight, stand_in) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
                 local = _torch.local_of(weight.parameter)
                 if _te.is_quantized(local):
-                    restored += self._stage(place, local, _torch.local_of(made))
+                    restored += self._stage(index, local, _torch.local_of(stand_in))
             del self._buffers.recent[:-1]  # [Note: gradients of weights]
             try:
                 self._backward_graph, recorded = self._recorder.record(self._backward)
@@ -287,39 +289,39 @@ class UnitRecording:
                     fix="leave the unit out of graphed_units(model, units=...)",
                 ) from error
             finally:
-                for made, attribute, value in restored:
-                    setattr(made, attribute, value)
+                for stand_in, attribute, value in restored:
+                    setattr(stand_in, attribute, value)
             self._buffers.recent.append(recorded[inputs:])
             self._gradients = [None if gradient is None else _recorded(gradient) for gradient in recorded]
             # Later backwards replay the recording, so the autograd graph behind it can be freed.
             self._stand_ins, self._edges = [], []
         self._backward_graph.replay()
-        found: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
-        kept = not _graphs.reduces_gradients(self._unit)
+        results: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
+        accumulates = not _graphs.reduces_gradients(self._unit)
         managed = {id(parameter) for parameter in _graphs.managed_parameters(self._unit)}
         for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
             if not weight.trained:
                 continue
             if gradient is None:
-                found.append(None)
+                results.append(None)
                 continue
             # The next replay overwrites a gradient that is not reduced before.
-            copies = (kept or id(weight.parameter) not in managed) and weight.parameter.grad is None
+            copies = (accumulates or id(weight.parameter) not in managed) and weight.parameter.grad is None
             local = gradient.local.clone() if copies else gradient.local.detach()
-            found.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
-        return found
+            results.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
+        return results
 
     def _stage(
-        self, place: int, local: torch.Tensor, made: torch.Tensor
+        self, index: int, local: torch.Tensor, stand_in: torch.Tensor
     ) -> list[tuple[Any, str, torch.Tensor]]:
         """Copy the buffers of a quantized weight that TE derives in each pass to fixed addresses.
 
         Return the attributes of the stand-in that must be restored, because units share these buffers.
         """
-        if made is not local:
+        if stand_in is not local:
             # The second all-gather, for backward, may have replaced the buffers that the stand-in got in
             # forward.
-            made.__dict__.update(local.__dict__)
+            stand_in.__dict__.update(local.__dict__)
         row = _te.format_of(local)
         assert row is not None
         replaced: list[tuple[Any, str, torch.Tensor]] = []
@@ -328,19 +330,19 @@ class UnitRecording:
             # Memory with a constant address needs no copy.
             if value is None or {value.data_ptr(), value.untyped_storage().data_ptr()} & self._fixed:
                 continue
-            staged = self._buffers.like(attribute, 100 * place + number, value)
+            staged = self._buffers.like(attribute, 100 * index + number, value)
             staged.copy_(value)
-            setattr(made, attribute, staged)
-            replaced.append((made, attribute, value))
+            setattr(stand_in, attribute, staged)
+            replaced.append((stand_in, attribute, value))
             self._staged.append((local, attribute, staged))
         return replaced
 
     def _backward(self) -> list[torch.Tensor | None]:
         """Return gradients of all input tensors, then of all weights."""
         tensors = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)] + self._stand_ins
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        found = iter(torch.autograd.grad(self._edges, wanted, self._grad_outputs, allow_unused=True))
-        return [next(found) if tensor.requires_grad else None for tensor in tensors]
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        computed = iter(torch.autograd.grad(self._edges, trained, self._grad_outputs, allow_unused=True))
+        return [next(computed) if tensor.requires_grad else None for tensor in tensors]
 
 
 def _recorded(gradient: torch.Tensor) -> Gradient:

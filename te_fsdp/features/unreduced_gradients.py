@@ -68,14 +68,14 @@ class _Unreduced(UnreadableGradient):
     def run(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run operations that read no values, record that a marker was zeroed, and raise for all others."""
         name, is_read = reads_values(func)
-        given = tensor_arguments(args)
+        tensors = tensor_arguments(args)
         if name in ("zero_", "_foreach_zero_"):
-            for marker in given:
+            for marker in tensors:
                 if isinstance(marker, _Unreduced):
                     marker.is_zeroed = True  # type: ignore[missing-attribute]
-            rest = [item for item in given if not is_marker(item)]
-            if rest:
-                func(rest, **kwargs)
+            unmarked = [item for item in tensors if not is_marker(item)]
+            if unmarked:
+                func(unmarked, **kwargs)
             return args[0]
         # `p.grad.detach_().zero_()` clears a gradient: it must be this marker that is set to zero, not a
         # copy.
@@ -83,7 +83,7 @@ class _Unreduced(UnreadableGradient):
             return args[0]
         # torch.compile reads metadata of .grad for each parameter that a forward uses, but not its values.
         if is_read and not _torch_autograd.is_compiling():
-            cls.refuse(next(filter(is_marker, given), None), name)
+            cls.refuse(next(filter(is_marker, tensors), None), name)
         return _torch.plain_results(func, types, args, kwargs)
 
 
@@ -220,8 +220,8 @@ class UnreducedGradients(Component):
     def unmark_unsharded(self) -> None:
         """Undo :meth:`mark_unsharded`, and clear the gradients whose markers were cleared. Local operation."""
         marked, self._unsharded = self._unsharded, []
-        for sharded, unsharded, seen in marked:
-            if unsharded.grad is None or getattr(seen, "is_zeroed", False):
+        for sharded, unsharded, marker in marked:
+            if unsharded.grad is None or getattr(marker, "is_zeroed", False):
                 sharded.grad = None
             if is_marker(unsharded.grad):
                 unsharded.grad = None
@@ -243,16 +243,16 @@ class UnreducedGradients(Component):
         for marked in cleared:
             if marked.group is None or not _fsdp2_gradients.has_partial_reduction(marked.group):
                 continue
-            left = [
+            uncleared = [
                 self._name(id(other.parameter))
                 for key, other in self._marked.items()
                 if other.group is marked.group and key not in keys
             ]
-            if left:
+            if uncleared:
                 raise OrderError(
                     f"{self._name(id(marked.parameter))}: .grad was cleared before the gradient was fully reduced",
                     expected="all gradients of the unit cleared",
-                    got=f"gradients of the same unit that were not cleared: {shorten(left, 3)}",
+                    got=f"gradients of the same unit that were not cleared: {shorten(uncleared, 3)}",
                     why="HSDP stores the gradients that are reduced over dp_shard in one buffer for the unit",
                     fix="call te_fsdp.zero_grad(model), which clears all gradients",
                 )
@@ -298,12 +298,12 @@ class UnreducedGradients(Component):
 def watch_unreduced_gradients(setup: Setup) -> None:
     """Mark gradients that backwards of the model leave unreduced, from now on. Local operation."""
     state = setup.state
-    own = UnreducedGradients(state)
-    state.components.attach(own)
+    marks = UnreducedGradients(state)
+    state.components.attach(marks)
     for name, unit in state.modules.items():
         for group in fsdp2_units.fsdp_parameter_groups(unit):
-            own.groups.append(group)
+            marks.groups.append(group)
             _fsdp2_patches.add_reduction_listener(
-                group, before=own.before_reduction, ended=functools.partial(own.after_backward, name)
+                group, before=marks.before_reduction, ended=functools.partial(marks.after_backward, name)
             )
-            _fsdp2_patches.before_backward(group, functools.partial(own.before_backward, name))
+            _fsdp2_patches.before_backward(group, functools.partial(marks.before_backward, name))

@@ -21,10 +21,10 @@ _UNFIT = ("Adafactor", "Rprop")
 _FUSED: dict[type, str] = {torch.optim.SGD: "_fused_sgd_", torch.optim.Adagrad: "_fused_adagrad_"}
 
 
-def refuse_unsupported_optimizer(optimizer: Optimizer, held: list[torch.Tensor]) -> None:
-    """Raise for an optimizer whose step would fail, or be wrong, on the sharded parameters of ``held``. Local."""
+def refuse_unsupported_optimizer(optimizer: Optimizer, params: list[torch.Tensor]) -> None:
+    """Raise for an optimizer whose step would fail, or be wrong, on the sharded parameters of ``params``. Local."""
     # docs/optimizers.md has the table of exact optimizers.
-    sharded = [p for p in held if isinstance(p, DTensor)]
+    sharded = [p for p in params if isinstance(p, DTensor)]
     kind, got = type(optimizer), f"{len(sharded)} sharded ones"
 
     def refused(got: str, why: str, fix: str) -> PlacementError:
@@ -37,14 +37,26 @@ def refuse_unsupported_optimizer(optimizer: Optimizer, held: list[torch.Tensor])
         fix = "use an optimizer that works element by element, such as torch.optim.AdamW"
         raise refused(got, "It uses operations that torch's DTensor refuses", fix)
     if _te.is_fused_sgd(optimizer):
-        why = "TransformerEngine passes DTensors to a kernel, which have no memory of their own"
+        why = "TransformerEngine passes DTensors to a kernel, which have no storage"
         raise refused(got, why, "torch.optim.SGD(..., foreach=True)")
     if kind is getattr(torch.optim, "Muon", None) and any(map(_has_empty_shards, sharded)):
         fix = "use te_fsdp.Muon(model, params, ...), which takes any shards"
         got += ", some of them without rows on a rank"
         raise refused(got, "torch's DTensor cannot update them", fix)
-    if isinstance(optimizer, torch.optim.LBFGS) and (problem := _flat_vector_problem(sharded)) is not None:
-        raise refused(*problem)
+    # LBFGS builds a vector of all gradients, which needs equal row shards.
+    for parameter in sharded if isinstance(optimizer, torch.optim.LBFGS) else ():
+        fix = "use sizes that dp_shard divides, no tp and only trained parameters, or torch.optim.AdamW"
+        mesh, dims = parameter.device_mesh, enumerate(map(_torch.shard_dim_of, parameter.placements))
+        cut = [(mesh.size(axis), dim) for axis, dim in dims if dim is not None and mesh.size(axis) > 1]
+        # Whether each rank has the same number of full rows, or all rows: the same on all ranks.
+        if cut and not (len(cut) == 1 and cut[0][1] == 0 and parameter.shape[0] % cut[0][0] == 0):
+            got = f"{label_of(parameter)}, without equal shards of rows on all ranks"
+            raise refused(
+                got, "It concatenates all gradients, which DTensor supports only for such shards", fix
+            )
+        if not parameter.requires_grad:
+            why = "It uses zeros for a missing gradient, as a plain tensor that DTensor does not mix with DTensors"
+            raise refused(f"{label_of(parameter)}, which is not trained", why, fix)
     # One operator for all parameters. DTensor may have no rule for it.
     operator = next((name for fused, name in _FUSED.items() if isinstance(optimizer, fused)), None)
     ids = set(map(id, sharded))
@@ -59,25 +71,6 @@ def refuse_unsupported_optimizer(optimizer: Optimizer, held: list[torch.Tensor])
                 f"{kind.__name__}(..., foreach=True), which also needs only a few kernels; Adam and AdamW support "
                 "fused=True",
             )
-
-
-def _flat_vector_problem(sharded: list[DTensor]) -> tuple[str, str, str] | None:
-    """Return the reason if ``LBFGS`` cannot build its vector of all gradients, which needs equal row shards."""
-    fix = "use sizes that dp_shard divides, no tp and only trained parameters, or torch.optim.AdamW"
-    for parameter in sharded:
-        mesh, dims = parameter.device_mesh, map(_torch.shard_dim_of, parameter.placements)
-        cut = [
-            (mesh.size(axis), dim) for axis, dim in enumerate(dims) if dim is not None and mesh.size(axis) > 1
-        ]
-        # Whether each rank has the same number of full rows, or all rows: the same on all ranks.
-        is_equal = not cut or (len(cut) == 1 and cut[0][1] == 0 and parameter.shape[0] % cut[0][0] == 0)
-        if not is_equal:
-            got = f"{label_of(parameter)}, without equal shards of rows on all ranks"
-            return got, "It concatenates all gradients, which DTensor supports only for such shards", fix
-        if not parameter.requires_grad:
-            why = "It uses zeros for a missing gradient, as a plain tensor that DTensor does not mix with DTensors"
-            return f"{label_of(parameter)}, which is not trained", why, fix
-    return None
 
 
 def _has_empty_shards(parameter: DTensor) -> bool:

@@ -156,13 +156,13 @@ class _MainGradBuffer:
         # TE keeps it as an attribute of the weight. Drop the attributes of the previous weights, except those of the
         # same GroupedLinear, which TE sets together.
         for holder in self._holders:
-            held = holder.weight()
-            if held is not None and holder.peers is not self.peers:
-                held.__dict__.pop("main_grad", None)
-        kept = [h for h in self._holders if h.peers is self.peers and h.weight() is not weight()]
-        self._holders[:] = [*kept, _Holder(self.peers, weight)]
+            previous = holder.weight()
+            if previous is not None and holder.peers is not self.peers:
+                previous.__dict__.pop("main_grad", None)
+        remaining = [h for h in self._holders if h.peers is self.peers and h.weight() is not weight()]
+        self._holders[:] = [*remaining, _Holder(self.peers, weight)]
         self.is_new = _fsdp2.unreduced_gradient(self.managed()) is None
-        found = self.buffer()
+        buffer = self.buffer()
         if self.is_new and not self.was_asked:
-            found.zero_()  # a TE version that does not evaluate the object adds to the buffer
-        return found
+            buffer.zero_()  # a TE version that does not evaluate the object adds to the buffer
+        return buffer

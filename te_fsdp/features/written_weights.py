@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from te_fsdp.lifecycle import Step
 
 
-def _versions_now(optimizer: Optimizer, known: WeightVersions | None) -> WeightVersions:
+def _versions_now(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:
     """Return the current versions. The parameters are listed again if the optimizer has a different number."""
     count = 0
     for group in optimizer.param_groups:
         count += len(group["params"])
-    if known is not None and known.count == count:
-        parameters = known.parameters
+    if recorded is not None and recorded.count == count:
+        parameters = recorded.parameters
     else:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)]
     return WeightVersions(parameters, write_numbers_of(parameters), count)
@@ -51,11 +51,11 @@ def update_written_main_weights(step: Step) -> None:
     if not step.models or (main_parameters is None and not _te.is_fused_adam(step.optimizer)):
         return
     # The first step compares all main weights with their parameters.
-    known = None if main_parameters is None else main_parameters.versions
-    now = _versions_now(step.optimizer, known)
-    if not now.parameters or (known is not None and known.versions == now.versions) or is_capturing():
+    recorded = None if main_parameters is None else main_parameters.versions
+    now = _versions_now(step.optimizer, recorded)
+    if not now.parameters or (recorded is not None and recorded.versions == now.versions) or is_capturing():
         return
-    before = known.versions if known is not None and known.parameters is now.parameters else None
+    before = recorded.versions if recorded is not None and recorded.parameters is now.parameters else None
     for index, parameter in enumerate(now.parameters):
         if before is None or before[index] != now.versions[index]:
             _update_main_weight(step.optimizer, parameter)

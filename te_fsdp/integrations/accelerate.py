@@ -118,13 +118,13 @@ class TeFsdpAccelerator(_Accelerator):
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
         for optimizer in optimizers:
-            # All optimizers first: sharding replaces parameters, and cannot be undone.
+            # Check all optimizers first, because sharding replaces parameters and cannot be undone.
             te_fsdp.check_optimizer(nn.ModuleList([*models, *self._models]), optimizer)
         for model in (model for model in models if not get_sharded_model(model)):
-            own = {id(parameter) for parameter in model.parameters()}
+            param_ids = {id(parameter) for parameter in model.parameters()}
             with contextlib.ExitStack() as stack:
                 for optimizer in optimizers:
-                    if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                    if any(id(p) in param_ids for group in optimizer.param_groups for p in group["params"]):
                         fix = "build it from the parameters of one model, right before this call"
                         stack.enter_context(
                             rebind_optimizer_params(model, optimizer, "Accelerator.prepare", fix)
@@ -337,13 +337,13 @@ class TeFsdpAccelerator(_Accelerator):
     )
 
 
-def _check_precision(asked: Any) -> None:
+def _check_precision(requested: Any) -> None:
     """Raise PrecisionError if accelerate's autocast is enabled."""
-    if str(asked) != "no":
+    if str(requested) != "no":
         raise PrecisionError(
-            f"TeFsdpAccelerator(mixed_precision={str(asked)!r})",
+            f"TeFsdpAccelerator(mixed_precision={str(requested)!r})",
             expected="no",
-            got=asked,
+            got=requested,
             why="Its autocast and loss scaling do not support weights that FSDP2 casts and shards",
             fix='mixed_precision="no", also for accelerate launch; te.autocast in the forward of the model; '
             'sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, with the policy '
@@ -353,19 +353,19 @@ def _check_precision(asked: Any) -> None:
 
 def _refuse(options: Mapping[str, Any]) -> None:
     """Raise OrderError for options of ``Accelerator`` and of ``accelerate launch`` without effect here."""
-    given = [name for name, value in options.items() if value is not None]
-    found = {f"{name}=": _INSTEAD[name] for name in given if name in _INSTEAD}
+    passed = [name for name, value in options.items() if value is not None]
+    refused = {f"{name}=": _INSTEAD[name] for name in passed if name in _INSTEAD}
     handlers = [type(handler).__name__ for handler in options.get("kwargs_handlers") or ()]
-    found |= {f"{name}()": _HANDLERS[name] for name in handlers if name in _HANDLERS}
+    refused |= {f"{name}()": _HANDLERS[name] for name in handlers if name in _HANDLERS}
     # ``accelerate launch`` passes its configuration file as environment variables.
     for name in (f"ACCELERATE_USE_{word}" for word in _LAUNCHED):
         if os.environ.get(name, "false").lower() == "true":
-            found[f"{name}=true"] = "accelerate launch --multi_gpu or torchrun, without this option"
+            refused[f"{name}=true"] = "accelerate launch --multi_gpu or torchrun, without this option"
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        found["ACCELERATE_DYNAMO_BACKEND"] = _INSTEAD["dynamo_backend"]
-    if found:
+        refused["ACCELERATE_DYNAMO_BACKEND"] = _INSTEAD["dynamo_backend"]
+    if refused:
         raise OrderError(
-            f"TeFsdpAccelerator: {', '.join(found)}",
+            f"TeFsdpAccelerator: {', '.join(refused)}",
             why="It would have no effect, because te_fsdp shards the model and initializes the process group",
-            fix="; ".join(dict.fromkeys(found.values())),
+            fix="; ".join(dict.fromkeys(refused.values())),
         )

@@ -115,10 +115,10 @@ class TeFsdpStrategy(_ModelParallelStrategy):
             PrecisionError: Fabric's precision conflicts with TransformerEngine's modules.
         """
         plugins = _fabric("plugins.precision")
-        known = type(self.precision) is plugins.Precision or isinstance(
+        is_plain = type(self.precision) is plugins.Precision or isinstance(
             self.precision, (plugins.HalfPrecision, plugins.TransformerEnginePrecision)
         )
-        if not known:
+        if not is_plain:
             raise PrecisionError(
                 f"Fabric(precision={getattr(self.precision, 'precision', self.precision)!r})",
                 expected="32-true, bf16-true, 16-true or TransformerEnginePrecision(...)",

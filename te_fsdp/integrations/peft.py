@@ -91,13 +91,13 @@ def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
             why="Adapters are sharded with their layers",
             fix="add them right after building the model",
         )
-    given = {name: getattr(config, name, plain) for name, plain in _PLAIN.items()}
-    odd = [f"{name}={value!r}" for name, value in given.items() if (value or _PLAIN[name]) != _PLAIN[name]]
+    values = {name: getattr(config, name, plain) for name, plain in _PLAIN.items()}
+    refused = [f"{n}={value!r}" for n, value in values.items() if (value or _PLAIN[n]) != _PLAIN[n]]
     cut = [name for name, module in chosen.items() if getattr(module, "tp_size", 1) > 1]
-    odd += [f"lora_dropout={config.lora_dropout} with tp"] if cut and config.lora_dropout else []
-    if odd or type(config) is not peft.LoraConfig:
+    refused += [f"lora_dropout={config.lora_dropout} with tp"] if cut and config.lora_dropout else []
+    if refused or type(config) is not peft.LoraConfig:
         raise PlacementError(
-            f"add_adapters: {', '.join(odd) or type(config).__name__}",
+            f"add_adapters: {', '.join(refused) or type(config).__name__}",
             expected="a LoraConfig with two matrices per frozen layer",
             why="Ranks of tp would draw different dropout masks, or parts of the base would be trained",
             fix=", ".join(f"{name}={plain!r}" for name, plain in (_PLAIN | {"lora_dropout": 0.0}).items()),
@@ -183,9 +183,9 @@ class LoraLinear(nn.Module, _LoraLayer):
         mode = base.parallel_mode if getattr(base, "tp_size", 1) > 1 else None
         split = bool(getattr(base if mode else base.weight, "sequence_parallel", False))
         common = {"bias": False, "device": base.weight.device}
-        whole = {**common, "dtype": torch.float32}
-        a: Any = nn.Linear(base.in_features, r, **whole) if mode != "row" else None
-        b: Any = _Zeros(r, base.out_features, **whole) if mode != "column" else None
+        full = {**common, "dtype": torch.float32}
+        a: Any = nn.Linear(base.in_features, r, **full) if mode != "row" else None
+        b: Any = _Zeros(r, base.out_features, **full) if mode != "column" else None
         for half in filter(None, (a, b)):
             if split:  # its input is sequence parallel: te_fsdp sums its gradient over tp
                 half.weight.sequence_parallel = True
@@ -212,15 +212,15 @@ class LoraLinear(nn.Module, _LoraLayer):
         if self.returns_norm is not None:
             *result, x = result
             result = result[0] if len(result) == 1 else tuple(result)
-        output, *rest = result if isinstance(result, tuple) else (result,)
+        output, *extra_outputs = result if isinstance(result, tuple) else (result,)
         if not self.disable_adapters:
             # Adapters stay in fp32 under the recipe of the model.
             with _te.te().autocast(enabled=False):
                 for name in (name for name in self.active_adapters if name in self.lora_A):
                     hidden = self.lora_A[name](self.lora_dropout[name](x.float()))
                     output = output + (self.lora_B[name](hidden) * self.scaling[name]).to(output.dtype)
-        rest += [x] if self.returns_norm else []
-        return (output, *rest) if rest else output
+        extra_outputs += [x] if self.returns_norm else []
+        return (output, *extra_outputs) if extra_outputs else output
 
     merge = raising_method(OrderError, "LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
     # Rounding by quantization cannot be undone.
@@ -244,15 +244,15 @@ def adapters_of(model: nn.Module) -> nn.Module:
     """
     tree = nn.Module()
     for name, layer in _layers(model):
-        place = tree
+        parent = tree
         for word in name.split(".") if name else ():
             # A tree with the names of the layers, so that a checkpoint of adapters fits any model with these
             # layers.
-            if word not in place._modules:
-                place.add_module(word, nn.Module())
-            place = place.get_submodule(word)
-        place.add_module("lora_A", layer.lora_A)
-        place.add_module("lora_B", layer.lora_B)
+            if word not in parent._modules:
+                parent.add_module(word, nn.Module())
+            parent = parent.get_submodule(word)
+        parent.add_module("lora_A", layer.lora_A)
+        parent.add_module("lora_B", layer.lora_B)
     if not tree._modules:
         fix = "add_adapters(model, config)"
         raise OrderError("adapters_of(model)", expected="a model with adapters", got="none", fix=fix)

@@ -54,12 +54,12 @@ class TeModel(_BaseModel):
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Copy the degrees of parallelism. The trainer calls it before it builds the model."""
-            given = config.parallelism
+            degrees = config.parallelism
             self.axes = {
-                "dp_replicate": given.data_parallel_replicate_degree,
-                "dp_shard": given.data_parallel_shard_degree,
-                "cp": given.context_parallel_degree,
-                "tp": given.tensor_parallel_degree,
+                "dp_replicate": degrees.data_parallel_replicate_degree,
+                "dp_shard": degrees.data_parallel_shard_degree,
+                "cp": degrees.context_parallel_degree,
+                "tp": degrees.tensor_parallel_degree,
             }
 
     def __init__(self, config: Config) -> None:
@@ -121,11 +121,11 @@ def parallelize(
         ),
         "activation_checkpoint": (ac_config is not None, "None, and te.checkpoint in the model"),
     }
-    if found := {name: instead for name, (is_set, instead) in unsupported.items() if is_set}:
+    if refused := {name: instead for name, (is_set, instead) in unsupported.items() if is_set}:
         raise PlacementError(
-            f"parallelize: {', '.join(found)}",
+            f"parallelize: {', '.join(refused)}",
             why="torchtitan's own code for it does not support TransformerEngine's modules",
-            fix="; ".join(f"{name}={instead}" for name, instead in found.items()),
+            fix="; ".join(f"{name}={instead}" for name, instead in refused.items()),
         )
     if not {"strategy", "precision"} & sharding.keys():
         # Without pipeline parallelism, "default" means "always".
@@ -202,10 +202,10 @@ class CheckpointManager(_Manager):
         defaults = {
             f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)
         }
-        odd = [name for name in self._UNUSED if getattr(config, name) != defaults[name]]
-        if odd or len(model_parts) != 1 or len(list(optimizers)) != 1:
+        refused = [name for name in self._UNUSED if getattr(config, name) != defaults[name]]
+        if refused or len(model_parts) != 1 or len(list(optimizers)) != 1:
             raise CheckpointError(
-                f"CheckpointManager: {', '.join(odd) or 'several models or optimizers'}",
+                f"CheckpointManager: {', '.join(refused) or 'several models or optimizers'}",
                 expected="one model, one optimizer, and checkpoints of te_fsdp",
                 fix="te_fsdp.checkpoint.load_huggingface and save_huggingface; load(..., allow=[...])",
             )
@@ -221,14 +221,14 @@ class CheckpointManager(_Manager):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self.config
-        wanted = curr_step % config.interval == 0 or last_step
-        wanted |= config.enable_first_step_checkpoint and curr_step == 1
-        if config.load_only or not wanted:
+        is_due = curr_step % config.interval == 0 or last_step
+        is_due |= config.enable_first_step_checkpoint and curr_step == 1
+        if config.load_only or not is_due:
             return False
         model_only = last_step and config.last_save_model_only
         extra: dict[str, Any] = {name: other.state_dict() for name, other in self.others.items()}
         if hasattr(self.dataloader, "state_dict"):
-            # Each data-parallel rank is at a different place of the data.
+            # Each data-parallel rank is at a different position in the data.
             # torchtitan stores bytes (a pickle) in the state.
             state = self.dataloader.state_dict()
             extra["dataloader"] = checkpoint.PerRank(

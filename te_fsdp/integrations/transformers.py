@@ -60,28 +60,28 @@ class TeFsdpTrainer(_Trainer):
 
     def __init__(
         self,
-        *given: Any,
+        *arguments: Any,
         meshes: Meshes,
         init_seed: int | None = None,
         sharding: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.meshes, self._init_seed, self._sharding = meshes, init_seed, sharding
-        super().__init__(*given, **options)
+        super().__init__(*arguments, **options)
 
     # ------------------------------------------------------------------------------------------------------- prepare
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         options = super()._build_accelerator_args(**kwargs)
         # The trainer passes these objects even without arguments for DDP and torch.compile.
-        given = [name for name, value in vars(self.args).items() if value is not None]
+        passed = [name for name, value in vars(self.args).items() if value is not None]
         handlers = options.get("kwargs_handlers") or []
-        if not any(name.startswith("ddp_") and name not in _OTHER for name in given):
+        if not any(name.startswith("ddp_") and name not in _OTHER for name in passed):
             handlers = [h for h in handlers if type(h).__name__ != "DistributedDataParallelKwargs"]
-        own = {**options, "kwargs_handlers": handlers}
+        accelerator_options = {**options, "kwargs_handlers": handlers}
         if not self.args.torch_compile:
-            own.pop("dynamo_plugin", None)
-        self._accelerator_options = own
+            accelerator_options.pop("dynamo_plugin", None)
+        self._accelerator_options = accelerator_options
         return options
 
     def create_accelerator_and_postprocess(self) -> None:

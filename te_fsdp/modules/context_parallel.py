@@ -112,22 +112,22 @@ def check_attention(model: nn.Module, meshes: Meshes) -> None:
 
     Raise MeshError if an attention module uses ranks other than those of ``meshes.cp``, or only some modules use them.
     """
-    found = _attentions(model)
-    groups = {name: _ranks_of(module) for name, module in found.items()}
-    wanted = None if meshes.cp is None else dist.get_process_group_ranks(meshes.cp.get_group())
+    attentions = _attentions(model)
+    groups = {name: _ranks_of(module) for name, module in attentions.items()}
+    cp_ranks = None if meshes.cp is None else dist.get_process_group_ranks(meshes.cp.get_group())
     for name, ranks in groups.items():
         # Without any group `fully_shard` sets that of the meshes later.
-        if ranks != wanted and any(other is not None for other in groups.values()):
+        if ranks != cp_ranks and any(other is not None for other in groups.values()):
             raise MeshError(
                 f"{name}: context-parallel ranks of attention",
-                expected="none" if wanted is None else f"{wanted}, those of meshes.cp",
+                expected="none" if cp_ranks is None else f"{cp_ranks}, those of meshes.cp",
                 got=ranks,
                 why="Attention would exchange keys and values with ranks that have different sequences",
                 fix="te_fsdp.set_context_parallel(model, meshes) with the meshes of fully_shard, instead of "
                 "TransformerEngine's set_context_parallel_group",
             )
-    if wanted is not None and None in groups.values():
-        for name, module in found.items():
+    if cp_ranks is not None and None in groups.values():
+        for name, module in attentions.items():
             _check_attention(name, module, "p2p", None)
 
 
@@ -166,12 +166,12 @@ def _check_comm_type(meshes: Meshes, comm_type: str, a2a_size: int | None) -> No
     require_kind("set_context_parallel", "meshes", meshes, Meshes, expected="te_fsdp.Meshes", error=MeshError)
     if comm_type not in COMM_TYPES:
         # Other libraries and papers use these names for the same schemes.
-        near = suggest(comm_type, COMM_TYPES, {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"})
+        guess = suggest(comm_type, COMM_TYPES, {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"})
         raise MeshError(
             "set_context_parallel: comm_type",
             expected=f"one of {COMM_TYPES}",
             got=repr(comm_type),
-            fix=f"comm_type={near!r}" if near else "",
+            fix=f"comm_type={guess!r}" if guess else "",
         )
     cp = meshes.size("cp")
     if comm_type == "a2a+p2p" and cp > 1 and (a2a_size is None or not 1 < a2a_size < cp or cp % a2a_size):
@@ -330,9 +330,9 @@ def context_parallel_shard(
         if isinstance(value, torch.Tensor):
             return _cut(value, path, size, rank_, dim, ends)
         if isinstance(value, Mapping):
-            return {name: cut(one, f"{path}[{name!r}]") for name, one in value.items()}
+            return {name: cut(item, f"{path}[{name!r}]") for name, item in value.items()}
         if isinstance(value, (list, tuple)):
-            parts = [cut(one, f"{path}[{place}]") for place, one in enumerate(value)]
+            parts = [cut(item, f"{path}[{index}]") for index, item in enumerate(value)]
             # A named tuple takes its fields as separate arguments.
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return value
@@ -354,8 +354,8 @@ def _cut(
     parts = []
     for start, end in itertools.pairwise(ends):
         # Two chunks of each rank: one of the first half and its mirror image (DualChunkSwap).
-        chunk, left = divmod(end - start, 2 * size)
-        if left or ends[-1] != tensor.shape[dim]:
+        chunk, remainder = divmod(end - start, 2 * size)
+        if remainder or ends[-1] != tensor.shape[dim]:
             raise InputError(
                 f"context_parallel_shard: {path}, {end - start} tokens of a sequence",
                 expected=f"a multiple of {2 * size}, 2 x cp, and {ends[-1]} tokens in all",

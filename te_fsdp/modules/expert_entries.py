@@ -43,12 +43,12 @@ class ExpertMark(NamedTuple):
     index: int | None  #: Global index of the expert; ``None``: the tensor contains all
     total: int  #: Number of experts of all ranks
 
-    def own(self) -> str:
+    def registered(self) -> str:
         """Return the name that the module registers."""
         return self.stack if self.index is None else f"{self.stack}{self.index}"
 
     def saved(self) -> list[str]:
-        """Return the names in the different form that contain the tensor."""
+        """Return the names that contain the tensor in the other form: stacked, or one tensor per expert."""
         return [f"{self.stack}{i}" for i in range(self.total)] if self.index is None else [self.stack]
 
 
@@ -59,17 +59,17 @@ def marks_of(module: torch.nn.Module) -> dict[str, ExpertMark]:
         return {}
     count: Any = module.num_gemms
     total = binding.experts.total if binding.experts is not None else count
-    found = {}
+    marks = {}
     for name, parameter in module._parameters.items():
-        # The user's own DTensors describe their experts themselves.
+        # The user's DTensors describe their experts themselves.
         if parameter is None or name in binding.distributed:
             continue
         index = expert_index(name)
         if index is not None:
-            found[name] = ExpertMark(name[: -len(str(index))], index, total)
+            marks[name] = ExpertMark(name[: -len(str(index))], index, total)
         elif name in ("weight", "bias"):
-            found[name] = ExpertMark(name, None, total)
-    return found
+            marks[name] = ExpertMark(name, None, total)
+    return marks
 
 
 def mark_entries(module: torch.nn.Module, destination: dict[str, Any], prefix: str) -> None:
@@ -85,30 +85,30 @@ def patch_expert_loading() -> None:
     def wrap_optimizer_states(stock: Any) -> Any:
         @functools.wraps(stock)
         def get_states(model: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            found = with_all_experts(stock, model, *args, **kwargs)
+            states_of = with_all_experts(stock, model, *args, **kwargs)
             for path, module in model.named_modules():
                 for name, mark in marks_of(module).items():
                     fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
                     shape = module._parameters[name].shape  # type: ignore[union-attr]
-                    states = found["state"].get(fqn, {}) if "state" in found else found
+                    states = states_of["state"].get(fqn, {}) if "state" in states_of else states_of
                     for key, value in states.items():
-                        is_own = states is not found or key.startswith(f"state.{fqn}.")
+                        is_own = states is not states_of or key.startswith(f"state.{fqn}.")
                         if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
                             value.__dict__[_MARK] = mark
-            return found
+            return states_of
 
         return get_states
 
     def wrap_model_state(stock: Any) -> Any:
         @functools.wraps(stock)
         def load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-            found = _in_own_form(model, state_dict)
+            states_of = _in_model_form(model, state_dict)
             if info.broadcast_from_rank0 and has_other_experts(model):
                 # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
                 info = replace(info, cpu_offload=False)
             # Ranks make tensors of the sizes that rank 0 broadcasts.
-            found = {key: plain_entry(value) for key, value in found.items()}
-            return stock(model, found, info)
+            states_of = {key: plain_entry(value) for key, value in states_of.items()}
+            return stock(model, states_of, info)
 
         return load_model_state
 
@@ -135,24 +135,24 @@ def patch_expert_loading() -> None:
         stock = getattr(owner, name)
         if not hasattr(stock, _MARK):
             replacement = wrap(stock)
-            setattr(replacement, _MARK, True)  # torch's own decorators leave ``__wrapped__``
+            setattr(replacement, _MARK, True)  # torch's decorators leave ``__wrapped__``
             setattr(owner, name, replacement)
 
 
-def _in_own_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _in_model_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict of unsharded tensors whose experts are in the form of the model. Local operation."""
-    # torch would keep the model's own values for names that it does not find.
-    found = dict(state_dict)
+    # torch would keep the model's values for names that it does not find.
+    entries = dict(state_dict)
     for path, module in model.named_modules():
         prefix = f"{_torch.without_wrappers(path)}." if path else ""
         for mark in marks_of(module).values():
             each = [f"{prefix}{mark.stack}{i}" for i in range(mark.total)]
-            whole = f"{prefix}{mark.stack}"
-            if mark.index is None and whole not in found and all(key in found for key in each):
-                found[whole] = torch.stack([_values(found.pop(key)) for key in each])
-            elif mark.index is not None and whole in found and each[mark.index] not in found:
-                found |= dict(zip(each, _values(found.pop(whole)).unbind(), strict=True))
-    return found
+            stacked = f"{prefix}{mark.stack}"
+            if mark.index is None and stacked not in entries and all(key in entries for key in each):
+                entries[stacked] = torch.stack([_values(entries.pop(key)) for key in each])
+            elif mark.index is not None and stacked in entries and each[mark.index] not in entries:
+                entries |= dict(zip(each, _values(entries.pop(stacked)).unbind(), strict=True))
+    return entries
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place_entries(planner: Any) -> None:
-    """Replace delayed-scaling entries of experts by entries that read the rows of a rank's own experts."""
+    """Replace delayed-scaling entries of experts by entries that read the rows of the local experts."""
     saved, entries = planner.metadata.state_dict_metadata, {}
     for key, value in planner.state_dict.items():
         stored = saved.get(key)
@@ -195,27 +195,27 @@ def _holder(planner: Any, key: str) -> tuple[Any, Any]:
 
 @dataclass
 class _Fit:
-    """The entries of one load whose experts the checkpoint stores in the different form."""
+    """The entries of one load whose experts the checkpoint stores in the other form."""
 
     planner: Any
-    #: Keys of the checkpoint, by the own key that each replaces; all of them are tensors of experts.
+    #: Keys of the checkpoint, by the key of the model that each replaces; all are tensors of experts.
     tensors: dict[str, list[str]] = field(default_factory=dict)
     #: The same for other entries of a parameter: the step of an optimizer, options of a flattened state dict.
     others: dict[str, list[str]] = field(default_factory=dict)
-    #: Prefixes of keys up to the name of a parameter, own and saved.
+    #: Prefixes of keys up to the name of a parameter, in the model and in the checkpoint.
     prefixes: dict[str, tuple[ExpertMark, list[str]]] = field(default_factory=dict)
-    first: dict[str, torch.Tensor] = field(default_factory=dict)  #: Loaded numbers, by own key
+    first: dict[str, torch.Tensor] = field(default_factory=dict)  #: Loaded numbers, by key of the model
 
     def find(self) -> bool:
         """Find the entries; return whether there are any. Local operation."""
         saved = self.planner.metadata.state_dict_metadata
-        own = self.planner.state_dict
-        for key, value in own.items():
+        entries = self.planner.state_dict
+        for key, value in entries.items():
             mark = value.__dict__.get(_MARK) if isinstance(value, torch.Tensor) else None
             # The form that the checkpoint has is loaded as torch loads it.
-            if mark is None or key in saved or mark.own() not in (parts := key.split(".")):
+            if mark is None or key in saved or mark.registered() not in (parts := key.split(".")):
                 continue
-            at = len(parts) - 1 - parts[::-1].index(mark.own())
+            at = len(parts) - 1 - parts[::-1].index(mark.registered())
             prefixes = [".".join([*parts[:at], name]) for name in mark.saved()]
             keys = [".".join([prefix, *parts[at + 1 :]]) for prefix in prefixes]
             shape = value.shape[1:] if mark.index is None else (mark.total, *value.shape)
@@ -226,8 +226,8 @@ class _Fit:
                 for n in (n for n, part in enumerate(parts[:at]) if part == "state"):
                     head, tail = [*parts[:n], "param_groups"], parts[n + 1 : at]
                     renamed = [".".join([*head, *tail, name]) for name in mark.saved()]
-                    self.prefixes[".".join([*head, *tail, mark.own()])] = mark, renamed
-        for key in own:
+                    self.prefixes[".".join([*head, *tail, mark.registered()])] = mark, renamed
+        for key in entries:
             for prefix, (_, prefixes) in self.prefixes.items():
                 if key.startswith(f"{prefix}.") and key not in saved:
                     keys = [other + key[len(prefix) :] for other in prefixes]
@@ -237,41 +237,41 @@ class _Fit:
 
     def fitted(self) -> dict[str, Any]:
         """Return the entries under the names of the checkpoint. Local operation."""
-        own = self.planner.state_dict
-        found = {
-            key: value for key, value in own.items() if key not in self.tensors and key not in self.others
+        entries = self.planner.state_dict
+        targets = {
+            key: value for key, value in entries.items() if key not in self.tensors and key not in self.others
         }
         for key, keys in self.tensors.items():
-            value, mark = own[key], own[key].__dict__[_MARK]
+            value, mark = entries[key], entries[key].__dict__[_MARK]
             # The rectangles of this rank, each with its offsets.
-            pieces = [((0,) * value.ndim, value)]
+            shards = [((0,) * value.ndim, value)]
             if hasattr(value, "__create_chunk_list__"):
                 offsets = [chunk.offsets for chunk in value.__create_chunk_list__() if 0 not in chunk.sizes]
-                pieces = [(tuple(at), value.__get_tensor_shard__(MetadataIndex("", at))) for at in offsets]
-            for at, piece in pieces:
+                shards = [(tuple(at), value.__get_tensor_shard__(MetadataIndex("", at))) for at in offsets]
+            for at, piece in shards:
                 # The model has one tensor per expert, the checkpoint one for all. Below it is the reverse.
                 if mark.index is not None:
                     shape = (mark.total, *value.shape)
-                    target = found.setdefault(keys[0], LoadTarget(shape, value))
+                    target = targets.setdefault(keys[0], LoadTarget(shape, value))
                     target.pieces[(mark.index, *at)] = (
                         piece.stacked() if isinstance(piece, QuantizedSlice) else piece.unsqueeze(0)
                     )
                     continue
                 for index in range(piece.shape[0]):
-                    target = found.setdefault(keys[at[0] + index], LoadTarget(value.shape[1:], value))
+                    target = targets.setdefault(keys[at[0] + index], LoadTarget(value.shape[1:], value))
                     target.pieces[at[1:]] = (
                         piece.flat() if isinstance(piece, QuantizedSlice) else piece[index]
                     )
-            for one in keys if mark.index is None else ():
-                found.setdefault(one, LoadTarget(value.shape[1:], value))
+            for name in keys if mark.index is None else ():
+                targets.setdefault(name, LoadTarget(value.shape[1:], value))
         for key, keys in self.others.items():
-            for one in keys:
-                value = own[key]
-                found[one] = torch.empty_like(value) if isinstance(value, torch.Tensor) else value
-        return found
+            for name in keys:
+                value = entries[key]
+                targets[name] = torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+        return targets
 
     def load_bytes(self, stock: Callable[..., None], item: Any, value: io.BytesIO) -> None:
-        """Load an object into every own entry that it belongs to, with the names of parameters in the own form."""
+        """Load an object into every entry that it belongs to, with the parameter names of the model."""
         targets = self._targets(item.dest_index.fqn) or [item.dest_index.fqn]
         for key in targets:
             # The stock function reads the stream to its end, once for each target.
@@ -281,16 +281,16 @@ class _Fit:
             if last == "params":
                 names: dict[str, None] = {}
                 for name in holder[last]:
-                    own = [
-                        ".".join([*name.split(".")[:-1], mark.own()])
+                    local_names = [
+                        ".".join([*name.split(".")[:-1], mark.registered()])
                         for mark, prefixes in self.prefixes.values()
                         if any(prefix.endswith(f".{name}") for prefix in prefixes)
                     ]
-                    names |= dict.fromkeys(own or [name])
+                    names |= dict.fromkeys(local_names or [name])
                 holder[last] = list(names)
 
     def commit_tensor(self, stock: Callable[..., None], item: Any, tensor: torch.Tensor) -> None:
-        """Copy a number to every own entry that it belongs to; CheckpointError if experts have different ones."""
+        """Copy a number to every entry that it belongs to; CheckpointError if experts have different ones."""
         stock(item, tensor)
         for key in self._targets(item.dest_index.fqn):
             # Numbers such as "step" exist once per parameter, here once per expert.

@@ -115,7 +115,7 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
         recipe = {**states[0]["recipe"], "num_gemms": len(states)}
         recipe.pop(_EXPERT, None)
         keys = [key for key in states[0] if key != "recipe"]
-        return (), {"recipe": recipe, **{key: torch.cat([own[key] for own in states], -1) for key in keys}}
+        return (), {"recipe": recipe, **{key: torch.cat([s[key] for s in states], -1) for key in keys}}
     marks, data = tuple(entry.shape[1:]), bytes_of(entry)
     if not data.startswith(_MAGIC):
         if entry.ndim == 1:
@@ -155,12 +155,12 @@ def bytes_of(entry: torch.Tensor) -> bytes:
     # model.half() or a conversion of the state dict may have cast the entry with the weights.
     if values.dtype != torch.uint8:
         wide = values.double()
-        whole = wide.round().clamp(0, 255)
-        if not torch.equal(whole, wide):
+        integers = wide.round().clamp(0, 255)
+        if not torch.equal(integers, wide):
             if entry.ndim == 1:
                 raise DamagedEntryError(f"{values.dtype} values that are not bytes")
             return b""
-        values = whole.to(torch.uint8)
+        values = integers.to(torch.uint8)
     return values.numpy().tobytes()
 
 
@@ -208,7 +208,7 @@ class _AnySize(Sequence[int]):
         return self.real.numel()
 
 
-def _real(size: Any) -> Any:
+def _plain_size(size: Any) -> Any:
     return size.real if isinstance(size, _AnySize) else size
 
 
@@ -228,11 +228,11 @@ class _Entry(torch.Tensor):
     # ``dcp.async_save`` copies a tensor by these two methods, and must write the copy as it writes this one.
     def new_empty(self, size: Any, **options: Any) -> Any:  # type: ignore[bad-override]
         """Return an entry."""
-        return super().new_empty(_real(size), **options).as_subclass(type(self))
+        return super().new_empty(_plain_size(size), **options).as_subclass(type(self))
 
     def set_(self, source: Any, offset: int, size: Any, stride: Any) -> Any:  # type: ignore[bad-override]
         """Set the memory, of the size of an entry, too."""
-        super().set_(source, offset, _real(size), stride)
+        super().set_(source, offset, _plain_size(size), stride)
         return self
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:
@@ -258,7 +258,7 @@ def plain_entry(value: Any) -> Any:
 
 # [Note: rows of experts] The delayed-scaling state of experts has one row for each expert
 # (:class:`ExpertEntry`). The ranks of an expert-parallel mesh have different experts under one name, and a
-# load plan reads the rows of a rank's own experts.
+# load plan reads the rows of the local experts.
 class ExpertEntry(_Entry):
     """Entry of experts. DCP writes and reads it by rows."""
 
@@ -271,9 +271,9 @@ class ExpertEntry(_Entry):
     def target(self, width: int) -> ExpertEntry:
         """Return the entry that a load plan reads rows of this width into."""
         assert self.experts is not None
-        found = torch.zeros((self.experts.count, width), dtype=torch.uint8).as_subclass(ExpertEntry)
-        found.experts, found.is_target = self.experts, True
-        return found
+        entry = torch.zeros((self.experts.count, width), dtype=torch.uint8).as_subclass(ExpertEntry)
+        entry.experts, entry.is_target = self.experts, True
+        return entry
 
     def _chunk(self) -> ChunkStorageMetadata:
         assert self.experts is not None
@@ -311,21 +311,21 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
         return stock
     # Bytes without states are the pickle of a custom recipe. TE ignores it when it loads the entry.
     states = _te.delayed_states(module) if stock.numel() else None
-    experts = own_experts(module)
-    cls, found = _Entry if experts is None else ExpertEntry, stock.new_empty(0)
+    experts = local_experts(module)
+    cls, entry = _Entry if experts is None else ExpertEntry, stock.new_empty(0)
     if states is not None:
         # Its tensors, and the recipe needed to create the state again.
         described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
         for key, state in states.items():
             described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
-        found = pack((), described) if experts is None else pack_experts(described, experts.first)
-    found = found.as_subclass(cls)
-    if isinstance(found, ExpertEntry):
-        found.experts = experts
-    return found
+        entry = pack((), described) if experts is None else pack_experts(described, experts.first)
+    entry = entry.as_subclass(cls)
+    if isinstance(entry, ExpertEntry):
+        entry.experts = experts
+    return entry
 
 
-def own_experts(module: nn.Module) -> ExpertRange | None:
+def local_experts(module: nn.Module) -> ExpertRange | None:
     """Return the experts of a ``GroupedLinear``; ``None`` for other modules."""
     if _te.kind_of(module) != "GroupedLinear":
         return None
@@ -341,18 +341,18 @@ def decode_extra_state(module: nn.Module, state: Any) -> Any:
         CheckpointError: The saved load condition differs from this module's or is missing, the state belongs to
             a different module, or bytes were changed.
     """
-    saved, own, stock = _read(module, None if _torch.is_absent_extra_state(state) else state)
+    saved, entry, stock = _read(module, None if _torch.is_absent_extra_state(state) else state)
     if saved is not None and set(saved) != {1}:
         # Versions until 0.1 wrote a condition of ones for modules that are not sharded. Without a condition the values
         # are in high precision, which quantized weights can load.
         binding, condition = binding_of(module), None
-        held = {n: p for n, p in module._parameters.items() if p is not None}
-        quantized = [n for n, p in held.items() if _te.is_quantized(_torch.local_of(p))]
+        params = {n: p for n, p in module._parameters.items() if p is not None}
+        quantized = [n for n, p in params.items() if _te.is_quantized(_torch.local_of(p))]
         if binding is not None and quantized:
             tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-            at = shard_info(module, quantized[0], held[quantized[0]], label=name_of(module)).at
-            pieces = (tp_size, at.fsdp_size)
-            condition = pieces if max(pieces) > 1 else None
+            at = shard_info(module, quantized[0], params[quantized[0]], label=name_of(module)).at
+            mesh_sizes = (tp_size, at.fsdp_size)
+            condition = mesh_sizes if max(mesh_sizes) > 1 else None
         if saved != condition:
             raise CheckpointError(
                 f"{name_of(module)}: weights of a plain state dict",
@@ -361,22 +361,22 @@ def decode_extra_state(module: nn.Module, state: Any) -> Any:
                 why="The rows or blocks are stored in a different order and would be permuted",
                 fix="save and load with te_fsdp.checkpoint, which supports any mesh",
             )
-    if own is None:
+    if entry is None:
         return stock
     present = _te.delayed_states(module)
     # All shapes are checked before the first tensor changes.
     for key, state in (present or {}).items():
-        have, got = tuple(state.scale.shape), tuple(own[f"{key}.scale"].shape)
-        if have != got:
+        expected, got = tuple(state.scale.shape), tuple(entry[f"{key}.scale"].shape)
+        if expected != got:
             raise CheckpointError(
                 f"{name_of(module)}: delayed scaling's {key} of a state dict",
-                expected=f"scales of shape {have}",
+                expected=f"scales of shape {expected}",
                 got=got,
                 fix="load the state dict of a model with the same modules",
             )
-    for key, state in _te_modules.make_delayed_states(module, own["recipe"]).items():
-        state.scale.copy_(own[f"{key}.scale"])
-        state.amax_history.copy_(own[f"{key}.amax_history"])
+    for key, state in _te_modules.make_delayed_states(module, entry["recipe"]).items():
+        state.scale.copy_(entry[f"{key}.scale"])
+        state.amax_history.copy_(entry[f"{key}.amax_history"])
     return stock
 
 
@@ -391,7 +391,7 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
     if not isinstance(state, torch.Tensor):
         return saved, None, state
     try:
-        found = unpack(_own_rows(module, state.as_subclass(torch.Tensor)))
+        contents = unpack(_local_rows(module, state.as_subclass(torch.Tensor)))
     except DamagedEntryError as error:
         raise CheckpointError(
             f"{name_of(module)}._extra_state of a state dict",
@@ -400,23 +400,23 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
             why="The amax history of delayed scaling would be silently lost",
             fix="exclude uint8 entries from conversions, or use a dtype of at least 16 bits",
         ) from error
-    return (saved, None, state) if found is None else (found[0] or None, found[1], None)
+    return (saved, None, state) if contents is None else (contents[0] or None, contents[1], None)
 
 
-def _own_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
-    """Return the rows of the module's own experts, if the entry has rows of experts."""
-    own = own_experts(module)
-    if own is None or not has_expert_rows(entry):
+def _local_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the module's local experts, if the entry has rows of experts."""
+    experts = local_experts(module)
+    if experts is None or not has_expert_rows(entry):
         return entry
     states = [(unpack(row) or ((), None))[1] or {"recipe": {}} for row in entry]
     # Each row records its expert, because DCP may bring the rows of all experts, or of this rank's only.
-    have = [int(state["recipe"].get(_EXPERT, -1)) for state in states]
-    expected = range(own.first, own.first + own.count)
-    if not set(expected) <= set(have):
+    indices = [int(state["recipe"].get(_EXPERT, -1)) for state in states]
+    expected = range(experts.first, experts.first + experts.count)
+    if not set(expected) <= set(indices):
         raise CheckpointError(
             f"{name_of(module)}._extra_state of a state dict",
-            expected=f"the state of experts {own.first} to {expected[-1]}",
-            got=f"the state of experts {have}",
+            expected=f"the state of experts {experts.first} to {expected[-1]}",
+            got=f"the state of experts {indices}",
             fix="load the state dict of this rank, or load with torch.distributed.checkpoint",
         )
-    return entry[[have.index(index) for index in expected]]
+    return entry[[indices.index(index) for index in expected]]

@@ -1,7 +1,7 @@
 """Unsharded state dicts of experts (``full_state_dict=True``) under expert parallelism."""
 
 # [Note: full state dicts of experts] On an expert-parallel mesh, a ``GroupedLinear`` with a parameter for each
-# expert registers the rank's own experts only. torch gathers each tensor over its own mesh, which excludes
+# expert registers the local experts only. torch gathers each tensor over its mesh, which excludes
 # expert parallelism. Rank 0 would therefore export the first experts only, without an error. Here the ranks
 # exchange their experts before torch gathers everything else. A load ignores the experts of other ranks.
 
@@ -22,7 +22,7 @@ from te_fsdp.modules.extra_state import ExpertEntry
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
-#: Whether torch loads an optimizer, for which it compares the names with those of the rank's own parameters.
+#: Whether torch loads an optimizer, for which it compares the names with those of the rank's parameters.
 _loads: ContextVar[bool] = ContextVar("loads", default=False)
 #: Keys that lead to a value in nested dicts.
 _Path = tuple[str, ...]
@@ -40,7 +40,7 @@ class Experts(NamedTuple):
 
     mesh: Any  #: The expert-parallel mesh
     prefix: str  #: Of the names in state dicts
-    own: list[str]  #: Names of this rank's tensors of one expert each, without the prefix
+    names: list[str]  #: Names of this rank's tensors of one expert each, without the prefix
     others: set[str]  #: Names of the other ranks' tensors
 
 
@@ -51,17 +51,17 @@ def experts_over_ranks(module: torch.nn.Module, path: str) -> Experts | None:
         return None
     numbers = range(binding.experts.total)
     names = {f"{stack}{n}" for stack in ("weight", "bias") for n in numbers}
-    own = [name for name in module._parameters if name in names and name not in binding.distributed]
-    stacks = {_stack(name) for name in own}
-    others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(own)
+    local_names = [name for name in module._parameters if name in names and name not in binding.distributed]
+    stacks = {_stack(name) for name in local_names}
+    others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(local_names)
     path = _torch.without_wrappers(path)
-    return Experts(binding.ep.mesh, f"{path}." if path else "", own, others)
+    return Experts(binding.ep.mesh, f"{path}." if path else "", local_names, others)
 
 
 def _modules(model: torch.nn.Module) -> Iterator[Experts]:
     for path, module in model.named_modules():
-        if (found := experts_over_ranks(module, path)) is not None:
-            yield found
+        if (experts := experts_over_ranks(module, path)) is not None:
+            yield experts
 
 
 def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *arguments: Any) -> Any:
@@ -78,12 +78,12 @@ def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *argumen
         stock(model, *before, replace(info, full_state_dict=False, cpu_offload=False) if is_full else info)
     )
     if "param_groups" in state and not _loads.get():
-        # DCP writes the list of one rank, in which every rank must find its own experts when it loads.
+        # DCP writes the list of one rank, in which every rank must find its experts when it loads.
         state["param_groups"] = [_with_all_names(group, modules) for group in state["param_groups"]]
     if not is_full:
         return state
     if "state" in state:  # nested: torch shares the inner dicts with the optimizer
-        state["state"] = {name: dict(own) for name, own in state["state"].items()}
+        state["state"] = {name: dict(param_state) for name, param_state in state["state"].items()}
     for experts in modules:
         _complete(state, experts, to_cpu=info.cpu_offload)
     return _torch.full_or_cpu_state_dict(state, info)
@@ -93,7 +93,7 @@ def _with_all_names(group: dict[str, Any], modules: list[Experts]) -> dict[str, 
     """Return a group of an optimizer with the names of the other ranks' experts after this rank's."""
     names = dict.fromkeys(group["params"])
     for experts in modules:
-        stacks = {_stack(name) for name in experts.own if experts.prefix + name in names}
+        stacks = {_stack(name) for name in experts.names if experts.prefix + name in names}
         more = sorted(name for name in experts.others if _stack(name) in stacks)
         names |= dict.fromkeys(experts.prefix + name for name in more)
     return {**group, "params": list(names)}
@@ -108,34 +108,34 @@ def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
 
     With ``to_cpu``, only rank 0 keeps them, as in torch.
     """
-    own = {path: value for name in experts.own for path, value in _entries(state, experts.prefix + name)}
+    local = {path: value for name in experts.names for path, value in _entries(state, experts.prefix + name)}
     extra = f"{experts.prefix}_extra_state"
     rows = state.get(extra)
     rows = rows.as_subclass(torch.Tensor) if isinstance(rows, ExpertEntry) and rows.numel() else None
     described = {
         path: _Tensor(tuple(value.shape), value.dtype) if _is_sent(value) else value
-        for path, value in own.items()
+        for path, value in local.items()
     }
     keeps, group = not to_cpu or rank() == 0, experts.mesh.get_group()
     device = torch.device(experts.mesh.device_type)
     # All experts are inserted below in the order of the ranks. With ``to_cpu`` this rank may keep none.
-    for path in own:
+    for path in local:
         _holder(state, path).pop(path[-1])
-    everyone = gather((described, rows), group)
-    for source, (others, _) in enumerate(everyone):
+    by_rank = gather((described, rows), group)
+    for source, (others, _) in enumerate(by_rank):
         is_mine = source == experts.mesh.get_local_rank()
         for path, value in others.items():
             if isinstance(value, _Tensor):
-                whole = _unsharded(own[path], device) if is_mine else None
-                if whole is None:
-                    whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-                dist.broadcast(whole, group=group, group_src=source)
-                value = whole.cpu() if to_cpu and keeps else whole
+                full = _unsharded(local[path], device) if is_mine else None
+                if full is None:
+                    full = torch.empty(value.shape, dtype=value.dtype, device=device)
+                dist.broadcast(full, group=group, group_src=source)
+                value = full.cpu() if to_cpu and keeps else full
             if keeps:
                 _holder(state, path)[path[-1]] = value
-    found = [theirs for _, theirs in everyone if theirs is not None]
-    if len(found) == len(everyone):
-        state[extra] = torch.cat(found)
+    entries_of_ranks = [entry for _, entry in by_rank if entry is not None]
+    if len(entries_of_ranks) == len(by_rank):
+        state[extra] = torch.cat(entries_of_ranks)
 
 
 def _is_sent(value: Any) -> bool:
@@ -188,12 +188,12 @@ def wrap_optimizer_loading(stock: Any) -> Any:
     @functools.wraps(stock)
     def load_states(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
         # Without expert parallelism torch broadcasts the parameters that rank 0 has. Otherwise the full state dict of
-        # rank 0 is broadcast here, and each rank keeps the states of its own parameters.
+        # rank 0 is broadcast here, and each rank keeps the states of its parameters.
         modules = [*_modules(model)] if info.broadcast_from_rank0 and world_size() > 1 else []
         if modules:
             flat: dict[_Path, Any] = {(key,): value for key, value in state_dict.items() if key != "state"}
-            for name, own in state_dict.get("state", {}).items():
-                flat |= {("state", name, key): value for key, value in own.items()}
+            for name, param_state in state_dict.get("state", {}).items():
+                flat |= {("state", name, key): value for key, value in param_state.items()}
             described = [
                 {path: _Tensor(tuple(v.shape), v.dtype) if _is_sent(v) else v for path, v in flat.items()}
             ]
@@ -201,17 +201,17 @@ def wrap_optimizer_loading(stock: Any) -> Any:
             device = torch.device(modules[0].mesh.device_type)
             others = {experts.prefix + name for experts in modules for name in experts.others}
             heads = tuple(f"{kind}.{name}." for kind in ("state", "param_groups") for name in others)
-            found: dict[str, Any] = {}
+            loaded: dict[str, Any] = {}
             for path, value in described[0].items():
                 if isinstance(value, _Tensor):
-                    whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    full = torch.empty(value.shape, dtype=value.dtype, device=device)
                     if rank() == 0:
-                        whole.copy_(flat[path])
-                    dist.broadcast(whole, src=0)
-                    value = whole.cpu()
+                        full.copy_(flat[path])
+                    dist.broadcast(full, src=0)
+                    value = full.cpu()
                 if others.isdisjoint(path) and not path[0].startswith(heads):
-                    _holder(found, path)[path[-1]] = value
-            state_dict, info = found, replace(info, broadcast_from_rank0=False)
+                    _holder(loaded, path)[path[-1]] = value
+            state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
         token = _loads.set(True)
         try:
             stock(model, optimizers, state_dict, info)

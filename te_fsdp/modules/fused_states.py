@@ -36,14 +36,14 @@ def patch_fused_adam() -> None:
     def wrap_state_dict(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         @functools.wraps(stock)
         def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            found = stock(self, *args, **kwargs)
+            result = stock(self, *args, **kwargs)
             # The keys of a state dict number the parameters in the order of the groups.
-            keys = chain.from_iterable(group["params"] for group in found["param_groups"])
+            keys = chain.from_iterable(group["params"] for group in result["param_groups"])
             parameters = chain.from_iterable(group["params"] for group in self.param_groups)
             for key, parameter in zip(keys, parameters, strict=False):
-                for value in found["state"].get(key, {}).values():
+                for value in result["state"].get(key, {}).values():
                     boxed_like(value, parameter)
-            return found
+            return result
 
         return state_dict
 

@@ -59,19 +59,21 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
     if selection is None:
         return owners
     chosen: set[str] = set()
-    for want in selection:
+    for selector in selection:
         holders = [
-            n for n, m in names.items() if (n == want if isinstance(want, str) else isinstance(m, want))
+            n
+            for n, m in names.items()
+            if (n == selector if isinstance(selector, str) else isinstance(m, selector))
         ]
-        found = [n for n in grouped if any(n == h or not h or n.startswith(f"{h}.") for h in holders)]
-        if not found:
+        matched = [n for n in grouped if any(n == h or not h or n.startswith(f"{h}.") for h in holders)]
+        if not matched:
             raise PlacementError(
-                f"set_device_mesh: experts {want if isinstance(want, str) else want.__name__!r}",
+                f"set_device_mesh: experts {selector if isinstance(selector, str) else selector.__name__!r}",
                 expected="a GroupedLinear, or a module that contains some",
                 got="no module of this name or class",
                 fix="use names from model.named_modules()",
             )
-        chosen.update(found)
+        chosen.update(matched)
     # Parameters that the user has distributed already are not divided a second time.
     return chosen & owners
 
@@ -89,27 +91,27 @@ def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) ->
         name: (module.num_gemms, ", ".join(f"{option}={getattr(module, option, None)}" for option in options))
         for name, module in modules.items()
     }
-    # Every rank compares, because no rank knows whose model is the wrong one.
-    everyone = gather(mine, ep_mesh)
-    for rank, theirs in enumerate(everyone):
+    # Every rank compares, because any rank may have the wrong model.
+    by_rank = gather(mine, ep_mesh)
+    for rank, of_rank in enumerate(by_rank):
         differ = [
             n
-            for n in {**everyone[0], **theirs}
-            if everyone[0].get(n, (0, ""))[1] != theirs.get(n, (0, ""))[1]
+            for n in {**by_rank[0], **of_rank}
+            if by_rank[0].get(n, (0, ""))[1] != of_rank.get(n, (0, ""))[1]
         ]
         if differ:
-            expected = everyone[0].get(differ[0], (0, "no such module"))[1]
+            expected = by_rank[0].get(differ[0], (0, "no such module"))[1]
             raise MeshError(
-                f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(everyone)}",
+                f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(by_rank)}",
                 expected=f"the same on rank {rank} of ep as on rank 0: {expected}",
-                got=theirs.get(differ[0], (0, "no such module"))[1],
+                got=of_rank.get(differ[0], (0, "no such module"))[1],
                 why="Experts of one layer may differ in their values only",
                 fix="build the model from the same configuration on all ranks; only num_gemms may differ",
             )
     here = ep_mesh.get_local_rank()
     return {
-        name: expert_ranges([theirs[name][0] for theirs in everyone], name or "GroupedLinear")[here]
-        for name in everyone[0]
+        name: expert_ranges([of_rank[name][0] for of_rank in by_rank], name or "GroupedLinear")[here]
+        for name in by_rank[0]
     }
 
 
@@ -125,13 +127,13 @@ def single_names(module: Any) -> tuple[str, ...]:
 
 
 def single_parameters(module: Any) -> dict[str, Any]:
-    """Return the module's own parameters by their names after binding. Local operation without side effects."""
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    """Return the module's direct parameters by their names after binding. Local operation without side effects."""
+    params = {name: p for name, p in module._parameters.items() if p is not None}
     for single in single_names(module):
         parts = [f"{single}{index}" for index in range(module.num_gemms)]
-        found = [own.pop(name) for name in parts if name in own]
-        own.setdefault(single, found[0] if found else None)
-    return own
+        local = [params.pop(name) for name in parts if name in params]
+        params.setdefault(single, local[0] if local else None)
+    return params
 
 
 def check_single(module: Any, label: str) -> None:
@@ -161,10 +163,10 @@ def check_single(module: Any, label: str) -> None:
 
 def check_switch(options: dict[str, Any]) -> None:
     """Raise PlacementError if single parameters are requested but TE ignores them because its switch is off."""
-    asked = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
-    if asked and not int(os.environ.get(_SWITCH, "0")) > 0:
+    requested = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
+    if requested and not int(os.environ.get(_SWITCH, "0")) > 0:
         raise PlacementError(
-            f"GroupedLinear: {', '.join(asked)}",
+            f"GroupedLinear: {', '.join(requested)}",
             expected=f"the environment variable {_SWITCH}=1",
             got=os.environ.get(_SWITCH, "not set"),
             why="TransformerEngine otherwise only warns and creates one parameter per expert",
@@ -225,7 +227,7 @@ def plan_single_shard_dims(
     """
     names = single_names(module)
     counts = experts.counts() if experts is not None else (module.num_gemms,) if names else ()
-    found = {}
+    dims = {}
     for name in names:
         shape = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
         quantizer = weight = None
@@ -240,8 +242,8 @@ def plan_single_shard_dims(
         def fits_within(dim: int, weight: Weight | None = weight) -> bool:
             return weight is None or fits(weight, grid.dp_shard, dim - 1)
 
-        found[name] = grouped_shard_dim((module.num_gemms, *shape), grid.dp_shard, counts, fits_within)
-    return found
+        dims[name] = grouped_shard_dim((module.num_gemms, *shape), grid.dp_shard, counts, fits_within)
+    return dims
 
 
 class GroupedModule(GroupedWeightAccess, ResettableModule):
@@ -267,8 +269,8 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
         if binding is None or binding.experts is None:
             return super().__getattr__(name)
         registered = binding.experts.registered_name(name)
-        found = self.__dict__["_parameters"].get(registered)
-        return super().__getattr__(registered) if found is None else found
+        parameter = self.__dict__["_parameters"].get(registered)
+        return super().__getattr__(registered) if parameter is None else parameter
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Resolve TE's local name in an assignment."""
@@ -346,7 +348,7 @@ def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
         assert binding.ep.mesh is not None
         raise OrderError(
             f"{binding.name or 'model'}: gradients of experts under torch's fully_shard",
-            expected="a gradient divide factor of the expert module's own FSDP2 unit",
+            expected="a gradient divide factor of the expert module's FSDP2 unit",
             got="none",
             why="FSDP2 would divide by the ranks that share an expert, not by all data-parallel ranks whose tokens "
             f"it sees: {binding.ep.mesh.size()} times too little",

@@ -3,7 +3,7 @@
 During a forward, DTensor parameters are replaced by the local tensors that TE's kernels read:
 
     forward    DTensor parameter --(same local object, not a copy, not a view)--> TE kernel
-    backward   local gradient    --(wrapped as DTensor: own placement, or Partial)--> FSDP2 / the parameter
+    backward   local gradient    --(wrapped as DTensor: its placement, or Partial)--> FSDP2 / the parameter
 """
 
 from __future__ import annotations
@@ -77,32 +77,32 @@ class _ToLocal(torch.autograd.Function):
         if is_foreign:
             local = tuple([t.detach() for t in local])
         frozen = []
-        for place, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters):
             if not parameter.requires_grad:
-                specs[place] = None
-                frozen.append(local[place])
+                specs[index] = None
+                frozen.append(local[index])
         if frozen:
             ctx.mark_non_differentiable(*frozen)
         return local
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        binding, found, specs = ctx.binding, list(gradients), list(ctx.specs)
+        binding, grads, specs = ctx.binding, list(gradients), list(ctx.specs)
         # A DTensor hides from autograd that a gradient is expanded, or returned for two parameters. Autograd would then
         # add to it in place. Clipping scales it in place too.
-        seen: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
-        for place, gradient in enumerate(found):
+        storages: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
+        for index, gradient in enumerate(grads):
             if gradient is None:
                 continue
             # Compare addresses, which tensors that torch.compile traces do not have.
             key = gradient.data_ptr() if type(gradient) is torch.Tensor else id(gradient)
-            if key in seen or (not gradient.is_contiguous() and 0 in gradient.stride()):
-                found[place] = gradient.clone(memory_format=torch.contiguous_format)
+            if key in storages or (not gradient.is_contiguous() and 0 in gradient.stride()):
+                grads[index] = gradient.clone(memory_format=torch.contiguous_format)
             elif gradient.numel():
-                seen.add(key)
+                storages.add(key)
         if binding.is_tp_sharded:
-            for place, name in enumerate(ctx.names):
-                spec, gradient = specs[place], found[place]
+            for index, name in enumerate(ctx.names):
+                spec, gradient = specs[index], grads[index]
                 if spec is None or not binding.rules[name].partial_grad:
                     continue
                 assert binding.tp_mesh is not None
@@ -111,18 +111,18 @@ class _ToLocal(torch.autograd.Function):
                 if binding.fsdp.is_managed:
                     # Each tp rank has one term. FSDP2 adds the terms once, together with the data-parallel reduction.
                     # The gathered parameter is the same object in every backward, and so is its spec.
-                    known = binding.fsdp.partial_specs.get(name)
-                    if known is None or known[0] is not spec:
+                    cached = binding.fsdp.partial_specs.get(name)
+                    if cached is None or cached[0] is not spec:
                         partial = _torch.with_placements(spec, (Partial(),))
-                        known = binding.fsdp.partial_specs[name] = spec, partial
-                    specs[place] = known[1]
+                        cached = binding.fsdp.partial_specs[name] = spec, partial
+                    specs[index] = cached[1]
                 elif gradient is not None:
-                    found[place] = summed = gradient.contiguous()
+                    grads[index] = summed = gradient.contiguous()
                     dist.all_reduce(summed, group=binding.tp_mesh.get_group())
-        made = _torch.dtensors(found, specs)
+        dtensors = _torch.dtensors(grads, specs)
         if binding.fsdp.is_managed and not torch.compiler.is_compiling():
-            made = _autograd.assign_to_leaves(ctx, made)
-        return None, None, None, *made
+            dtensors = _autograd.assign_to_leaves(ctx, dtensors)
+        return None, None, None, *dtensors
 
 
 def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:
@@ -137,17 +137,17 @@ def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object
 def local_parameters(
     module: nn.Module, binding: ModuleBinding, *, differentiable: bool = True
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Replace the module's own DTensor parameters by their local tensors, which the context yields.
+    """Replace the module's direct DTensor parameters by their local tensors, which the context yields.
 
     The entries of ``module._parameters`` are swapped. Attribute access, ``parameters()`` and TE's op fuser therefore
     see the same objects. Gradients flow back to the DTensors if ``differentiable`` (not in a backward). A forward that
     returns a local tensor must pass its result through :func:`replace_returned_parameters`. Local operation. Raise
     OrderError if parameters are still sharded because FSDP2's hooks did not run.
     """
-    own: dict[str, Any] = module._parameters  # type: ignore[assignment]
+    table: dict[str, Any] = module._parameters  # type: ignore[assignment]
     names: list[str] = []
     parameters: list[DTensor] = []
-    for name, value in own.items():
+    for name, value in table.items():
         if isinstance(value, DTensor):
             if name in binding.distributed:
                 _check_gathered(binding, name, value)  # the user's code reads the DTensor
@@ -165,13 +165,13 @@ def local_parameters(
         local = _ToLocal.apply(binding, names, is_foreign, *parameters)
     else:
         local, _ = _torch.locals_and_specs(parameters)
-    own.update(zip(names, local, strict=True))
+    table.update(zip(names, local, strict=True))
     try:
         yield local
     finally:
         for name, parameter, tensor in zip(names, parameters, local, strict=True):
-            if own.get(name) is tensor:
-                own[name] = parameter
+            if table.get(name) is tensor:
+                table[name] = parameter
             if not tensor.is_leaf and not is_foreign:
                 # The graph already has its edges. If the autograd node stayed on the tensor, parameter and local
                 # tensor would form a cycle that outlives the model. requires_grad stays, because TE's recomputation
@@ -190,23 +190,23 @@ def replace_returned_parameters(
 ) -> Any:
     """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive the forward.
 
-    ``local`` are the tensors of :func:`local_parameters`, or else the module's own parameters. ``copy`` avoids a
+    ``local`` are the tensors of :func:`local_parameters`, or else the module's direct parameters. ``copy`` avoids a
     dangling view if FSDP2 may free the parameter after this forward.
     """
     inside = set(map(id, local))
-    kept = list(output)
-    for place, item in enumerate(output):
+    results = list(output)
+    for index, item in enumerate(output):
         if isinstance(item, torch.Tensor) and id(item) in inside:
             # Do not create a view without gradients: it would require gradients as soon as its base does.
             kept_view = item.view_as(item) if torch.is_grad_enabled() else item.detach()
-            kept[place] = item.clone() if copy else kept_view
-    return tuple(kept)
+            results[index] = item.clone() if copy else kept_view
+    return tuple(results)
 
 
 def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise OrderError if a parameter is still sharded over data parallel. Kernels must not read shards."""
-    whole = binding.unsharded_mesh(name)
-    if whole is not None and (parameter.device_mesh is whole or parameter.device_mesh == whole):
+    mesh = binding.unsharded_mesh(name)
+    if mesh is not None and (parameter.device_mesh is mesh or parameter.device_mesh == mesh):
         return
     raise OrderError(
         f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
@@ -235,7 +235,7 @@ class MeshModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run TE's forward on local tensors."""
         binding: ModuleBinding | None = self.__dict__.get(BINDING)
-        # TE's containers have no parameters of their own.
+        # TE's containers have no direct parameters.
         if binding is None or (binding.amax.group is None and not self._parameters):
             return super().forward(*args, **kwargs)
         if binding.amax.group is None:
@@ -286,7 +286,7 @@ class MeshModule(torch.nn.Module):
                 have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
                 if there and value is pair.unsharded and have.get(PARAMETER) is not there.get(PARAMETER):
                     share_record(old, value)
-                elif there.keys() - have.keys() - _torch.OWN_ATTRIBUTES:
+                elif there.keys() - have.keys() - _torch.DTENSOR_ATTRIBUTES:
                     copy_param_attrs(old, value)
         parameters[name] = value
 
@@ -299,12 +299,12 @@ class MeshModule(torch.nn.Module):
         super().register_parameter(name, param, **kwargs)
 
     def _on_replace(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
-        """Prepare the replacement of an own parameter by a new ``value``."""
+        """Prepare the replacement of a direct parameter by a new ``value``."""
         _check_assignment(self, binding, name, value)
         pair = binding.fsdp.pairs.setdefault(name, ShardedUnshardedPair())
-        whole = binding.unsharded_mesh(name)
-        is_shard = isinstance(value, DTensor) and value.device_mesh != whole
-        if not is_shard and isinstance(old, DTensor) and old.device_mesh != whole:
+        unsharded_mesh = binding.unsharded_mesh(name)
+        is_shard = isinstance(value, DTensor) and value.device_mesh != unsharded_mesh
+        if not is_shard and isinstance(old, DTensor) and old.device_mesh != unsharded_mesh:
             share_record(old, value)
         elif old is not None:
             copy_param_attrs(old, value)
@@ -359,10 +359,10 @@ class MeshModule(torch.nn.Module):
                 # torch cannot copy a DTensor whose local tensor is a view with an offset. TE's split parameters are
                 # such views of one buffer, and copies of their local tensors keep this structure.
                 local = copy.deepcopy(_torch.local_of(parameter), memo)
-                own = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
-                copy_param_attrs(copy.deepcopy(param_attrs_to_copy(parameter), memo), own)
-                own.grad = copy.deepcopy(parameter.grad, memo)
-                memo[id(parameter)] = own
+                copied = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
+                copy_param_attrs(copy.deepcopy(param_attrs_to_copy(parameter), memo), copied)
+                copied.grad = copy.deepcopy(parameter.grad, memo)
+                memo[id(parameter)] = copied
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
@@ -381,7 +381,7 @@ def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
 def _check_assignment(
     module: torch.nn.Module, binding: ModuleBinding, name: str, value: torch.nn.Parameter | None
 ) -> None:
-    """Raise if ``value`` would replace a parameter that FSDP2 manages: FSDP2 would register its own again."""
+    """Raise if ``value`` would replace a parameter that FSDP2 manages: FSDP2 would register its parameter again."""
     pair = binding.fsdp.pairs.get(name)
     if pair is None or pair.shard is None or pair.unsharded is None:
         return  # FSDP2 sets it for the first time
@@ -391,7 +391,7 @@ def _check_assignment(
         f"{binding.label(name)}: a parameter assigned after the first forward",
         expected="the parameter set by te_fsdp.fully_shard",
         got="None" if value is None else f"a different one, of shape {tuple(value.shape)}",
-        why="FSDP2 would restore its own parameter in the next forward, and optimizers keep updating that one",
+        why="FSDP2 would restore its parameter in the next forward, and optimizers keep updating that one",
         fix="copy the values: `with torch.no_grad(): parameter.copy_(values)`, with a DTensor of its placements; "
         "or assign and tie parameters before te_fsdp.fully_shard",
     )
@@ -470,7 +470,7 @@ class ForeignModule(MeshModule):
         if unset:
             raise InitError(
                 f"{', '.join(binding.label(name) for name in unset)}: not initialized",
-                expected=f"{type(self).__name__}.reset_parameters to fill every own parameter and buffer",
+                expected=f"{type(self).__name__}.reset_parameters to fill every parameter and buffer",
                 got="uninitialized values",
                 why="They would contain uninitialized memory",
                 fix="initialize them in reset_parameters",

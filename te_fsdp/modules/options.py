@@ -44,7 +44,7 @@ def check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
             raise PlacementError(
                 f"{label}.{name} ({kind}): a DistributedWeight (TransformerEngine 2.19)",
                 expected="an ordinary parameter",
-                why="Its own code gathers the weight and reduces its gradient, and FSDP2 would do so again",
+                why="TE's code all-gathers the weight and reduces its gradient, and FSDP2 would do so again",
                 fix="build this module with ordinary parameters",
             )
     problem = why = ""
@@ -104,16 +104,16 @@ _BY_MODE = {"column": ("out_features",), "row": ("in_features",)}
 def check_divisible(kind: str, stock: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if ``tp_size`` does not divide a size in a constructor's arguments that TE divides by it."""
     try:
-        given = inspect.signature(stock.__init__).bind_partial(None, *args, **kwargs).arguments
+        arguments = inspect.signature(stock.__init__).bind_partial(None, *args, **kwargs).arguments
     except TypeError:
         return  # TE says which argument is wrong
-    given = {**given, **given.get("kwargs", {})}
-    group = given.get("tp_group")  # decides over tp_size, as in TE
-    tp_size = group.size() if group is not None else given.get("tp_size", 1)
+    arguments = {**arguments, **arguments.get("kwargs", {})}
+    group = arguments.get("tp_group")  # decides over tp_size, as in TE
+    tp_size = group.size() if group is not None else arguments.get("tp_size", 1)
     names = _DIVIDED.get(kind, ())
     if kind in ("Linear", "LayerNormLinear", "GroupedLinear"):
-        names = _BY_MODE.get(str(given.get("parallel_mode")), ())
+        names = _BY_MODE.get(str(arguments.get("parallel_mode")), ())
     for name in names:
-        size = given.get(name)
+        size = arguments.get(name)
         if isinstance(size, int) and isinstance(tp_size, int) and tp_size > 1:
             check_multiple(kind, name, size, tp_size)

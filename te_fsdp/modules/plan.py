@@ -31,7 +31,7 @@ from te_fsdp.modules.grouped import (
     single_parameters,
 )
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
-from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_user_dtensor
+from te_fsdp.modules.user_dtensors import dim_to_shard, is_as_bound, place_user_dtensor
 from te_fsdp.quantized.alignment import check_quantizer, plan_shard_dims
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners
 from te_fsdp.upstream import te as _te
@@ -67,30 +67,30 @@ def plan_modules(
         with raised_on_all_ranks(ep_mesh, where):
             planned = _plan(model, dense, of_experts, find_experts(model, experts), where, stays_replicated)
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
-        held = experts_over(modules, ep_mesh, where)
-        planned = [replace(item, experts=held.get(item.name)) for item in planned]
+        expert_ranges = experts_over(modules, ep_mesh, where)
+        planned = [replace(item, experts=expert_ranges.get(item.name)) for item in planned]
     # Plan all weights at once: a mesh proposed in an error must work for all of them.
     of_dense = plan_shard_dims(
         _quantizable(item for item in planned if item.experts is None), dense.grid, stays_replicated
     )
-    found = []
+    plans = []
     for item in planned:
-        cuts = of_dense.get(id(item.module), {})
+        shard_dims = of_dense.get(id(item.module), {})
         grid = item.meshes.grid
         if item.experts is not None:
-            own = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
-            cuts = {item.registered(name): dim for name, dim in own.items()}
+            dims = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
+            shard_dims = {item.registered(name): dim for name, dim in dims.items()}
         if item.kind == "GroupedLinear":
-            cuts = {**cuts, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
-        for name, own in item.distributed.items():
+            shard_dims = {**shard_dims, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
+        for name, user_dtensor in item.distributed.items():
             if stays_replicated(item.module, name):
                 continue
-            ranks = (of_experts if own.is_expert else dense).grid.dp_shard
+            ranks = (of_experts if user_dtensor.is_expert else dense).grid.dp_shard
             label = f"{item.name}.{name}" if item.name else name
-            dim = dim_to_shard(label, item.module._parameters[name], own, ranks)
-            cuts = {**cuts, name: dim} if dim else cuts
-        found.append(replace(item, fsdp_dims=cuts))
-    return found
+            dim = dim_to_shard(label, item.module._parameters[name], user_dtensor, ranks)
+            shard_dims = {**shard_dims, name: dim} if dim else shard_dims
+        plans.append(replace(item, fsdp_dims=shard_dims))
+    return plans
 
 
 def _plan(
@@ -125,12 +125,12 @@ def _plan(
         # The placements of the user's DTensors replace rules. DTensors of a bound module are those of an earlier call.
         if binding_of(item.module) is None:
             label = item.name or type(item.module).__name__
-            own = {
+            placed = {
                 name: place_user_dtensor(f"{label}.{name}", p, meshes.tp_mesh, ep_mesh, meshes.single)
                 for name, p in user_dtensors(item.module).items()
             }
-            rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in own.items()}}
-            item = replace(item, rules=rules, distributed=own)
+            rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in placed.items()}}
+            item = replace(item, rules=rules, distributed=placed)
         _check_item(item)
         planned.append(item)
     return planned
@@ -138,42 +138,42 @@ def _plan(
 
 def user_dtensors(module: Any) -> dict[str, DTensor]:
     """Return a module's DTensor parameters that TE does not read itself, by name. Local operation."""
-    found = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
-    kind = _te.kind_of(module) if found else None
+    dtensors = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    kind = _te.kind_of(module) if dtensors else None
     read: Collection[str] = ()
     if kind == "GroupedLinear":
         counted = [f"{what}{index}" for what in ("weight", "bias") for index in range(module.num_gemms)]
         read = {*counted, *single_names(module)}
     elif kind not in (None, "unknown"):
         read = _rules(module, kind, {}, PLAIN, False)
-    return {name: p for name, p in found.items() if name not in read}
+    return {name: p for name, p in dtensors.items() if name not in read}
 
 
 def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
     """Raise PlacementError for a tied parameter that tp shards for one of its modules only, or differently. Local.
 
-    Modules of the user's own classes may compute with shards.
+    User-defined modules may compute with shards.
     """
     planned = {id(item.module): item for item in items}
-    places: dict[int, dict[str, tuple[int | None, Layout]]] = {}
-    for place in iter_param_owners(model):
-        item = planned.get(id(place.owner))
-        kind = _te.kind_of(place.owner)
-        known = type(place.owner).__module__.startswith("torch.nn.") if kind is None else kind != "unknown"
-        if known and not isinstance(place.parameter, DTensor):
+    rules_of: dict[int, dict[str, tuple[int | None, Layout]]] = {}
+    for owner in iter_param_owners(model):
+        item = planned.get(id(owner.module))
+        kind = _te.kind_of(owner.module)
+        stock = type(owner.module).__module__.startswith("torch.nn.") if kind is None else kind != "unknown"
+        if stock and not isinstance(owner.parameter, DTensor):
             rule = (
-                item.rules.get(place.name) if item is not None and item.meshes.tp_mesh is not None else None
+                item.rules.get(owner.name) if item is not None and item.meshes.tp_mesh is not None else None
             )
             cut = (None, PLAIN) if rule is None or rule.shard_dim is None else (rule.shard_dim, rule.layout)
-            places.setdefault(id(place.parameter), {})[place.label] = cut
-    for cuts in places.values():
-        if len(set(cuts.values())) > 1:
+            rules_of.setdefault(id(owner.parameter), {})[owner.label] = cut
+    for rules in rules_of.values():
+        if len(set(rules.values())) > 1:
             raise PlacementError(
-                f"{', '.join(cuts)}: one parameter, which tp shards differently for these modules",
+                f"{', '.join(rules)}: one parameter, which tp shards differently for these modules",
                 expected="modules that read the same rows or columns",
                 got="; ".join(
                     f"{label}: {'not sharded' if dim is None else f'dim {dim}, {layout}'}"
-                    for label, (dim, layout) in cuts.items()
+                    for label, (dim, layout) in rules.items()
                 ),
                 why="Each rank has one shard, and one of the modules would compute with a part of its weight",
                 fix="do not tie them under tensor parallelism, or set the same parallel_mode for both",
@@ -210,12 +210,12 @@ def _check_item(item: ModulePlan) -> None:
                 got=f"shape {tuple(parameter.shape)}",
                 fix="keep the shapes of TransformerEngine's parameters",
             )
-        known = parameter is not None and item.kind is not None
-        quantizer = _te.weight_quantizer(item.module, name) if known else None
+        is_te = parameter is not None and item.kind is not None
+        quantizer = _te.weight_quantizer(item.module, name) if is_te else None
         if quantizer is None:
             continue
         check_quantizer(f"{label}.{name}", quantizer)
-        # A rank knows the amax of its own shard only. The scale is that of all shards.
+        # A rank computes the amax of its shard only. The scale is that of all shards.
         is_cut_alone = tp_mesh is not None and tp_mesh.size() > 1 and weight_mesh is None
         if is_cut_alone and _te.needs_shared_amax(quantizer):
             raise MeshError(
@@ -227,30 +227,30 @@ def _check_item(item: ModulePlan) -> None:
             )
     group = getattr(item.module, "tp_group", None)
     if item.kind in PARALLEL and group is not None and tp_mesh is not None and item.module.tp_size > 1:
-        have, want = dist.get_process_group_ranks(group), tp_mesh.mesh.flatten().tolist()
-        if sorted(have) != sorted(want):
+        group_ranks, mesh_ranks = dist.get_process_group_ranks(group), tp_mesh.mesh.flatten().tolist()
+        if sorted(group_ranks) != sorted(mesh_ranks):
             raise MeshError(
                 f"{label}: tp_mesh",
-                expected=f"the ranks of tp_group, {have}",
-                got=want,
+                expected=f"the ranks of tp_group, {group_ranks}",
+                got=mesh_ranks,
                 fix="pass the mesh of tp_group, or build the module with tp_size only",
             )
 
 
 def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> None:
     """A second call may only repeat the first."""
-    known = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep.mesh)
-    same = known.tp_mesh == meshes.tp_mesh and known.ep_mesh == meshes.ep_mesh
+    bound = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep.mesh)
+    same = bound.tp_mesh == meshes.tp_mesh and bound.ep_mesh == meshes.ep_mesh
     # Without tp, FSDP2's shard axis was taken as the mesh.
-    is_left_out = meshes.weight_mesh is None or (known.weight_mesh is None and not binding.fsdp.is_managed)
-    if same and (known.weight_mesh == meshes.weight_mesh or is_left_out):
+    is_left_out = meshes.weight_mesh is None or (bound.weight_mesh is None and not binding.fsdp.is_managed)
+    if same and (bound.weight_mesh == meshes.weight_mesh or is_left_out):
         return
     what, fix = "with different meshes than before", "bind a model once; build a new model for a new mesh"
     if binding.fsdp.is_managed:
         what, fix = "after fully_shard", "call set_device_mesh before fully_shard"
     raise OrderError(
         f"{label}: set_device_mesh {what}",
-        expected=_meshes_for_module(known),
+        expected=_meshes_for_module(bound),
         got=_meshes_for_module(meshes),
         why="The parameters are placed already",
         fix=fix,
@@ -305,43 +305,43 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
         if kind == "MultiheadAttention":
             layouts.update(_fused_layouts(module))
             per_head.update(id(norm) for norm in (module.q_norm, module.k_norm) if norm is not None)
-        own = {n: p for n, p in module._parameters.items() if p is not None}
+        params = {n: p for n, p in module._parameters.items() if p is not None}
         if kind == "GroupedLinear":
             check_single(module, label)
-            own = single_parameters(module)
+            params = single_parameters(module)
         if kind == "unknown":
-            if own and tp_size > 1:
+            if params and tp_size > 1:
                 # te.ops has a Linear too, which is not the one that is expected.
                 kind_name = f"{type(module).__module__}.{type(module).__name__}"
                 raise PlacementError(
                     f"{label}: {kind_name} has no placement rule",
-                    expected=f"one of {', '.join(f'te.{known}' for known in _te.KINDS)}",
+                    expected=f"one of {', '.join(f'te.{supported}' for supported in _te.KINDS)}",
                     why="Its parameters would be saved and reduced incorrectly under tensor parallelism",
                     fix="use one of these modules, or no tensor parallelism",
                 )
             continue
-        if kind is None and not own:
+        if kind is None and not params:
             continue
         distributed = user_dtensors(module)
-        of_te = {n: p for n, p in own.items() if n not in distributed}
+        of_te = {n: p for n, p in params.items() if n not in distributed}
         rules = _rules(module, kind, of_te, layouts.get(id(module), PLAIN), id(module) in per_head)
         rules |= dict.fromkeys(distributed, ParameterRule(None))  # until the meshes are known
-        missing = sorted(own.keys() - rules.keys())
+        missing = sorted(params.keys() - rules.keys())
         if missing:
             raise PlacementError(
                 f"{label}: no placement rule for parameter(s) {', '.join(missing)}",
                 expected=f"the parameters of {kind}",
                 fix="register additional parameters in a module of your own",
             )
-        for n, p in own.items():  # TE and Megatron mark parameters whose gradient is partial over tp
+        for n, p in params.items():  # TE and Megatron mark parameters whose gradient is partial over tp
             if rules[n].shard_dim is None and getattr(p, "sequence_parallel", False):
                 rules[n] = replace(rules[n], partial_grad=True)
-        planned.append(ModulePlan(name, module, kind, {n: rules[n] for n in own}))
+        planned.append(ModulePlan(name, module, kind, {n: rules[n] for n in params}))
     return planned
 
 
 def _rules(
-    module: Any, kind: str | None, own: dict[str, object], layout: Layout, per_head: bool
+    module: Any, kind: str | None, params: dict[str, object], layout: Layout, per_head: bool
 ) -> dict[str, ParameterRule]:
     """Return the rules of all parameters that a module of this kind may have."""
     sequence_parallel = bool(getattr(module, "sequence_parallel", False))
@@ -352,16 +352,16 @@ def _rules(
         return table.mlp_rules(module.activation, sequence_parallel=sequence_parallel)
     if kind == "GroupedLinear":
         # Local indices, or global indices after binding.
-        single = [name for name in own if expert_index(name) is None]
-        weights = [name for name in own if name not in single and name.startswith("weight")]
-        biases = [name for name in own if name not in single and name.startswith("bias")]
+        single = [name for name in params if expert_index(name) is None]
+        weights = [name for name in params if name not in single and name.startswith("weight")]
+        biases = [name for name in params if name not in single and name.startswith("bias")]
         mode = module.parallel_mode
         return table.grouped_linear_rules(weights, biases, mode) | table.single_grouped_rules(single, mode)
     if kind in ("LayerNorm", "RMSNorm"):
         return table.norm_rules(sequence_parallel=sequence_parallel, per_head=per_head)
     if kind == "DotProductAttention":
         return {"softmax_offset": ParameterRule(0)}  # one value per local head
-    return dict.fromkeys(own if kind is None else (), ParameterRule(None))
+    return dict.fromkeys(params if kind is None else (), ParameterRule(None))
 
 
 def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -391,7 +391,7 @@ def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[in
         relative heights of the matrices in a group. ``(1, (1, 1))`` is gate above up. ``(2, (4, 1, 1))`` is an
         interleaved QKV of two groups with four query heads each.
     """
-    found = {}
+    matrices = {}
     modules: list[Any] = list(root.modules())
     for module in modules:
         kind = _te.kind_of(module)
@@ -402,21 +402,21 @@ def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[in
                 # Interleaved weights repeat the blocks of query, key and value for each group of heads.
                 turns = int(module.num_gqa_groups)
                 blocks = (blocks[0] // turns, 1, 1) if len(blocks) == 3 else blocks
-            found[id(projection), projection.weight_names[0]] = turns, blocks
+            matrices[id(projection), projection.weight_names[0]] = turns, blocks
         # A gated activation has two matrices in one weight, which Muon must orthogonalize separately.
         if kind == "LayerNormMLP" and module.activation in table.GATED_ACTIVATIONS:
-            found[id(module), "fc1_weight"] = 1, (1, 1)
-    return found
+            matrices[id(module), "fc1_weight"] = 1, (1, 1)
+    return matrices
 
 
 def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
-    """Return the layouts of TE modules' own parameters by ``id`` of the module, for any mesh. Local operation.
+    """Return the layouts of TE modules' direct parameters by ``id`` of the module, for any mesh. Local operation.
 
     The rows of a fused projection are query, key and value on top of each other, or interleaved by heads. This
     does not depend on the mesh. Rules contain it only if tp shards the rows.
     """
     fused: dict[int, Layout] = {}
-    found: dict[int, dict[str, Layout]] = {}
+    by_module: dict[int, dict[str, Layout]] = {}
     modules: list[Any] = list(root.modules())
     for module in modules:
         kind = _te.kind_of(module)
@@ -432,5 +432,5 @@ def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
         elif kind == "LayerNormMLP":
             rules = table.mlp_rules(module.activation)
             layouts = {name: rules[name].layout if name in rules else PLAIN for name in layouts}
-        found[id(module)] = layouts
-    return found
+        by_module[id(module)] = layouts
+    return by_module

@@ -26,45 +26,45 @@ def frequencies_of(buffers: Iterable[str], read: Callable[[str], torch.Tensor]) 
 
 
 def wanted_rotary(
-    one: Semantics, found: torch.Tensor | None, base: float, dim: int, scaling: Mapping[str, Any] | None
+    recorded: Semantics, actual: torch.Tensor | None, base: float, dim: int, scaling: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the settings that TE's rotary embedding must have to match a ``config.json``. Local operation.
 
     They equal the embedding's own settings if it rotates heads of ``dim`` channels by the same angles up to
-    rounding. ``found`` contains its frequencies (possibly modified after construction); ``None``: those of its
+    rounding. ``actual`` contains its frequencies (possibly modified after construction); ``None``: those of its
     constructor. ``scaling`` is the file's ``rope_scaling``. Raise CheckpointError if a number is missing in it.
     """
-    given: Mapping[str, Any] = scaling or {}
+    rope_scaling: Mapping[str, Any] = scaling or {}
 
     def number(key: str) -> float:
-        if type(given.get(key)) not in (int, float):
+        if type(rope_scaling.get(key)) not in (int, float):
             what = f"rope_scaling in config.json: {key}"
-            raise CheckpointError(what, expected="a number", got=given.get(key))
-        return given[key]
+            raise CheckpointError(what, expected="a number", got=rope_scaling.get(key))
+        return rope_scaling[key]
 
     # fp64, for sequence lengths of the training. partial_rotary_factor has no effect if all channels are rotated.
-    wanted, kind = _plain(base, dim), _kind(given)
+    frequencies, kind = _plain(base, dim), _kind(rope_scaling)
     if kind == "linear":
-        wanted = wanted / number("factor")
+        frequencies = frequencies / number("factor")
     elif kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
-        turns = wanted * number("original_max_position_embeddings") / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        wanted = wanted * (kept + (1 - kept) / number("factor"))
-    factor = one["seq_len_interpolation_factor"]
-    found = _plain(one["rotary_base"], dim) if found is None else found
-    if factor is not None and one["pretrained_max_position_embeddings"] is not None:
-        found = found / factor  # interpolation needs both arguments
+        turns = frequencies * number("original_max_position_embeddings") / (2 * math.pi)
+        extrapolated = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (extrapolated + (1 - extrapolated) / number("factor"))
+    factor = recorded["seq_len_interpolation_factor"]
+    actual = _plain(recorded["rotary_base"], dim) if actual is None else actual
+    if factor is not None and recorded["pretrained_max_position_embeddings"] is not None:
+        actual = actual / factor  # interpolation needs both arguments
     # Frequencies are computed in fp32, where rounding of the exponent is amplified by log(base), and may be cast to
     # bf16.
-    rounding = 2 * max(torch.finfo(found.dtype).eps, 2**-18)
-    fits = kind in _KINDS and found.shape == wanted.shape  # others scale the scores as well
-    fits = fits and torch.allclose(found.double().cpu(), wanted, rtol=rounding, atol=0.0)
-    if scaling is None and (fits or one["rotary_base"] != base):
+    rounding = 2 * max(torch.finfo(actual.dtype).eps, 2**-18)
+    fits = kind in _KINDS and actual.shape == frequencies.shape  # others scale the scores as well
+    fits = fits and torch.allclose(actual.double().cpu(), frequencies, rtol=rounding, atol=0.0)
+    if scaling is None and (fits or recorded["rotary_base"] != base):
         return {"rotary_base": base}
-    rope = {"rope_theta": base, **given}
-    base_text = one["rotary_base"] if fits else f"of the frequencies by {rope}"
-    return {**one.settings, "rotary_base": base_text, "interleaved": False}
+    rope = {"rope_theta": base, **rope_scaling}
+    base_text = recorded["rotary_base"] if fits else f"of the frequencies by {rope}"
+    return {**recorded.settings, "rotary_base": base_text, "interleaved": False}
 
 
 #: Kinds of ``rope_scaling`` that only change the angles.

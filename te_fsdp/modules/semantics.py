@@ -29,7 +29,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 Effect = Literal["error", "strict", "note", "names"]
 
 #: Placeholder in a difference for a value that one model does not record.
-_NOT_KNOWN = "not known"
+_NOT_RECORDED = "not known"
 
 
 # fmt: off
@@ -106,7 +106,7 @@ _SAME = (("Dropout", "Dropout"), ("Identity", "Dropout"), ("BatchNorm", "BatchNo
 #: Containers with an order that module names do not show -> setting that records the order.
 _ORDERED = {"Sequential": "order", "ModuleDict": "keys"}
 #: Library name of user-defined classes.
-OWN = "own"
+USER_DEFINED = "own"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 #: Python modules that do not contain user-defined classes.
 _LIBRARIES = ("torch.", "transformer_engine.", "te_fsdp.", "builtins")
@@ -121,7 +121,7 @@ class Semantics:
 
     Attributes:
         kind: Its class in the library, behind subclasses: ``"LayerNormMLP"``, ``"GELU"``.
-        library: ``"te"``, ``"torch"`` or :data:`OWN`.
+        library: ``"te"``, ``"torch"`` or :data:`USER_DEFINED`.
         settings: Constructor argument -> value as plain JSON (tuples are lists). Windows, diagonals and
             activation parameters are those in effect.
     """
@@ -145,57 +145,59 @@ class Semantics:
 
 def semantics_of(model: nn.Module) -> dict[str, Semantics]:
     """Return the semantics of TE's and torch's modules, with subclasses, by FQN without wrappers. Local operation."""
-    found: dict[str, Semantics] = {}
+    semantics: dict[str, Semantics] = {}
     inside: str | None = None
     for prefix, module in model.named_modules():
         if inside is not None and prefix.startswith(inside):
             continue
-        known = _known_kind(type(module))
+        stock = _stock_kind(type(module))
         # The names of modules in other containers are numbers, which show the order.
         is_ordered = isinstance(module, (nn.Sequential, nn.ModuleDict)) and not all(
             map(str.isdigit, module._modules)
         )
-        if is_ordered and _own_class(type(module)) is None:
+        if is_ordered and _user_class(type(module)) is None:
             kind = "Sequential" if isinstance(module, nn.Sequential) else "ModuleDict"
-            found[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
-        if known is None:
+            semantics[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
+        if stock is None:
             continue
-        kind, library, arguments = known
-        settings = _known_values(
+        kind, library, arguments = stock
+        settings = _recordable(
             (name, plain_value(_te.argument_of(module, name, UNKNOWN))) for name in arguments
         )
         if library == "te" and kind in _DERIVED:
             _DERIVED[kind](module, settings)
-        found[_torch.without_wrappers(prefix)] = Semantics(kind, library, settings)
+        semantics[_torch.without_wrappers(prefix)] = Semantics(kind, library, settings)
         if kind == "DotProductAttention":  # its children are its backends
             inside = f"{prefix}." if prefix else ""
-    return found
+    return semantics
 
 
 # [Note: user-defined modules] For modules of user-defined classes, the class and the public attributes are
 # recorded. Only the user knows whether an attribute affects the computation. So a different function requires
 # confirmation, as does a different class of a module without attributes. A different value is only reported.
 # Values may differ between ranks (a rank number, for example); the file contains those of rank 0.
-def own_settings(model: nn.Module) -> dict[str, Semantics]:
+def user_settings(model: nn.Module) -> dict[str, Semantics]:
     """Return classes and public attributes of user-defined modules by FQN. Functions are described. Local operation."""
     # Fields of a configuration shared by many modules are recorded once, as ``config.<field>``.
-    found, seen = {}, set[int]()
+    classes, seen = {}, set[int]()
     for prefix, module in model.named_modules():
-        cls, own = type(module), _own_class(type(module))
-        if own is None or _known_kind(cls) is not None:
+        cls, user_class = type(module), _user_class(type(module))
+        if user_class is None or _stock_kind(cls) is not None:
             continue
         # Of a module without state only the class is known, so that it counts like the name of a function.
         is_leaf = not (module._modules or module._parameters or module._buffers)
-        recorded = [("class", f"{_FUNCTION if is_leaf else ''}{own.__name__}")]
+        recorded = [("class", f"{_FUNCTION if is_leaf else ''}{user_class.__name__}")]
         for name, value in vars(module).items():
             recorded.append((name, _public_value(cls, name, value)))
             if not name.startswith("_") and id(value) not in seen:
                 seen.add(id(value))
                 recorded += (
-                    (f"{name}.{field}", _public_value(cls, field, one)) for field, one in _fields(value)
+                    (f"{name}.{field}", _public_value(cls, field, item)) for field, item in _fields(value)
                 )
-        found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, _known_values(recorded))
-    return found
+        classes[_torch.without_wrappers(prefix)] = Semantics(
+            user_class.__name__, USER_DEFINED, _recordable(recorded)
+        )
+    return classes
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
@@ -206,16 +208,16 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
     return [one for one in value.items() if isinstance(one[0], str)] if is_small else []
 
 
-def _known_values(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _recordable(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in values if value is not UNKNOWN}
 
 
 @functools.cache
-def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
+def _stock_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
     """Return kind, library and arguments of the stock class behind a bound or user-defined class."""
     for base in _te.stock_classes(cls):
         packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
-        library = next((own for own, name in packages.items() if base.__module__.startswith(name)), None)
+        library = next((lib for lib, name in packages.items() if base.__module__.startswith(name)), None)
         if library is None:
             continue
         kind = base.__name__
@@ -230,7 +232,7 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
     return None
 
 
-def _own_class(cls: type) -> type | None:
+def _user_class(cls: type) -> type | None:
     """Return the first user-defined class in a module's method resolution order."""
     return next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
 
@@ -240,8 +242,8 @@ def _attention(module: Any, settings: dict[str, Any]) -> None:
     if hasattr(module, "core_attention"):
         settings["kv_channels"] = module.hidden_size_per_attention_head
         norm = getattr(module, "q_norm", None)
-        known = None if norm is None else _known_kind(type(norm))
-        settings["qk_norm_type"] = None if known is None else known[0]
+        stock = None if norm is None else _stock_kind(type(norm))
+        settings["qk_norm_type"] = None if stock is None else stock[0]
         settings["qk_norm_eps"] = None if norm is None else norm.eps
         fused = [getattr(module, name, None) for name in ("layernorm_qkv", "qkv", "key_value")]
         settings["fuse_qkv_params"] = any(m is not None and "weight" in m._parameters for m in fused)
@@ -259,8 +261,8 @@ def _mask(settings: dict[str, Any], prefix: str = "", mask: str = "attn_mask_typ
     left, right = settings.get(f"{prefix}window_size") or (-1, -1)
     right = 0 if causal else -1 if (left, right) == (-1, 0) else right
     settings[f"{prefix}window_size"] = [left, right]
-    given = settings.get(f"{prefix}bottom_right_diagonal")
-    is_bottom_right = "bottom_right" in settings[mask] or (not causal and given is not False)
+    diagonal = settings.get(f"{prefix}bottom_right_diagonal")
+    is_bottom_right = "bottom_right" in settings[mask] or (not causal and diagonal is not False)
     settings[f"{prefix}bottom_right_diagonal"] = is_bottom_right
 
 
@@ -291,39 +293,40 @@ def _public_value(cls: type, name: str, value: Any) -> Any:
     """Return an attribute's plain value; ``UNKNOWN`` if it is private, torch's, or hides a method as wrappers do."""
     if name.startswith("_") or name == "training" or (callable(value) and hasattr(cls, name)):
         return UNKNOWN
-    found = plain_value(value)
+    plain = plain_value(value)
     values = [value, *value] if isinstance(value, (list, tuple)) else [value]
-    if found is not UNKNOWN and any(map(callable, values)):
-        found = f"{_FUNCTION}{found}"
-    if found is UNKNOWN or len(text := found if isinstance(found, str) else repr(found)) <= _LONGEST:
-        return found
+    if plain is not UNKNOWN and any(map(callable, values)):
+        plain = f"{_FUNCTION}{plain}"
+    if plain is UNKNOWN or len(text := plain if isinstance(plain, str) else repr(plain)) <= _LONGEST:
+        return plain
     return f"{text[:_LONGEST]}... {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
+def to_json(modules: Mapping[str, Semantics]) -> dict[str, Any]:
     """Convert semantics by FQN to plain JSON. Values shared by several modules are stored once."""
     kinds = {
-        repr(one): {"kind": one.kind, "library": one.library, "settings": dict(one.settings)}
-        for one in found.values()
+        repr(module): {"kind": module.kind, "library": module.library, "settings": dict(module.settings)}
+        for module in modules.values()
     }
-    places = {text: place for place, text in enumerate(kinds)}
-    return {"kinds": [*kinds.values()], "modules": {name: places[repr(one)] for name, one in found.items()}}
+    index_of = {text: index for index, text in enumerate(kinds)}
+    indices = {name: index_of[repr(module)] for name, module in modules.items()}
+    return {"kinds": [*kinds.values()], "modules": indices}
 
 
 def record(model: nn.Module) -> dict[str, Any]:
     """Return a model's semantics for a manifest, and the recipes under which it has run. Local operation."""
-    return {"recipes": _te.recipes_in_use(model), **to_json(semantics_of(model) | own_settings(model))}
+    return {"recipes": _te.recipes_in_use(model), **to_json(semantics_of(model) | user_settings(model))}
 
 
 #: Record of a model with unknown semantics.
 NOTHING: Mapping[str, Any] = {"recipes": [], **to_json({})}
 
 
-def from_json(recorded: Mapping[str, Any], *, own: bool = False) -> dict[str, Semantics]:
-    """Load the output of :func:`to_json`, for modules of the libraries or (``own``) user-defined modules."""
-    kinds = [Semantics(one["kind"], one["library"], one["settings"]) for one in recorded["kinds"]]
-    found = {name: kinds[index] for name, index in recorded["modules"].items()}
-    return {name: one for name, one in found.items() if (one.library == OWN) == own}
+def from_json(recorded: Mapping[str, Any], *, user_defined: bool = False) -> dict[str, Semantics]:
+    """Load the output of :func:`to_json`, for modules of the libraries or (``user_defined``) user-defined modules."""
+    kinds = [Semantics(each["kind"], each["library"], each["settings"]) for each in recorded["kinds"]]
+    semantics = {name: kinds[index] for name, index in recorded["modules"].items()}
+    return {name: each for name, each in semantics.items() if (each.library == USER_DEFINED) == user_defined}
 
 
 # --- comparing
@@ -350,30 +353,30 @@ def differences(
     ``tensors`` are names of parameters and buffers that only one model has. They already report a module that
     only this model has. A module without tensors may be missing, or be user-defined in the other model.
     """
-    found = [
+    different = [
         Difference(f"{name}.{setting}".lstrip("."), *values)
         for name in saved.keys() & here.keys()
         for setting, *values in _compare(saved[name], here[name])
     ]
     for name in [n for n in saved.keys() & here.keys() if saved[n].kind in _ORDERED and saved[n] == here[n]]:
         setting = _ORDERED[saved[name].kind]
-        then, now = (_parts(name, side) for side in (saved, here))
+        then, now = (_child_names(name, side) for side in (saved, here))
         then, now = [n for n in then if n in now], [n for n in now if n in then]
         if then != now:
-            found.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
+            different.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
     both = {**saved, **here}
     # Containers have no function of their own: wrapping layers in one does not change the model.
-    alone = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
-    owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if alone else set()
-    for name in alone - owners:
+    one_sided = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
+    owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if one_sided else set()
+    for name in one_sided - owners:
         # A missing module is reported without its submodules, which are missing with it.
-        if name.rpartition(".")[0] not in alone:
-            then, now = (_class(side[name]) if name in side else _NOT_KNOWN for side in (saved, here))
-            found.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
-    return sorted(found, key=lambda d: d.name)
+        if name.rpartition(".")[0] not in one_sided:
+            then, now = (_class(side[name]) if name in side else _NOT_RECORDED for side in (saved, here))
+            different.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
+    return sorted(different, key=lambda d: d.name)
 
 
-def _parts(name: str, modules: Iterable[str]) -> list[str]:
+def _child_names(name: str, modules: Iterable[str]) -> list[str]:
     """Return the names of a container's children in module order, as far as they are recorded."""
     prefix = f"{name}." if name else ""
     inside = (
@@ -382,9 +385,9 @@ def _parts(name: str, modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(inside))
 
 
-def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
+def user_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
     """Return the differences between attributes that modules of both models have. Local operation."""
-    found = []
+    different = []
     for name in sorted(saved.keys() & here.keys()):
         then, now = saved[name].settings, here[name].settings
         for setting in sorted(then.keys() & now.keys()):
@@ -392,21 +395,21 @@ def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics
             if not _same(*pair):
                 asks = all(value is None or str(value).startswith(_FUNCTION) for value in pair)
                 label = f"{name}.{setting}".lstrip(".")
-                found.append(Difference(label, *pair, "strict" if asks else "note"))
-    return found
+                different.append(Difference(label, *pair, "strict" if asks else "note"))
+    return different
 
 
-def format_differences(found: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
+def format_differences(different: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
     """Format one text per setting and pair of values with its modules."""
     # Settings recorded on one side only share one text.
     groups: dict[str, list[str]] = {}
     one_sided: dict[str, list[str]] = {}
-    for one in found:
-        module, _, setting = one.name.rpartition(".")
-        if _NOT_KNOWN in (one.then, one.now):
+    for diff in different:
+        module, _, setting = diff.name.rpartition(".")
+        if _NOT_RECORDED in (diff.then, diff.now):
             one_sided.setdefault(setting, []).append(module)
         else:
-            groups.setdefault(f"{setting}: {words.format(one.then, one.now)}", []).append(module)
+            groups.setdefault(f"{setting}: {words.format(diff.then, diff.now)}", []).append(module)
     texts, rest = (
         [text + (f" ({fold_names(names)})" if any(names) else "") for text, names in each.items()]
         for each in (groups, one_sided)
@@ -427,11 +430,11 @@ def fold_names(names: Iterable[str]) -> str:
 def distinguishing_settings(here: Mapping[str, Semantics]) -> str:
     """Format the settings in which models with the same tensors may differ; empty if there are none."""
     values: dict[str, dict[str, None]] = {}
-    for one in here.values():
-        for setting, value in one.settings.items():
+    for module in here.values():
+        for setting, value in module.settings.items():
             if setting in SETTINGS and SETTINGS[setting].effect == "error":
                 values.setdefault(setting, {})[str(value)] = None
-    return ", ".join(f"{setting} {' or '.join(found)}" for setting, found in sorted(values.items()))
+    return ", ".join(f"{setting} {' or '.join(texts)}" for setting, texts in sorted(values.items()))
 
 
 def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any, Effect]]:
@@ -443,13 +446,13 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
         if not same:
             return
     for setting in sorted({*saved.settings, *here.settings}):
-        known = SETTINGS.get(setting, Setting("error"))
-        then, now = (s.settings.get(setting, known.absent) for s in (saved, here))
-        if _same(then, now) or known.effect == "names":
+        row = SETTINGS.get(setting, Setting("error"))
+        then, now = (s.settings.get(setting, row.absent) for s in (saved, here))
+        if _same(then, now) or row.effect == "names":
             continue
-        effect = known.effect
+        effect = row.effect
         if UNKNOWN in (then, now):  # only one version of a library has the setting
-            effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
+            effect, then, now = "note", *(_NOT_RECORDED if v is UNKNOWN else v for v in (then, now))
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # each call defines the padding
         # "<" begins a digest of a lambda, which early versions recorded.
@@ -463,9 +466,9 @@ def _same(then: Any, now: Any) -> bool:
     return then == now
 
 
-def _class(one: Semantics) -> str:
-    kind = "Dropout or Identity" if one.kind == "Dropout" else one.kind
-    return f"{'torch.nn' if one.library == 'torch' else 'te'}.{kind}"
+def _class(module: Semantics) -> str:
+    kind = "Dropout or Identity" if module.kind == "Dropout" else module.kind
+    return f"{'torch.nn' if module.library == 'torch' else 'te'}.{kind}"
 
 
 def _unpadded(mask: Any) -> str:

@@ -46,9 +46,9 @@ def _before_load(
             _check(prefix + name, parameter, value, assign)
     if not assign:
         return
-    own = [p for p in module._parameters.values() if isinstance(p, DTensor)]
+    params = [p for p in module._parameters.values() if isinstance(p, DTensor)]
     # Parameters on meta have no memory to copy to, so the loaded tensors replace them.
-    if own and not any(parameter.is_meta for parameter in own):
+    if params and not any(parameter.is_meta for parameter in params):
         metadata[_ASSIGN] = False
 
 

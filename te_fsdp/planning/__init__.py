@@ -117,10 +117,10 @@ class Plan:
 
     def sent(self) -> dict[str, int]:
         """Return the bytes that a rank receives per step, by mesh axis."""
-        found: Counter[str] = Counter()
+        by_axis: Counter[str] = Counter()
         for row in self.traffic:
-            found[row.axis] += row.bytes
-        return dict(found)
+            by_axis[row.axis] += row.bytes
+        return dict(by_axis)
 
     def time(self, machine: Machine) -> StepTime:
         """Estimate the time of a step on a machine with the given speeds. Local operation.
@@ -155,16 +155,16 @@ class Plan:
                 fix="write it again by te-fsdp plan --json",
             )
         try:
-            found = dict(value)
+            args = dict(value)
             # The version and a derived sum, which are not fields.
-            del found["te_fsdp_plan"], found["sent"]
-            found.pop("step", None)  # estimated time added by the command line
-            found["sizes"], found["peak"] = Sizes(**found["sizes"]), Peak(**found["peak"])
-            found["traffic"] = tuple(Traffic(**row) for row in found["traffic"])
-            found["notes"] = tuple(found["notes"])
-            report = _tuples(found["report"])
-            found["report"] = Report(**report | {"rows": tuple(Row(**row) for row in report["rows"])})
-            return cls(**found)
+            del args["te_fsdp_plan"], args["sent"]
+            args.pop("step", None)  # estimated time added by the command line
+            args["sizes"], args["peak"] = Sizes(**args["sizes"]), Peak(**args["peak"])
+            args["traffic"] = tuple(Traffic(**row) for row in args["traffic"])
+            args["notes"] = tuple(args["notes"])
+            report = _tuples(args["report"])
+            args["report"] = Report(**report | {"rows": tuple(Row(**row) for row in report["rows"])})
+            return cls(**args)
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{where}: not a plan",
@@ -228,22 +228,22 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         checks="off",
     )
     weights = weights_of(model, job)
-    held, units = _held(weights, job, meshes), Counter[str]()
+    resident, units = _resident_memory(weights, job, meshes), Counter[str]()
     for weight in weights:
         # A unit occupies the larger of its forms in forward and backward.
         units[weight.unit] += max(weight.gathered, weight.gathered_again)
     if any(weight.experts for weight in weights):
-        notes.append("every ep rank is assumed to hold as many experts as the first one")
+        notes.append("every ep rank is assumed to have as many experts as the first one")
     return Plan(
         job=job.described(),
         sizes=sizes,
         # The plan turns checks off, which says nothing about the job.
         report=dataclasses.replace(describe(model, settled=True), checks=""),
-        held=held,
+        held=resident,
         gradients=sum_of(weights, "gradient"),
         largest_unit=max(units.values(), default=0),
-        activations=sum(stage.kept for stage in stages),
-        peak=peak_of(weights, stages, held, job),
+        activations=sum(stage.saved for stage in stages),
+        peak=peak_of(weights, stages, resident, job),
         traffic=traffic_of(model, weights, job, sizes, work),
         checkpoint=checkpoint_bytes(weights, job),
         parameters=sum_of(weights, "logical"),
@@ -252,15 +252,15 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
     )
 
 
-def _held(weights: list[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
+def _resident_memory(weights: list[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
     """Return the memory between steps in bytes, by category."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     names = {4: "float32", 2: "16 bits", 8: "float64"}
     for weight in weights:
         kind = weight.format.name if weight.format is not None else names.get(weight.itemsize, "other")
-        found[f"weights, {kind}"] += weight.held
+        sizes[f"weights, {kind}"] += weight.sharded
     ranks = {axis: meshes.size(axis) for axis in ("dp_replicate", "dp_shard", "tp")}
-    return dict(found) | {w: size for w, size in optimizer_bytes(weights, job, ranks).items() if size}
+    return dict(sizes) | {w: size for w, size in optimizer_bytes(weights, job, ranks).items() if size}
 
 
 # ------------------------------------------------------------------------------------------------ the search for a mesh
@@ -324,12 +324,12 @@ def search(
             expected="positive numbers, with gpus divisible by cp",
             got=f"gpus={gpus}, memory={memory}, node={node}, cp={cp}",
         )
-    given = fixed or {}
+    sizes_fixed = fixed or {}
     every = _meshes(job, gpus // cp, node, cp)
-    meshes = [s for s in every if all(getattr(s, axis) == size for axis, size in given.items())]
+    meshes = [s for s in every if all(getattr(s, axis) == size for axis, size in sizes_fixed.items())]
     if not meshes:
         raise PlacementError(
-            f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in given.items())}",
+            f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in sizes_fixed.items())}",
             expected="sizes whose product divides the GPUs, tp within a node, ep only for models with experts",
             fix="omit a size, so that search tries all values",
         )
@@ -338,21 +338,21 @@ def search(
     def candidate(sizes: Sizes) -> Candidate:
         try:
             # te_fsdp and the model reject a mesh with the error that training would raise.
-            found = _plan(job, sizes)
+            planned = _plan(job, sizes)
         except TeFsdpError as error:
             return Candidate(sizes, None, str(error))
-        sent = found.sent()
+        sent = planned.sent()
         within = sum(size for axis, size in sent.items() if reach_of(axis, sizes) <= node)
-        over = found.peak.bytes - memory
+        over = planned.peak.bytes - memory
         reason = f"{over / 2**30:.1f} GiB over the limit" if over > 0 else ""
         tokens = job.sequence * job.batch * job.microbatches / (sizes.tp * sizes.cp)
-        return Candidate(sizes, found, reason, within, sum(sent.values()) - within, tokens)
+        return Candidate(sizes, planned, reason, within, sum(sent.values()) - within, tokens)
 
-    def place(one: Candidate) -> tuple[int, float]:
+    def place(candidate_: Candidate) -> tuple[int, float]:
         # Rank by class first: fitting, too large, rejected.
-        if one.plan is None:
+        if candidate_.plan is None:
             return 2, 0
-        return (1, one.plan.peak.bytes) if one.reason else (0, one.cost)
+        return (1, candidate_.plan.peak.bytes) if candidate_.reason else (0, candidate_.cost)
 
     with _fake_ranks(gpus):
         return sorted(map(candidate, meshes), key=place)
@@ -364,9 +364,9 @@ def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
     if not is_function(job.model):
         about = read_config(job.model)  # type: ignore[arg-type]
         experts = about.experts.count if about.experts is not None else 1
-    divisors = [one for one in range(1, ranks + 1) if ranks % one == 0]
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for tp, ep, replicas in itertools.product(divisors, repeat=3):
-        shards, rest = divmod(ranks, tp * ep * replicas)
+        shards, remainder = divmod(ranks, tp * ep * replicas)
         # tp communicates in each layer, which is slow between nodes.
-        if not rest and tp <= node and experts % ep == 0:
+        if not remainder and tp <= node and experts % ep == 0:
             yield Sizes(replicas, shards, cp, ep, tp)

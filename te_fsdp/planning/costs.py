@@ -53,8 +53,8 @@ class Weight:
     itemsize: int  #: Bytes per element in its own dtype (the nominal dtype of a quantized weight)
     logical: int  #: Number of elements of the original parameter. Replicas are counted once
     elements: int  #: Number of elements of this rank's shard
-    whole: int  #: Number of elements of the unsharded parameter on this rank (sharded by tp and ep only)
-    held: int  #: Size of the shard
+    unsharded: int  #: Number of elements of the unsharded parameter on this rank (sharded by tp and ep only)
+    sharded: int  #: Size of the shard
     #: Whether FSDP2 manages the parameter but this rank has all of it. Nothing is sent. The unsharded parameter
     #: shares the memory of the shard unless its values are cast.
     is_alone: bool
@@ -87,7 +87,7 @@ class Weight:
     @property
     def reduction(self) -> int:
         """Return the size of the buffer from which its gradient is reduced."""
-        return self.whole * self.wire if self.gradient else 0
+        return self.unsharded * self.wire if self.gradient else 0
 
     @property
     def is_low(self) -> bool:
@@ -98,38 +98,38 @@ class Weight:
 def weights_of(model: nn.Module, job: Job) -> list[Weight]:
     """Return the cost of every parameter of a sharded meta model, in module order. Local operation."""
     state = require_sharded_model(model, "plan")
-    whole = {
+    passes_of = {
         key: passes for unit in state.modules.values() for key, passes in single_rank_parameters(unit).items()
     }
-    return [_weight(place, whole.get(key), state, job) for key, place in first_owners(model).items()]
+    return [_weight(owner, passes_of.get(key), state, job) for key, owner in first_owners(model).items()]
 
 
-def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Job) -> Weight:
+def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Job) -> Weight:
     """Return the cost of one parameter. ``passes``: whether a single-rank gradient is passed on."""
-    label, module, name, parameter = place
+    label, module, name, parameter = owner
     plan, precision = plan_of(parameter), state.precision
     assert plan is not None  # fully_shard has noted it on each
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
     shape, replicated = _without_fsdp(parameter), plan.storage.is_replicated
     dtype = precision.compute.get(plan.unit) if precision is not None else None
-    whole, compute = math.prod(shape), (dtype or parameter.dtype).itemsize
+    full, compute = math.prod(shape), (dtype or parameter.dtype).itemsize
     kind, derived, early, copied = None, 0, 0, 0
     if quantizer is None:
-        gathered = again = whole * compute
-        held = bytes_of(local)
+        gathered = again = full * compute
+        resident = bytes_of(local)
         # Under a recipe TE quantizes this weight for its GEMMs.
         multiplied = _te.kind_of(module) in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
         if job.recipe != "none" and multiplied and not (name.startswith("layer_norm") or "bias" in name):
-            copied = 2 * whole
+            copied = 2 * full
     else:
         kind = _te.format_of_quantizer(quantizer)
-        held = bytes_of(shard_in_training(module, name, parameter))
+        resident = bytes_of(shard_in_training(module, name, parameter))
         empty = functools.partial(empty_on_meta, quantizer, shape, parameter.dtype)
         gathered = again = forward = bytes_of(empty(backward=False))
-        every = bytes_of(empty()) - (whole if kind.shares_data and len(shape) == 2 and not replicated else 0)
+        every = bytes_of(empty()) - (full if kind.shares_data and len(shape) == 2 and not replicated else 0)
         if kind.independent_directions:
-            kept = plan.storage.gather == "step" or job.recompute
-            gathered, again = (every, every) if kept else (forward, every - forward)
+            stays_gathered = plan.storage.gather == "step" or job.recompute
+            gathered, again = (every, every) if stays_gathered else (forward, every - forward)
         elif not replicated and plan.storage.gather == "pass":
             derived = every - forward
         elif not replicated and kind.transpose:
@@ -150,8 +150,8 @@ def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         itemsize=parameter.element_size(),
         logical=parameter.numel() * (state.meshes.size("ep") if plan.experts else 1),
         elements=local.numel(),
-        whole=whole,
-        held=held,
+        unsharded=full,
+        sharded=resident,
         is_alone=passes is not None,
         is_passed=bool(passes),
         gathered=gathered,
@@ -159,7 +159,7 @@ def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         derived=derived,
         derived_early=early,
         copied=copied,
-        unreduced=whole * compute if cost.gradient else 0,
+        unreduced=full * compute if cost.gradient else 0,
         gradient=cost.gradient,
         wire=wire.itemsize if wire is not None else 0,
     )
@@ -186,21 +186,21 @@ def optimizer_bytes(weights: Iterable[Weight], job: Job, ranks: dict[str, int]) 
     ``ranks`` maps the axes of the dense mesh to their sizes. ``shard_optimizer`` shards states over some of them.
     """
     states = main = 0
-    for weight, own, extra in _states(weights, job):
+    for weight, state_size, extra in _states(weights, job):
         cut = (
             [ranks[axis] for axis in weight.storage.extra_state_axes] if job.outer_strategy == "optim" else []
         )
         elements = -(-weight.elements // math.prod(cut))
-        states += elements * own
+        states += elements * state_size
         main += elements * extra
     return {"optimizer states": states, "main weights in the optimizer": main}
 
 
 def checkpoint_bytes(weights: Iterable[Weight], job: Job) -> dict[str, int]:
     """Return the bytes of the tensors in a checkpoint over all ranks, without replicas. Local operation."""
-    found = list(weights)
-    optimizer = sum(weight.logical * (own + extra) for weight, own, extra in _states(found, job))
-    return {"model": sum(map(_stored, found)), "optimizer": optimizer}
+    kinds = list(weights)
+    optimizer = sum(weight.logical * (size + extra) for weight, size, extra in _states(kinds, job))
+    return {"model": sum(map(_stored, kinds)), "optimizer": optimizer}
 
 
 def _states(weights: Iterable[Weight], job: Job) -> Iterator[tuple[Weight, int, int]]:
@@ -252,7 +252,7 @@ class Moment:
 class Stage:
     """Activation memory of one module in forward and backward."""
 
-    kept: int  #: Bytes saved from its forward to its backward
+    saved: int  #: Bytes saved from its forward to its backward
     moments: tuple[Moment, ...] = (Moment(0),)  #: Points of its backward at which memory can peak
     #: Size of the unit's input if this module is its first. Only the input is saved under recomputation.
     entering: int = 0
@@ -286,8 +286,8 @@ class _Bytes:
 
     def part(self, module: Any) -> int:
         """Return the number of tokens that enter a module on this rank."""
-        own = [module] if hasattr(module, "tp_size") else [module, getattr(module, "weight", None)]
-        split = any(getattr(one, "sequence_parallel", False) for one in own)
+        owners = [module] if hasattr(module, "tp_size") else [module, getattr(module, "weight", None)]
+        split = any(getattr(owner, "sequence_parallel", False) for owner in owners)
         return -(-self.work.tokens // getattr(module, "tp_size", self.tp)) if split else self.work.tokens
 
 
@@ -301,29 +301,29 @@ def stages_of(model: nn.Module, job: Job, work: Workload, tp: int) -> tuple[list
     both = value * (1 if float8 and _te_modules.supports_all_gemm_layouts() else 2)
     rows = value if float8 else both
     sizes = _Bytes(work, tp, value or _E, both or _E, rows, value > 0)
-    found: list[Stage] = []
+    stages: list[Stage] = []
     unknown: Counter[str] = Counter()
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        parent, _, own = name.rpartition(".")
-        stage = _stage(module, modules.get(parent), own, sizes)
+        parent, _, child_name = name.rpartition(".")
+        stage = _stage(module, modules.get(parent), child_name, sizes)
         if stage is not None:
             # An embedding runs first, wherever the model registers it.
-            place = 0 if isinstance(module, nn.Embedding) else len(found)
-            found.insert(place, replace(stage, module=name))
+            index = 0 if isinstance(module, nn.Embedding) else len(stages)
+            stages.insert(index, replace(stage, module=name))
         elif any(p is not None for p in module._parameters.values()) and not [*module.children()]:
             unknown[type(module).__name__] += 1
     if work.vocabulary:
         logits = work.vocabulary * work.part(tp)
         # The loss saves the output of log_softmax. Its backward adds the gradient of that output and its own gradient.
         # The gradient of the head follows in bf16.
-        found.append(Stage(4 * logits, (Moment(8 * logits),)))
+        stages.append(Stage(4 * logits, (Moment(8 * logits),)))
     notes = [f"activations of {count} x {kind} are not counted" for kind, count in sorted(unknown.items())]
-    return found, notes
+    return stages, notes
 
 
-def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
-    """Return the activation cost of a module named ``own`` in its parent; ``None`` if its kind is not supported."""
+def _stage(module: Any, parent: Any, name: str, sizes: _Bytes) -> Stage | None:
+    """Return the activation cost of a module named ``name`` in its parent; ``None`` if its kind is not supported."""
     kind, work = _te.kind_of(module), sizes.work
     in_attention = parent is not None and _te.kind_of(parent) == "MultiheadAttention"
     if kind == "LayerNormMLP":
@@ -336,11 +336,11 @@ def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
         quantized = out * sizes.both if sizes.quantized else 0
         temporary = tokens * (out * _E + quantized + (1 + is_norm) * width * _E)
         if is_norm:
-            kept = rows * (width * (_E + sizes.q) + _statistics(module))
+            saved = rows * (width * (_E + sizes.q) + _statistics(module))
         else:
             # Attention saves its output, which the projection reads.
-            kept = rows * width * (sizes.q if sizes.quantized else 0 if in_attention else _E)
-        return Stage(int(kept), (Moment(int(temporary)),), rows * width * _E)
+            saved = rows * width * (sizes.q if sizes.quantized else 0 if in_attention else _E)
+        return Stage(int(saved), (Moment(int(temporary)),), rows * width * _E)
     if kind == "DotProductAttention":
         return _attention(module, work.tokens)
     if kind == "GroupedLinear":
@@ -353,9 +353,9 @@ def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
     tokens = sizes.part(module)
     if kind in ("LayerNorm", "RMSNorm") or isinstance(module, nn.LayerNorm | nn.RMSNorm):
         heads = 1
-        if in_attention and own in ("q_norm", "k_norm"):
+        if in_attention and name in ("q_norm", "k_norm"):
             # These norms are applied per head. Their input is a copy of a tensor that attention saves.
-            heads = parent.num_attention_heads if own == "q_norm" else parent.num_gqa_groups
+            heads = parent.num_attention_heads if name == "q_norm" else parent.num_gqa_groups
             heads //= parent.tp_size
             tokens = work.tokens if heads > 1 else tokens
         width = (module.weight.shape[-1] if module.weight is not None else 0) * heads
@@ -390,14 +390,14 @@ def _mlp(module: Any, sizes: _Bytes) -> Stage:
     # Float8 is all-gathered rowwise over tp. TE then saves no columnwise copy.
     normalised = sizes.q if part < t else sizes.both
     activated = sizes.rows if sizes.quantized else _E
-    kept = part * (width * (_E + normalised) + _statistics(module)) + t * (up * _E + inner * activated)
+    saved = part * (width * (_E + normalised) + _statistics(module)) + t * (up * _E + inner * activated)
     incoming = width * (_E + (sizes.both if sizes.quantized else 0))
     # The gradients of the activation and of the up-projection are computed from the up-projection's output. This
     # output is freed before the GEMM of the up-projection starts.
     first = t * (inner * _E + up * _E + incoming)
     second = t * (inner * _E + up * (sizes.both if sizes.quantized else _E) - up * _E + width * _E + incoming)
     moments = Moment(int(first), ("fc2_weight",), ("fc2_weight",)), Moment(int(second), None, ("fc1_weight",))
-    return Stage(int(kept), moments, part * width * _E)
+    return Stage(int(saved), moments, part * width * _E)
 
 
 # --------------------------------------------------------------------------------------- what they multiply and send

@@ -68,8 +68,8 @@ class Sizes:
         return self.dp_replicate * self.dp_shard * self.cp * self.ep * self.tp
 
     def __str__(self) -> str:
-        found = [f"{axis}={getattr(self, axis)}" for axis in ALL_AXES if getattr(self, axis) > 1]
-        return " x ".join(found) or "one rank"
+        texts = [f"{axis}={getattr(self, axis)}" for axis in ALL_AXES if getattr(self, axis) > 1]
+        return " x ".join(texts) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -116,36 +116,36 @@ class Job:
     experts_per_token: int | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("recipe", tuple(RECIPES)), ("optimizer", tuple(OPTIMIZERS))):
-            if getattr(self, name) not in known:
+        for name, options in (("recipe", tuple(RECIPES)), ("optimizer", tuple(OPTIMIZERS))):
+            if getattr(self, name) not in options:
                 got = repr(getattr(self, name))
-                raise PlacementError(f"plan: {name}", expected=f"one of {', '.join(known)}", got=got)
+                raise PlacementError(f"plan: {name}", expected=f"one of {', '.join(options)}", got=got)
         least = {"sequence": 1, "batch": 1, "microbatches": 1, "vocabulary": 0, "experts_per_token": 1}
         for name, smallest in least.items():
-            given = getattr(self, name)
-            if given is not None and given < smallest:
-                raise PlacementError(f"plan: {name}", expected=f"{smallest} or more", got=given)
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise PlacementError(f"plan: {name}", expected=f"{smallest} or more", got=value)
         if self.quantized_weights and self.recipe == "none":
             what, fix = "plan: quantized weights", "recipe='current'"
             raise PlacementError(what, expected="a recipe", got="recipe 'none'", fix=fix)
 
     def described(self) -> dict[str, Any]:
         """Return the fields as plain values for tables and files."""
-        found: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         model = self.model
         if isinstance(model, Mapping):
-            found["model"] = model.get("model_type", "configuration")
+            values["model"] = model.get("model_type", "configuration")
         elif not isinstance(model, str):
-            found["model"] = getattr(model, "__qualname__", None) or str(model)
+            values["model"] = getattr(model, "__qualname__", None) or str(model)
         if isinstance(self.strategy, Mapping):
-            found["strategy"] = {getattr(k, "__name__", k): word for k, word in self.strategy.items()}
+            values["strategy"] = {getattr(k, "__name__", k): word for k, word in self.strategy.items()}
         if self.precision is not None:
             policy = {item.name: getattr(self.precision, item.name) for item in fields(self.precision)}
-            found["precision"] = {
+            values["precision"] = {
                 k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v
                 for k, v in policy.items()
             }
-        return found | {"units": list(self.units) if self.units is not None else None}
+        return values | {"units": list(self.units) if self.units is not None else None}
 
 
 @dataclass(frozen=True)
@@ -305,10 +305,10 @@ class Decoder(_Shapes):
         te, tp = _te.te(), meshes.size("tp")
         split = sequence_parallel and tp > 1
         options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "meta"}
-        own: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
-        self.embedding = nn.Embedding(about.vocabulary, about.hidden, **own)
+        factory: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+        self.embedding = nn.Embedding(about.vocabulary, about.hidden, **factory)
         if about.positions:
-            self.positions = nn.Embedding(about.positions, about.hidden, **own)
+            self.positions = nn.Embedding(about.positions, about.hidden, **factory)
         cut = {**meshes.te_kwargs(), "set_parallel_mode": tp > 1, "sequence_parallel": split}
         self.layers = nn.ModuleList()
         for number in range(about.layers):
@@ -319,7 +319,7 @@ class Decoder(_Shapes):
                 self.layers.append(te.TransformerLayer(**kwargs))
         self.norm = _norm(about, split)
         if not about.tied:
-            self.head = nn.Linear(about.hidden, about.vocabulary, bias=False, **own)
+            self.head = nn.Linear(about.hidden, about.vocabulary, bias=False, **factory)
         for module in self.children():
             if split and isinstance(module, nn.Embedding | nn.Linear):
                 # te_fsdp sums the gradients over the tp ranks because each rank has different tokens.

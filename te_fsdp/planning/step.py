@@ -56,7 +56,7 @@ class _Unit:
 
     name: str  #: FQN; empty for the root
     weights: Sequence[Weight]  #: Its own weights, without those of nested units
-    kept: int = 0  #: Bytes that all modules in it save for backward, including nested units
+    saved: int = 0  #: Bytes that all modules in it save for backward, including nested units
     entering: int = 0  #: Size of its input in bytes
     is_outermost: bool = False  #: Whether only the root contains it
 
@@ -100,13 +100,13 @@ class _Run:
     last: bool  #: Whether it is the last run of the unit
 
 
-def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[str, int], job: Job) -> Peak:
+def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], base: Mapping[str, int], job: Job) -> Peak:
     """Return the peak memory of a steady-state step on the first rank. Local operation.
 
-    ``stages`` are those of a microbatch, in forward order. ``held`` is the permanent memory in bytes, by category.
+    ``stages`` are those of a microbatch, in forward order. ``base`` is the permanent memory in bytes, by category.
     """
     runs, root = _runs(weights, stages)
-    memory = _Memory({**held, "workspaces": _WORKSPACES}, job)
+    memory = _Memory({**base, "workspaces": _WORKSPACES}, job)
     if job.microbatches > 1:
         # The last microbatch starts with the accumulated gradients and with the buffer of the previous reduction.
         memory.now["reduced gradients"] = sum(w.gradient for w in weights if w.storage.reduce == "each")
@@ -116,7 +116,7 @@ def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[st
         memory.now["buffers of reductions"] = before.reduction if before.reduces_each else 0
     memory.forward(runs, root)
     memory.backward(runs, root)
-    memory.now = Counter({**held, "workspaces": _WORKSPACES})
+    memory.now = Counter({**base, "workspaces": _WORKSPACES})
     memory.now["reduced gradients"] = sum_of(weights, "gradient")
     memory.record_moment("the optimizer's step", temporaries_of_the_optimizer=temporary_in_step(weights, job))
     return Peak(memory.when, {name: size for name, size in memory.best.most_common() if size})
@@ -134,8 +134,8 @@ def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run
     units = {"": _Unit("", by_unit[""])}
     for name in filter(None, by_unit):
         outermost = not any(o and o != name and _is_inside(name, o) for o in names)
-        kept, entering = sum(stage.kept for stage in inside[name]), inside[name][0].entering
-        units[name] = _Unit(name, by_unit[name], kept, entering, outermost)
+        saved, entering = sum(stage.saved for stage in inside[name]), inside[name][0].entering
+        units[name] = _Unit(name, by_unit[name], saved, entering, outermost)
     parts = groupby(stages, lambda stage: next(name for name in names if _is_inside(stage.module, name)))
     runs = [(name, list(run)) for name, run in parts]
     order = [name for name, _ in runs]
@@ -158,22 +158,22 @@ def _is_inside(name: str, unit: str) -> bool:
 class _Memory:
     """Allocated memory during a simulated step, with the peak so far."""
 
-    def __init__(self, held: Mapping[str, int], job: Job) -> None:
-        self.now: Counter[str] = Counter(held)
+    def __init__(self, resident: Mapping[str, int], job: Job) -> None:
+        self.now: Counter[str] = Counter(resident)
         self.best: Counter[str] = Counter()
         self.when, self.job = "", job
 
     def record_moment(self, when: str, **temporary: int) -> None:
         """Record this moment if it is the peak so far. ``temporary`` is allocated at this moment only."""
-        found = Counter(self.now)
-        found.update({name.replace("_", " "): size for name, size in temporary.items()})
-        if found.total() > self.best.total():
-            self.best, self.when = found, when
+        sizes = Counter(self.now)
+        sizes.update({name.replace("_", " "): size for name, size in temporary.items()})
+        if sizes.total() > self.best.total():
+            self.best, self.when = sizes, when
 
     def accumulated_bytes(self, weight: Weight) -> int:
         """Return the bytes of an unreduced gradient accumulated over microbatches, in the dtype of the reduced one."""
         adds = self.job.microbatches > 1 and weight.storage.reduce == "last"
-        return weight.gradient * weight.whole // max(weight.elements, 1) if adds else 0
+        return weight.gradient * weight.unsharded // max(weight.elements, 1) if adds else 0
 
     def unreduced_bytes(self, weights: Iterable[Weight]) -> int:
         """Return the bytes of the gradients that a backward leaves until the end of its unit."""
@@ -188,12 +188,12 @@ class _Memory:
             unit = run.unit
             if unit.name and run.first:
                 self.gather(unit)
-            self.now["activations"] += sum(stage.kept for stage in run.stages)
+            self.now["activations"] += sum(stage.saved for stage in run.stages)
             self.record_moment(f"forward of {unit.label}")
             if unit.name and run.last:
                 # A recomputed unit keeps its input only. Its activations exist again in its backward.
                 if self.job.recompute and unit.is_outermost:
-                    self.now["activations"] -= unit.kept - unit.entering
+                    self.now["activations"] -= unit.saved - unit.entering
                 if not unit.keeps:
                     self.release(unit, "gathered")
         self.now["buffers of gathers"] = 0
@@ -243,7 +243,7 @@ class _Memory:
                 ahead = [one for one in order[order.index(unit) + 1 :][:1] if one.gathers and not one.keeps]
                 self.now["buffers of gathers"] = sum(one.buffer("gathered_again") for one in ahead)
                 if self.job.recompute and unit.is_outermost:
-                    self.now["activations"] += unit.kept - unit.entering
+                    self.now["activations"] += unit.saved - unit.entering
             for stage in reversed(run.stages):
                 self.stage_backward(stage, by_module.get(stage.module, []))
             if unit.name and run.first:
@@ -263,7 +263,7 @@ class _Memory:
                 unreduced_gradients=sum_of(gradients, "unreduced"),
                 transposes_of_gathered_weights=-gone,
             )
-        self.now["activations"] -= stage.kept
+        self.now["activations"] -= stage.saved
         self.now["unreduced gradients"] += self.unreduced_bytes(weights)
         self.now["transposes of gathered weights"] -= sum_of(weights, "derived")
 
@@ -280,13 +280,15 @@ class _Memory:
             self.now["unreduced gradients"] -= self.unreduced_bytes([weight]) + added
             self.now["reduced gradients"] += 0 if adds else weight.gradient
         self.release(unit, "gathered" if unit.keeps else "gathered_again", transposes=False)
-        rest = [weight for weight in unit.weights if not weight.is_passed]
-        gradient = sum_of(rest, "gradient")
+        reduced = [weight for weight in unit.weights if not weight.is_passed]
+        gradient = sum_of(reduced, "gradient")
         self.now["buffers of reductions"] = unit.reduction
         # The buffer is complete before gradients are freed. FSDP2 does not reduce replicated parameters.
-        whole = sum(weight.gradient for weight in rest if weight.storage.is_replicated)
-        self.record_moment(when, reduced_gradients=whole)
-        self.now["unreduced gradients"] -= self.unreduced_bytes(rest) + sum(map(self.accumulated_bytes, rest))
+        replicated = sum(weight.gradient for weight in reduced if weight.storage.is_replicated)
+        self.record_moment(when, reduced_gradients=replicated)
+        self.now["unreduced gradients"] -= self.unreduced_bytes(reduced) + sum(
+            map(self.accumulated_bytes, reduced)
+        )
         self.record_moment(when, reduced_gradients=gradient)
         self.now["reduced gradients"] += 0 if adds else gradient
 
@@ -325,7 +327,7 @@ def traffic_of(
     for weight in weights:
         shards = sizes.dp_shard * sizes.cp * (1 if weight.experts else sizes.ep)
         storage, times = weight.storage, 1 if weight.storage.reduce == "last" else job.microbatches
-        gradient = weight.whole * weight.wire
+        gradient = weight.unsharded * weight.wire
         if storage.is_replicated:
             ranks = shards * replicas
             # An all-reduce receives each element twice: in its reduce-scatter and in its all-gather.
@@ -339,7 +341,7 @@ def traffic_of(
         total["dp_shard", "weights", "all-gather", shards] += round(gathers * share)
         total["dp_shard", "gradients", "reduce-scatter", shards] += round(times * gradient * share)
         if storage.gradient[0] == "P":
-            others, updated = (replicas - 1) / replicas, weight.held * bool(weight.gradient)
+            others, updated = (replicas - 1) / replicas, weight.sharded * bool(weight.gradient)
             total["dp_replicate", "gradients", "reduce-scatter", replicas] += round(part * others)
             total["dp_replicate", "weights", "all-gather", replicas] += round(updated * others)
         else:

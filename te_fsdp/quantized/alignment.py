@@ -71,11 +71,11 @@ def plan_shard_dims(
 ) -> dict[int, dict[str, int]]:
     """Return the dim that FSDP2 must shard for each weight that is or will be quantized, by ``id`` of owner and name.
 
-    Local operation, before any change. Every rank sees the same shapes and raises the same (:func:`check_fit`).
+    Local operation, before any change. All ranks have the same shapes and raise the same error (:func:`check_fit`).
     ``weights`` contains label, owner, name and rule of each tp-local weight that TE may quantize. ``stays_replicated``
-    returns whether data parallelism replicates a module's own parameter.
+    returns whether data parallelism replicates a module's direct parameter.
     """
-    found = {}
+    quantized = {}
     for label, module, name, rule in weights:
         parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
         if parameter is None or quantizer is None or stays_replicated(module, name):
@@ -83,10 +83,10 @@ def plan_shard_dims(
         if grid.dp_shard > 1:
             refuse_sharded_rows(label, quantizer, _torch.local_of(parameter))
         shape = tuple(_torch.local_of(parameter).shape)
-        found[id(module), name] = Weight.from_quantizer(quantizer, label, shape, rule, grid.tp)
-    all_weights = tuple(found.values())
+        quantized[id(module), name] = Weight.from_quantizer(quantizer, label, shape, rule, grid.tp)
+    all_weights = tuple(quantized.values())
     dims: dict[int, dict[str, int]] = {}
-    for (owner, name), weight in found.items():
+    for (owner, name), weight in quantized.items():
         dims.setdefault(owner, {})[name] = check_fit(weight, grid, all_weights)
     return dims
 
@@ -136,9 +136,9 @@ def check_fit(
     Local operation with the same result on every rank. If no dim fits, PlacementError names the weight, its shape, the
     nearest mesh that fits all of ``all_weights``, and the nearest shape.
     """
-    found = fitting_dim(weight, grid.dp_shard) if dim is None else dim
-    if found is not None and fits(weight, grid.dp_shard, found):
-        return found
+    fitting = fitting_dim(weight, grid.dp_shard) if dim is None else dim
+    if fitting is not None and fits(weight, grid.dp_shard, fitting):
+        return fitting
     block, parts, count = weight.block, weight.rule.layout.blocks, grid.dp_shard
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     heights = [rows * part // sum(parts) for part in parts]
@@ -211,8 +211,8 @@ def _nearest_shape(weight: Weight, grid: Grid, dims: tuple[int, ...]) -> str:
     def distance(shape: tuple[int, ...]) -> float:
         return sum(abs(math.log(s / h)) if h else 1.0 for s, h in zip(shape, have, strict=True))
 
-    whole = "unsharded shape" if grid.tp > 1 else "shape"
-    return f"a weight of {whole} {min(map(nearest, dims), key=distance)} instead of {have}"
+    kind = "unsharded shape" if grid.tp > 1 else "shape"
+    return f"a weight of {kind} {min(map(nearest, dims), key=distance)} instead of {have}"
 
 
 def check_quantizer(label: str, quantizer: Any) -> None:

@@ -72,8 +72,8 @@ def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
 
 def amax_group_name(tensor: torch.Tensor) -> str | None:
     """Return the group name set by :func:`set_amax_group`, or ``None``. Local operation."""
-    found = _te.one_scale_quantizers(_te.quantizer_of(tensor))
-    return quantizer_record(found[0]).amax_group if found else None
+    quantizers = _te.one_scale_quantizers(_te.quantizer_of(tensor))
+    return quantizer_record(quantizers[0]).amax_group if quantizers else None
 
 
 # [Note: amax of delayed scaling] Delayed scaling does not read the group. A write stores this rank's amax in
@@ -132,12 +132,12 @@ def quantized_among(
     parameters: Sequence[tuple[torch.Tensor, ParameterRecord]],
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Return label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
-    found = []
+    weights = []
     shards = _torch.local_tensors_of([p for p, _ in parameters])
     for (parameter, record), local in zip(parameters, shards, strict=True):
         if record.label is not None and _te.is_quantized_class(type(local)):
-            found.append((record.label, parameter, local))
-    return found
+            weights.append((record.label, parameter, local))
+    return weights
 
 
 def restore_optimizer_params(step: Step) -> None:
@@ -199,42 +199,42 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         pairs: Local tensor, and float32 value of its shape. The order is the same on all ranks.
     """
     current = []
-    found: list[tuple[Any, Any, torch.Tensor]] = []
+    writes: list[tuple[Any, Any, torch.Tensor]] = []
     for local, value in pairs:
         quantizer = getattr(local, _te.QUANTIZER, None)
         if quantizer is None or (has_current_scale(type(quantizer)) and not hasattr(local, "experts")):
-            found.append((local, quantizer, value))  # the most frequent case
+            writes.append((local, quantizer, value))  # the most frequent case
         elif hasattr(local, "experts"):  # a grouped weight
             weight: Any = local
             weight.mark_experts()
             experts = zip(weight.experts, value.detach(), strict=True)
-            found += [(expert, quantizer, part) for expert, part in experts]
+            writes += [(expert, quantizer, part) for expert, part in experts]
         elif (
             getattr(quantizer, "columnwise_source", "") == "original"
             and all(quantizer.get_usages().values())
             and len(_te.storage_parts_of(local)) == 2
         ):  # a hybrid, whose parts are both quantized from the value
             parts = zip(_te.storage_parts_of(local), _te.quantizers_of_parts(quantizer), strict=True)
-            found += [(part, own, value) for part, own in parts]
+            writes += [(part, target_quantizer, value) for part, target_quantizer in parts]
         else:
-            found.append((local, quantizer, value))
-    for target, quantizer, value in found:
+            writes.append((local, quantizer, value))
+    for target, quantizer, value in writes:
         if quantizer is None:
             target.copy_(value)
         elif has_current_scale(type(quantizer)):
             current.append((target, quantizer, value))
         else:
             # A copy has the same scale and history but does not reduce this weight's amax.
-            own = quantizer.copy() if _te.has_amax_history(type(quantizer)) else quantizer
-            own.update_quantized(value, target)
+            target_quantizer = quantizer.copy() if _te.has_amax_history(type(quantizer)) else quantizer
+            target_quantizer.update_quantized(value, target)
     groups: dict[str | None, Any] = {}  # by name, because most weights share one group
     requests = []
-    for target, own, value in current:
-        record = own.__dict__.get(QUANTIZER_RECORD)
+    for target, target_quantizer, value in current:
+        record = target_quantizer.__dict__.get(QUANTIZER_RECORD)
         name = record.amax_group if record else None
         if name is None or name not in groups:
             groups[name] = _te.amax_group_of(target)  # the group of the name, as in TE's own quantization
-        requests.append(PendingQuantization(value, own, groups[name]))
+        requests.append(PendingQuantization(value, target_quantizer, groups[name]))
     for (target, quantizer, value), scale in zip(current, shared_scales(requests), strict=True):
         cast(value, quantizer, scale, target)
 
@@ -269,12 +269,12 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
     begin = 0
     for name, members in by_group.items():
         if name:
-            own = amaxes[begin : begin + len(members)]
-            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=requests[members[0]].group)
+            group_amaxes = amaxes[begin : begin + len(members)]
+            dist.all_reduce(group_amaxes, op=dist.ReduceOp.MAX, group=requests[members[0]].group)
         begin += len(members)
     by_options: dict[tuple[float, bool, float], Sequence[torch.Tensor]] = {}
     scales = [amaxes] * len(requests)
-    for place, index in enumerate(order):
+    for index_in_group, index in enumerate(order):
         quantizer = requests[index].quantizer
         options = _LARGEST[quantizer.dtype.name], quantizer.force_pow_2_scales, quantizer.amax_epsilon
         if options not in by_options:
@@ -286,7 +286,7 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
             if power_of_two:
                 each.view(torch.int32).bitwise_and_(0x7F800000)
             by_options[options] = each.masked_fill_((raised == 0) | raised.isinf(), 1.0).split(1)
-        scales[index] = by_options[options][place]
+        scales[index] = by_options[options][index_in_group]
     return scales
 
 
@@ -299,11 +299,11 @@ def cast(value: torch.Tensor, quantizer: Any, scale: torch.Tensor, target: Any =
     usages = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
     (make,) = _te.quantizer_classes("history")
     # As in TE's ``quantize_master_weights``. With an empty amax tensor the kernel computes no amax.
-    given: Any = make(scale=scale, amax=torch.empty(0), fp8_dtype=quantizer.dtype, **usages)
+    quantize: Any = make(scale=scale, amax=torch.empty(0), fp8_dtype=quantizer.dtype, **usages)
     if target is None:
-        target = given(value)
+        target = quantize(value)
     else:
-        given.update_quantized(value, target)
+        quantize.update_quantized(value, target)
     if not value.numel():  # no kernel runs, but this rank reads the gathered weight with its own scale
         _te.inverse_scale_of(target).copy_(scale.reciprocal())
     return target

@@ -64,35 +64,35 @@ class QuantizedDTensor(BoxedDTensor):
     ) -> Any:
         """Run the function as for any DTensor, on values that wait for their scale instead of older bytes."""
         name = func.__name__
-        if name in ("__get__", "__set__") or not any(map(_waits, args)):
+        if name in ("__get__", "__set__") or not any(map(_has_pending_values, args)):
             return super().__torch_function__(func, types, args, kwargs)
         if name == "detach":
-            return _with_waiting(super().__torch_function__(func, types, args, kwargs), args[0])
+            return _attach_pending(super().__torch_function__(func, types, args, kwargs), args[0])
         # Functions in place change the waiting values. Sources of `copy_` are not rounded to the weight's dtype.
         is_in_place = name.endswith("_")
-        newest = (_newest(one, in_fp32=is_in_place) for one in args)
+        newest = (_pending_or_same(arg, in_fp32=is_in_place) for arg in args)
         result = super().__torch_function__(func, types, tuple(newest), kwargs)
         return args[0] if is_in_place else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _with_waiting(super().__deepcopy__(memo), self, copies=True)
+        return _attach_pending(super().__deepcopy__(memo), self, copies=True)
 
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle the newest values."""
-        return BoxedDTensor.__reduce_ex__(_newest(self), proto)
+        return BoxedDTensor.__reduce_ex__(_pending_or_same(self), proto)
 
     def _plain_values(self) -> DTensor:
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._plain_values()
         # After a load, values may still lack their scale. They are newer than the bytes.
-        waiting = waiting_values(local)
+        waiting = pending_values(local)
         values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
         return _torch.dtensor(values, self._spec)
 
     def to_local(self, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
         """Return the local tensor, or the FP32 values that wait for its scale. Writes to either are kept."""
-        waiting = waiting_values(self._local_tensor) if _waits(self) else None
+        waiting = pending_values(self._local_tensor) if _has_pending_values(self) else None
         return super().to_local(**options) if waiting is None else waiting
 
     def view(self, *shape: Any, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
@@ -105,12 +105,12 @@ class QuantizedDTensor(BoxedDTensor):
         return _te.is_quantized(self._local_tensor) or super()._needs_values()
 
     def _boxes(self) -> list[Box]:
-        found = super()._boxes()
+        boxes = super()._boxes()
         if not _te.is_grouped(self._local_tensor):
-            return found
+            return boxes
         return [
             Box((b.original[0] + n, *b.original[1:]), (b.local[0] + n, *b.local[1:]), (1, *b.sizes[1:]))
-            for b in found
+            for b in boxes
             for n in range(b.sizes[0])
         ]
 
@@ -122,24 +122,24 @@ class QuantizedDTensor(BoxedDTensor):
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._shard_of(box, to_write=to_write)
-        if to_write and _waits(self):
-            return _torch.local_of(_newest(self))[box.local_slices()]
+        if to_write and _has_pending_values(self):
+            return _torch.local_of(_pending_or_same(self))[box.local_slices()]
         if _te.is_grouped(local):
-            one = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
+            part = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
         else:
-            one = QuantizedSlice(local, box.local, box.sizes)
+            part = QuantizedSlice(local, box.local, box.sizes)
         # This module has load_state_dict, which can compute one scale with all ranks.
-        one.waits = True
-        return one.stored() if to_write else one
+        part.waits = True
+        return part.stored() if to_write else part
 
-    def fill(self, whole: torch.Tensor) -> DTensor:
+    def fill(self, original: torch.Tensor) -> DTensor:
         """Write this rank's rectangles of an original tensor. ``load_state_dict`` completes formats with one scale."""
         local = self._local_tensor
         if not _te.is_quantized(local):
-            return super().fill(whole)
-        whole = whole.detach()
+            return super().fill(original)
+        original = original.detach()
         for box in self._boxes():
-            self._shard_of(box, to_write=False).copy_(whole[box.original_slices()])
+            self._shard_of(box, to_write=False).copy_(original[box.original_slices()])
         return self
 
 
@@ -154,12 +154,12 @@ class QuantizedParameter(QuantizedDTensor):
 
     def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # Copies are of the newest values. A detached parameter shares those that wait.
-        newest = self if name == "detach" else _newest(self)
-        found = getattr(torch.Tensor, name)(newest, *args, **kwargs)
-        if type(found) is DTensor:
+        newest = self if name == "detach" else _pending_or_same(self)
+        copied = getattr(torch.Tensor, name)(newest, *args, **kwargs)
+        if type(copied) is DTensor:
             kind = _DetachedParameter if name == "detach" else QuantizedDTensor
-            found.__class__, found.__dict__[_torch.BOXES] = kind, self.__dict__[_torch.BOXES]
-        return found
+            copied.__class__, copied.__dict__[_torch.BOXES] = kind, self.__dict__[_torch.BOXES]
+        return copied
 
     detach = functools.partialmethod(_copied, "detach")
     clone = functools.partialmethod(_copied, "clone")
@@ -182,25 +182,25 @@ def weights_of(local: torch.Tensor) -> list[torch.Tensor]:
     return local.experts if _te.is_grouped(local) else [local]  # type: ignore[missing-attribute]
 
 
-def waiting_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
+def pending_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
     """Return the values that wait for their scale, if there are any; ``take``: they wait no longer."""
     weights = weights_of(local)
     records = [weight_record(one) for one in weights]
     if all(record.pending is None for record in records):
         return None
-    found = [
+    waiting = [
         values_of(weight) if record.pending is None else record.pending
         for weight, record in zip(weights, records, strict=True)
     ]
-    values = torch.stack(found) if _te.is_grouped(local) else found[0]
-    for record, value in zip(records, values if _te.is_grouped(local) else found, strict=True):
+    values = torch.stack(waiting) if _te.is_grouped(local) else waiting[0]
+    for record, value in zip(records, values if _te.is_grouped(local) else waiting, strict=True):
         record.pending = None if take else value  # writes to the result change what waits
     return values
 
 
-def _waits(one: Any) -> bool:
+def _has_pending_values(entry: Any) -> bool:
     """Return whether a tensor has values that wait for their scale. Local operation."""
-    local = _torch.local_of(one) if isinstance(one, QuantizedDTensor) else None
+    local = _torch.local_of(entry) if isinstance(entry, QuantizedDTensor) else None
     return (
         local is not None
         and _te.is_quantized(local)
@@ -210,21 +210,21 @@ def _waits(one: Any) -> bool:
     )
 
 
-def _newest(one: Any, *, in_fp32: bool = False) -> Any:
+def _pending_or_same(tensor: Any, *, in_fp32: bool = False) -> Any:
     """Return the values that wait for the tensor's scale, in its dtype or FP32; return other tensors unchanged."""
-    if not _waits(one):
-        return one
-    values = waiting_values(_torch.local_of(one))
+    if not _has_pending_values(tensor):
+        return tensor
+    values = pending_values(_torch.local_of(tensor))
     assert values is not None
-    values = values if in_fp32 else values.to(one.dtype)
-    return _torch.with_local(values, one, requires_grad=False)
+    values = values if in_fp32 else values.to(tensor.dtype)
+    return _torch.with_local(values, tensor, requires_grad=False)
 
 
-def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
+def _attach_pending(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
     """Attach the values that wait in ``source`` to a tensor derived from it. Local operation."""
-    if not _waits(source):
+    if not _has_pending_values(source):
         return result
-    weights = (weights_of(_torch.local_of(one)) for one in (result, source))
+    weights = (weights_of(_torch.local_of(tensor)) for tensor in (result, source))
     for new, old in zip(*weights, strict=True):
         if (values := weight_record(old).pending) is not None:
             weight_record(new).pending = values.clone() if copies else values
@@ -233,11 +233,11 @@ def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False
 
 def take_written(local: torch.Tensor) -> bool:
     """Return whether a load has written bytes, and forget it."""
-    records = [weight_record(one) for one in weights_of(local)]
-    found = any(record.is_loaded for record in records)
+    records = [weight_record(weight) for weight in weights_of(local)]
+    is_written = any(record.is_loaded for record in records)
     for record in records:
         record.is_loaded = False
-    return found
+    return is_written
 
 
 def drop_derived(local: torch.Tensor) -> None:
@@ -276,9 +276,9 @@ class QuantizedSlice(torch.Tensor):
         cls: Any, base: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], is_stacked: bool = False
     ) -> QuantizedSlice:
         """Make the slice; nothing is copied."""
-        made = wrapper(cls, (1, *sizes) if is_stacked else sizes, base)
-        made.base, made.box, made.is_stacked = base, (tuple(offsets), tuple(sizes)), is_stacked
-        return made
+        slice_ = wrapper(cls, (1, *sizes) if is_stacked else sizes, base)
+        slice_.base, slice_.box, slice_.is_stacked = base, (tuple(offsets), tuple(sizes)), is_stacked
+        return slice_
 
     def __init__(self, *unused: Any) -> None:
         """Do nothing, because :meth:`__new__` has set all attributes."""
@@ -286,23 +286,23 @@ class QuantizedSlice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
         """Run every other function on the dequantized values."""
-        plain = [one.values() if isinstance(one, QuantizedSlice) else one for one in args]
+        plain = [arg.values() if isinstance(arg, QuantizedSlice) else arg for arg in args]
         return func(*plain, **(kwargs or {}))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run what DCP calls: ``detach``, ``narrow``, and ``copy_`` in both directions."""
-        one = args[0]
+        target = args[0]
         if func is torch.Tensor.copy_:
-            if isinstance(one, QuantizedSlice):
-                one.receive(args[1])
+            if isinstance(target, QuantizedSlice):
+                target.receive(args[1])
             else:
-                one.copy_(args[1].values().to(one.device))
-            return one
+                target.copy_(args[1].values().to(target.device))
+            return target
         if func is torch.Tensor.detach:
-            return one
+            return target
         if func is torch.Tensor.narrow:
-            return one.part(*args[1:], **(kwargs or {}))
+            return target.part(*args[1:], **(kwargs or {}))
         return _torch.plain_results(func, types, args, kwargs or {})
 
     def part(self, dim: int, start: int, length: int) -> QuantizedSlice:
@@ -315,9 +315,9 @@ class QuantizedSlice(torch.Tensor):
         return self._like(offsets, sizes, self.is_stacked)
 
     def _like(self, offsets: Sequence[int], sizes: Sequence[int], is_stacked: bool) -> QuantizedSlice:
-        found = QuantizedSlice(self.base, offsets, sizes, is_stacked)
-        found.waits = self.waits
-        return found
+        part = QuantizedSlice(self.base, offsets, sizes, is_stacked)
+        part.waits = self.waits
+        return part
 
     def stacked(self) -> QuantizedSlice:
         """Return the same rectangle with a first dim of one expert."""
@@ -333,8 +333,8 @@ class QuantizedSlice(torch.Tensor):
 
     def stored(self) -> torch.Tensor:
         """Return what DCP writes: a quantized tensor, or values where the rectangle cuts through blocks."""
-        found = self._stored()
-        return found.view(self.shape) if self.is_stacked else found
+        tensor = self._stored()
+        return tensor.view(self.shape) if self.is_stacked else tensor
 
     def _stored(self) -> torch.Tensor:
         if self.box[1] == tuple(self.base.shape):
@@ -342,26 +342,26 @@ class QuantizedSlice(torch.Tensor):
         rectangles = self.component_boxes()
         if rectangles is None:
             return values_of(self.base, self.dtype)[slices(*self.box)].contiguous()
-        made = empty_like(self.base, self.box[1])
-        targets = {component.name: component.tensor for component in components_of(made, "weight")}
+        quantized = empty_like(self.base, self.box[1])
+        targets = {component.name: component.tensor for component in components_of(quantized, "weight")}
         for component in components_of(self.base, "weight"):
             targets[component.name].copy_(component.tensor[rectangles[component.name]])
-        # It was derived from the empty tensor, before the bytes were copied.
-        drop_derived_state(made)
-        return made
+        # Derived buffers were computed from the empty tensor, before the bytes were copied.
+        drop_derived_state(quantized)
+        return quantized
 
     def component_boxes(self) -> dict[str, tuple[slice, ...]] | None:
         """Return the rectangle in units of each component; ``None`` if it splits blocks."""
         zeros = (0,) * len(self.box[0])
-        found = {}
+        boxes = {}
         for component in components_of(self.base, "weight"):
             box = Box(self.box[0], zeros, self.box[1])
             try:
-                (one,) = component.boxes([box], "weight", tuple(self.base.shape))
+                (rectangle,) = component.boxes([box], "weight", tuple(self.base.shape))
             except PlacementError:
                 return None
-            found[component.name] = one.original_slices()
-        return found
+            boxes[component.name] = rectangle.original_slices()
+        return boxes
 
     @torch.no_grad()
     def receive(self, source: torch.Tensor) -> None:
@@ -404,7 +404,7 @@ class QuantizedSlice(torch.Tensor):
 def empty_like(base: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a quantized tensor of this shape with the components that ``base`` has, and undefined data."""
     quantizer = _te.quantizer_of(base).copy()
-    columnwise = [one.name.startswith("columnwise") for one in components_of(base, "weight")]
+    columnwise = [component.name.startswith("columnwise") for component in components_of(base, "weight")]
     # Only directions that the weight itself has can be copied.
     quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
     return quantizer.make_empty(shape, dtype=base.dtype, device=base.device)
@@ -421,11 +421,11 @@ def write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Te
     for target, source in arrived:
         assert isinstance(source, QuantizedSlice)
         there, here = source.component_boxes(), target.component_boxes()
-        have = {component.name: component for component in components_of(source.base, "weight")}
-        if there is None or here is None or not targets.keys() <= have.keys():
+        sources = {component.name: component for component in components_of(source.base, "weight")}
+        if there is None or here is None or not targets.keys() <= sources.keys():
             return False
         for name, component in targets.items():
-            value = have[name].tensor[there[name]]
+            value = sources[name].tensor[there[name]]
             if component.block is None and not torch.equal(once.setdefault(name, value), value):
                 return False  # shards with different scales
             copies.append((component.tensor[here[name]], value))
@@ -438,5 +438,5 @@ def write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Te
 
 def _kind_of(tensor: torch.Tensor) -> list[str]:
     """Return format and element type. Delayed and current scaling have the same data."""
-    found = str(describe_format(tensor)).split()
-    return [found[0], found[-1]]
+    terms = str(describe_format(tensor)).split()
+    return [terms[0], terms[-1]]

@@ -21,9 +21,9 @@ from te_fsdp.quantized.boxed import (
     QuantizedSlice,
     drop_derived,
     empty_like,
+    pending_values,
     take_written,
     values_of,
-    waiting_values,
     weights_of,
     write_bytes,
 )
@@ -34,11 +34,10 @@ from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
-    """Quantize values that wait for their scale, with the amax of the whole weight.
+    """Quantize pending values with the amax of the unsharded weight.
 
     Collective over the weight mesh of each such weight: all ranks load the same ones, in the order of the model.
     """
@@ -50,56 +49,53 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             # the model's tensors.
             if parameter is None or not isinstance(value, torch.Tensor):
                 continue
-            held, local = _torch.local_of(value), _torch.local_of(parameter)
-            if not _te.is_quantized(held):
+            read, local = _torch.local_of(value), _torch.local_of(parameter)
+            if not _te.is_quantized(read):
                 if _te.is_quantized(local):
-                    # The load overwrites them. `copy_` would change what waits, and leave the bytes.
-                    waiting_values(local, take=True)
-                    if held.device != local.device and isinstance(value, DTensor):
-                        state_dict[key] = _torch.with_local(held.to(local.device), value, requires_grad=False)
+                    # The load overwrites pending values: `copy_` would change them and not the bytes.
+                    pending_values(local, take=True)
+                    if read.device != local.device and isinstance(value, DTensor):
+                        state_dict[key] = _torch.with_local(read.to(local.device), value, requires_grad=False)
                 continue
-            # A parameter in high precision or another format gets the values that wait by `copy_`.
-            if _te.format_of(local) is not _te.format_of(held):
+            # A parameter in high precision or another format gets pending values by `copy_`.
+            if _te.format_of(local) is not _te.format_of(read):
                 continue
-            values = waiting_values(held, take=True)
-            # Delayed scaling, too, takes the scale of these values: that of the previous ones would clip larger ones.
-            _finish((state_dict, key), held, (owner, name), values)
+            values = pending_values(read, take=True)
+            # Delayed scaling uses the scale of these values too. The scale of the previous ones would clip larger ones.
+            _finish((state_dict, key), read, (owner, name), values)
 
 
 def _finish(
-    entry: tuple[Any, Any],
-    held: torch.Tensor,
-    place: tuple[nn.Module, str],
-    values: torch.Tensor | None,
+    entry: tuple[Any, Any], loaded: torch.Tensor, owner: tuple[nn.Module, str], values: torch.Tensor | None
 ) -> None:
     """Drop what a weight derived from overwritten bytes, and quantize values that wait. Collective if there are values.
 
-    ``entry`` is the container and key of the tensor ``held``, ``place`` the owner and name of the parameter.
+    ``entry`` is the container and key of the tensor ``loaded``, ``owner`` the owner and name of the parameter.
     """
-    (container, key), (module, name) = entry, place
+    (container, key), (module, name) = entry, owner
     parameter = module._parameters[name]
     assert parameter is not None
     local = _torch.local_of(parameter)
     is_quantized = _te.is_quantized(local)
-    if take_written(held) and is_quantized:
-        drop_derived(held)  # both have the same memory, and derived data of their own
+    if take_written(loaded) and is_quantized:
+        drop_derived(loaded)  # both have the same memory, and derived data of their own
         drop_derived(local)
     if values is not None and is_quantized:
         quantize_with_shared_scale(module, name, local, values)
-        if _te.is_grouped(held):
-            held.copy_(local)
+        if _te.is_grouped(loaded):
+            loaded.copy_(local)
         else:
-            for mine, theirs in zip(_te.storage_parts_of(held), _te.storage_parts_of(local), strict=True):
+            for mine, theirs in zip(_te.storage_parts_of(loaded), _te.storage_parts_of(local), strict=True):
                 plain, precise = _te.high_precision_part(mine), _te.high_precision_part(theirs)
                 if plain is not None and precise is not None:
                     plain.copy_(precise)
                     continue
                 # Components that share their memory with the weight are already written.
-                own = {component.name: component.tensor for component in components_of(theirs, "weight")}
+                sources = {component.name: component.tensor for component in components_of(theirs, "weight")}
                 for one in components_of(mine, "weight"):
-                    if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
-                        one.tensor.copy_(own[one.name])
-            drop_derived_state(held)
+                    if one.name in sources and one.tensor.data_ptr() != sources[one.name].data_ptr():
+                        one.tensor.copy_(sources[one.name])
+            drop_derived_state(loaded)
         container[key] = parameter.detach()  # of the same buffers as the parameter
 
 
@@ -112,51 +108,47 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
     """
     # Scripts may omit ``load_state_dict``, because DCP writes into the model's own tensors. If one rank has values for
     # a weight, all of them quantize, because they share the scale.
-    found = [
+    entries = [
         (container, path, value)
         for container, path, value in _entries(state_dict)
         if isinstance(value, QuantizedDTensor) and _te.is_quantized(_torch.local_of(value))
     ]
-    alone: list[_Unscaled] = []
+    unscaled: list[_Unscaled] = []
     # One all-reduce per mesh and dim, not one per weight.
-    for mesh in dict.fromkeys(value.device_mesh for _, _, value in found):
-        group = [one for one in found if one[2].device_mesh == mesh]
+    for mesh in dict.fromkeys(value.device_mesh for _, _, value in entries):
+        group = [entry for entry in entries if entry[2].device_mesh == mesh]
         waits = torch.tensor(
-            [waiting_values(_torch.local_of(value)) is not None for _, _, value in group],
+            [pending_values(_torch.local_of(value)) is not None for _, _, value in group],
             dtype=torch.int32,
             device=mesh.device_type,
         )
-        cuts = [
+        dims = [
             dim
             for dim in range(mesh.ndim)
             if any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
         ]
-        together = ranks.issuperset(_ranks_along(mesh, cuts))
-        for dim in cuts if together else ():
+        # The ranks with this rank's coordinates in all other dims.
+        at = mesh.get_coordinate() or [0] * mesh.ndim
+        index = tuple([slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim)])
+        together = ranks.issuperset(mesh.mesh[index].flatten().tolist())
+        for dim in dims if together else ():
             if mesh.size(dim) > 1:
                 dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
         for (container, path, value), waiting in zip(group, waits.tolist(), strict=True):
-            held, owner = _torch.local_of(value), _owner_of(value)
+            loaded, owner = _torch.local_of(value), _owner_of(value)
             if owner is None:
                 continue
             module, name, local = owner
-            values = waiting_values(held, take=True) if waiting else None
+            values = pending_values(loaded, take=True) if waiting else None
             # A shard without rows may have the only old scale.
             has_one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(local)))
-            if not together and has_one_scale and (values is not None or not held.numel()):
-                alone.append(_Unscaled(path, value, module, name, local))
+            if not together and has_one_scale and (values is not None or not loaded.numel()):
+                unscaled.append(_Unscaled(path, value, module, name, local))
                 continue
-            values = values_of(held) if waiting and values is None else values
-            _finish((container, path[-1]), held, (module, name), values)
-    if alone:
-        _finish_alone(alone, read)
-
-
-def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:
-    """Return the global ranks with this rank's coordinates in all other dims of a mesh."""
-    at = mesh.get_coordinate() or [0] * mesh.ndim
-    index = tuple([slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim)])
-    return mesh.mesh[index].flatten().tolist()
+            values = values_of(loaded) if waiting and values is None else values
+            _finish((container, path[-1]), loaded, (module, name), values)
+    if unscaled:
+        _finish_alone(unscaled, read)
 
 
 def _owner_of(value: QuantizedDTensor) -> tuple[nn.Module, str, torch.Tensor] | None:
@@ -167,12 +159,12 @@ def _owner_of(value: QuantizedDTensor) -> tuple[nn.Module, str, torch.Tensor] | 
     local = None if parameter is None else _torch.local_of(parameter)
     if module is None or local is None or not _te.is_quantized(local):
         return None
-    memory, own = (
+    memory, param_memory = (
         {(c.name, c.tensor.data_ptr()) for one in weights_of(t)[:1] for c in components_of(one, "weight")}
         for t in (_torch.local_of(value), local)
     )
     # load_state_dict takes the values of copies.
-    return None if memory.isdisjoint(own) else (module, name, local)
+    return None if memory.isdisjoint(param_memory) else (module, name, local)
 
 
 class _Unscaled(NamedTuple):
@@ -194,28 +186,28 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
         stack = value.ndim - 2
         entry = LoadTarget(value.shape, value)
         entry.__dict__.update(value.__dict__)  # such as the mark of experts
-        made = {}
+        full_weights = {}
         for offsets in {(*box.original[:stack], 0, 0) for box in boxes} or {(0,) * value.ndim}:
-            whole = made[offsets] = empty_like(weights_of(local)[0], tuple(value.shape[stack:]))
+            full = full_weights[offsets] = empty_like(weights_of(local)[0], tuple(value.shape[stack:]))
             # All ranks have these values, so that no amax is reduced.
-            quantizer = _te.quantizer_of(whole)
+            quantizer = _te.quantizer_of(full)
             change_quantizer_record(quantizer, amax_group=None)
             _te.set_quantizer_amax_group(quantizer, None)
-            target = QuantizedSlice(whole, (0, 0), tuple(whole.shape), bool(stack))
+            target = QuantizedSlice(full, (0, 0), tuple(full.shape), bool(stack))
             target.waits = True
             entry.pieces[offsets] = target
-        wholes.append(made)
+        wholes.append(full_weights)
         # The same keys as DCP makes of the path.
         holder = state_dict
         for step in path[:-1]:
             holder = holder.setdefault(step, {})
         holder[path[-1]] = entry
     read(state_dict)
-    for (path, value, module, name, local), made in zip(weights, wholes, strict=True):
-        held = _torch.local_of(value)
-        for whole in made.values():
-            values = waiting_values(whole, take=True)
-            if values is None and not take_written(whole):
+    for (path, value, module, name, local), full_weights in zip(weights, wholes, strict=True):
+        loaded = _torch.local_of(value)
+        for full in full_weights.values():
+            values = pending_values(full, take=True)
+            if values is None and not take_written(full):
                 raise CheckpointError(
                     f"{'.'.join(map(str, path))}: dcp.load on some of the ranks that shard the weight",
                     expected="all values of the weight in the checkpoint, from which its scale is computed",
@@ -225,14 +217,14 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
             if values is not None:
                 if _te.has_delayed_scale(local):
                     _te_modules.set_delayed_scale(module, name, local, values.abs().amax().reshape(1))
-                whole.quantize_(values)  # type: ignore[operator]
+                full.quantize_(values)  # type: ignore[operator]
         for box in value.boxes_here():
-            base, stack = (held, 0) if value.ndim == 2 else (weights_of(held)[box.local[0]], 1)
-            unsharded = made[(*box.original[:stack], 0, 0)]
+            base, stack = (loaded, 0) if value.ndim == 2 else (weights_of(loaded)[box.local[0]], 1)
+            unsharded = full_weights[(*box.original[:stack], 0, 0)]
             source = QuantizedSlice(unsharded, box.original[stack:], box.sizes[stack:])
             copied = write_bytes(base, [(QuantizedSlice(base, box.local[stack:], box.sizes[stack:]), source)])
-            assert copied, "both are of the same format, and shards consist of whole blocks"
-        _finish(({}, ""), held, (module, name), None)
+            assert copied, "both are of the same format, and shards consist of complete blocks"
+        _finish(({}, ""), loaded, (module, name), None)
 
 
 def _entries(state_dict: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
@@ -254,16 +246,16 @@ def patch_loading() -> None:
         @functools.wraps(stock)
         def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             stock(state_dict, *args, **kwargs)
-            given = signature.bind(state_dict, *args, **kwargs).arguments
+            arguments = signature.bind(state_dict, *args, **kwargs).arguments
 
             def read(more: dict[str, Any]) -> None:
-                stock(**{**given, "state_dict": more, "process_group": None, "no_dist": True})
+                stock(**{**arguments, "state_dict": more, "process_group": None, "no_dist": True})
 
             # With `no_dist`, or in a group of some ranks, others may not load at all, so a collective would hang.
             ranks = {0}
             if dist.is_initialized():
-                no_dist = given.get("no_dist", False)
-                group = given.get("process_group") or dist.group.WORLD
+                no_dist = arguments.get("no_dist", False)
+                group = arguments.get("process_group") or dist.group.WORLD
                 ranks = {dist.get_rank()} if no_dist else set(dist.get_process_group_ranks(group))
             finish_load(state_dict, ranks, read)
 

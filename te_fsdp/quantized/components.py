@@ -50,7 +50,28 @@ class Component:
         if self.block is None:
             zeros = (0,) * self.tensor.ndim
             return [Box(zeros, zeros, tuple(self.tensor.shape))]
-        return [_scaled(box, self.block, f"{label} ({self.name})", original) for box in boxes]
+        scaled = []
+        for box in boxes:
+            ends = [o + s for o, s in zip(box.original, box.sizes, strict=True)]
+            # The last block of a dim ends with the weight, even if it is incomplete.
+            short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
+            parts = []
+            for values in (box.original, box.local, box.sizes):
+                splits = [value % step != 0 for value, step in zip(values, self.block, strict=True)]
+                if any(
+                    split and not (values is box.sizes and short[dim]) for dim, split in enumerate(splits)
+                ):
+                    raise PlacementError(
+                        f"{label} ({self.name}): a rank's rectangle at {box.original} of size {box.sizes} splits "
+                        "blocks",
+                        expected=f"multiples of {self.block}",
+                        got=f"{values}",
+                        why="The block would belong to two ranks at once",
+                        fix="choose sizes for which every rank gets complete blocks, or use high-precision weights",
+                    )
+                parts.append(tuple(math.ceil(v / step) for v, step in zip(values, self.block, strict=True)))
+            scaled.append(Box(*parts))
+        return scaled
 
 
 def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
@@ -61,10 +82,10 @@ def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
     row = _te.format_of(local)
     if row is None:
         return None
-    odd = _options_set(row.unrecorded_options, local.get_metadata())  # type: ignore[attr-defined]
-    if odd:
+    options = _options_set(row.unrecorded_options, local.get_metadata())  # type: ignore[attr-defined]
+    if options:
         raise PlacementError(
-            f"{label}: {row} weight with {odd}",
+            f"{label}: {row} weight with {options}",
             expected="an option that checkpoints record",
             why="Its data would be read as different values without this option",
             fix="disable the option for weights in the recipe, or keep this weight in high precision",
@@ -87,19 +108,19 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
     """
     name, metadata, shape = str(_te.format_of(local)), local.get_metadata(), tuple(local.shape)  # type: ignore[attr-defined]
     row = FORMATS.get(name, unknown_format(name))
-    odd = _options_set(row.unknown_options, metadata)
-    if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
+    options = _options_set(row.unknown_options, metadata)
+    if not row.buffers or options or (not row.has_one_scale and len(shape) != 2):
         raise PlacementError(
             f"{label}: quantized weight without a known layout",
-            expected=f"a 2-D weight in one of {', '.join(n for n, known in FORMATS.items() if known.buffers)}",
-            got=f"{name} of shape {shape} {odd or ''}".rstrip(),
+            expected=f"a 2-D weight in one of {', '.join(n for n, fmt in FORMATS.items() if fmt.buffers)}",
+            got=f"{name} of shape {shape} {options or ''}".rstrip(),
             fix=(
                 "build it in high precision, without quantized_model_init; the custom recipe can stay"
                 if name == "hybrid"
                 else "keep this weight in high precision"
             ),
         )
-    found = []
+    components = []
     turned = metadata.get(row.transpose) if metadata.get("data") is None else None
     for buffer in row.buffers:
         tensor = metadata.get(buffer.name)
@@ -109,7 +130,7 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
         if tensor is None:
             continue
         if buffer.block is None:
-            found.append(Component(buffer.name, tensor.detach().view(-1), None))
+            components.append(Component(buffer.name, tensor.detach().view(-1), None))
             continue
         steps = _steps(buffer.block, shape)
         sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
@@ -120,36 +141,36 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
             raise PlacementError(
                 f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
             )
-        found.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
-    return found
+        components.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
+    return components
 
 
 def rowwise_components(local: torch.Tensor) -> list[Component]:
     """Return :func:`components_of` a float8 tensor with rowwise data, with fewer calls; none for other tensors."""
-    row, found = _te.format_of(local), list[Component]()
+    row, components = _te.format_of(local), list[Component]()
     for buffer in row.buffers if row is not None and row.block == 1 else ():
         tensor = getattr(local, buffer.attribute, None)
         if tensor is None:
             return []
-        whole = buffer.block is None
+        is_data = buffer.block is None
         view = tensor.detach()
-        found.append(
-            Component(buffer.name, view.view(-1) if whole else view, None if whole else (1,) * view.ndim)
+        components.append(
+            Component(buffer.name, view.view(-1) if is_data else view, None if is_data else (1,) * view.ndim)
         )
-    return found
+    return components
 
 
 def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
     """Return :func:`components_of` in a fixed order, for a hybrid tensor those of both parts. Local operation."""
     # Names of both parts may be equal. A high-precision part is one buffer of its values.
-    found: list[Component] = []
+    buffers: list[Component] = []
     for part in _te.storage_parts_of(local):
         values = _te.high_precision_part(part)
         if values is None:
-            found += components_of(part, label)
+            buffers += components_of(part, label)
         else:
-            found.append(Component("high precision", values.detach(), (1,) * values.ndim))
-    return found
+            buffers.append(Component("high precision", values.detach(), (1,) * values.ndim))
+    return buffers
 
 
 def empty_on_meta(
@@ -160,11 +181,11 @@ def empty_on_meta(
     The shape is 3-D for one weight of all experts of a layer. ``backward`` selects the buffers read by backward
     (true) or forward (false); ``None``: all buffers.
     """
-    own = quantizer.copy()
+    configured = quantizer.copy()
     if backward is not None:
-        own.set_usage(rowwise=not backward, columnwise=backward)
+        configured.set_usage(rowwise=not backward, columnwise=backward)
     rows, columns = math.prod(shape[:-1]), shape[-1]  # experts are stacked along the rows
-    return own.make_empty((rows, columns), dtype=dtype, device=torch.device("meta"))
+    return configured.make_empty((rows, columns), dtype=dtype, device=torch.device("meta"))
 
 
 def keep_rowwise_only(shard: torch.Tensor) -> None:
@@ -184,8 +205,8 @@ def keep_rowwise_only(shard: torch.Tensor) -> None:
 
 def block_of(local: torch.Tensor) -> int | None:
     """Return the rows (and columns) per scale of a quantized tensor, the maximum for hybrids; ``None`` if unknown."""
-    found = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.storage_parts_of(local)]
-    parts = [1 if values is not None or row is None else row.block for values, row in found]
+    formats = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.storage_parts_of(local)]
+    parts = [1 if values is not None or row is None else row.block for values, row in formats]
     return None if None in parts else max(part for part in parts if part is not None)
 
 
@@ -204,26 +225,6 @@ def drop_derived_state(local: torch.Tensor) -> None:
     for part in _te.storage_parts_of(local):
         _te.drop_transpose(part)
     _te.drop_high_precision_value(local)
-
-
-def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int] | None) -> Box:
-    """Convert a rectangle of the weight to units of blocks."""
-    ends = [o + s for o, s in zip(box.original, box.sizes, strict=True)]
-    # The last block of a dim ends with the weight, even if it is incomplete.
-    short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
-    found = []
-    for values in (box.original, box.local, box.sizes):
-        cuts = [value % step != 0 for value, step in zip(values, block, strict=True)]
-        if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
-            raise PlacementError(
-                f"{label}: a rank's rectangle at {box.original} of size {box.sizes} splits blocks",
-                expected=f"multiples of {block}",
-                got=f"{values}",
-                why="The block would belong to two ranks at once",
-                fix="choose sizes for which every rank gets complete blocks, or use high-precision weights",
-            )
-        found.append(tuple(math.ceil(value / step) for value, step in zip(values, block, strict=True)))
-    return Box(*found)
 
 
 # --- values
@@ -247,11 +248,11 @@ def needed_components(described: str, have: Sequence[str], label: str) -> dict[s
     for choice in row.directions() if dtype in row.elements else ():
         if set(choice) <= set(have):
             return choice
-    known = [row for row in FORMATS.values() if row.buffers]
-    *elements, last = dict.fromkeys(element for row in known for element in row.elements)
+    formats = [row for row in FORMATS.values() if row.buffers]
+    *elements, last = dict.fromkeys(element for row in formats for element in row.elements)
     raise CheckpointError(
         f"{label}: values of a quantized weight",
-        expected=f"components of one of {', '.join(map(str, known))}, of {', '.join(elements)} or {last}",
+        expected=f"components of one of {', '.join(map(str, formats))}, of {', '.join(elements)} or {last}",
         got=f"{described} with {', '.join(have)}",
         fix="load it into a model with the same format",
     )
@@ -284,8 +285,8 @@ def dequantize_box(
 
     def crop(values: torch.Tensor, block: Block) -> torch.Tensor:
         """Extract the rectangle from the blocks that cover it."""
-        places = zip(offsets, sizes, _steps(block, offsets), strict=True)
-        return values[tuple(slice(o % s, o % s + n) for o, n, s in places)]
+        starts = zip(offsets, sizes, _steps(block, offsets), strict=True)
+        return values[tuple(slice(o % s, o % s + n) for o, n, s in starts)]
 
     data_name, scale_name = list(needed)[:2]
     codes, dtype = parts[data_name].view(torch.uint8), described.split()[-1]
@@ -348,8 +349,8 @@ def pack_flat(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, BufferLocat
     parts = [tensor.reshape(-1).view(torch.uint8) for tensor in inputs]
     # Align to 256 bytes for kernels and vectorized copies, as torch's CUDA allocator does within a block.
     buffer = PackedBuffer(tuple(part.numel() for part in parts), 256)
-    places = BufferLocations(buffer, tuple(tensor.dtype for tensor in inputs))
-    return buffer.pack(parts, torch.uint8, inputs[0].device), places
+    locations = BufferLocations(buffer, tuple(tensor.dtype for tensor in inputs))
+    return buffer.pack(parts, torch.uint8, inputs[0].device), locations
 
 
 def pack_bytes(
@@ -364,8 +365,8 @@ def pack_bytes(
     for source, piece in zip(inputs, buffer.views(flat), strict=True):
         piece.copy_(source.contiguous().view(torch.uint8).view(piece.shape))
     parts = flat.view(shape[0], count, each).unbind(1)
-    places = BufferLocations(buffer, tuple(source.dtype for source in inputs))
-    return tuple(part.contiguous().view(shape) for part in parts), places
+    locations = BufferLocations(buffer, tuple(source.dtype for source in inputs))
+    return tuple(part.contiguous().view(shape) for part in parts), locations
 
 
 def bytes_of_ranks(

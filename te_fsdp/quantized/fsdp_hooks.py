@@ -20,20 +20,9 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.layout import ParameterRule
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit, refuse_sharded_rows
 from te_fsdp.quantized.amax import has_amax_group, set_amax_group
-from te_fsdp.quantized.components import (
-    bytes_of_ranks,
-    components_of,
-    keep_rowwise_only,
-    pack_bytes,
-)
+from te_fsdp.quantized.components import bytes_of_ranks, components_of, keep_rowwise_only, pack_bytes
 from te_fsdp.quantized.empty_shards import patch_empty_shards, share_scale
-from te_fsdp.quantized.gather_metadata import (
-    CustomGather,
-    GatherMetadata,
-    Packed,
-    Replay,
-    replay_gather,
-)
+from te_fsdp.quantized.gather_metadata import CustomGather, GatherMetadata, Packed, Replay, replay_gather
 from te_fsdp.quantized.shards import attach_amax_group, check_weight_mesh
 from te_fsdp.records import BINDING, WEIGHT, ModuleBinding, WeightRecord, is_replicated, weight_record
 from te_fsdp.upstream import (
@@ -69,20 +58,20 @@ def mark_unsharded(old: torch.Tensor | None, new: torch.Tensor, binding: ModuleB
 
 
 def release_function_of(
-    gathered: torch.Tensor | None, shard: DTensor | None, binding: ModuleBinding
+    unsharded: torch.Tensor | None, shard: DTensor | None, binding: ModuleBinding
 ) -> Callable[[], None] | None:
     """Return a function that frees the derived buffers of an unsharded weight. Local operation.
 
     TE derives transposes and padded scales from gathered data. FSDP2 does not free them, so they would stay
     until the next all-gather. te_fsdp owns buffers that were concatenated along columns.
 
-    ``shard`` replaces ``gathered``.
+    ``shard`` replaces ``unsharded``.
 
     Returns:
         A function to call at the end of every forward and backward. ``None`` unless it is an unsharded quantized
         weight.
     """
-    local = None if gathered is None else _torch.local_of(gathered)
+    local = None if unsharded is None else _torch.local_of(unsharded)
     record: WeightRecord | None = None if local is None else local.__dict__.get(WEIGHT)
     if local is None or record is None or record.unsharded_format is None:
         return None
@@ -160,17 +149,17 @@ def patch_new_zeros(local: torch.Tensor) -> None:
     if row is not None and row.name in ("mxfp8", "mxfp8-2d"):
         quantizer = _te.quantizer_of(local).copy()
         quantizer.set_usage(**local.get_usages())  # type: ignore[attr-defined]
-        own = {"dtype": local.dtype, "device": local.device}
-        apply_patch_to(local, "new zeros", functools.partial(_zeros, quantizer, row.block or 1, own))
+        options = {"dtype": local.dtype, "device": local.device}
+        apply_patch_to(local, "new zeros", functools.partial(_zeros, quantizer, row.block or 1, options))
 
 
 def _zeros(
-    quantizer: Any, block: int, own: Mapping[str, Any], size: Sequence[int], **options: Any
+    quantizer: Any, block: int, defaults: Mapping[str, Any], size: Sequence[int], **options: Any
 ) -> torch.Tensor:
     """Return zeros like a weight of a quantizer, with padded scale buffers."""
     if options or any(length % block for length in size):  # FSDP2's sharding raises right after this
-        return torch.zeros(tuple(size), **{**own, **options})
-    zeros = quantizer.make_empty(tuple(size), **own)
+        return torch.zeros(tuple(size), **{**defaults, **options})
+    zeros = quantizer.make_empty(tuple(size), **defaults)
     for buffer in _te.buffers_of(zeros):
         buffer.zero_()
     return zeros
@@ -216,17 +205,17 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         if binding is None or module is None:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         record: WeightRecord | None = self.__dict__.get(WEIGHT)
-        known: GatherMetadata | None = None if record is None else record.gathers
-        state = None if known is None or known.unit() is None else pass_of(known.unit())
+        gathers: GatherMetadata | None = None if record is None else record.gathers
+        state = None if gathers is None or gathers.unit() is None else pass_of(gathers.unit())
         if (
             state is not None
             and (replayed := replay_gather(self, mesh, orig_size, module, state)) is not None
         ):
             return replayed
         now = id(binding.weight_mesh), id(mesh), orig_size
-        if known is not None and known[:3] != now:
-            known = None
-        row = _checked_format(self, module, binding) if known is None else known.row
+        if gathers is not None and gathers[:3] != now:
+            gathers = None
+        row = _checked_format(self, module, binding) if gathers is None else gathers.row
         shares_data = row is not None and row.shares_data
         if shares_data:
             keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
@@ -241,17 +230,17 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         # TE's hook replaces the tensor's amax group by the FSDP group, so scales would differ between tp
         # ranks.
-        if known is None:
-            known = _build_gather_metadata(self, module, binding, mesh, now)
-        elif known.has_one_scale and not has_amax_group(self, known.group):
+        if gathers is None:
+            gathers = _build_gather_metadata(self, module, binding, mesh, now)
+        elif gathers.has_one_scale and not has_amax_group(self, gathers.group):
             # TE's hook has set FSDP2's group, or the weight has a new quantizer.
-            set_amax_group(self, known.group)
-        can_replay = known.row.block == 1 and (known.is_unconverted or known.nothing is not None)
+            set_amax_group(self, gathers.group)
+        can_replay = gathers.row.block == 1 and (gathers.is_unconverted or gathers.nothing is not None)
         if state is not None and can_replay and not again:
             replay, quantizer = Replay.of(self, inputs, metadata), _te.quantizer_of(self)
             if replay is not None:
-                known.replays[(*state, quantizer.rowwise_usage, quantizer.columnwise_usage)] = replay
-        if not known.is_unconverted:
+                gathers.replays[(*state, quantizer.rowwise_usage, quantizer.columnwise_usage)] = replay
+        if not gathers.is_unconverted:
             inputs, metadata = _customize_gather(self, inputs, metadata, mesh, orig_size)
         if group is not None:
             _fsdp2.resize_all_gather_outputs(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
@@ -267,10 +256,10 @@ def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBindi
     # A weight that was on meta when FSDP2 sharded it is checked here.
     row = _te.format_of(shard)
     if row is not None and row.name == NVFP4_ROWS:
-        own = [
+        names = [
             name for name, p in module._parameters.items() if p is not None and _torch.local_of(p) is shard
         ]
-        refuse_sharded_rows(binding.label(own[0] if own else "weight"), _te.quantizer_of(shard), shard)
+        refuse_sharded_rows(binding.label(names[0] if names else "weight"), _te.quantizer_of(shard), shard)
     return row
 
 
@@ -286,18 +275,18 @@ def _build_gather_metadata(
     attach_amax_group(shard, binding)
     _fsdp2_patches.disable_flat_shards(module, shard)
     keep_zeros_unquantized(module, shard)
-    ranks, whole = mesh.size(), now[2]
+    ranks, full_shape = mesh.size(), now[2]
     row = _te.format_of(shard)
     assert row is not None
-    is_even = tuple(shard.shape[1:]) == tuple(whole[1:]) and whole[0] % ranks == 0
+    is_even = tuple(shard.shape[1:]) == tuple(full_shape[1:]) and full_shape[0] % ranks == 0
     one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(shard)))
     keep_rowwise_only(shard)  # no effect if te_fsdp.fully_shard and materialize did so already
     group = _te.fsdp_group_of(module)
     unit, as_it_is = weakref.ref(group), ranks > 1 and is_even
     nothing = torch.empty(0, dtype=torch.uint8, device=shard.device) if ranks == 1 else None
-    known = GatherMetadata(*now, row, one_scale, binding.weight_group, as_it_is, unit, {}, nothing)
-    weight_record(shard).gathers = known
-    return known
+    gathers = GatherMetadata(*now, row, one_scale, binding.weight_group, as_it_is, unit, {}, nothing)
+    weight_record(shard).gathers = gathers
+    return gathers
 
 
 def _customize_gather(
@@ -317,18 +306,18 @@ def _customize_gather(
     # Along dims other than the first, FSDP2 only concatenates buffers of the parameter's own shape.
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
         rows, columns = shard.shape
-        known = {c.tensor.data_ptr(): c for c in components_of(shard, "gathered weight")}
-        found = [known[i.data_ptr()] for i in inputs]  # inputs are views that start where their buffers start
+        buffers_at = {c.tensor.data_ptr(): c for c in components_of(shard, "gathered weight")}
+        sent = [buffers_at[i.data_ptr()] for i in inputs]  # inputs start where their buffers start
         buffers = []
-        for component in found:
-            whole = component.tensor.shape[1] * ranks
+        for component in sent:
+            gathered_columns = component.tensor.shape[1] * ranks
             if component.name.endswith("wise_scale_inv"):  # data has no padding
                 is_columnwise = component.name.startswith("columnwise")
                 sizes = _te.quantizer_of(shard).get_scale_shape((rows, columns * ranks), is_columnwise)
-                whole = int(sizes[-1])
-            buffers.append((component.tensor.shape, whole))
-        flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
-        inputs, packed = tuple(flat[0] for flat in flats), Packed((rows, columns), places, buffers)
+                gathered_columns = int(sizes[-1])
+            buffers.append((component.tensor.shape, gathered_columns))
+        flats, locations = pack_bytes([c.tensor.contiguous().view(1, -1) for c in sent], (1, rows, columns))
+        inputs, packed = tuple(flat[0] for flat in flats), Packed((rows, columns), locations, buffers)
         return inputs, CustomGather(metadata, packed=packed)
     # FSDP2 requires buffers of one size from all ranks. Short or empty float8 shards are padded with rows
     # that the unsharded weight omits.
@@ -347,10 +336,10 @@ def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Packed) -> tuple[to
     ranks = outputs[0].numel() // (rows * columns)
     flats = bytes_of_ranks(outputs, (1, rows, columns), 2, ranks)[0]
     buffers = []
-    for found, (shape, whole) in zip(packed.places.typed(flats), packed.buffers, strict=True):
-        pieces = found.view(ranks, *shape)
-        buffer = torch.zeros((shape[0], whole), dtype=found.dtype, device=flats.device)
-        buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(pieces.transpose(0, 1))
+    for flat, (shape, gathered_columns) in zip(packed.places.typed(flats), packed.buffers, strict=True):
+        shards = flat.view(ranks, *shape)
+        buffer = torch.zeros((shape[0], gathered_columns), dtype=flat.dtype, device=flats.device)
+        buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(shards.transpose(0, 1))
         buffers.append(buffer)
     for output in outputs:  # FSDP2 would free them with the weight only, and allocates them again
         output.untyped_storage().resize_(0)
@@ -370,27 +359,27 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         # From the second all-gather on, FSDP2 passes `out` as the DTensor around the unsharded weight. TE
         # would set the gathered buffers on that wrapper, and kernels would keep reading the old ones.
         target = _torch.local_of_dtensor(out) if isinstance(out, DTensor) else out
-        buffers, own, inner = all_gather_outputs, metadata, None
+        buffers, te_metadata, inner_tensors = all_gather_outputs, metadata, None
         if isinstance(metadata, CustomGather):
             # FSDP2 must not free the shard's memory.
-            buffers, own, inner = metadata.buffers, metadata.metadata, ()
+            buffers, te_metadata, inner_tensors = metadata.buffers, metadata.metadata, ()
             if metadata.rows:
                 # The padding is at the end, so the rows are a contiguous part of the gathered buffer, which FSDP2
                 # frees.
                 buffers = (all_gather_outputs[0][: metadata.rows],)
             elif metadata.packed is not None:
                 buffers = _join_columns(all_gather_outputs, metadata.packed)
-        tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
+        tensor, gathered = stock(self, buffers, te_metadata, param_dtype, out=target)
         # Buffers that TE has removed for backward stay allocated until FSDP2 frees them ([Note: recomputed forwards]).
         record: WeightRecord | None = self.__dict__.get(WEIGHT)
-        known: GatherMetadata | None = None if record is None else record.gathers
-        row = _te.format_of(self) if known is None else known.row
+        gathers: GatherMetadata | None = None if record is None else record.gathers
+        row = _te.format_of(self) if gathers is None else gathers.row
         for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
             if getattr(tensor, buffer.attribute) is None:
                 setattr(tensor, buffer.attribute, value)
-        if known is not None and known.row.shares_data:
-            assert known.row.block is not None
-            derive_columnwise(tensor, known.row.block)
+        if gathers is not None and gathers.row.shares_data:
+            assert gathers.row.block is not None
+            derive_columnwise(tensor, gathers.row.block)
         if out is None:
             # FSDP2 calls `torch.as_strided` on the first gathered tensor. TE's version scrambles the
             # transpose that backward on Hopper reads, without marking it invalid (confirmed on an H200). TE
@@ -402,7 +391,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             scale = getattr(self, _te.SCALE, None)
             if scale is None or scale is not getattr(tensor, _te.SCALE, None):
                 _te.copy_scale(tensor, self)
-        return tensor, gathered if inner is None else inner
+        return tensor, gathered if inner_tensors is None else inner_tensors
 
     return fsdp_post_all_gather
 

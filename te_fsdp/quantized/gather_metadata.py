@@ -1,6 +1,20 @@
 """Cached metadata of a quantized shard's all-gathers, and all-gathers without TE's hook.
 
-:mod:`te_fsdp.quantized.fsdp_hooks` creates the metadata in the first all-gather of a shard.
+    local tensor of the shard
+      ._te_fsdp_weight   WeightRecord     te_fsdp's data about this tensor (te_fsdp.records)
+        .gathers         GatherMetadata   format, amax group, FSDP2's group: constant for shard and mesh
+          .replays[key]  Replay           names of the attributes that TE's hook returned
+
+    key                  (before backward, stays unsharded after forward, rowwise usage, columnwise usage)
+
+    all-gather of the shard
+      replay_gather      with a Replay of the key: read the attributes, TE's hook does not run
+      fsdp_pre_all_gather (te_fsdp.quantized.fsdp_hooks), otherwise: run TE's hook, then
+        GatherMetadata   build it in the first all-gather, or if mesh or size has changed
+        Replay           record one, if the result has attributes and constants only
+        CustomGather     convert TE's buffers, for uneven or column-wise shards and single ranks
+
+[Note: replays] explains why a Replay is valid.
 """
 
 from __future__ import annotations
@@ -33,7 +47,7 @@ class GatherMetadata(NamedTuple):
 
     weight_mesh: int  #: ``id`` of the binding's weight mesh, which is set at most once
     mesh: int  #: ``id`` of the all-gather's mesh, which FSDP2 keeps with the shard
-    whole: torch.Size  #: Shape of the unsharded weight
+    unsharded_shape: torch.Size  #: Shape of the unsharded weight
     row: Format
     has_one_scale: bool  #: Whether the amax of the unsharded weight is reduced over a group
     group: str | None  #: Name of that group; ``None`` if the weight is not sharded
@@ -64,36 +78,32 @@ class Replay(NamedTuple):
         # running it.
         names = {id(value): name for name, value in vars(shard).items()}
         is_constant = [value is None or isinstance(value, (bool, int, str)) for value in metadata]
-        places = [place for place, constant in enumerate(is_constant) if not constant]
-        if not all(id(value) in names for value in (*inputs, *[metadata[place] for place in places])):
+        indices = [index for index, constant in enumerate(is_constant) if not constant]
+        if not all(id(value) in names for value in (*inputs, *[metadata[index] for index in indices])):
             return None
         constants = tuple(
             [v if constant else None for v, constant in zip(metadata, is_constant, strict=True)]
         )
         sent = tuple([names[id(value)] for value in inputs])
-        return cls(sent, constants, tuple([(place, names[id(metadata[place])]) for place in places]))
+        return cls(sent, constants, tuple([(index, names[id(metadata[index])]) for index in indices]))
 
 
 def replay_gather(
-    shard: torch.Tensor,
-    mesh: DeviceMesh,
-    orig_size: torch.Size,
-    module: nn.Module,
-    now: tuple[bool, bool],
+    shard: torch.Tensor, mesh: DeviceMesh, orig_size: torch.Size, module: nn.Module, now: tuple[bool, bool]
 ) -> tuple[tuple[torch.Tensor, ...], Any] | None:
     """Return the result of a shard's all-gather hook from an earlier one ([Note: replays]), or ``None``. Local.
 
     ``now`` is the pass of FSDP2's group (``fsdp2_settled.pass_of``).
     """
-    own = shard.__dict__
-    weight: WeightRecord | None = own.get(WEIGHT)
-    known: GatherMetadata | None = None if weight is None else weight.gathers
+    attrs = shard.__dict__
+    weight: WeightRecord | None = attrs.get(WEIGHT)
+    gathers: GatherMetadata | None = None if weight is None else weight.gathers
     binding: ModuleBinding | None = module.__dict__.get(BINDING)
     if (
-        known is None
-        or not known.replays
+        gathers is None
+        or not gathers.replays
         or binding is None
-        or known[:3] != (id(binding.weight_mesh), id(mesh), orig_size)
+        or gathers[:3] != (id(binding.weight_mesh), id(mesh), orig_size)
         # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
         or binding.fsdp.recomputed
         or module.__dict__.get("checkpoint") is True
@@ -102,23 +112,23 @@ def replay_gather(
     quantizer: Any = getattr(shard, _te.QUANTIZER)
     record = quantizer.__dict__.get(QUANTIZER_RECORD)
     # has_amax_group, without its call: TE's hook has set another group, or the weight has a new quantizer.
-    if known.has_one_scale and (
-        known.group is None
+    if gathers.has_one_scale and (
+        gathers.group is None
         or not record
-        or record.amax_group != known.group
-        or GROUP_ATTRIBUTE in own
+        or record.amax_group != gathers.group
+        or GROUP_ATTRIBUTE in attrs
         or getattr(quantizer, _te.REDUCES_AMAX, False)
     ):
         return None
-    replay = known.replays.get((*now, quantizer.rowwise_usage, quantizer.columnwise_usage))
+    replay = gathers.replays.get((*now, quantizer.rowwise_usage, quantizer.columnwise_usage))
     if replay is None:
         return None
     metadata = list(replay.constants)
-    for place, name in replay.attributes:
-        metadata[place] = own[name]
-    inputs = tuple(map(own.__getitem__, replay.inputs))
-    if known.nothing is not None:
-        return (known.nothing,), CustomGather(tuple(metadata), buffers=inputs)
+    for index, name in replay.attributes:
+        metadata[index] = attrs[name]
+    inputs = tuple(map(attrs.__getitem__, replay.inputs))
+    if gathers.nothing is not None:
+        return (gathers.nothing,), CustomGather(tuple(metadata), buffers=inputs)
     return inputs, tuple(metadata)
 
 

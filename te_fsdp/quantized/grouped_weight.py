@@ -141,25 +141,25 @@ class _GroupedWeightMixin:
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         """Keep the weight quantized in operations on the full tensor. Dequantize it for all others."""
         kwargs = kwargs or {}
-        aten, this = torch.ops.aten, args[0]
-        if isinstance(this, cls):
-            whole = func in (aten.view.default, aten.as_strided.default)
+        aten, weight = torch.ops.aten, args[0]
+        if isinstance(weight, cls):
+            is_view = func in (aten.view.default, aten.as_strided.default)
             if func in (aten.alias.default, aten.detach.default) or (
-                whole and tuple(args[1]) == tuple(this.shape)
+                is_view and tuple(args[1]) == tuple(weight.shape)
             ):
-                return this.detach()
+                return weight.detach()
             if func is aten.clone.default:
-                return this.cloned()
+                return weight.cloned()
             if func is aten.copy_.default:
                 source = args[1]
-                if isinstance(source, cls) and _kind(this) == _kind(source):
-                    for name, target in _buffers(this.grouped):
+                if isinstance(source, cls) and _kind(weight) == _kind(source):
+                    for name, target in _buffers(weight.grouped):
                         target.copy_(getattr(source.grouped, name))
                 else:
-                    this.quantize_(source)
-                return this
-            if whole:
-                return func(this.dequantize(), *args[1:], **kwargs)
+                    weight.quantize_(source)
+                return weight
+            if is_view:
+                return func(weight.dequantize(), *args[1:], **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
 
     # --- FSDP2
@@ -180,13 +180,13 @@ class _GroupedWeightMixin:
         """Return the flat buffers as (experts, bytes per expert), padded to the first rank's number of experts."""
         if module is not None:
             _fsdp2_patches.disable_flat_shards(module, self)  # type: ignore[arg-type]
-        total, ranks, whole = outer_size[0], mesh.size(), tuple(outer_size)
+        total, ranks, full_shape = outer_size[0], mesh.size(), tuple(outer_size)
         within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
         if within:
-            names = [*_sent_within(self.grouped, self.experts[0])]
+            names = [*_buffers_sent_by_shard(self.grouped, self.experts[0])]
             buffers = [getattr(self.grouped, name).view(total, -1) for name in names]
             flats, places = pack_bytes(buffers, tuple(self.shape))
-            return flats, GroupedGather(names, whole, places=places, dim=within[0])
+            return flats, GroupedGather(names, full_shape, places=places, dim=within[0])
         rows, like = -(-total // ranks), self
         if not self.experts:
             like = empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
@@ -198,18 +198,18 @@ class _GroupedWeightMixin:
                 continue  # workspaces of the quantization
             if any(buffer is getattr(like.grouped, other) for other in names):
                 continue  # current scaling shares its scales between both directions
-            own = buffer.view(len(like.experts), -1)[: len(self.experts)]
-            if len(own) < rows:
-                own = torch.cat([own, own.new_zeros((rows - len(own), own.shape[1]))])
-            inputs.append(own)
+            local = buffer.view(len(like.experts), -1)[: len(self.experts)]
+            if len(local) < rows:
+                local = torch.cat([local, local.new_zeros((rows - len(local), local.shape[1]))])
+            inputs.append(local)
             names.append(name)
         if ranks == 1 and len(inputs) > 1:
             packed, flat = pack_flat(inputs)
-            return (packed,), GroupedGather(names, whole, flat=flat)
+            return (packed,), GroupedGather(names, full_shape, flat=flat)
         if total % ranks:
             flats, places = pack_bytes(inputs, (rows, *outer_size[1:]))
-            return flats, GroupedGather(names, whole, places=places)
-        return tuple(inputs), GroupedGather(names, whole)
+            return flats, GroupedGather(names, full_shape, places=places)
+        return tuple(inputs), GroupedGather(names, full_shape)
 
     def fsdp_post_all_gather(
         self,
@@ -221,17 +221,17 @@ class _GroupedWeightMixin:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight over the gathered buffers. Later all-gathers refill the same memory."""
         if metadata.places is not None:
-            whole = self._unpacked(all_gather_outputs, metadata, metadata.places, param_dtype, out)
-            return (whole, ()) if out is None else None
+            unsharded = self._unpacked(all_gather_outputs, metadata, metadata.places, param_dtype, out)
+            return (unsharded, ()) if out is None else None
         if out is not None:
             return None
         if metadata.flat is not None:
             values = list(metadata.flat.typed(all_gather_outputs[0].view(-1)))
         else:
             values = [output[: metadata.shape[0]].reshape(-1) for output in all_gather_outputs]
-        found = dict(zip(metadata.names, values, strict=True))
+        by_name = dict(zip(metadata.names, values, strict=True))
         experts, numel = metadata.shape[0], math.prod(metadata.shape[1:])
-        fields = {GROUPED_BUFFERS[name]: buffer for name, buffer in found.items()}
+        fields = {GROUPED_BUFFERS[name]: buffer for name, buffer in by_name.items()}
         offsets = {}
         if _te.format_of_quantizer(self._quantizer).has_one_scale and "columnwise_data" in fields:
             # Both directions share the scale, which is sent once.
@@ -256,27 +256,27 @@ class _GroupedWeightMixin:
         self,
         outputs: Sequence[torch.Tensor],
         metadata: GroupedGather,
-        places: BufferLocations,
+        locations: BufferLocations,
         dtype: torch.dtype,
         out: torch.Tensor | None,
     ) -> Any:
         """Return the unsharded weight built from packed tensors, with its own buffers."""
         if out is None:
-            whole = empty_experts(metadata.shape, self._quantizer.copy(), dtype, self.device)
-            whole.owns_buffers = True
+            unsharded = empty_experts(metadata.shape, self._quantizer.copy(), dtype, self.device)
+            unsharded.owns_buffers = True
         else:  # refills memory that `release` has freed, which autograd may have saved for backward
-            whole: Any = _torch.local_of(out)
-            for _, buffer in _buffers(whole.grouped):
+            unsharded: Any = _torch.local_of(out)
+            for _, buffer in _buffers(unsharded.grouped):
                 buffer.untyped_storage().resize_(buffer.nbytes)
                 buffer.zero_()  # padding of scales
         if metadata.dim:
-            experts, ranks = self.shape[0], whole.shape[metadata.dim] // self.shape[metadata.dim]
+            experts, ranks = self.shape[0], unsharded.shape[metadata.dim] // self.shape[metadata.dim]
             flat = bytes_of_ranks(outputs, self.shape, metadata.dim, ranks)
-            parts = _sent_within(self.grouped, self.experts[0])
-            wholes = _sent_within(whole.grouped, whole.experts[0])
-            for (name, part), values in zip(parts.items(), places.typed(flat), strict=True):
+            parts = _buffers_sent_by_shard(self.grouped, self.experts[0])
+            wholes = _buffers_sent_by_shard(unsharded.grouped, unsharded.experts[0])
+            for (name, part), values in zip(parts.items(), locations.typed(flat), strict=True):
                 each = values.shape[-1]
-                one, target = part.tensor, getattr(whole.grouped, name)
+                one, target = part.tensor, getattr(unsharded.grouped, name)
                 source = values.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
                 into = wholes[name].tensor
                 strides = (target.numel() // experts, *into.stride())
@@ -287,20 +287,20 @@ class _GroupedWeightMixin:
                     stack.unflatten(metadata.dim, (ranks, one.shape[metadata.dim - 1])).copy_(
                         source.movedim(1, metadata.dim)
                     )
-            whole.derive_transposes()
+            unsharded.derive_transposes()
         else:  # one expert after the other
             flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
-            for name, value in zip(metadata.names, places.typed(flat), strict=True):
-                getattr(whole.grouped, name).copy_(value[: metadata.shape[0]].reshape(-1))
+            for name, value in zip(metadata.names, locations.typed(flat), strict=True):
+                getattr(unsharded.grouped, name).copy_(value[: metadata.shape[0]].reshape(-1))
         for output in outputs:  # FSDP2 would free them with the weight only, and allocates them again
             output.untyped_storage().resize_(0)
-        return whole
+        return unsharded
 
 
 def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None) -> torch.Tensor:
     """Quantize (experts, out, in), possibly without experts, into a new ``GroupedWeight``."""
-    own = _te.persistent_quantizer_of(quantizer)
-    new: Any = empty_experts(tuple(value.shape), own, value.dtype, value.device)
+    persistent = _te.persistent_quantizer_of(quantizer)
+    new: Any = empty_experts(tuple(value.shape), persistent, value.dtype, value.device)
     set_amax_group(new, group_name)
     with torch.no_grad():
         new.quantize_(value)
@@ -326,16 +326,16 @@ def empty_experts(shape: Sequence[int], quantizer: Any, dtype: torch.dtype, devi
 
 def _adopt(grouped: Any) -> Any:
     """Return a ``GroupedWeight`` over the buffers of a quantized ``GroupedTensor`` created by TE."""
-    own = grouped.detach()
-    own.quantizer = own.quantizer.copy()  # the module reconfigures its own quantizer
-    experts = own.split_into_quantized_tensors()
-    return _make(own, experts, tuple(own.shape), own.dtype, own.device, own.quantizer)
+    storage = grouped.detach()
+    storage.quantizer = storage.quantizer.copy()  # the module reconfigures its own quantizer
+    experts = storage.split_into_quantized_tensors()
+    return _make(storage, experts, tuple(storage.shape), storage.dtype, storage.device, storage.quantizer)
 
 
 def _buffers(grouped: Any) -> list[tuple[str, torch.Tensor]]:
     """Return name and tensor of the existing buffers of a ``GroupedTensor``."""
-    found = [] if grouped is None else [(name, getattr(grouped, name)) for name in GROUPED_BUFFERS]
-    return [(name, buffer) for name, buffer in found if buffer is not None]
+    buffers = [] if grouped is None else [(name, getattr(grouped, name)) for name in GROUPED_BUFFERS]
+    return [(name, buffer) for name, buffer in buffers if buffer is not None]
 
 
 def _kind(weight: Any) -> tuple[Any, ...]:
@@ -396,9 +396,9 @@ def as_plain_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     grouped: Any = parameter.detach()
     local = grouped.rowwise_data.view(parameter.shape) if grouped.quantizer is None else _adopt(grouped)
     new = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
-    kept = _te.high_precision_value(parameter)
-    if kept is not None:
-        _te.attach_high_precision_value(new, kept)
+    initial = _te.high_precision_value(parameter)
+    if initial is not None:
+        _te.attach_high_precision_value(new, initial)
     copy_param_attrs(parameter, new)
     return new
 
@@ -423,7 +423,7 @@ def grouped_shard_dim(
 # --- what a gather sends
 
 
-def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
+def _buffers_sent_by_shard(grouped: Any, expert: Any) -> dict[str, Component]:
     """Return the buffers sent of a shard along a dim of its experts, with their components of the first expert."""
     # Buffers without a component can be recomputed from the others.
     first: dict[int, str] = {}

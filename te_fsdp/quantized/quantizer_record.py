@@ -155,10 +155,6 @@ def count_write(tensor: Any) -> None:
         record.writes[0] += 1
 
 
-# ``weight.copy_(source)`` of two tensors of one TE class copies the bytes and scales that both have (TE 2.20.2). If the
-# weight has one scale per square block and the source one per row of a block, the scales of the source's rows do not
-# hold for columns. te_fsdp stores rowwise data only and derives the columnwise data from it, which would then be wrong.
-# In the reverse direction the weight would keep its previous columnwise data.
 def patch_clone_of_scales(tensor: torch.Tensor) -> None:
     """Let clones of a quantized weight, and their clones, have their own scales. Local operation.
 
@@ -172,6 +168,10 @@ def patch_clone_of_scales(tensor: torch.Tensor) -> None:
             change_quantizer_record(quantizer, clones_scales=True)
 
 
+# ``weight.copy_(source)`` of two tensors of one TE class copies the bytes and scales that both have (TE 2.20.2). If the
+# weight has one scale per square block and the source one per row of a block, the source's scales are wrong for
+# columns. te_fsdp stores rowwise data only and derives the columnwise data from it, which would then be wrong too.
+# In the reverse direction the weight would keep its previous columnwise data.
 def patch_block_copies() -> None:
     """Quantize values in ``copy_`` between blocks of different shapes, for te_fsdp's weights; once per process."""
 
@@ -179,21 +179,15 @@ def patch_block_copies() -> None:
         @classmethod
         @functools.wraps(stock.__func__)
         def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.copy_.default and _has_other_blocks(*args[:2]):
-                # TE would copy the bytes, whose scales are those of other blocks.
-                args[0].quantize_(args[1].dequantize(dtype=torch.float32))
-                return args[0]
+            if func is torch.ops.aten.copy_.default and type(args[0]) is type(args[1]):
+                target, source = args[:2]
+                quantizer = _te.quantizer_of(target)
+                is_ours = quantizer is not None and quantizer_record(quantizer).clones_scales
+                if is_ours and _te.format_of(target) is not _te.format_of(source):
+                    target.quantize_(source.dequantize(dtype=torch.float32))
+                    return target
             return stock.__func__(cls, func, types, args, kwargs)
 
         return __torch_dispatch__
 
     apply_patch("copy blocks", wrap_dispatch)
-
-
-def _has_other_blocks(target: Any, source: Any) -> bool:
-    """Return whether a weight of te_fsdp and a source of its class have scales for blocks of different shapes."""
-    if type(source) is not type(target):
-        return False
-    quantizer = _te.quantizer_of(target)
-    is_ours = quantizer is not None and quantizer_record(quantizer).clones_scales
-    return is_ours and _te.format_of(target) is not _te.format_of(source)

@@ -77,14 +77,14 @@ def _quantized(part: torch.Tensor) -> RoundedValues:
     element, row = _ELEMENTS[element_type(part)], _te.format_of(part)
     value = part.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
     names = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
-    kept = {name: data for name in names if (data := getattr(part, name, None)) is not None}
+    data_of = {name: data for name in names if (data := getattr(part, name, None)) is not None}
     # The scale of each value is what the tensor has if all its data bytes are those of 1.0.
     try:
-        for name, data in kept.items():
+        for name, data in data_of.items():
             setattr(part, name, torch.full_like(data, element.one))
         scale = part.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
     finally:
-        for name, data in kept.items():
+        for name, data in data_of.items():
             setattr(part, name, data)
     # Other scales come from the values, which then exceed ``largest`` by less than half its spacing.
     saturates: torch.Tensor | bool = _te.has_delayed_scale(part)

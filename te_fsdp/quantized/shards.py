@@ -36,7 +36,7 @@ class StashedWeight(NamedTuple):
     #: Modules at which it is registered, each with the name; several if it is tied.
     places: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
-    whole: torch.Tensor
+    unsharded: torch.Tensor
     quantizer: Any
 
 
@@ -51,9 +51,9 @@ def stash_quantized(model: nn.Module) -> list[StashedWeight]:
         # A tied weight must stay one weight: it is dequantized once, and its replacement is registered at all places.
         key = id(parameter)
         if key not in stashed:
-            kept = _te.high_precision_value(local)
+            initial = _te.high_precision_value(local)
             # The value before quantization is exact. A dequantized one has been rounded.
-            value = local.dequantize() if kept is None else kept.to(local.device)
+            value = local.dequantize() if initial is None else initial.to(local.device)
             # Keep the parameter itself, so that its id is not reused.
             stashed[key] = StashedWeight([], parameter, local, _te.quantizer_of(local).copy())
             replacements[key] = replace_local_tensor(parameter, value)
@@ -82,36 +82,36 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
         # FSDP2 puts its axes before those of the tp-local parameter, and its shard axis last among them.
         axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)
         dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
-        low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
+        low, high = chunk_range(item.unsharded.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
         label = binding.label(name)
         if not _te.is_grouped(local):
-            _copy_part(local, item.whole, dim, low, label)
+            _copy_part(local, item.unsharded, dim, low, label)
             _te.drop_transpose(local)
         else:
             weight: Any = local
-            experts: list[torch.Tensor] = item.whole.experts  # type: ignore[missing-attribute]
+            experts: list[torch.Tensor] = item.unsharded.experts  # type: ignore[missing-attribute]
             if dim == 0:  # complete experts
                 experts, dim, low = experts[low:high], 1, 0
-            for one, whole in zip(weight.experts, experts, strict=True):
-                _copy_part(one, whole, dim - 1, low, label)
+            for expert, unsharded in zip(weight.experts, experts, strict=True):
+                _copy_part(expert, unsharded, dim - 1, low, label)
             # They were computed from the data before it was overwritten.
             weight.derive_transposes()
         keep_rowwise_only(local)
-        if _te.high_precision_value(item.whole) is not None:
+        if _te.high_precision_value(item.unsharded) is not None:
             _te.attach_high_precision_value(local, value.cpu())
         shard = replace_local_tensor(parameter, local)
-        for owner, own in item.places:
-            owner._parameters[own] = shard
+        for owner, attr in item.places:
+            owner._parameters[attr] = shard
             its = binding_of(owner)
             assert its is not None
             # The high-precision one would stay until FSDP2 installs this one.
-            if pair := its.fsdp.pairs.get(own):
+            if pair := its.fsdp.pairs.get(attr):
                 pair.shard = shard  # type: ignore[bad-assignment]
             its.fsdp.needs_requantize = False
 
 
-def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, label: str) -> None:
-    """Overwrite a shard with its data of ``whole``, starting at ``low`` along ``dim``."""
+def _copy_part(local: torch.Tensor, unsharded: torch.Tensor, dim: int, low: int, label: str) -> None:
+    """Overwrite a shard with its data of ``unsharded``, starting at ``low`` along ``dim``."""
     row = _te.format_of(local)
     if row is None or not row.buffers:
         return  # hybrids: no table of their buffers
@@ -119,10 +119,10 @@ def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, lab
     if not local.numel():
         return  # An empty shard has no data. Its scale was set by its quantization.
     box = Box((*zeros[:dim], low, *zeros[dim + 1 :]), zeros, shape)
-    sources = {component.name: component for component in components_of(whole, label)}
+    sources = {component.name: component for component in components_of(unsharded, label)}
     for target in components_of(local, label):
         if target.name in sources:
-            source, (part,) = sources[target.name], target.boxes([box], label, tuple(whole.shape))
+            source, (part,) = sources[target.name], target.boxes([box], label, tuple(unsharded.shape))
             target.tensor[part.local_slices()].copy_(source.tensor[part.original_slices()])
 
 
@@ -225,9 +225,9 @@ def quantize_with_shared_scale(
     if binding is not None and binding.weight_mesh is not None:
         group = binding.weight_mesh.get_group()
     elif isinstance(parameter, DTensor):
-        cuts = [i for i, p in enumerate(parameter.placements) if _torch.shard_dim_of(p) is not None]
-        assert len(cuts) <= 1, "binding a model rejects tp without a weight mesh"
-        group = parameter.device_mesh.get_group(cuts[0]) if cuts else None
+        axes = [i for i, p in enumerate(parameter.placements) if _torch.shard_dim_of(p) is not None]
+        assert len(axes) <= 1, "binding a model rejects tp without a weight mesh"
+        group = parameter.device_mesh.get_group(axes[0]) if axes else None
     quantizer: Any = _te.quantizer_of(local)
     if _te.has_delayed_scale(local):
         amax = value.abs().amax().reshape(1) if value.numel() else value.new_zeros(1)
@@ -264,7 +264,7 @@ def sync_quantizers_with_history(binding: ModuleBinding, module: nn.Module) -> N
         attach_amax_group(local, binding)  # TE may have set a different quantizer
 
 
-# ---------------------------------------------------------------------------------- which ranks hold the pieces
+# ----------------------------------------------------------------------------------- ranks with shards of a weight
 
 
 def register_shard(binding: ModuleBinding, module: nn.Module, name: str, parameter: DTensor) -> None:
@@ -317,15 +317,15 @@ def _check_on_all_ranks(binding: ModuleBinding, name: str, parameter: DTensor) -
     # The weight is sharded by FSDP2's shard axis, and by tp, the last axis of a bound parameter.
     axes = [*_fsdp_axes(binding, name, parameter), *([mesh.ndim - 1] if binding.tp_mesh is not None else [])]
     index = tuple(slice(None) if axis in axes else at[axis] for axis in range(mesh.ndim))
-    want = sorted(mesh.mesh[index].flatten().tolist())
-    own = binding.weight_mesh
-    have = [dist.get_rank()] if own is None else sorted(own.mesh.flatten().tolist())
-    if on_any_rank(have != want, mesh):
+    ranks_wanted = sorted(mesh.mesh[index].flatten().tolist())
+    weight_mesh = binding.weight_mesh
+    ranks_got = [dist.get_rank()] if weight_mesh is None else sorted(weight_mesh.mesh.flatten().tolist())
+    if on_any_rank(ranks_got != ranks_wanted, mesh):
         expected, why = "the ranks that shard the weight, on every rank", ""
         got = "different ranks on some rank"
-        if have != want:
-            expected = f"ranks {want}, the {len(want)} ranks that shard it (FSDP shard x tp)"
-            got = "None" if own is None else f"ranks {have}"
+        if ranks_got != ranks_wanted:
+            expected = f"ranks {ranks_wanted}, the {len(ranks_wanted)} ranks that shard it (FSDP shard x tp)"
+            got = "None" if weight_mesh is None else f"ranks {ranks_got}"
             why = (
                 "Shards of one weight would be quantized with different scales, or with the scale of a "
                 "different weight"
@@ -348,6 +348,6 @@ def _has_one_scale(local: torch.Tensor, module: nn.Module, name: str) -> bool:
 
 def _fsdp_axes(binding: ModuleBinding, name: str, parameter: DTensor) -> list[int]:
     """Return the mesh axes along which FSDP2 shards the weight."""
-    own = binding.unsharded_mesh(name)
-    first = parameter.placements[: parameter.device_mesh.ndim - (0 if own is None else own.ndim)]
+    mesh = binding.unsharded_mesh(name)
+    first = parameter.placements[: parameter.device_mesh.ndim - (0 if mesh is None else mesh.ndim)]
     return [axis for axis, placement in enumerate(first) if _torch.shard_dim_of(placement) is not None]

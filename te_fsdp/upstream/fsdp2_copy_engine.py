@@ -48,7 +48,7 @@ class Memory(Protocol):
     """Memory that the ranks read of each other (:class:`te_fsdp.peer_memory.PeerMemory`)."""
 
     parts: list[torch.Tensor]
-    own: torch.Tensor
+    local: torch.Tensor
     barrier: Callable[[], None]
 
 
@@ -63,7 +63,7 @@ class _SharedLocation(NamedTuple):
     def addresses(self) -> list[int]:
         """Return the addresses of the tensors."""
         starts = itertools.accumulate(
-            map(_aligned, self.sizes), initial=self.memory.own.data_ptr() + self.offset
+            map(_aligned, self.sizes), initial=self.memory.local.data_ptr() + self.offset
         )
         return [*starts][:-1]
 
@@ -86,7 +86,7 @@ class _Gather(NamedTuple):
     #: stored there), sizes and dtypes of the tensors.
     keys: list[tuple[Any, ...]]
     outputs: list[list[torch.Tensor]]  #: FSDP2's lists of gathered tensors
-    own: list[list[torch.Tensor]]  #: This rank's tensors, or their copies in shared memory
+    sent: list[list[torch.Tensor]]  #: This rank's tensors, or their copies in shared memory
     #: Tensors with addresses, if all of them are stored in shared memory
     seen: list[list[tuple[torch.Tensor, int]]]
     #: Storages of unsharded weights, with their sizes in bytes
@@ -101,10 +101,10 @@ class _Gather(NamedTuple):
         """Return whether the plan applies to these tensors without staging. Every all-gather calls it."""
         if len(records) != len(self.seen):
             return False
-        for record, outputs, tensors, seen in zip(records, self.outputs, sent, self.seen, strict=True):
-            if record.all_gather_outputs is not outputs or len(tensors) != len(seen):
+        for record, outputs, tensors, addresses in zip(records, self.outputs, sent, self.seen, strict=True):
+            if record.all_gather_outputs is not outputs or len(tensors) != len(addresses):
                 return False
-            for tensor, (before, address) in zip(tensors, seen, strict=True):
+            for tensor, (before, address) in zip(tensors, addresses, strict=True):
                 if tensor is not before or tensor.data_ptr() != address:
                     return False
         return True
@@ -122,7 +122,7 @@ class CopyEngineGathers:
     """Copy engine all-gathers of a model's units with shards on the same ranks.
 
     Attributes:
-        meeting: Memory whose barrier all all-gathers use.
+        peer_memory: Memory whose barrier all all-gathers use.
         make: Allocates shared memory of the given size in bytes. Collective over the ranks; waits for the device.
         sent_of: Returns the attributes of an evenly sharded quantized weight that are sent unchanged; empty if these
             vary.
@@ -130,13 +130,16 @@ class CopyEngineGathers:
     """
 
     def __init__(
-        self, meeting: Memory, make: Callable[[int], Memory], sent_of: Callable[[torch.Tensor], Sequence[str]]
+        self,
+        peer_memory: Memory,
+        make: Callable[[int], Memory],
+        sent_of: Callable[[torch.Tensor], Sequence[str]],
     ) -> None:
-        self.meeting, self.make, self.sent_of = meeting, make, sent_of
+        self.peer_memory, self.make, self.sent_of = peer_memory, make, sent_of
         self.staged = 0
-        self._rank = next(rank for rank, part in enumerate(meeting.parts) if part is meeting.own)
+        self._rank = next(rank for rank, part in enumerate(peer_memory.parts) if part is peer_memory.local)
         self._staging: Memory | None = None
-        self._homes: dict[int, _SharedLocation] = {}
+        self._locations: dict[int, _SharedLocation] = {}
         self._gathers: dict[int, _Gather] = {}  # of each group: its latest plan
         self._read: dict[int, Any] = {}  # of each group: the event after which no rank reads its shards
         self._last: Any = None  # event of the latest all-gather
@@ -146,8 +149,10 @@ class CopyEngineGathers:
     @property
     def shared_bytes(self) -> int:
         """Return the shared memory of this rank in bytes, which torch's allocator does not count."""
-        memories = {id(home.memory): home.memory for home in self._homes.values()}
-        return sum(m.own.numel() for m in (self.meeting, self._staging, *memories.values()) if m is not None)
+        memories = {id(location.memory): location.memory for location in self._locations.values()}
+        return sum(
+            m.local.numel() for m in (self.peer_memory, self._staging, *memories.values()) if m is not None
+        )
 
     def install(self, unit: torch.nn.Module) -> None:
         """All-gather a unit by copies from now on. Local operation."""
@@ -171,17 +176,17 @@ class CopyEngineGathers:
         moved. ``alias`` is :func:`te_fsdp.peer_memory.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
-        found = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]
-        if not found:
+        to_move = [(managed, tensors) for managed in records if (tensors := self._tensors_to_move(managed))]
+        if not to_move:
             return
-        sizes = [tuple([tensor.nbytes for tensor in tensors.values()]) for _, tensors in found]
+        sizes = [tuple([tensor.nbytes for tensor in tensors.values()]) for _, tensors in to_move]
         # One allocation for all shards, because exchanging handles of shared memory is collective and slow.
         memory, offset = self.make(sum(_aligned(size) for several in sizes for size in several)), 0
         self._gathers.clear()
-        for (managed, tensors), several in zip(found, sizes, strict=True):
-            self._homes[id(managed)] = _SharedLocation(memory, offset, several)
+        for (managed, tensors), several in zip(to_move, sizes, strict=True):
+            self._locations[id(managed)] = _SharedLocation(memory, offset, several)
             for (name, data), size in zip(tensors.items(), several, strict=True):
-                moved = alias(memory.own, offset, data).copy_(data.view(-1))
+                moved = alias(memory.local, offset, data).copy_(data.view(-1))
                 offset += _aligned(size)
                 if name:
                     setattr(local_of(managed.sharded_param), name, moved.view(data.shape))
@@ -190,7 +195,7 @@ class CopyEngineGathers:
                 dim, padded = managed.fsdp_placement.dim, moved.view(managed.padded_sharded_param_size)
                 local.data = padded.narrow(dim, 0, local.shape[dim] if local.numel() else 0)
 
-    def _outside(self, managed: Any) -> dict[str, torch.Tensor]:
+    def _tensors_to_move(self, managed: Any) -> dict[str, torch.Tensor]:
         """Return a shard's tensors that are sent unchanged but are not in shared memory, by name."""
         owner, name = owners_of(managed)[0]
         local, dim = local_of(getattr(owner, name)), managed.fsdp_placement.dim
@@ -198,17 +203,19 @@ class CopyEngineGathers:
             return {}
         managed.reset_sharded_param()  # FSDP2 has not re-read the parameter since its initialization
         if not has_all_gather_hooks(local):
-            data = managed._sharded_param_data  # FSDP2's own flat tensor has no name
-            found = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
+            data = managed._sharded_param_data  # FSDP2's flat tensor has no name
+            tensors = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
         elif dim == 0 and managed._orig_size[0] == managed.mesh_info.shard_mesh_size * local.shape[0]:
-            found = {each: getattr(local, each) for each in self.sent_of(local)}
+            tensors = {each: getattr(local, each) for each in self.sent_of(local)}
         else:  # the hooks create new tensors
-            found = {}
-        if not all(each is not None and each.numel() and each.is_contiguous() for each in found.values()):
+            tensors = {}
+        if not all(each is not None and each.numel() and each.is_contiguous() for each in tensors.values()):
             return {}
-        home = self._homes.get(id(managed))
-        is_shared = home is not None and [each.data_ptr() for each in found.values()] == home.addresses
-        return {} if is_shared else found
+        location = self._locations.get(id(managed))
+        is_shared = (
+            location is not None and [each.data_ptr() for each in tensors.values()] == location.addresses
+        )
+        return {} if is_shared else tensors
 
     # --- what FSDP2 calls
 
@@ -219,11 +226,11 @@ class CopyEngineGathers:
         phase, device = group._training_state.name, group.device_handle
         if phase == "PRE_BACKWARD" and not group.unshard_in_backward:
             return
-        held = self._held.pop(id(group), None)
+        released = self._held.pop(id(group), None)
         if type(group._all_gather_comm).__name__ != "DefaultAllGather":  # set by the user meanwhile
             stock(async_op)
             return
-        if held is not None and phase == "PRE_BACKWARD" and self._has_backward_weights(group, held):
+        if released is not None and phase == "PRE_BACKWARD" and self._has_backward_weights(group, released):
             with torch.no_grad():
                 sent_tensors(group)  # hooks must run before they receive the gathered tensors
             group._all_gather_result = _PendingCopy(None)
@@ -234,17 +241,17 @@ class CopyEngineGathers:
         shown = profiler_range(group._with_fqn("FSDP::all_gather"))
         with shown, torch.no_grad(), device.stream(stream):
             _wait(stream, self._last)  # the previous all-gather may have used a different stream
-            _wait(stream, held and held.event)
-            del held  # not earlier, because other buffers could reuse the memory
-            gather = self._lay_out(group)
+            _wait(stream, released and released.event)
+            del released  # not earlier, because other buffers could reuse the memory
+            gather = self._plan_copies(group)
             if (fixed := self._fixed.get(id(group))) is not None:
                 fixed.take(group, stream)
-            self.meeting.barrier()
+            self.peer_memory.barrier()
             self._copy(gather, is_first=phase == "FORWARD" and not group.comm_ctx.post_forward_order)
             for managed, parts in gather.joins:
                 _join(managed, parts)
             copied = stream.record_event()
-            self.meeting.barrier()
+            self.peer_memory.barrier()
             self._read[id(group)] = self._last = stream.record_event()
         group._all_gather_result = _PendingCopy(copied)
 
@@ -299,15 +306,15 @@ class CopyEngineGathers:
 
     def expire(self) -> None:
         """Make the next backward all-gather again, because shards have new values. Local operation."""
-        self._held = {key: held._replace(is_kept=False) for key, held in self._held.items()}
+        self._held = {key: released._replace(is_kept=False) for key, released in self._held.items()}
 
-    def _has_backward_weights(self, group: Any, held: _ReleasedUnit) -> bool:
+    def _has_backward_weights(self, group: Any, released: _ReleasedUnit) -> bool:
         """Return whether a released group's memory contains the weights for a backward. Identical on all ranks."""
         fixed = self._fixed.get(id(group))
         if fixed is not None and not fixed.contains(group):
             return False
         # Changes of shards are not checked here: some ranks may have no rows of the weight.
-        return held.is_kept and all(
+        return released.is_kept and all(
             (not has_all_gather_hooks(m.sharded_param) or self.sent_of(local_of(m.sharded_param)))
             and m.all_gather_outputs
             and all(output.untyped_storage().size() for output in m.all_gather_outputs)
@@ -322,7 +329,7 @@ class CopyEngineGathers:
 
     # --- a gather
 
-    def _lay_out(self, group: Any) -> _Gather:
+    def _plan_copies(self, group: Any) -> _Gather:
         """Plan the copies, and copy shards outside of shared memory into it."""
         records, gather = group.fsdp_params, self._gathers.get(id(group))
         sent = sent_tensors(group)
@@ -337,84 +344,88 @@ class CopyEngineGathers:
             dtypes = tuple([cast or tensor.dtype for tensor in tensors])
             each = zip(tensors, dtypes, strict=True)
             sizes = tuple([tensor.numel() * dtype.itemsize for tensor, dtype in each])
-            home = self._homes.get(id(managed))
-            is_home = home is not None and sizes == home.sizes
-            keys.append((None if is_home else needed, sizes, dtypes))
-            needed += 0 if is_home else sum(map(_aligned, sizes))
-        if needed and (self._staging is None or self._staging.own.numel() < needed):
+            location = self._locations.get(id(managed))
+            is_in_place = location is not None and sizes == location.sizes
+            keys.append((None if is_in_place else needed, sizes, dtypes))
+            needed += 0 if is_in_place else sum(map(_aligned, sizes))
+        if needed and (self._staging is None or self._staging.local.numel() < needed):
             self._staging = None
             self._gathers.clear()  # plans keep the memory alive
             self._staging = self.make(needed)
-        ranks, fixed = len(self.meeting.parts), self._fixed.get(id(group))
+        ranks, fixed = len(self.peer_memory.parts), self._fixed.get(id(group))
         numels = [
             [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
             for _, sizes, dtypes in keys
         ]
         if fixed is not None:
             fixed.assign(group, [(n, key[2]) for n, key in zip(numels, keys, strict=True)], ranks)
-        for managed, (_, _, dtypes), own in zip(records, keys, numels, strict=True):
-            managed.init_all_gather_outputs(own, list(dtypes), ranks, managed.device)
+        for managed, (_, _, dtypes), numels_of_record in zip(records, keys, numels, strict=True):
+            managed.init_all_gather_outputs(numels_of_record, list(dtypes), ranks, managed.device)
             managed.alloc_all_gather_outputs()
         gather = self._gathers.pop(id(group), None)
         outputs = [managed.all_gather_outputs for managed in records]
         if gather is None or gather.keys != keys or any(map(operator.is_not, gather.outputs, outputs)):
-            gather = self._gather_of(records, keys)
+            gather = self._make_plan(records, keys)
             if fixed is not None:
                 gather = gather._replace(storages=[])
         if not gather.joins:  # concatenated parts use memory of this all-gather only
             self._gathers[id(group)] = gather
         pairs = [
             (mine, tensor)
-            for own, tensors in zip(gather.own, sent, strict=True)
-            for mine, tensor in zip(own, tensors, strict=True)
+            for parts, tensors in zip(gather.sent, sent, strict=True)
+            for mine, tensor in zip(parts, tensors, strict=True)
             if tensor.data_ptr() != mine.data_ptr()
         ]
         self._stage([mine for mine, _ in pairs], [tensor.view(-1) for _, tensor in pairs])
         gather.seen[:] = [] if pairs else [[(t, t.data_ptr()) for t in tensors] for tensors in sent]
         return gather
 
-    # A function of its own, because tests of stale shards replace it.
+    # A separate function, because tests of stale shards replace it.
     def _stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy shards into shared memory."""
         copy_all_(targets, sources)
         self.staged += sum(target.nbytes for target in targets)
 
-    def _gather_of(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
+    def _make_plan(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
         """Plan the copies of an all-gather, with small parts separate."""
-        ranks, every_own, copies, local, joins = len(self.meeting.parts), [], _Pairs(), _Pairs(), []
+        ranks, parts_sent, copies, local, joins = len(self.peer_memory.parts), [], _Pairs(), _Pairs(), []
         for managed, (offset, sizes, dtypes) in zip(records, keys, strict=True):
-            home = self._homes[id(managed)] if offset is None else None
-            memory: Any = self._staging if home is None else home.memory
-            at, targets, own = offset if home is None else home.offset, managed.all_gather_outputs, []
+            location = self._locations[id(managed)] if offset is None else None
+            memory: Any = self._staging if location is None else location.memory
+            at, targets, parts = (
+                offset if location is None else location.offset,
+                managed.all_gather_outputs,
+                [],
+            )
             if managed.fsdp_placement.dim != 0:
                 targets = [torch.empty_like(output) for output in targets]
                 joins.append((managed, targets))
             for target, size, dtype in zip(targets, sizes, dtypes, strict=True):
-                own.append(memory.own[at : at + size].view(dtype))
+                parts.append(memory.local[at : at + size].view(dtype))
                 # Use .data: autograd would treat a write to the tensor as a modification of saved tensors.
                 rows = target.data.view(torch.uint8).view(ranks, size)
                 # each rank starts with a different peer, so that no rank is read by all at once
                 for step in range(1, ranks):
                     rank = (self._rank + step) % ranks
                     copies.append((rows[rank], memory.parts[rank][at : at + size]))
-                local.append((rows[self._rank], memory.own[at : at + size]))
+                local.append((rows[self._rank], memory.local[at : at + size]))
                 at += _aligned(size)
-            every_own.append(own)
+            parts_sent.append(parts)
         outputs = [managed.all_gather_outputs for managed in records]
         storages = [(tensor.untyped_storage(), tensor.nbytes) for tensors in outputs for tensor in tensors]
         pairs = [pair for pair in (*copies, *local) if pair[0].numel() <= SMALL]
         small = [target for target, _ in pairs], [source for _, source in pairs]
         copies = [pair for pair in copies if pair[0].numel() > SMALL]
         local = [pair for pair in local if pair[0].numel() > SMALL]
-        return _Gather(keys, outputs, every_own, [], storages, copies, local, small, joins)
+        return _Gather(keys, outputs, parts_sent, [], storages, copies, local, small, joins)
 
-    # A method of its own, because tests of late ranks replace it.
+    # A separate method, because tests of late ranks replace it.
     def _copy(self, gather: _Gather, is_first: bool) -> None:
         """Copy all ranks' parts."""
         for target, source in gather.copies:
             target.copy_(source)
         copy_all_(*gather.small)
-        # The first all-gather of a forward overlaps with nothing. There a kernel copies the own part, because copy
+        # The first all-gather of a forward overlaps with nothing. There a kernel copies this rank's part, because copy
         # engines take five times as long for a copy within one GPU.
         if is_first:
             copy_all_([target for target, _ in gather.local], [source for _, source in gather.local])
@@ -433,8 +444,8 @@ class CopyEngineGathers:
             self._free()
 
     def _free(self) -> None:
-        for held in self._held.values():
-            for storage in held.storages:
+        for released in self._held.values():
+            for storage in released.storages:
                 if storage.nbytes():
                     storage.resize_(0)
         self._held.clear()
@@ -461,5 +472,5 @@ def _join(managed: Any, parts: list[torch.Tensor]) -> None:
     for part, output in zip(parts, managed.all_gather_outputs, strict=True):
         ranks = part.numel() // managed.padded_sharded_param_size.numel()
         chunks = part.view(ranks * shape[0], *shape[1:]).chunk(ranks)
-        whole = [length * ranks if at == dim else length for at, length in enumerate(shape)]
-        torch.cat(chunks, dim=dim, out=output.data.view(whole))
+        full_shape = [length * ranks if at == dim else length for at, length in enumerate(shape)]
+        torch.cat(chunks, dim=dim, out=output.data.view(full_shape))

@@ -7,7 +7,7 @@
 #     unit            0    1    2    3    backward:    3    2    1    0
 #     memory          a    b    a    b                 b    a    b    a
 #
-# One unit is all-gathered while the previous one computes, so that two places are enough, as many as FSDP2
+# One unit is all-gathered while the previous one computes, so that memory of two units is enough, as many as FSDP2
 # allocates.
 #
 # Private names of FSDP2 (``FSDPParam.all_gather_outputs``), checked with torch 2.11 to 2.15.
@@ -22,7 +22,7 @@ import torch
 from te_fsdp.errors import OrderError
 
 
-class _Place:
+class _UnitMemory:
     """Memory for the unsharded weights of one unit at a time."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -35,47 +35,47 @@ class FixedMemory:
     """Memory for the unsharded weights of several parameter groups.
 
     Attributes:
-        places: Number of units of the same shapes whose weights are unsharded at the same time; 0 if all are.
+        units: Number of units of the same shapes whose weights are unsharded at the same time; 0 if all are.
     """
 
-    def __init__(self, places: int) -> None:
-        self.places = places
-        self._made: dict[tuple[Any, ...], _Place] = {}
+    def __init__(self, units: int) -> None:
+        self.units = units
+        self._by_shape: dict[tuple[Any, ...], _UnitMemory] = {}
         self._used: Counter[tuple[Any, ...]] = Counter()
-        self._of: dict[int, _Place] = {}  # id of a group -> its place
+        self._by_group: dict[int, _UnitMemory] = {}  # id of a group -> its memory
 
     def assign(self, group: Any, sizes: list[tuple[list[int], tuple[torch.dtype, ...]]], ranks: int) -> None:
-        """Let FSDP2 gather a group into its place, before its first all-gather. Local operation.
+        """Let FSDP2 gather a group into its memory, before its first all-gather. Local operation.
 
         ``sizes`` has the number of elements and the dtypes of the tensors that one rank sends, for each record.
         """
-        if id(group) in self._of:
+        if id(group) in self._by_group:
             return
         key = tuple((tuple(numels), dtypes) for numels, dtypes in sizes)
         number = self._used[key]
         self._used[key] += 1
-        where = (key, number % self.places if self.places else number)
-        if where not in self._made:
+        where = (key, number % self.units if self.units else number)
+        if where not in self._by_shape:
             flat = [(n, dtype) for numels, dtypes in sizes for n, dtype in zip(numels, dtypes, strict=True)]
-            made = [torch.empty(n * ranks, dtype=dtype, device=group.device) for n, dtype in flat]
-            self._made[where] = _Place(made)
-        place = self._of[id(group)] = self._made[where]
+            tensors = [torch.empty(n * ranks, dtype=dtype, device=group.device) for n, dtype in flat]
+            self._by_shape[where] = _UnitMemory(tensors)
+        memory = self._by_group[id(group)] = self._by_shape[where]
         # Different tensor objects over the same storages, because versions count per object.
         views = iter(
             [
                 torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage(), 0, t.shape, (1,))
-                for t in place.tensors
+                for t in memory.tensors
             ]
         )
         for managed, (numels, _) in zip(group.fsdp_params, sizes, strict=True):
             managed.all_gather_outputs = [next(views) for _ in numels]
 
     def take(self, group: Any, stream: Any) -> None:
-        """Let a stream wait until a group's place can be written; raise OrderError if it is in use. Local operation."""
-        place = self._of.get(id(group))
-        if place is None:
+        """Let a stream wait until a group's memory can be written; raise OrderError if it is in use. Local."""
+        memory = self._by_group.get(id(group))
+        if memory is None:
             return
-        owner = place.owner
+        owner = memory.owner
         is_other = owner is not None and owner is not group
         if is_other and (owner.is_unsharded or owner._all_gather_result is not None):
             raise OrderError(
@@ -86,22 +86,22 @@ class FixedMemory:
                 fix="prefetch one unit ahead only, and do not call unshard() of these units",
             )
         # Kernels of the previous owner may still read the memory.
-        if place.event is not None:
-            stream.wait_event(place.event)
-        place.owner = group
+        if memory.event is not None:
+            stream.wait_event(memory.event)
+        memory.owner = group
 
     def release(self, group: Any, event: Any) -> None:
-        """Record after which event a group's place can be written again. Local operation."""
-        place = self._of.get(id(group))
-        if place is not None and place.owner is group:
-            place.event = event
+        """Record after which event a group's memory can be written again. Local operation."""
+        memory = self._by_group.get(id(group))
+        if memory is not None and memory.owner is group:
+            memory.event = event
 
     def contains(self, group: Any) -> bool:
-        """Return whether a group's place contains that group's weights."""
-        place = self._of.get(id(group))
-        return place is None or place.owner is group
+        """Return whether a group's memory contains that group's weights."""
+        memory = self._by_group.get(id(group))
+        return memory is None or memory.owner is group
 
     def storages(self, group: Any) -> set[int]:
         """Return the addresses of a group's storages; empty before its first all-gather."""
-        place = self._of.get(id(group))
-        return set() if place is None else {t.untyped_storage().data_ptr() for t in place.tensors}
+        memory = self._by_group.get(id(group))
+        return set() if memory is None else {t.untyped_storage().data_ptr() for t in memory.tensors}

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
     """Return the unsharded, unreduced gradients of an ``FSDPParam``."""
-    gathered = getattr(managed, "_unsharded_param", None)
-    found = (getattr(managed, "unsharded_accumulated_grad", None), getattr(gathered, "grad", None))
-    return [gradient for gradient in found if gradient is not None]
+    unsharded = getattr(managed, "_unsharded_param", None)
+    gradients = (getattr(managed, "unsharded_accumulated_grad", None), getattr(unsharded, "grad", None))
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
@@ -33,14 +33,14 @@ def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
 
 def group_params_with_unreduced_gradients(group: Any) -> Iterator[Any]:
     """Yield each ``FSDPParam`` of one group, as :func:`params_with_unreduced_gradients` does for a unit."""
-    part = has_partial_reduction(group)
+    is_partial = has_partial_reduction(group)
     for managed in group.fsdp_params:
-        gathered = getattr(managed, "_unsharded_param", None)
+        unsharded = getattr(managed, "_unsharded_param", None)
         # With torch 2.15 both names refer to one gradient.
-        waits = gathered is not None and (
-            gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
+        is_unreduced = unsharded is not None and (
+            unsharded.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
         )
-        if waits or (part and managed.sharded_param.requires_grad):
+        if is_unreduced or (is_partial and managed.sharded_param.requires_grad):
             yield managed
 
 
@@ -73,22 +73,19 @@ def tensors_between_microbatches(unit: nn.Module) -> Iterator[list[torch.Tensor]
     """
     for group in fsdp_parameter_groups(unit):
         for managed in group.fsdp_params:
-            found = (group._partial_reduce_output, managed._unsharded_param if group.is_unsharded else None)
-            yield [
-                *unreduced_gradients_of(managed),
-                *(tensor for tensor in found if tensor is not None),
-            ]
+            tensors = (group._partial_reduce_output, managed._unsharded_param if group.is_unsharded else None)
+            yield [*unreduced_gradients_of(managed), *(tensor for tensor in tensors if tensor is not None)]
 
 
 def sharded_unsharded_pairs(groups: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return each trained sharded parameter with its unsharded parameter, or ``None`` if its group is sharded."""
-    found = list[tuple[torch.Tensor, torch.Tensor | None]]()
+    pairs = list[tuple[torch.Tensor, torch.Tensor | None]]()
     for group in groups:
-        whole = group.is_unsharded
+        is_unsharded = group.is_unsharded
         for managed in group.fsdp_params:
             if managed.sharded_param.requires_grad:
-                found.append((managed.sharded_param, managed._unsharded_param if whole else None))
-    return found
+                pairs.append((managed.sharded_param, managed._unsharded_param if is_unsharded else None))
+    return pairs
 
 
 def leaves_of(groups: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -150,11 +147,11 @@ def replicated_records(group: Any) -> list[Any]:
     """Return a group's records whose unsharded parameter is replicated over its only mesh axis. Local operation."""
     # The result changes only with the parameters, which the first all-gather creates.
     record = group.__dict__.get(GROUP) or record_of_group(group)
-    known = record.replicated
-    if known is not None and known[0] is group.fsdp_params:
-        return known[1]
+    cached = record.replicated
+    if cached is not None and cached[0] is group.fsdp_params:
+        return cached[1]
     created = [(m, m.__dict__.get("_unsharded_param")) for m in group.fsdp_params]
-    found = [
+    records = [
         managed
         for managed, parameter in created
         if isinstance(parameter, DTensor)
@@ -162,8 +159,8 @@ def replicated_records(group: Any) -> list[Any]:
         and spec_of(parameter).placements[0].is_replicate()
     ]
     if all(parameter is not None for _, parameter in created):
-        record.replicated = group.fsdp_params, found
-    return found
+        record.replicated = group.fsdp_params, records
+    return records
 
 
 def partial_gradients(records: Iterable[Any], placement: Placement) -> Iterator[tuple[Any, DTensor]]:
@@ -187,8 +184,8 @@ def partial_gradients(records: Iterable[Any], placement: Placement) -> Iterator[
 def set_unsharded_gradient(managed: Any, gradient: torch.Tensor) -> None:
     """Replace a gradient of :func:`partial_gradients` by a local tensor with the unsharded parameter's placements."""
     parameter = managed._unsharded_param
-    whole = dtensor(gradient, with_dtype(spec_of(parameter), gradient.dtype))
+    full = dtensor(gradient, with_dtype(spec_of(parameter), gradient.dtype))
     if managed.__dict__.get("unsharded_accumulated_grad") is not None:
-        managed.unsharded_accumulated_grad = whole
+        managed.unsharded_accumulated_grad = full
     else:
-        parameter.grad = whole
+        parameter.grad = full

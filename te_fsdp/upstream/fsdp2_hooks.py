@@ -34,7 +34,7 @@ _compiles_autograd: Callable[[], bool] = getattr(_fsdp_common, "compiled_autogra
 _no_range = torch._C._profiler._RecordFunctionFast
 _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
-#: Arguments of a forward that hold no tensors.
+#: Arguments of a forward that contain no tensors.
 _TENSORLESS = frozenset((type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size))
 
 
@@ -74,10 +74,10 @@ def _shortened(hook: Any) -> Any:
     is_disabled = inner is not None and "_dynamo" in names and "disable" in names
     stock = inner if is_disabled else hook
     if "record_function" in stock.__code__.co_names:
-        own = {**stock.__globals__, "record_function": profiler_range}
-        made = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
-        made.__kwdefaults__ = stock.__kwdefaults__
-        stock = functools.update_wrapper(made, stock)
+        scope = {**stock.__globals__, "record_function": profiler_range}
+        function = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
+        function.__kwdefaults__ = stock.__kwdefaults__
+        stock = functools.update_wrapper(function, stock)
     return torch._dynamo.disable(stock, recursive=True) if is_disabled else stock
 
 
@@ -98,23 +98,23 @@ class _PostBackward(torch.autograd.Function):
 def _register_post_backward(
     group: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace ``FSDPParamGroup._register_post_backward_hook`` for arguments that are tensors or hold none."""
+    """Replace ``FSDPParamGroup._register_post_backward_hook`` for arguments that are tensors or contain none."""
     if _compiles_autograd() or function_transform():
         return stock(args, kwargs)
     if not torch.is_grad_enabled():
         return args, kwargs
-    values, places = [*args, *kwargs.values()], []
-    for place, value in enumerate(values):
+    values, indices = [*args, *kwargs.values()], []
+    for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
-                places.append(place)
+                indices.append(index)
         elif type(value) not in _TENSORLESS and not (
             type(value) in (list, tuple) and _TENSORLESS.issuperset(map(type, value))
         ):
             return stock(args, kwargs)
-    if not places:
+    if not indices:
         return args, kwargs
-    watched = _PostBackward.apply(group, *[values[place] for place in places])
-    for place, value in zip(places, watched, strict=True):
-        values[place] = value
+    watched = _PostBackward.apply(group, *[values[index] for index in indices])
+    for index, value in zip(indices, watched, strict=True):
+        values[index] = value
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

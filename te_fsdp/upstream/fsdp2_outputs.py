@@ -17,7 +17,7 @@ from te_fsdp.upstream.torch_dtensor import flatten
 if TYPE_CHECKING:
     from torch import nn
 
-#: Leaves of an output that hold no tensors.
+#: Leaves of an output that contain no tensors.
 _TENSORLESS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 #: How many objects of an output are searched.
 _MAX_OBJECTS = 10_000

@@ -73,15 +73,15 @@ def add_reduction_listener(
                 else:
                     record.flags.reduce_with(group, stock, *args)
             finally:
-                for own, name in shortened:
-                    del own[name]
+                for attrs, name in shortened:
+                    del attrs[name]
             for call in (*after, *ended):
                 call(group)
 
         group.post_backward = post_backward
-    for known, new in zip(record.listeners, (before, after, ended), strict=True):
+    for registered, new in zip(record.listeners, (before, after, ended), strict=True):
         if new is not None:
-            known.append(new)
+            registered.append(new)
 
 
 def before_backward(group: Any, call: Callable[[], None]) -> None:
@@ -146,7 +146,7 @@ def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
         _set_gradient_dtype(group, dtype)
 
     for group in fsdp_parameter_groups(unit):
-        # FSDP2 runs this method again before the first forward, and would set its own dtype.
+        # FSDP2 runs this method again before the first forward, and would set its dtype.
         group._init_mp_dtypes = functools.partial(init_dtypes, group, group._init_mp_dtypes)
         _set_gradient_dtype(group, dtype)
         for managed in group.fsdp_params:
@@ -154,20 +154,20 @@ def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
                 managed.to_sharded_dtensor = functools.partial(_to_sharded, managed.to_sharded_dtensor, [])
 
 
-def _to_sharded(stock: Callable[[torch.Tensor], DTensor], known: list[Any], tensor: torch.Tensor) -> DTensor:
+def _to_sharded(stock: Callable[[torch.Tensor], DTensor], cached: list[Any], tensor: torch.Tensor) -> DTensor:
     """Run ``FSDPParam.to_sharded_dtensor`` for gradients of a different dtype than their parameter's."""
     # FSDP2 gives them the parameter's spec, which contains the parameter's dtype. DTensor operations use this
     # dtype. For example, ``lerp_`` of an optimizer with fp32 main weights would treat an fp32 gradient as
     # bf16 and raise.
-    made = stock(tensor)
-    spec = spec_of(made)
+    dtensor_ = stock(tensor)
+    spec = spec_of(dtensor_)
     if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
-        return made
-    # `known` caches the parameter's spec and the gradient's. A new one in every backward would also fill the
+        return dtensor_
+    # `cached` has the parameter's spec and the gradient's. A new one in every backward would also fill the
     # cache of DTensor's operations.
-    if not known or known[0] is not spec:
-        known[:] = spec, with_dtype(spec, tensor.dtype)
-    return dtensor(tensor, known[1])
+    if not cached or cached[0] is not spec:
+        cached[:] = spec, with_dtype(spec, tensor.dtype)
+    return dtensor(tensor, cached[1])
 
 
 def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
@@ -251,7 +251,7 @@ def record_shard_meshes(unit: nn.Module) -> None:
 _kept_shard_mesh = operator.attrgetter("_shard_mesh")
 
 
-# --- shards that are whole
+# --- shard groups of one rank
 
 
 def alias_single_rank_shards(unit: nn.Module) -> None:
@@ -268,7 +268,7 @@ def alias_single_rank_shards(unit: nn.Module) -> None:
     # to its output (``foreach_reduce``). Here they are passed on first, so FSDP2 finds none. Only gradients
     # that must be cast, divided or accumulated are written.
     for group in fsdp_parameter_groups(unit):
-        # Meshes of replicas only have no `shard_mesh_size`: each rank holds whole shards.
+        # Meshes of replicas only have no `shard_mesh_size`: each rank has all rows.
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
             continue
         for managed in group.fsdp_params:
@@ -289,13 +289,13 @@ def _init_outputs(
     """Run ``FSDPParam.init_all_gather_outputs`` in every all-gather, with the sizes and dtypes of its inputs."""
     data, outputs = managed._sharded_param_data, managed.all_gather_outputs
     # FSDP2 writes the inputs to the outputs. Alias the shard only if the inputs are the shard itself.
-    own = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
-    if own and outputs and outputs[0] is data:
+    is_own_shard = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
+    if is_own_shard and outputs and outputs[0] is data:
         return  # as in the previous all-gather
     # Whether this all-gather uses the memory of the shard, and whether the previous one did. The unsharded parameter
     # can share the memory of a shard that uses its full storage on the device.
     lends = (
-        own
+        is_own_shard
         and data.untyped_storage().nbytes() == data.numel() * data.itemsize
         and data.device == managed.device
         and not has_all_gather_hooks(managed.sharded_param)
@@ -319,18 +319,15 @@ def _init_outputs(
 _keep: Callable[[], Any] = tuple
 
 
-def skips_reduction(group: Any) -> bool:
-    """Return whether a parameter group passes its gradients on (:func:`alias_single_rank_shards`)."""
-    listeners = record_of_group(group).listeners
-    return listeners is not None and _reduce_single_rank in listeners[0]
-
-
 def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
     """Map ``id`` of each single-rank parameter of an FSDP module to whether its gradients are passed on."""
-    groups = [g for g in fsdp_parameter_groups(unit) if getattr(g.mesh_info, "shard_mesh_size", 1) == 1]
-    return {
-        id(managed.sharded_param): skips_reduction(group) for group in groups for managed in group.fsdp_params
-    }
+    passes: dict[int, bool] = {}
+    for group in fsdp_parameter_groups(unit):
+        if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+            listeners = record_of_group(group).listeners  # of :func:`alias_single_rank_shards`
+            skips_reduction = listeners is not None and _reduce_single_rank in listeners[0]
+            passes |= {id(managed.sharded_param): skips_reduction for managed in group.fsdp_params}
+    return passes
 
 
 @torch.no_grad()
@@ -342,13 +339,13 @@ def _reduce_single_rank(group: Any) -> None:
     show, factor = getattr(group._reduce_scatter_comm, "expose", None), group.gradient_divide_factor
     seen = set[int]()
     for managed in group.fsdp_params:
-        parameter, whole = managed.sharded_param, getattr(managed, "_unsharded_param", None)
+        parameter, unsharded = managed.sharded_param, getattr(managed, "_unsharded_param", None)
         # Before torch 2.15 accumulated gradients are stored separately.
         if vars(managed).get("unsharded_accumulated_grad") is not None:
             managed.accumulate_unsharded_grad_if_needed()
             gradient, managed.unsharded_accumulated_grad = managed.unsharded_accumulated_grad_data, None
-        elif whole is not None and whole.grad is not None:
-            gradient, whole.grad = managed.unsharded_grad_data, None
+        elif unsharded is not None and unsharded.grad is not None:
+            gradient, unsharded.grad = managed.unsharded_grad_data, None
         else:
             continue
         reduced = group._reduce_dtype or getattr(managed, "unsharded_grad_dtype", None)
@@ -358,8 +355,8 @@ def _reduce_single_rank(group: Any) -> None:
             gradient = gradient / (factor * factor if gradient.dtype == torch.float16 else factor)
         if show is not None:
             show(gradient)
-        kept = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
-        gradient = gradient if kept is None else gradient.to(kept)
+        dtype = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
+        gradient = gradient if dtype is None else gradient.to(dtype)
         if parameter.grad is not None:
             local_of(parameter.grad).add_(gradient)
         else:

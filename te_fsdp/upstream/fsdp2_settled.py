@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.fsdp2_units import GROUP, owners_of, record_of_group
-from te_fsdp.upstream.torch_dtensor import OWN_ATTRIBUTES, new_dtensor
+from te_fsdp.upstream.torch_dtensor import DTENSOR_ATTRIBUTES, new_dtensor
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
 
@@ -43,7 +43,7 @@ class _ParamSlot(NamedTuple):
 
     managed: Any  #: FSDP2's record (``FSDPParam``)
     owner: torch.nn.Module
-    own: dict[str, Any]  #: ``owner._parameters``
+    table: dict[str, Any]  #: ``owner._parameters``
     name: str
     pair: Pair | None  #: The module's record; ``None`` for a module that does not check assignments
 
@@ -66,71 +66,73 @@ def swap_in_one_loop(group: Any, pair_of: PairOf, record: str) -> None:
 
     ``record`` is the attribute that both forms of a parameter share.
     """
-    known: list[_ParamSlots] = []
-    group._to_unsharded = functools.partial(_to_unsharded, group, group._to_unsharded, known, pair_of, record)
-    group._to_sharded = functools.partial(_to_sharded, group, group._to_sharded, known)
+    slots: list[_ParamSlots] = []
+    group._to_unsharded = functools.partial(_to_unsharded, group, group._to_unsharded, slots, pair_of, record)
+    group._to_sharded = functools.partial(_to_sharded, group, group._to_sharded, slots)
 
 
 def _to_unsharded(
-    group: Any, stock: Callable[[], None], known: list[_ParamSlots], pair_of: PairOf, record: str
+    group: Any, stock: Callable[[], None], cached: list[_ParamSlots], pair_of: PairOf, record: str
 ) -> None:
     """Replace ``FSDPParamGroup._to_unsharded``. Local operation."""
     # The list is another one while `regather_parameters` gathers only some parameters of the unit.
-    if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _SHARDED:
+    if not cached or cached[0].records is not group.fsdp_params or group._sharded_state is not _SHARDED:
         stock()
-        if not known:
+        if not cached:
             with contextlib.suppress(KeyError):  # a module has not recorded both forms of its parameters yet
                 slots = [
                     _ParamSlot(managed, owner, owner._parameters, name, pair_of(owner, name))
                     for managed in group.fsdp_params
                     for owner, name in owners_of(managed)
                 ]
-                known.append(_ParamSlots(group.fsdp_params, slots))
+                cached.append(_ParamSlots(group.fsdp_params, slots))
         return
     # avoids __torch_function__ of DTensor subclasses for each attribute
     with torch._C.DisableTorchFunctionSubclass():
-        for managed, owner, own, name, pair in known[0].slots:
-            shard, whole = managed.sharded_param, managed._unsharded_param
-            if shard.requires_grad is not whole.requires_grad:
-                whole.requires_grad_(shard.requires_grad)
+        for managed, owner, table, name, pair in cached[0].slots:
+            shard, unsharded = managed.sharded_param, managed._unsharded_param
+            if shard.requires_grad is not unsharded.requires_grad:
+                unsharded.requires_grad_(shard.requires_grad)
             if pair is None:
-                own[name] = whole
-            elif own.get(name) is shard is pair.shard and whole is pair.unsharded:
+                table[name] = unsharded
+            elif table.get(name) is shard is pair.shard and unsharded is pair.unsharded:
                 # An attribute that was added to the shard since must be copied, which the module does in
                 # `__setattr__`.
-                have, wanted = whole.__dict__, shard.__dict__
-                added = () if wanted.keys() <= have.keys() else wanted.keys() - have.keys() - OWN_ATTRIBUTES
-                if not added and have.get(record) is wanted.get(record):
-                    own[name] = whole
+                attrs, source = unsharded.__dict__, shard.__dict__
+                added = (
+                    () if source.keys() <= attrs.keys() else source.keys() - attrs.keys() - DTENSOR_ATTRIBUTES
+                )
+                if not added and attrs.get(record) is source.get(record):
+                    table[name] = unsharded
                 else:
-                    setattr(owner, name, whole)
+                    setattr(owner, name, unsharded)
             else:
-                setattr(owner, name, whole)
+                setattr(owner, name, unsharded)
             managed.sharded_state = _UNSHARDED
     group._sharded_state = _UNSHARDED
 
 
-def _to_sharded(group: Any, stock: Callable[[], None], known: list[_ParamSlots]) -> None:
+def _to_sharded(group: Any, stock: Callable[[], None], cached: list[_ParamSlots]) -> None:
     """Replace ``FSDPParamGroup._to_sharded``. Local operation."""
     if group._sharded_state is _SHARDED:
         return
-    if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _UNSHARDED:
+    if not cached or cached[0].records is not group.fsdp_params or group._sharded_state is not _UNSHARDED:
         stock()
         return
-    for managed, owner, own, name, pair in known[0].slots:
-        shard, whole = managed.sharded_param, managed._unsharded_param
+    for managed, owner, table, name, pair in cached[0].slots:
+        shard, unsharded = managed.sharded_param, managed._unsharded_param
         if pair is None:
-            own[name] = shard
+            table[name] = shard
         elif (
-            own.get(name) is whole is pair.unsharded
+            table.get(name) is unsharded is pair.unsharded
             and shard is pair.shard
             and not pair.is_shard_exposed
             # Modules copy attributes back to a shard from DTensors only.
-            and (not isinstance(whole, DTensor) or whole.__dict__.keys() <= shard.__dict__.keys())
+            and (not isinstance(unsharded, DTensor) or unsharded.__dict__.keys() <= shard.__dict__.keys())
         ):
             if pair.release is not None:
                 pair.release()
-            own[name] = shard
+            table[name] = shard
         else:
             setattr(owner, name, shard)
     for managed in group.fsdp_params:
@@ -156,16 +158,16 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     """
     # For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``. Later versions are
     # not changed. Records get a subclass because properties cannot be replaced on an object.
-    known = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
-    if not all(known) or getattr(group.mesh_info, "is_spmd_mesh", False):
+    supported = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
+    if not all(supported) or getattr(group.mesh_info, "is_spmd_mesh", False):
         return
     record_of_group(group).replay = replay
     for managed in group.fsdp_params:
         managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)
-    alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
-    wait = _wait_alone if alone else _wait_for_unshard
+    single_rank = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
+    wait = _wait_alone if single_rank else _wait_for_unshard
     group.wait_for_unshard = functools.partial(wait, group, group.wait_for_unshard)
-    if not alone:
+    if not single_rank:
         group.unshard = functools.partial(_unshard, group, group.unshard)
 
 
@@ -185,9 +187,9 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
         local = managed.sharded_param._local_tensor
         if type(local) is not torch.Tensor:
             mesh, module = managed.shard_mesh_from_root, managed._module_info.module
-            found = replay(local, mesh, managed._orig_size, module, now)
-            if found is not None:
-                tensors, managed._extensions_data.all_gather_metadata = found
+            replayed = replay(local, mesh, managed._orig_size, module, now)
+            if replayed is not None:
+                tensors, managed._extensions_data.all_gather_metadata = replayed
                 managed._extensions_data.all_gather_input_sizes = list(map(_shape, tensors))
                 managed.__dict__["all_gather_inputs"] = list(map(_flat, tensors))
         elif managed.param_dtype is None:
@@ -205,32 +207,32 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
     if group._all_gather_result is None:
         return
     for managed in group.fsdp_params:
-        own, outputs, local = (
+        attrs, outputs, local = (
             managed.__dict__,
             managed.all_gather_outputs,
             managed.sharded_param._local_tensor,
         )
-        views, extensions = own.get("gathered_views"), own.get("_extensions_data")
-        if "_unsharded_param" in own and type(local) is torch.Tensor:
+        views, extensions = attrs.get("gathered_views"), attrs.get("_extensions_data")
+        if "_unsharded_param" in attrs and type(local) is torch.Tensor:
             # The unsharded parameter is a view of the outputs, whose memory is allocated below: nothing is
             # left to do.
-            own["init_unsharded_param"] = _nothing
+            attrs["init_unsharded_param"] = _nothing
         elif (
             views is not None and views[0] is outputs and views[1] == tuple(extensions.all_gather_input_sizes)
         ):
-            own["init_unsharded_param"] = functools.partial(
+            attrs["init_unsharded_param"] = functools.partial(
                 local.fsdp_post_all_gather,
                 views[2],
                 extensions.all_gather_metadata,
                 managed.param_dtype or managed.orig_dtype,
-                out=own["_unsharded_param"],
+                out=attrs["_unsharded_param"],
             )
         for tensor in (*outputs, *managed._unsharded_inner_tensors):
             storage, size = tensor.untyped_storage(), tensor.nbytes
             if storage.nbytes() != size:
                 storage.resize_(size)
         if outputs:  # the first all-gather creates them
-            own["alloc_all_gather_outputs"] = _nothing
+            attrs["alloc_all_gather_outputs"] = _nothing
     try:
         stock()
     finally:
@@ -254,7 +256,7 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
     has_copied = False
     replay, now = group.__dict__[GROUP].replay, pass_of(group)
     for managed in group.fsdp_params:
-        outputs, local, found = managed.all_gather_outputs, managed.sharded_param._local_tensor, None
+        outputs, local, replayed = managed.all_gather_outputs, managed.sharded_param._local_tensor, None
         if (
             outputs
             and outputs[0] is managed._sharded_param_data
@@ -266,11 +268,11 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         has_copied, views = True, managed.gathered_views
         if views is not None and views[0] is outputs:
             mesh, module = managed.shard_mesh_from_root, managed._module_info.module
-            found = replay(local, mesh, managed._orig_size, module, now)
-        if found is not None and views[1] == tuple(map(_shape, found[0])) == (torch.Size([0]),):
+            replayed = replay(local, mesh, managed._orig_size, module, now)
+        if replayed is not None and views[1] == tuple(map(_shape, replayed[0])) == (torch.Size([0]),):
             # A quantized shard sends nothing, and its unsharded weight uses its buffers.
             dtype = managed.param_dtype or managed.orig_dtype
-            local.fsdp_post_all_gather(views[2], found[1], dtype, out=managed._unsharded_param)
+            local.fsdp_post_all_gather(views[2], replayed[1], dtype, out=managed._unsharded_param)
             continue
         data = managed.all_gather_inputs[0]
         managed.init_all_gather_outputs([data.numel()], [data.dtype], 1, group.device)
@@ -297,11 +299,11 @@ def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
     """
     record, now = group.__dict__.get(GROUP), pass_of(group)
     replay, mesh = None if record is None else record.replay, None
-    found = list[Sequence[torch.Tensor]]()
+    sent = list[Sequence[torch.Tensor]]()
     for managed in group.fsdp_params:
         local = managed.sharded_param._local_tensor
         if type(local) is torch.Tensor:
-            found.append((managed._sharded_param_data,))
+            sent.append((managed._sharded_param_data,))
             continue
         if replay is not None:
             mesh = mesh or managed.shard_mesh_from_root  # that of the group
@@ -310,20 +312,20 @@ def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
                 extensions = managed._extensions_data
                 tensors, extensions.all_gather_metadata = replayed
                 extensions.all_gather_input_sizes = list(map(_shape, tensors))
-                found.append(tensors)
+                sent.append(tensors)
                 continue
         # ``FSDPParam.all_gather_inputs`` inspects the signature of a hook in each all-gather.
         if not hasattr(local, "fsdp_pre_all_gather"):
-            found.append((managed._sharded_param_data,))
+            sent.append((managed._sharded_param_data,))
         elif (
             not takes_all(type(local))
             or local.shape != managed.padded_sharded_param_size
             or managed.offload_to_cpu
         ):
-            found.append(managed.all_gather_inputs)
+            sent.append(managed.all_gather_inputs)
         else:
-            found.append(call_all_gather_hook(managed, local))
-    return found
+            sent.append(call_all_gather_hook(managed, local))
+    return sent
 
 
 #: A plain gradient without a Python call. FSDP2 reads it if there is one.
@@ -371,11 +373,11 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
             if tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor.untyped_storage().resize_(tensor.nbytes)
         extensions, outputs = self._extensions_data, self.all_gather_outputs
-        sizes, known = tuple(extensions.all_gather_input_sizes), self.gathered_views
-        if known is None or known[0] is not outputs or known[1] != sizes:
-            known = self.gathered_views = outputs, sizes, self._unflatten_all_gather_outputs()
+        sizes, cached = tuple(extensions.all_gather_input_sizes), self.gathered_views
+        if cached is None or cached[0] is not outputs or cached[1] != sizes:
+            cached = self.gathered_views = outputs, sizes, self._unflatten_all_gather_outputs()
         metadata, dtype = extensions.all_gather_metadata, self.param_dtype or self.orig_dtype
-        local.fsdp_post_all_gather(known[2], metadata, dtype, out=parameter)
+        local.fsdp_post_all_gather(cached[2], metadata, dtype, out=parameter)
         # As `clear`, without a call.
         extensions.all_gather_metadata, extensions.all_gather_input_sizes = None, ()
 
@@ -415,13 +417,13 @@ def shorten_gradients(group: Any) -> list[tuple[dict[str, Any], str]]:
     """
     changed = []
     for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
-        own = managed.__dict__
-        if "to_sharded_dtensor" not in own:
+        attrs = managed.__dict__
+        if "to_sharded_dtensor" not in attrs:
             spec = managed._sharding_spec
-            own["to_sharded_dtensor"] = functools.partial(
+            attrs["to_sharded_dtensor"] = functools.partial(
                 new_dtensor, DTensor, spec=spec, requires_grad=False
             )
-            changed.append((own, "to_sharded_dtensor"))
+            changed.append((attrs, "to_sharded_dtensor"))
     return changed
 
 
@@ -435,15 +437,15 @@ def shorten_gradient_reads(group: Any) -> list[tuple[dict[str, Any], str]]:
     changed = []
     with torch._C.DisableTorchFunctionSubclass():
         for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
-            own = managed.__dict__
-            parameter = own.get("_unsharded_param")
-            if parameter is None or own.get("unsharded_accumulated_grad") is not None:
+            attrs = managed.__dict__
+            parameter = attrs.get("_unsharded_param")
+            if parameter is None or attrs.get("unsharded_accumulated_grad") is not None:
                 continue
-            own["accumulate_unsharded_grad_if_needed"] = _nothing
-            changed.append((own, "accumulate_unsharded_grad_if_needed"))
+            attrs["accumulate_unsharded_grad_if_needed"] = _nothing
+            changed.append((attrs, "accumulate_unsharded_grad_if_needed"))
             if parameter.grad is not None:
-                own["unsharded_param"] = SimpleNamespace(grad=True) if managed.is_dtensor else parameter
-                changed.append((own, "unsharded_param"))
+                attrs["unsharded_param"] = SimpleNamespace(grad=True) if managed.is_dtensor else parameter
+                changed.append((attrs, "unsharded_param"))
     return changed
 
 

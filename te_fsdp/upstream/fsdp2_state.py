@@ -91,8 +91,8 @@ def fsdp_params_of(unit: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 def unsharded_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]]:
     """Return (unsharded parameter, FSDP2's record) of each parameter that was unsharded at least once."""
-    found = ((getattr(managed, "_unsharded_param", None), managed) for managed in managed_fsdp_params(unit))
-    return [(parameter, managed) for parameter, managed in found if parameter is not None]
+    pairs = ((getattr(managed, "_unsharded_param", None), managed) for managed in managed_fsdp_params(unit))
+    return [(parameter, managed) for parameter, managed in pairs if parameter is not None]
 
 
 def is_assigned_by_user(module: nn.Module, name: str, value: object) -> bool:
@@ -120,22 +120,22 @@ def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
     """
     # ``FSDPParam.unsharded_accumulated_grad``. Before torch 2.15 all gradients of a reduction must have one
     # dtype: the compute dtype of the parameter, unless FSDP2 accumulates in ``reduce_dtype``.
-    parameter, kept = managed._unsharded_param, unreduced_gradient(managed)
-    if kept is None:
+    parameter, unreduced = managed._unsharded_param, unreduced_gradient(managed)
+    if unreduced is None:
         local = local_of(parameter)
         dtype = managed.reduce_dtype
         if group.reduce_grads:  # that of the gradients which the other parameters have accumulated
             others = (vars(each).get("unsharded_accumulated_grad") for each in group.fsdp_params)
             dtype = next((gradient.dtype for gradient in others if gradient is not None), None)
         dtype = dtype or getattr(parameter, "grad_dtype", None) or parameter.dtype
-        kept = torch.empty(local.shape, dtype=dtype, device=local.device)
+        unreduced = torch.empty(local.shape, dtype=dtype, device=local.device)
         if isinstance(parameter, DTensor):
-            kept = dtensor(kept, spec_of(parameter))
+            unreduced = dtensor(unreduced, spec_of(parameter))
         if "unsharded_accumulated_grad" in vars(managed):
-            managed.unsharded_accumulated_grad = kept
+            managed.unsharded_accumulated_grad = unreduced
         else:
-            parameter.grad = kept
-    return local_of(kept)
+            parameter.grad = unreduced
+    return local_of(unreduced)
 
 
 def _states(root: nn.Module) -> list[Any]:
@@ -177,18 +177,18 @@ def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
     """
     groups = _groups(root)
     # Gradients of earlier microbatches are complete, and the user repeats the failed microbatch only.
-    kept = []
+    states = []
     for group in groups:
         part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
         sharded = [(m.sharded_param, m.sharded_param.grad) for m in group.fsdp_params]
-        found = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
-        gathered = [(parameter, parameter.grad) for parameter in found if parameter is not None]
-        kept.append((group, part, layout, sharded, gathered))
+        unsharded = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
+        gradients = [(parameter, parameter.grad) for parameter in unsharded if parameter is not None]
+        states.append((group, part, layout, sharded, gradients))
     if stock and hasattr(root, "reset_iter_state"):
         root.reset_iter_state()  # type: ignore[operator]
     else:
         _reset(root, groups)
-    for group, part, layout, sharded, gathered in kept:
+    for group, part, layout, sharded, gradients in states:
         group._partial_reduce_output = part
         if layout:
             group._partial_reduce_output_layout.update(layout)
@@ -196,7 +196,7 @@ def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
             if parameter.grad is None:
                 # Restore the same tensor object: it has attributes, and HFSDP's gradient rejects operations.
                 parameter.grad = gradient
-        for parameter, gradient in gathered:
+        for parameter, gradient in gradients:
             if parameter.grad is None and gradient is not None:
                 # An interrupted backward leaves gradients of unsharded parameters in the compute dtype. torch 2.15
                 # requires the accumulation dtype.
@@ -347,8 +347,8 @@ def resize_all_gather_outputs(group: Any, shard: torch.Tensor, sizes: list[int])
     # FSDP2 allocates memory for the result of its first all-gather and reuses it
     # (``FSDPParam.all_gather_outputs``; ``_unsharded_inner_tensors`` are views of it).
     for managed in group.fsdp_params:
-        have = managed.all_gather_outputs
-        if local_of(managed.sharded_param) is shard and have and [t.numel() for t in have] != sizes:
+        outputs = managed.all_gather_outputs
+        if local_of(managed.sharded_param) is shard and outputs and [t.numel() for t in outputs] != sizes:
             managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
 
 
@@ -358,9 +358,9 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
     Collective over the group's shard mesh: one all-gather (``FSDPParamGroup.unshard`` with fewer
     ``fsdp_params``). The names are the same on all ranks, and the group is unsharded.
     """
-    everything, wanted = group.fsdp_params, [(module, name) for name in names]
+    everything, keys = group.fsdp_params, [(module, name) for name in names]
     # FSDP2 gathers the records in this list in one all-gather.
-    group.fsdp_params = [m for m in everything if any(owner in wanted for owner in owners_of(m))]
+    group.fsdp_params = [m for m in everything if any(owner in keys for owner in owners_of(m))]
     try:
         with without_modes():
             # unshard() does nothing for a group that is unsharded.
@@ -372,14 +372,14 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
 
 
 @contextlib.contextmanager
-def chunk_own_rank_only() -> Iterator[None]:
+def chunk_this_rank_only() -> Iterator[None]:
     """Return a context in which FSDP2 creates no tensors for other ranks' chunks of a parameter. Local operation."""
     module: Any = _fsdp_param  # annotated as lists, but only their length is used
     # Over thousands of ranks FSDP2 would create as many tensors for each parameter, to use one of them.
     stock = module._chunk_with_empty
     plain = (torch.Tensor, torch.nn.Parameter)  # subclasses may define their own chunk
     module._chunk_with_empty = lambda tensor, count, dim: (
-        _OwnChunk(tensor, count, dim) if type(tensor) in plain else stock(tensor, count, dim=dim)
+        _ThisRanksChunk(tensor, count, dim) if type(tensor) in plain else stock(tensor, count, dim=dim)
     )
     try:
         yield
@@ -388,7 +388,7 @@ def chunk_own_rank_only() -> Iterator[None]:
 
 
 @dataclass
-class _OwnChunk:
+class _ThisRanksChunk:
     """Lazy result of ``torch.chunk``, padded with empty tensors for ranks without a chunk."""
 
     tensor: torch.Tensor
@@ -399,10 +399,10 @@ class _OwnChunk:
         size = self.tensor.shape[self.dim]
         # As in torch.chunk: the ranks at the end get fewer rows, or none.
         rows = -(-size // self.count)
-        left = size - index * rows
-        if left <= 0 < size:
+        remaining = size - index * rows
+        if remaining <= 0 < size:
             return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, index * rows, min(rows, left))
+        return self.tensor.narrow(self.dim, index * rows, min(rows, remaining))
 
 
 def defers_leaf_gradient(leaf: Any) -> bool:

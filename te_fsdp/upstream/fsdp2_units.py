@@ -79,8 +79,8 @@ def reductions_of(comm: Any) -> list[Any]:
     """Return the reductions whose inputs FSDP2 keeps until they end (``FSDPCommContext``)."""
     # One object on torch 2.11, a list on later versions.
     states = getattr(comm, "reduce_scatter_states", None)
-    kept = states if states is not None else [getattr(comm, "reduce_scatter_state", None)]
-    return [state for state in kept if state is not None and state.event is not None]
+    in_flight = states if states is not None else [getattr(comm, "reduce_scatter_state", None)]
+    return [state for state in in_flight if state is not None and state.event is not None]
 
 
 def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
@@ -103,7 +103,7 @@ def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
 def find_fsdp_param(module: nn.Module, name: str) -> Any | None:
     """Return FSDP2's record of a parameter; ``None`` if FSDP2 does not manage it."""
     for _, managed in _iter_fsdp_params():
-        if any(owner is module and own == name for owner, own in owners_of(managed)):
+        if any(owner is module and attr == name for owner, attr in owners_of(managed)):
             return managed
     return None
 
@@ -130,9 +130,9 @@ def retie_parameters(module: nn.Module, before: dict[str, nn.Parameter | None]) 
     for name, old in before.items():
         new = module._parameters.get(name)
         if old is not None and new is not old and (managed := find_fsdp_param(module, name)) is not None:
-            for owner, own in owners_of(managed):
-                if owner._parameters.get(own) is old:
-                    owner._parameters[own] = new
+            for owner, attr in owners_of(managed):
+                if owner._parameters.get(attr) is old:
+                    owner._parameters[attr] = new
 
 
 def _iter_fsdp_params() -> Iterator[tuple[Any, Any]]:

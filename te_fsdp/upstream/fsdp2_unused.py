@@ -73,7 +73,7 @@ def _fill(group: Any) -> None:
 class UseFlags:
     """The number of ranks that used each parameter of a group, reduced in one collective with the gradients.
 
-    Each rank sends 1 for a parameter that it used and 0 for one that takes part with zeros. FSDP2 reduces the flags as
+    Each rank sends 1 for a parameter that it used and 0 for one filled with zeros. FSDP2 reduces the flags as
     the gradient of one more record. A rank that used all parameters reads nothing. The others read the result after
     the backward, which waits for the device, and remove gradients of parameters that no rank used. Ranks agree: a
     parameter without any use has the flag 0 everywhere.
@@ -113,8 +113,8 @@ class UseFlags:
         self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
         if self.filled:
             # The reduce-scatter gives each rank one copy of the sums, because each part is the same.
-            own = [0.0 if managed in self.filled else 1.0 for managed in trained]
-            self.unsharded_param.grad = torch.tensor(own * ranks, dtype=dtype, device=group.device)
+            flags = [0.0 if managed in self.filled else 1.0 for managed in trained]
+            self.unsharded_param.grad = torch.tensor(flags * ranks, dtype=dtype, device=group.device)
         else:
             if self._all_used is None or self._all_used[0] != key:
                 self._all_used = key, torch.ones(ranks * count, dtype=dtype, device=group.device)
@@ -154,7 +154,7 @@ class UseFlags:
     def decide(self, group: Any) -> None:
         """Remove the gradients of parameters that no rank used. Waits for the device."""
         undecided, self.undecided = self.undecided, {}
-        flags = torch.stack([torch.stack(found).sum() for found in undecided.values()])
+        flags = torch.stack([torch.stack(flags_of_ranks).sum() for flags_of_ranks in undecided.values()])
         if type(flags) is not torch.Tensor:
             return  # the model is planned, not trained
         if not (flags.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -235,11 +235,11 @@ def unify_gradient_dtypes(group: Any) -> None:
     def in_one_dtype(group: Any) -> None:
         records, added = [], []
         for managed in group.fsdp_params:
-            own = managed.__dict__
-            if "unsharded_accumulated_grad" in own:
+            attrs = managed.__dict__
+            if "unsharded_accumulated_grad" in attrs:
                 records.append(managed)
-                if own["unsharded_accumulated_grad"] is not None:
-                    added.append(own["unsharded_accumulated_grad"])
+                if attrs["unsharded_accumulated_grad"] is not None:
+                    added.append(attrs["unsharded_accumulated_grad"])
         for managed in records if added else ():
             parameter = managed._unsharded_param
             if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:

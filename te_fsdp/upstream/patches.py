@@ -64,12 +64,7 @@ FSDP2 = (
         "refuses copies and pickles",
         "test_unsupported.py::test_errors",
     ),
-    Patch(
-        "unit",
-        "_get_fsdp_state",
-        "returns the state without a search",
-        "test_all_calls.py::test_budget",
-    ),
+    Patch("unit", "_get_fsdp_state", "returns the state without a search", "test_all_calls.py::test_budget"),
     Patch(
         "model, unit",
         "_backward_hooks",
@@ -384,10 +379,7 @@ PATCHES: dict[str, Patch] = {
         "test_plain_dcp.py::test_states_of_fused_adam",
     ),
     "states of dicts": Patch(
-        "`FusedAdam`",
-        "state_dict",
-        "the same in state dicts",
-        "test_plain_dcp.py::test_states_of_fused_adam",
+        "`FusedAdam`", "state_dict", "the same in state dicts", "test_plain_dcp.py::test_states_of_fused_adam"
     ),
     "save": Patch(
         "`FusedAdam` with te_fsdp's main weights",
@@ -396,10 +388,7 @@ PATCHES: dict[str, Patch] = {
         "test_main_weights.py",
     ),
     "load": Patch(
-        "`FusedAdam` with te_fsdp's main weights",
-        "load_state_dict",
-        "the same",
-        "test_main_weights.py",
+        "`FusedAdam` with te_fsdp's main weights", "load_state_dict", "the same", "test_main_weights.py"
     ),
 }
 
@@ -427,8 +416,8 @@ def _amax_tensors() -> list[type]:
 def _modules_with(name: str) -> list[ModuleType]:
     """Return TE's Python modules of linear layers that define or import ``name``."""
     files = ("linear", "layernorm_linear", "layernorm_mlp")
-    found = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
-    return [module for module in found if hasattr(module, name)]
+    modules = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
+    return [module for module in modules if hasattr(module, name)]
 
 
 def _enums_pickled_by_name() -> list[type]:

@@ -95,10 +95,10 @@ def allocate_shared_memory(
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    own, group = symmetric.empty(size, dtype=torch.uint8, device=device), exchange.group
-    handle = symmetric.rendezvous(own, exchange.name)  # type: ignore[bad-argument-type]
+    mine, group = symmetric.empty(size, dtype=torch.uint8, device=device), exchange.group
+    handle = symmetric.rendezvous(mine, exchange.name)  # type: ignore[bad-argument-type]
     shared = [
-        own if rank == group.rank() else handle.get_buffer(rank, (size,), torch.uint8)
+        mine if rank == group.rank() else handle.get_buffer(rank, (size,), torch.uint8)
         for rank in range(group.size())
     ]
     return handle, shared
@@ -155,15 +155,15 @@ class ZeroCopyInput(torch.Tensor):
     """Placeholder for the input of FSDP2's reduce-scatter. It has no elements of its own."""
 
     sent: list[torch.Tensor]  #: 1-D, one per part
-    kept: list[torch.Tensor]  #: Tensors that another stream reads until the reduction has ended
+    in_use: list[torch.Tensor]  #: Tensors that another stream reads until the reduction has ended
     how: ReduceScatterParts  #: Layout of the parts
 
     @classmethod
     def make(cls, how: ReduceScatterParts, dtype: torch.dtype, device: torch.device) -> ZeroCopyInput:
         """Create an empty input, to be sent in ``dtype``."""
-        made = torch.empty(0, dtype=dtype, device=device).as_subclass(cls)
-        made.sent, made.kept, made.how = [], [], how
-        return made
+        placeholder = torch.empty(0, dtype=dtype, device=device).as_subclass(cls)
+        placeholder.sent, placeholder.in_use, placeholder.how = [], [], how
+        return placeholder
 
     def view(self, *shape: Any) -> ZeroCopyInput:  # type: ignore[override]
         """Return the input itself. FSDP2 uses the view only to fill it."""
@@ -179,20 +179,20 @@ class ZeroCopyInput(torch.Tensor):
             if isinstance(into, cls):
                 return into._fill(args[0], func)
             if func is torch.Tensor.div_:
-                made, divisor = args
+                placeholder, divisor = args
                 # Not in place, because gradients may be shared.
-                made.kept = made.sent
-                made.sent = [part / divisor for part in made.kept]
-                return made
+                placeholder.in_use = placeholder.sent
+                placeholder.sent = [part / divisor for part in placeholder.in_use]
+                return placeholder
         raise AssertionError(f"unsupported operation on the input of a reduce-scatter: {func}")
 
     def _fill(self, gradients: Sequence[torch.Tensor], chunk_cat: Any) -> None:
         """Fill the parts from gradients in FSDP2's order."""
-        left = [gradient for gradient in gradients if gradient.numel()]
+        remaining = [gradient for gradient in gradients if gradient.numel()]
         # FSDP2 passes the gradients of all trained parameters, see reduce_unused.
-        assert len(left) == self.how.count
+        assert len(remaining) == self.how.count
         for part in self.how.parts:
-            mine, left = left[: part.count], left[part.count :]
+            mine, remaining = remaining[: part.count], remaining[part.count :]
             if part.is_alone:
                 self.sent.append(mine[0].to(self.dtype).contiguous().view(-1))
                 continue
@@ -222,8 +222,8 @@ def zero_copy_input_of(
     order = getattr(group, "_reduce_scatter_param_indices", None)
     records = [group.fsdp_params[at] for at in order] if order else group.fsdp_params
     trained = [managed for managed in records if managed.sharded_param.requires_grad]
-    key, known = (trained, packs_small), record.parts
-    if known is None or known[0] != key:
+    key, cached = (trained, packs_small), record.parts
+    if cached is None or cached[0] != key:
         # The shapes of FSDP2's records are constant, so the parts are too.
         packs, ranks = packs_small or len(trained) > FEW, group.mesh_info.shard_mesh_size
         parts = list[ReduceScatterPart]()
@@ -237,8 +237,8 @@ def zero_copy_input_of(
                 parts[-1] = ReduceScatterPart(parts[-1].numel + size, parts[-1].count + 1, is_alone=False)
             else:
                 parts.append(ReduceScatterPart(size, 1, is_alone=False))
-        known = record.parts = key, ReduceScatterParts.of(ranks, parts)
-    how = known[1]
+        cached = record.parts = key, ReduceScatterParts.of(ranks, parts)
+    how = cached[1]
     if how.numel != numel or not how.avoids_copies:
         return None
     return ZeroCopyInput.make(how, dtype, group.device)

@@ -74,7 +74,7 @@ def recipes() -> ModuleType:
 def recipes_in_use(model: nn.Module) -> list[str]:
     """Return the recipe classes of the latest forward of a model's modules (``fp8``, ``fp8_meta``)."""
     attributes = (module.__dict__ for module in model.modules())
-    metas = [own["fp8_meta"] for own in attributes if own.get("fp8") is True and "fp8_meta" in own]
+    metas = [attrs["fp8_meta"] for attrs in attributes if attrs.get("fp8") is True and "fp8_meta" in attrs]
     return sorted({type(meta["recipe"]).__name__ for meta in metas if "recipe" in meta})
 
 
@@ -110,7 +110,7 @@ def _kind_of_class(cls: type) -> str | None:
 
 def stock_classes(cls: type) -> list[type]:
     """Return the base classes behind a bound class: those that te_fsdp has neither made nor extended."""
-    return [one for one in cls.__mro__ if not any(c.__module__.startswith("te_fsdp") for c in one.__mro__)]
+    return [base for base in cls.__mro__ if not any(c.__module__.startswith("te_fsdp") for c in base.__mro__)]
 
 
 #: Constructor arguments stored under different names (TE 2.18 to 2.20.2: ``module``, ``ops/basic``).
@@ -119,8 +119,8 @@ _KEPT_AS = {"bias": "use_bias", "p": "dropout_probability", "scale_bias": "_scal
 
 def argument_of(module: nn.Module, name: str, absent: Any = None) -> Any:
     """Return the constructor argument that a module has stored; ``absent`` if it has not stored any."""
-    kept = getattr(module, _KEPT_AS.get(name, name), absent)
-    return getattr(module, name, absent) if kept is absent else kept
+    stored = getattr(module, _KEPT_AS.get(name, name), absent)
+    return getattr(module, name, absent) if stored is absent else stored
 
 
 # --- parameters
@@ -239,9 +239,9 @@ def set_write_amax_group(tensor: torch.Tensor, group: Any) -> None:
 
 def persistent_quantizer_of(quantizer: Any) -> Any:
     """Return a copy of a quantizer that creates TE's public tensor classes, with scales in the format's layout."""
-    own = quantizer.copy()
-    own.internal = own.optimize_for_gemm = False
-    return own
+    copied = quantizer.copy()
+    copied.internal = copied.optimize_for_gemm = False
+    return copied
 
 
 def format_of(tensor: torch.Tensor) -> Format | None:
@@ -257,15 +257,15 @@ def format_of(tensor: torch.Tensor) -> Format | None:
 @functools.cache
 def _format_of_class(cls: type) -> Format:
     rows = {row.tensor: row for row in FORMATS.values()}
-    found = (rows[base.__name__] for base in cls.__mro__ if base.__name__ in rows)
-    return next(found, unknown_format(cls.__name__))
+    formats = (rows[base.__name__] for base in cls.__mro__ if base.__name__ in rows)
+    return next(formats, unknown_format(cls.__name__))
 
 
 def format_of_quantizer(quantizer: Any) -> Format:
     """Return the format that a quantizer produces."""
     name = type(quantizer).__name__
-    found = next((row for row in FORMATS.values() if name in row.quantizers), unknown_format(name))
-    return row_for(found, quantizer)
+    row_found = next((row for row in FORMATS.values() if name in row.quantizers), unknown_format(name))
+    return row_for(row_found, quantizer)
 
 
 def active_recipe() -> Any | None:
@@ -331,8 +331,8 @@ def copy_scale(tensor: torch.Tensor, shard: torch.Tensor) -> None:
     # and ``fsdp_assign_gathered``, 2.18 to 2.20.2). Both share one scale tensor until the shard gets a new
     # one.
     if hasattr(shard, "_rowwise_storage"):
-        for part, own in zip(storage_parts_of(tensor), storage_parts_of(shard), strict=True):
-            copy_scale(part, own)
+        for part, shard_part in zip(storage_parts_of(tensor), storage_parts_of(shard), strict=True):
+            copy_scale(part, shard_part)
     elif hasattr(shard, SCALE):
         setattr(tensor, SCALE, getattr(shard, SCALE))
 
@@ -344,8 +344,8 @@ def quantizer_classes(*sources: str, blocks: bool = True) -> tuple[type, ...]:
     ``blocks`` includes classes that also have block scales.
     """
     rows = [row for row in FORMATS.values() if blocks or row.has_one_scale]
-    found = [(row.module, name) for row in rows for name in row.quantizers if row.quantizers[name] in sources]
-    return tuple(tensor_attribute(module, name) for module, name in found)
+    names = [(row.module, name) for row in rows for name in row.quantizers if row.quantizers[name] in sources]
+    return tuple(tensor_attribute(module, name) for module, name in names)
 
 
 def is_delayed_quantizer(quantizer: Any) -> bool:
@@ -395,8 +395,8 @@ def gathers_one_direction(tensor: torch.Tensor) -> bool:
 def value_buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the buffers with a quantized tensor's values, without scales, which tensors may share."""
     row = format_of(tensor)
-    found = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
-    return [value for name in found if (value := getattr(tensor, name, None)) is not None]
+    attributes = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
+    return [value for name in attributes if (value := getattr(tensor, name, None)) is not None]
 
 
 def clone_scales(tensor: torch.Tensor) -> None:
@@ -452,8 +452,8 @@ def delayed_states(module: nn.Module) -> dict[str, Any] | None:
             why="Its state has no fixed shape",
             fix="use another recipe",
         )
-    found = {key: s for key, s in states.items() if type(s).__name__ == "DelayedScalingRecipeState"}
-    return found if len(found) == 2 else None
+    delayed = {key: s for key, s in states.items() if type(s).__name__ == "DelayedScalingRecipeState"}
+    return delayed if len(delayed) == 2 else None
 
 
 @contextlib.contextmanager
@@ -466,10 +466,10 @@ def skip_amax_reduction_after_errors() -> Iterator[None]:
     except Exception:
         loaded = sys.modules.get("transformer_engine.pytorch.quantization")
         manager = getattr(loaded, "FP8GlobalStateManager", None)
-        known = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
-        for key, (recipe, group) in list(known.items()):
+        arguments = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
+        for key, (recipe, group) in list(arguments.items()):
             if getattr(recipe, "reduce_amax", False):
-                alone = copy.copy(recipe)
-                alone.reduce_amax = False
-                known[key] = alone, group
+                copied = copy.copy(recipe)
+                copied.reduce_amax = False
+                arguments[key] = copied, group
         raise

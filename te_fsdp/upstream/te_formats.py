@@ -140,11 +140,11 @@ class Format:
         """Return the sets of buffers that each contain the weight's values, rowwise first: name -> block."""
         if self.has_one_scale:
             return [{buffer.name: buffer.block for buffer in self.buffers}]
-        found = [
+        directions = [
             {buffer.name: buffer.block for buffer in self.buffers if direction in buffer.name}
             for direction in ("rowwise", "columnwise")
         ]
-        return [needed for needed in found if needed]
+        return [needed for needed in directions if needed]
 
 
 _VALUES = (1, 1)
@@ -309,9 +309,9 @@ class _Recipe:
     fields: dict[str, Any]
 
     def __new__(cls, *args: Any) -> _Recipe:
-        made = super().__new__(cls)
-        made.fields = {}
-        return made
+        recipe = super().__new__(cls)
+        recipe.fields = {}
+        return recipe
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
@@ -337,8 +337,8 @@ def _rebuild_whole(
     with warnings.catch_warnings():
         # The pickle contains typed storages, which torch has deprecated but still reads.
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        whole = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped())  # type: ignore[no-matching-overload]
-    return whole.as_strided(size, stride, offset).clone()
+        full = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped())  # type: ignore[no-matching-overload]
+    return full.as_strided(size, stride, offset).clone()
 
 
 ENTRIES = {
@@ -368,8 +368,8 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
         return None
     try:
         # A new enum each time, because a pickle may change the members.
-        known = {**ENTRIES, "transformer_engine.common.recipe.Format": Enum("Format", _RANGES)}
-        state = TableUnpickler(data, known, "the state of delayed scaling").load()
+        allowed = {**ENTRIES, "transformer_engine.common.recipe.Format": Enum("Format", _RANGES)}
+        state = TableUnpickler(data, allowed, "the state of delayed scaling").load()
         if not isinstance(state, dict) or not isinstance(state.get("recipe"), _Recipe):
             raise pickle.UnpicklingError("no recipe of delayed scaling")
         if "scale_fwd" not in state:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def holds_quantized(module: nn.Module) -> bool:
     """Return whether a ``te.ops`` module has, or on meta will have, a quantized weight (``_with_quantized_weight``)."""
-    own = [p for p in module._parameters.values() if p is not None]
-    return bool(getattr(module, "_with_quantized_weight", False)) or any(map(_te.is_quantized, own))
+    params = [p for p in module._parameters.values() if p is not None]
+    return bool(getattr(module, "_with_quantized_weight", False)) or any(map(_te.is_quantized, params))
 
 
 def has_recipe_state(module: Any) -> bool:
@@ -237,7 +237,7 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
         ImportError, AttributeError, TypeError: This TE version selects backends differently.
     """
     module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
-    asked = module.AttentionParams(
+    params = module.AttentionParams(
         qkv_dtype=torch.bfloat16,
         qkv_layout="bshd_bshd_bshd",
         num_heads=heads,
@@ -249,20 +249,20 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
         attn_mask_type="causal",
         window_size=(-1, 0),
     )
-    seen, logger = logging.handlers.BufferingHandler(sys.maxsize), logging.getLogger("DotProductAttention")
+    handler, logger = logging.handlers.BufferingHandler(sys.maxsize), logging.getLogger("DotProductAttention")
     logs = module.AttentionLogging
     level, propagate = logs._log_level, logger.propagate
-    logger.addHandler(seen)
+    logger.addHandler(handler)
     logs._log_level = logging.DEBUG  # the selection resets its logger to this level in each call
     logger.propagate = False
     try:
-        found = module.get_attention_backend(asked)
+        backends = module.get_attention_backend(params)
     finally:
-        logger.removeHandler(seen)
+        logger.removeHandler(handler)
         logs._log_level = level
         logger.propagate = propagate
     # (flash, flash version, fused, fused version, unfused, all available): TE 2.18 and later
-    names = {"flash": found[0], "fused": found[2], "unfused": found[4]}
+    names = {"flash": backends[0], "fused": backends[2], "unfused": backends[4]}
     flags = {
         "flash-attn": "is_installed",
         "flash-attn-3": "v3_is_installed",
@@ -270,7 +270,7 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
     }
     taken = {name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()}
     backend = next((name for name, chosen in names.items() if chosen), "none")
-    said = [record.getMessage() for record in seen.buffer]
+    messages = [record.getMessage() for record in handler.buffer]
     # that line repeats the request
-    reasons = [line for line in said if not line.startswith("Running with config")]
+    reasons = [line for line in messages if not line.startswith("Running with config")]
     return {"backend": backend, "reasons": reasons, "taken": taken}

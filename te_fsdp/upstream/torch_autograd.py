@@ -52,11 +52,11 @@ def assign_to_leaves(node: Any, gradients: Sequence[torch.Tensor | None]) -> lis
 
     ``gradients`` has one element for each tensor argument of the node.
     """
-    left = list(gradients)
+    unassigned = list(gradients)
     if torch.is_grad_enabled():
-        return left
+        return unassigned
     with without_subclasses():
-        for place, ((edge, _), gradient) in enumerate(zip(node.next_functions, gradients, strict=True)):
+        for index, ((edge, _), gradient) in enumerate(zip(node.next_functions, gradients, strict=True)):
             leaf = getattr(edge, "variable", None)
             if (
                 gradient is None
@@ -74,8 +74,8 @@ def assign_to_leaves(node: Any, gradients: Sequence[torch.Tensor | None]) -> lis
             except RuntimeError:  # the gradient is a result of torch.autograd.grad
                 continue
             if runs:
-                leaf.grad, left[place] = gradient, None
-    return left
+                leaf.grad, unassigned[index] = gradient, None
+    return unassigned
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -102,13 +102,13 @@ def function_transform() -> str:
 def graph_nodes(node: Any) -> Iterator[Any]:
     """Yield a node of an autograd graph and all nodes that its backward reaches, the nearest ones first."""
     # A queue, because graphs are deeper than Python's stack of calls.
-    waiting, seen = deque([node]), {node}
-    while waiting:
-        node = waiting.popleft()
+    queue, seen = deque([node]), {node}
+    while queue:
+        node = queue.popleft()
         yield node
-        more = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
-        waiting.extend(more)
-        seen |= more
+        following = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
+        queue.extend(following)
+        seen |= following
 
 
 #: Node of the graph for whose output a hook runs (``torch._C._current_autograd_node``).

@@ -80,10 +80,10 @@ def memory_id(tensor: DTensor) -> int:
 
 def local_tensors_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return :func:`local_of` of several tensors."""
-    found = []
+    local = []
     for tensor in tensors:
-        found.append(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
-    return found
+        local.append(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    return local
 
 
 def specs_of(tensors: Iterable[torch.Tensor]) -> list[DTensorSpec]:
@@ -95,30 +95,30 @@ def in_dtypes_of(
     gradients: Iterable[torch.Tensor | None], parameters: Iterable[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """Cast gradients to their parameters' dtypes via local tensors, since DTensor operations have a high host cost."""
-    found: list[torch.Tensor | None] = []
+    cast: list[torch.Tensor | None] = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if gradient is None or gradient.dtype == parameter.dtype:
-            found.append(gradient)
+            cast.append(gradient)
         elif isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             spec, local = parameter._spec, gradient._local_tensor.to(parameter.dtype)
             if gradient.placements != spec.placements:  # partial
                 spec = replace(spec, placements=gradient.placements)
-            found.append(new_dtensor(DTensor, local, spec, requires_grad=False))
+            cast.append(new_dtensor(DTensor, local, spec, requires_grad=False))
         else:
-            found.append(gradient.to(parameter.dtype))
-    return found
+            cast.append(gradient.to(parameter.dtype))
+    return cast
 
 
 def locals_and_specs(
     parameters: Iterable[DTensor],
 ) -> tuple[tuple[torch.Tensor, ...], list[DTensorSpec | None]]:
     """Return :func:`local_of` and :func:`spec_of` of several DTensors. Every forward of a module calls it."""
-    found: list[torch.Tensor] = []
+    local: list[torch.Tensor] = []
     specs: list[DTensorSpec | None] = []  # the caller may replace entries by None
     for parameter in parameters:
-        found.append(parameter._local_tensor)
+        local.append(parameter._local_tensor)
         specs.append(parameter._spec)
-    return tuple(found), specs
+    return tuple(local), specs
 
 
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> DeviceMesh:
@@ -129,8 +129,8 @@ def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> Device
     """
     assert mesh.mesh_dim_names is not None
     # torch 2.11 supports indices only: it rejects the names of existing axes.
-    place = mesh.mesh_dim_names.index(axis)
-    return mesh._unflatten(place, tuple(sizes.values()), tuple(sizes))
+    index = mesh.mesh_dim_names.index(axis)
+    return mesh._unflatten(index, tuple(sizes.values()), tuple(sizes))
 
 
 #: Mesh, placements, global shape and stride of a DTensor (``DTensor._spec``).
@@ -150,14 +150,14 @@ def with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTe
 
 
 def dtensors(
-    found: Sequence[torch.Tensor | None], specs: Sequence[DTensorSpec | None]
+    tensors: Sequence[torch.Tensor | None], specs: Sequence[DTensorSpec | None]
 ) -> list[DTensor | None]:
     """Return :func:`dtensor` of several tensors; ``None`` if a tensor or its spec is missing."""
-    made: list[DTensor | None] = []
-    for local, spec in zip(found, specs, strict=True):
+    results: list[DTensor | None] = []
+    for local, spec in zip(tensors, specs, strict=True):
         missing = local is None or spec is None
-        made.append(None if missing else new_dtensor(DTensor, local, spec, requires_grad=False))
-    return made
+        results.append(None if missing else new_dtensor(DTensor, local, spec, requires_grad=False))
+    return results
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -189,7 +189,7 @@ def with_boxes(new: DTensor, like: torch.Tensor) -> DTensor:
 #: rows are not in the original order, so the name must not change.
 BOXES = "_te_fsdp_local_order"
 #: Python attributes of a DTensor that must not be copied to a different object.
-OWN_ATTRIBUTES = frozenset(("_local_tensor", "_spec", BOXES))
+DTENSOR_ATTRIBUTES = frozenset(("_local_tensor", "_spec", BOXES))
 
 
 def shard_dim_of(placement: Placement) -> int | None:
@@ -322,10 +322,10 @@ def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Group tensors by device and dtype, for foreach kernels."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return found
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return by_kind
 
 
 def abs_max(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -338,11 +338,11 @@ def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
 
     The result contains fp32 scalars, grouped by device and dtype of the tensors.
     """
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for (_, dtype), group in _by_kind(filter(torch.Tensor.numel, tensors)).items():
         within = torch.promote_types(dtype, torch.float32)
-        found += map(torch.Tensor.float, torch._foreach_norm(group, order, dtype=within))
-    return found
+        results += map(torch.Tensor.float, torch._foreach_norm(group, order, dtype=within))
+    return results
 
 
 #: The key-value store used by the rendezvous of the default process group (``_get_default_store``).
@@ -408,8 +408,8 @@ def dtensor_supports(operator: str) -> bool:
     """Return whether DTensor supports an aten operator, such as ``_fused_sgd_.tensor_lr`` (``ShardingPropagator``)."""
     tables = vars(DTensor._op_dispatcher.sharding_propagator).values()  # one table per kind of rule
     name, overload = operator.split(".")
-    wanted = getattr(getattr(torch.ops.aten, name), overload)
-    return any(wanted in table for table in tables if isinstance(table, dict))
+    overload_op = getattr(getattr(torch.ops.aten, name), overload)
+    return any(overload_op in table for table in tables if isinstance(table, dict))
 
 
 def is_copied_optimizer(optimizer: torch.optim.Optimizer) -> bool:
@@ -429,8 +429,8 @@ def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Return the hooks of an optimizer's step: its own (``_optimizer_step_pre_hooks``) and those of all optimizers."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    tables: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *own)
+    optimizer_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    tables: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *optimizer_hooks)
     return [hook for table in tables for hook in table.values()]
 
 

@@ -68,20 +68,20 @@ class MixedLists:
         name = op.overloadpacket.__name__
         # The newest first: an older model may have equal meshes.
         owners = reversed(list(self._owners.items()))
-        found = [concerns(owner, name, tensors, is_mixed) for owner, concerns in owners]
-        if not is_mixed or not any(found):
+        concerned = [concerns(owner, name, tensors, is_mixed) for owner, concerns in owners]
+        if not is_mixed or not any(concerned):
             return _stock(op, args, kwargs)
         if op in _JOINING:
             return op([_full(tensor) for tensor in args[0]], *args[1:], **kwargs)
         others = [_full(value) for value in args[1:]]
-        places: dict[Any, list[int]] = {}
-        for place, tensor in enumerate(args[0]):
-            places.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(place)
+        by_mesh: dict[Any, list[int]] = {}
+        for index, tensor in enumerate(args[0]):
+            by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(index)
         results: list[Any] = [None] * len(args[0])
-        for own in places.values():
-            part = op([args[0][place] for place in own], *others, **kwargs)
-            for place, result in zip(own, part or (), strict=bool(part)):
-                results[place] = result
+        for indices in by_mesh.values():
+            part = op([args[0][index] for index in indices], *others, **kwargs)
+            for index, result in zip(indices, part or (), strict=bool(part)):
+                results[index] = result
         return results if any(result is not None for result in results) else None
 
 
@@ -124,8 +124,8 @@ def _full(value: Any) -> Any:
 def _stock(op: Any, args: Any, kwargs: Any) -> Any:
     """Run torch's own implementation, which it uses for operators without a handler."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    own = handlers.pop(op)
+    handler = handlers.pop(op)
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = own
+        handlers[op] = handler

@@ -42,7 +42,7 @@ def without_ownership(tensor: torch.Tensor) -> torch.Tensor:
 
 def reduces_gradients(unit: nn.Module) -> bool:
     """Return whether FSDP2 reduces a unit's gradients at the end of the next backward into other memory."""
-    # A rank that holds whole shards keeps the gradients themselves.
+    # The only rank of a shard group keeps the gradients themselves.
     return all(
         group.reduce_grads and getattr(group.mesh_info, "shard_mesh_size", 1) > 1
         for group in fsdp_parameter_groups(unit)

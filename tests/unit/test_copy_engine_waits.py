@@ -17,8 +17,8 @@ from te_fsdp.upstream.fsdp2_copy_engine import CopyEngineGathers, _PendingCopy
 def test_weights_that_stay_unsharded_wait_until_no_rank_reads_their_shards(phase, stays_unsharded):
     """The kind: a write to a shard that another rank still copies, such as `load_state_dict` after an evaluation."""
     memory = torch.empty(1, dtype=torch.uint8)
-    meeting: Any = SimpleNamespace(parts=[memory], own=memory, barrier=lambda: None)
-    gathers = CopyEngineGathers(meeting, lambda size: meeting, lambda tensor: ())
+    peer_memory: Any = SimpleNamespace(parts=[memory], local=memory, barrier=lambda: None)
+    gathers = CopyEngineGathers(peer_memory, lambda size: peer_memory, lambda tensor: ())
     waited: list[str] = []
     stream = SimpleNamespace(wait_event=waited.append, record_event=lambda: "now")
     group: Any = SimpleNamespace(

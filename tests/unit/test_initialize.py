@@ -57,7 +57,7 @@ def test_buffers_that_are_left_unset(dtype, fill):
         assert unset(Table(dtype, fill)) == (
             "1 tensor(s) were not initialized: table: expected an initializer for each, got meta tensors, or "
             "values that reset_parameters left uninitialized. They would contain uninitialized memory. Fix: define "
-            "reset_parameters() on the module that owns them, filling every own parameter and buffer, "
+            "reset_parameters() on the module that owns them, filling every parameter and buffer, "
             "or assign tensors with values before materialize (such as rotary frequencies of the model's own, computed "
             "outside of torch.device('meta'))."
         )

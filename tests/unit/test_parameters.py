@@ -112,7 +112,7 @@ def test_places_name_tied_parameters_wherever_they_are():
     model[1].weight = model[0].weight
     found = list(iter_param_owners(model, "root"))
     assert [place.label for place in found] == ["root.0.weight", "root.1.weight"]
-    assert found[0].parameter is found[1].parameter and found[1].owner is model[1]
+    assert found[0].parameter is found[1].parameter and found[1].module is model[1]
 
 
 def test_a_parameter_that_is_tied_after_binding_keeps_its_own_record(fake_world):

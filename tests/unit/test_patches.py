@@ -168,7 +168,7 @@ def test_pieces_of_all_ranks(rows, dim):
     whole = torch.arange(3.0 * rows).reshape((rows, 3) if dim == 0 else (3, rows))
     stock = _fsdp_param._chunk_with_empty(whole, 8, dim=dim)
     assert isinstance(stock, list) and len(stock) == 8, "FSDP2 no longer cuts for all ranks: drop the patch"
-    with _fsdp2.chunk_own_rank_only():
+    with _fsdp2.chunk_this_rank_only():
         pieces = _fsdp_param._chunk_with_empty(whole, 8, dim=dim)
         assert not isinstance(pieces, list)
         quantized = whole.as_subclass(_Quantized)

@@ -61,4 +61,4 @@ def test_what_modules_keep(te, kind, recipe):
         module(x)  # the first one has buffers of its own
         found = saved(module, x)
     # Amaxes and scales are a few numbers each.
-    assert found == pytest.approx(stage.kept, abs=200, rel=0.001) and not notes, (found, stage.kept)
+    assert found == pytest.approx(stage.saved, abs=200, rel=0.001) and not notes, (found, stage.saved)

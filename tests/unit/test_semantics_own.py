@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from te_fsdp import checkpoint
 from te_fsdp.errors import CheckpointError
-from te_fsdp.modules.semantics import own_settings
+from te_fsdp.modules.semantics import user_settings
 
 
 class Own(nn.Module):
@@ -187,7 +187,7 @@ def test_another_class_of_a_module_with_weights_is_noted(tmp_path: Path) -> None
 def test_a_configuration_is_told_once() -> None:
     """By the first of the modules that hold it; what is large, such as a vocabulary, by none."""
     config, words = Config(1.0), {str(n): n for n in range(1000)}
-    found = own_settings(Own(config=config, part=Own(config=config, words=words)))
+    found = user_settings(Own(config=config, part=Own(config=config, words=words)))
     assert found[""].settings == {"class": "Own", "config.scale": 1.0, "config.layers": 2}
     assert found["part"].settings == {"class": "Own"}
 

@@ -101,10 +101,10 @@ def test_the_device_of_a_rank(monkeypatch, environment, devices, text):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     if isinstance(text, int):
-        assert mesh_checks.own_device("cuda") == text
+        assert mesh_checks.device_of_rank("cuda") == text
         return
     with pytest.raises(MeshError, match=re.escape(text)):
-        mesh_checks.own_device("cuda")
+        mesh_checks.device_of_rank("cuda")
 
 
 def test_types_of_devices():

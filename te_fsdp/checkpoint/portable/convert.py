@@ -53,7 +53,7 @@ from te_fsdp.checkpoint.reader import (
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_safetensors_contents, open_torch_contents
 from te_fsdp.checkpoint.storage import is_remote, resolve_path
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.modules.semantics import differences, format_differences, from_json, own_differences
+from te_fsdp.modules.semantics import differences, format_differences, from_json, user_differences
 
 #: Levels of folders below a path that are searched for checkpoints.
 _DEPTH = 3
@@ -399,7 +399,7 @@ def compare_contents(
         one, other = a.manifest.semantics, b.manifest.semantics
         if one and other and one["modules"] and other["modules"]:  # files of other kinds have none
             found = differences(from_json(one), from_json(other), set(a.names) ^ set(b.names))
-            found += own_differences(from_json(one, own=True), from_json(other, own=True))
+            found += user_differences(from_json(one, user_defined=True), from_json(other, user_defined=True))
             texts += format_differences((one for one in found if one.effect != "note"), "{} / {}")
     return report
 

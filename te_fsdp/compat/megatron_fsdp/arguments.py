@@ -139,10 +139,10 @@ class Arguments:
         warn_about_unused(self, UNUSED_ARGUMENTS)
 
 
-def warn_about_unused(given: Any, table: Mapping[str, str]) -> None:
+def warn_about_unused(options: Any, table: Mapping[str, str]) -> None:
     """Warn about fields of a dataclass that are not at their defaults and have no effect according to ``table``."""
-    for field in fields(given):
-        value = getattr(given, field.name)
+    for field in fields(options):
+        value = getattr(options, field.name)
         if field.name in table and value is not field.default and value != field.default:
             _log.warning("megatron_fsdp: %s=%r has no effect: %s", field.name, value, table[field.name])
 
@@ -169,11 +169,11 @@ def native_units(units: Sequence[type | str] | None) -> list[type] | None:
         return None
     classes: list[type] = []
     for unit in units:
-        found: Any = unit
+        cls: Any = unit
         if isinstance(unit, str):
-            place, _, name = unit.rpartition(".")
+            module, _, name = unit.rpartition(".")
             try:
-                found = getattr(importlib.import_module(place), name)
+                cls = getattr(importlib.import_module(module), name)
             except (ImportError, AttributeError, ValueError) as error:
                 raise PlacementError(
                     f"fully_shard: fsdp_unit_modules: {unit!r}",
@@ -181,8 +181,8 @@ def native_units(units: Sequence[type | str] | None) -> list[type] | None:
                     got=str(error),
                     fix='"package.module.Class"',
                 ) from error
-        require_kind("fully_shard", f"fsdp_unit_modules: {unit!r}", found, type, expected="a class")
-        classes.append(found)
+        require_kind("fully_shard", f"fsdp_unit_modules: {unit!r}", cls, type, expected="a class")
+        classes.append(cls)
     return classes
 
 
@@ -240,7 +240,7 @@ UNUSED_OPTIONS: Mapping[str, str] = {
     "fp8_param_gather": "quantized weights are always sent quantized",
     "gradient_reduce_div_fusion": UNUSED_ARGUMENTS["average_in_collective"],
     "suggested_communication_unit_size": UNUSED_ARGUMENTS["disable_bucketing"],
-    "fsdp_all_gather_in_start_param_sync": "start_param_sync() always gathers the root's own parameters",
+    "fsdp_all_gather_in_start_param_sync": "start_param_sync() always gathers the root's direct parameters",
     "fsdp_manual_registration": UNUSED_ARGUMENTS["nccl_ub"],
     "megatron_fsdp_max_pool_double_buffer": UNUSED_ARGUMENTS["maxpool_double_buffer"],
     **{
@@ -275,12 +275,12 @@ def native_meshes(
             differs from te_fsdp's (outer, shard, tp). All ranks raise the last error.
     """
     axes = {"dp_replicate": dp_outer_dim, "dp_shard": dp_shard_dim, "tp": tp_dim}
-    found = [_place(device_mesh, name, axis) for axis, name in axes.items()]
-    sizes, places = {axis: size for axis, (size, _) in zip(axes, found, strict=True)}, [at for _, at in found]
-    place = 0
+    sized = [_place(device_mesh, name, axis) for axis, name in axes.items()]
+    sizes, positions = {axis: n for axis, (n, _) in zip(axes, sized, strict=True)}, [at for _, at in sized]
+    index = 0
     if expt_device_mesh is not None:
         # Dense parameters are sharded over the ranks of dp_shard and ep together.
-        shards, (expert_shards, place) = sizes["dp_shard"], _place(expt_device_mesh, dp_shard_dim, "dp_shard")
+        shards, (expert_shards, index) = sizes["dp_shard"], _place(expt_device_mesh, dp_shard_dim, "dp_shard")
         if shards % expert_shards:
             raise MeshError(
                 "fully_shard: expt_device_mesh",
@@ -293,9 +293,9 @@ def native_meshes(
     mine = list(meshes.device_mesh.get_coordinate() or ())
     if meshes.expert_mesh is not None:
         mine.append(meshes.expert_mesh["dp_shard"].get_local_rank())
-        places.append(place)
+        positions.append(index)
     # The order may be right for some ranks by chance, and all must raise.
-    if on_any_rank(mine != places):
+    if on_any_rank(mine != positions):
         raise MeshError(
             "fully_shard: device_mesh or expt_device_mesh",
             expected="ranks in the order (outer, shard, tp), for experts (outer, shard, ep, tp), with the last axis "
@@ -442,9 +442,9 @@ class FSDPDistributedIndex:
         """
         if not self.use_hybrid_fsdp or (is_expert_parallel and self.expt_device_mesh is None):
             return self.get_fsdp_group(is_expert_parallel)
-        given = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
-        if given is not None:
-            return given
+        group = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        if group is not None:
+            return group
         meshes = self.meshes
         mesh = meshes.expert_fsdp_with_size_one if is_expert_parallel else meshes.fsdp_with_size_one
         if mesh.ndim == 1:

@@ -100,12 +100,12 @@ class Placements:
 
     def __post_init__(self) -> None:
         for name in ("parameter", "gradient", "optimizer"):
-            given = getattr(self, name)
-            if len(given) != len(self.dp_axes):
+            placements = getattr(self, name)
+            if len(placements) != len(self.dp_axes):
                 raise PlacementError(
                     f"Placements: {name}",
                     expected=f"{len(self.dp_axes)} placements, one per axis of {list(self.dp_axes)}",
-                    got=len(given),
+                    got=len(placements),
                     fix="pass one placement per data-parallel axis",
                 )
 
@@ -179,8 +179,8 @@ def fully_shard(
         raise PlacementError(
             "experimental.fully_shard: placements",
             expected=f"a strategy's (parameter, gradient, optimizer) for each axis of {names}: on the last axis "
-            f"{', '.join(map(_shown, _INNER))}; on the outer axis {', '.join(map(_shown, _OUTER))}",
-            got=", ".join(f"{axis}: {_shown(row)}" for axis, row in zip(axes, kinds, strict=True)),
+            f"{', '.join(map(_format_types, _INNER))}; on the outer axis {', '.join(map(_format_types, _OUTER))}",
+            got=", ".join(f"{axis}: {_format_types(row)}" for axis, row in zip(axes, kinds, strict=True)),
             fix="slice the mesh to its data-parallel axes; for other placements use te_fsdp.fully_shard",
         )
     strategy, outer = _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
@@ -192,7 +192,7 @@ def fully_shard(
         setattr(parameter, BRIDGED, note)  # the outermost module is the last to set it
 
 
-def _shown(kinds: tuple[type, ...]) -> str:
+def _format_types(kinds: tuple[type, ...]) -> str:
     return f"({', '.join(kind.__name__ for kind in kinds)})"
 
 
@@ -220,11 +220,11 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
     if precision_aware:
         text = UNUSED_ARGUMENTS["use_decoupled_grad"]
         _log.warning("megatron_fsdp: precision_aware=True has no effect: %s", text)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    given = {id(note): note for p in held if isinstance(note := p.__dict__.get(BRIDGED), _Note)}.values()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    by_id = {id(note): note for p in params if isinstance(note := p.__dict__.get(BRIDGED), _Note)}.values()
     # With several optimizers the first call has sharded the model already.
-    notes = [note for note in given if note.module.__dict__.get(BRIDGED) is note]  # not sharded yet
-    if optimizer.state and (notes or any(isinstance(p.__dict__.get(BRIDGED), nn.Parameter) for p in held)):
+    notes = [note for note in by_id if note.module.__dict__.get(BRIDGED) is note]  # not sharded yet
+    if optimizer.state and (notes or any(isinstance(p.__dict__.get(BRIDGED), nn.Parameter) for p in params)):
         raise OrderError(
             f"fully_shard_optimizer({type(optimizer).__name__})",
             expected="an optimizer before its first step",
@@ -248,8 +248,8 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
 
 def _shard(root: _Note) -> None:
     """Shard a model with its units. Collective over the world."""
-    found = {name: m.__dict__[BRIDGED] for name, m in root.module.named_modules() if BRIDGED in m.__dict__}
-    for name, note in found.items():
+    notes = {name: m.__dict__[BRIDGED] for name, m in root.module.named_modules() if BRIDGED in m.__dict__}
+    for name, note in notes.items():
         if (note.mesh, note.outer, note.policy) != (root.mesh, root.outer, root.policy):
             raise PlacementError(
                 f"experimental.fully_shard: {name}",
@@ -268,10 +268,10 @@ def _shard(root: _Note) -> None:
     if not on_meta:
         # Sharding needs the values on the device.
         root.module.to(meshes.device)
-    strategies = {name: note.strategy for name, note in found.items()}
+    strategies = {name: note.strategy for name, note in notes.items()}
     options = {"outer_strategy": root.outer, "precision": root.policy.native()}
     native_fully_shard(root.module, meshes, units=[], strategy=strategies, **options)  # type: ignore[arg-type]
-    for note in found.values():
+    for note in notes.values():
         note.guard.remove()
         del note.module.__dict__[BRIDGED]
     if on_meta:

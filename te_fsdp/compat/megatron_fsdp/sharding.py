@@ -106,11 +106,11 @@ class MegatronFSDP(torch.nn.Module):
         fine_grained_recurse_module_types: tuple[type, ...] | None = None,
         report_nan_in_param_grad: bool = False,
     ) -> None:
-        given: dict[str, Any] = {k: v for k, v in locals().items() if k in Arguments.__dataclass_fields__}
+        arguments: dict[str, Any] = {k: v for k, v in locals().items() if k in Arguments.__dataclass_fields__}
         hooks = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
-        given["enable_fine_grained_param_gather"] = hooks or bool(fine_grained_recurse_module_types)
+        arguments["enable_fine_grained_param_gather"] = hooks or bool(fine_grained_recurse_module_types)
         super().__init__()
-        Arguments(**given)  # warns about arguments without effect
+        Arguments(**arguments)  # warns about arguments without effect
         config = ddp_config or DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params"
         )
@@ -277,12 +277,12 @@ def _native_strategies(
 
 def _move(module: torch.nn.Module, device: torch.device) -> None:
     """Move a model to a device; raise InitError if it has meta tensors."""
-    found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
-    if found:
+    meta = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
+    if meta:
         raise InitError(
-            f"fully_shard: {found[0]} is on meta",
+            f"fully_shard: {meta[0]} is on meta",
             expected="a model with values",
-            got=f"{len(found)} meta tensor(s)",
+            got=f"{len(meta)} meta tensor(s)",
             fix="init_model_with_meta_device=True",
         )
     module.to(device)
@@ -299,37 +299,37 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
         MeshError, PlacementError, PrecisionError, InitError: As :func:`te_fsdp.fully_shard` and
             :func:`te_fsdp.materialize`.
     """
-    given = Arguments(*args, **kwargs)
-    strategy = native_strategy(given.zero_dp_strategy, "zero_dp_strategy")
-    outer = native_strategy(given.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
-    if given.device_mesh is None:
-        index = default_index(given.dp_shard_dim, given.tp_dim)
+    named = Arguments(*args, **kwargs)
+    strategy = native_strategy(named.zero_dp_strategy, "zero_dp_strategy")
+    outer = native_strategy(named.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+    if named.device_mesh is None:
+        index = default_index(named.dp_shard_dim, named.tp_dim)
     else:
-        taken = inspect.signature(FSDPDistributedIndex).parameters.keys() & vars(given).keys()
+        taken = inspect.signature(FSDPDistributedIndex).parameters.keys() & vars(named).keys()
         index = FSDPDistributedIndex(
-            **{name: getattr(given, name) for name in taken},
-            hsdp_outer_dp_shard=outer == "optim" and given.dp_outer_dim is not None,
+            **{name: getattr(named, name) for name in taken},
+            hsdp_outer_dp_shard=outer == "optim" and named.dp_outer_dim is not None,
         )
     strategies = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
     return MegatronFSDP(
         module,
         index,
         DistributedDataParallelConfig(**strategies),
-        given.mixed_precision_policy or MixedPrecisionPolicy(),
-        given.fsdp_unit_modules,
-        device=given.device,
-        calculate_per_token_loss=given.calculate_per_token_loss,
-        init_model_with_meta_device=given.init_model_with_meta_device,
-        sync_model_each_microbatch=given.sync_model_each_microbatch,
-        report_nan_in_param_grad=given.report_nan_in_param_grad,
+        named.mixed_precision_policy or MixedPrecisionPolicy(),
+        named.fsdp_unit_modules,
+        device=named.device,
+        calculate_per_token_loss=named.calculate_per_token_loss,
+        init_model_with_meta_device=named.init_model_with_meta_device,
+        sync_model_each_microbatch=named.sync_model_each_microbatch,
+        report_nan_in_param_grad=named.report_nan_in_param_grad,
     )
 
 
 def _show_arguments(function: Callable[..., Any], more: int) -> None:
     """Set a function's signature so that ``help`` and editors show :class:`Arguments` after ``more`` arguments."""
-    own = list(inspect.signature(function).parameters.values())[:more]
+    leading = list(inspect.signature(function).parameters.values())[:more]
     theirs = list(inspect.signature(Arguments).parameters.values())
-    function.__signature__ = inspect.Signature([*own, *theirs])  # type: ignore[attr-defined]
+    function.__signature__ = inspect.Signature([*leading, *theirs])  # type: ignore[attr-defined]
 
 
 def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> Optimizer:
@@ -415,10 +415,10 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         result = stock["zero_grad"](*args, **kwargs)
         # Buffered gradients are discarded for a whole model. An optimizer over some of its parameters must leave the
         # gradients of other optimizers alone, because these may not have stepped yet.
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         to_none = kwargs.get("set_to_none", args[0] if args else None)
         for model in models if zero_grad_buffer else ():
-            if all(id(p) in held for p in model.parameters() if p.requires_grad):
+            if all(id(p) in parameter_ids for p in model.parameters() if p.requires_grad):
                 gradient_sync.zero_grad(model, set_to_none=to_none is not False)
         return result
 
@@ -430,10 +430,10 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         if not state_dict["state"]:
             _allocate(optimizer)
             # A state dict without state would reset the optimizer silently.
-            if kept := sum(bool(state) for state in optimizer.state.values()):
+            if with_state := sum(bool(state) for state in optimizer.state.values()):
                 raise CheckpointError(
                     f"{type(optimizer).__name__}.load_state_dict",
-                    expected=f"a state dict with state of {kept} parameters",
+                    expected=f"a state dict with state of {with_state} parameters",
                     got="a state dict without state",
                     why="DCP loads only the entries that the given state dict contains",
                     fix="call optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into the result",

@@ -16,11 +16,7 @@ from te_fsdp.errors import OrderError
 from te_fsdp.features.hfsdp.optimizer_shards import OUTER
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
-from te_fsdp.lifecycle import (
-    broadcast_tp_gradients,
-    gradient_of,
-    gradients_of,
-)
+from te_fsdp.lifecycle import broadcast_tp_gradients, gradient_of, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import sharded_model_of
@@ -38,7 +34,7 @@ if TYPE_CHECKING:
 class ShardedParameters(Protocol):
     """The parameters of one optimizer that shards its state: ``main_params.MainParameters``."""
 
-    known: dict[int, MainParameter]  #: Main parameters by ``id`` of the parameter
+    by_id: dict[int, MainParameter]  #: Main parameters by ``id`` of the parameter
 
     def trained(self) -> list[MainParameter]:
         """Return the trained parameters whose state is sharded, in the same order on all replicas."""
@@ -63,7 +59,7 @@ class OuterAverages:
         self._main_parameters = main_parameters
         # The shards of trained parameters, in the optimizer's order, which is identical on all replicas.
         self.early = EarlyAverages(
-            lambda: [own.shard for own in main_parameters.trained() if not own.shard.reduced]
+            lambda: [pair.shard for pair in main_parameters.trained() if not pair.shard.reduced]
         )
         self._averaging = GradientAveraging(())  # for the gradients of the last step
         # Factor by which averages were multiplied after they were computed. The underlying gradients were not.
@@ -72,7 +68,7 @@ class OuterAverages:
     @property
     def ready(self) -> dict[int, MainParameter]:
         """Return the main parameters whose averaged gradient is available, keyed by id(parameter)."""
-        return {key: own for key, own in self._main_parameters.known.items() if own.source is not None}
+        return {key: pair for key, pair in self._main_parameters.by_id.items() if pair.source is not None}
 
     def make(self) -> None:
         """Average the gradients of parameters with sharded state over their replicas, unless done already.
@@ -81,7 +77,7 @@ class OuterAverages:
         during backward. The parameters' own gradients are not changed.
         """
         cut = self._main_parameters.trained()
-        parameters = [own.parameter for own in cut]
+        parameters = [pair.parameter for pair in cut]
         gradients = gradients_of(parameters)
         if not cut or self._is_done(cut, gradients):
             return
@@ -90,42 +86,44 @@ class OuterAverages:
             if parameter.__dict__[PARAMETER].deferred_scale is not None:
                 apply_deferred_grad_scale(parameter, gradient)
         self._main_parameters.lookup(parameters)
-        given: list[MainParameter] = []
+        averaged: list[MainParameter] = []
         averages, specs, sources = [], [], []
         local = {
-            id(own.parameter): None if gradient is None else _torch.local_of(gradient)
-            for own, gradient in zip(cut, gradients, strict=True)
+            id(pair.parameter): None if gradient is None else _torch.local_of(gradient)
+            for pair, gradient in zip(cut, gradients, strict=True)
         }
         # Averages that started during backward. Other shards are averaged now.
-        found = self.early.finish()
-        late = tuple([own.shard for own in cut if not own.shard.reduced and id(own.parameter) not in found])
+        means = self.early.finish()
+        missing = tuple(
+            [pair.shard for pair in cut if not pair.shard.reduced and id(pair.parameter) not in means]
+        )
         # Kept for the next steps, because the packing depends on the shards only.
-        if self._averaging.shards != late:
-            self._averaging = GradientAveraging(late)
-        late_averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()
-        found |= {id(shard.parameter): rows for shard, rows in zip(late, late_averages, strict=True)}
-        for own in cut:
-            if id(own.parameter) not in found:  # identical on all replicas
-                shard, gradient = own.shard, local[id(own.parameter)]
+        if self._averaging.shards != missing:
+            self._averaging = GradientAveraging(missing)
+        missing_rows = self._averaging.start([local[id(shard.parameter)] for shard in missing]).wait()
+        means |= {id(shard.parameter): rows for shard, rows in zip(missing, missing_rows, strict=True)}
+        for pair in cut:
+            if id(pair.parameter) not in means:  # identical on all replicas
+                shard, gradient = pair.shard, local[id(pair.parameter)]
                 rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
-                found[id(own.parameter)] = None if rows is None else rows.contiguous()
-        for own, source in zip(cut, gradients, strict=True):
-            rows = found[id(own.parameter)]
+                means[id(pair.parameter)] = None if rows is None else rows.contiguous()
+        for pair, source in zip(cut, gradients, strict=True):
+            rows = means[id(pair.parameter)]
             if rows is None:
                 continue  # no replica has a gradient
             if source is None:  # other replicas have one, so this rank participates like them
-                source = zero_gradient(own.parameter)
-                if not own.shard.reduced:
+                source = zero_gradient(pair.parameter)
+                if not pair.shard.reduced:
                     hide_unaveraged_grad(source)
-            given.append(own)
+            averaged.append(pair)
             averages.append(rows)
-            specs.append(own.shard.spec(rows))
+            specs.append(pair.shard.spec(rows))
             sources.append(source)
-        assign_main_gradients([own.main for own in given], _torch.dtensors(averages, specs))
-        for own, seen in zip(given, TensorVersion.now(sources), strict=True):
-            own.source = seen
+        assign_main_gradients([pair.main for pair in averaged], _torch.dtensors(averages, specs))
+        for pair, version in zip(averaged, TensorVersion.now(sources), strict=True):
+            pair.source = version
         broadcast_tp_gradients(
-            [own.parameter for own in given], {id(own.parameter): own.main for own in given}
+            [pair.parameter for pair in averaged], {id(pair.parameter): pair.main for pair in averaged}
         )
 
     def finish(self) -> None:
@@ -136,7 +134,7 @@ class OuterAverages:
     @property
     def made(self) -> dict[int, torch.Tensor]:
         """Return the available averages, by ``id`` of the underlying gradient."""
-        return {id(own.source.gradient()): own.main.grad for own in self.ready.values() if own.source}
+        return {id(pair.source.gradient()): pair.main.grad for pair in self.ready.values() if pair.source}
 
     def multiplied(self, factor: torch.Tensor) -> None:
         """Record that the available averages were multiplied by a number. Local operation."""
@@ -146,34 +144,34 @@ class OuterAverages:
     def clear(self) -> None:
         """Drop all averages. Their factor still applies to gradients that are not cleared. Local operation."""
         factor, self._factor = self._factor, None
-        for own in self.ready.values():
-            gradient = None if own.source is None else own.source.gradient()
+        for pair in self.ready.values():
+            gradient = None if pair.source is None else pair.source.gradient()
             if gradient is not None and factor is not None:
-                get_or_create_record(own.parameter).deferred_scale = weakref.ref(gradient), factor
-            own.source = own.main.grad = own.main.decoupled_grad = None
+                get_or_create_record(pair.parameter).deferred_scale = weakref.ref(gradient), factor
+            pair.source = pair.main.grad = pair.main.decoupled_grad = None
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """Drop the averages of gradients that are about to be cleared. Local operation."""
         for parameter in parameters:
-            own = self._main_parameters.known.get(id(parameter))
-            if own is not None:
-                own.source = None
+            pair = self._main_parameters.by_id.get(id(parameter))
+            if pair is not None:
+                pair.source = None
 
     def _is_done(self, cut: list[MainParameter], gradients: list[torch.Tensor | None]) -> bool:
         """Return whether the available averages match the current gradients."""
-        kept, fresh, changed = 0, 0, 0
-        same = TensorVersion.are_same([own.source for own in cut], gradients)
-        for own, gradient, is_same in zip(cut, gradients, same, strict=True):
+        unchanged, fresh, changed = 0, 0, 0
+        same = TensorVersion.are_same([pair.source for pair in cut], gradients)
+        for pair, gradient, is_same in zip(cut, gradients, same, strict=True):
             if gradient is None:
-                own.source = None
-            elif own.source is None or own.source.gradient() is not gradient:
+                pair.source = None
+            elif pair.source is None or pair.source.gradient() is not gradient:
                 fresh += 1
             elif is_same:
-                kept += 1
+                unchanged += 1
             else:
                 changed += 1
         # All averages are of this step, or none is. A mixture means that a backward ran after they were computed.
-        if changed or (kept and fresh):
+        if changed or (unchanged and fresh):
             raise OrderError(
                 f"{changed + fresh} of {len(cut)} gradients have changed after they were averaged",
                 expected="the last backward of a step before clip_grad_norm_ and scale_gradients",
@@ -181,9 +179,9 @@ class OuterAverages:
                 why="The step would ignore the change",
                 fix="clip once, after the last backward; begin the next step with zero_grad()",
             )
-        for own in self.ready.values() if not kept else ():
-            own.source = None
-        return bool(kept)
+        for pair in self.ready.values() if not unchanged else ():
+            pair.source = None
+        return bool(unchanged)
 
 
 # ------------------------------------------------------------------------------------------------ of several parameters
@@ -196,12 +194,12 @@ def averaged_tensors_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
     same order on all ranks. Raises OrderError if a parameter of ``outer_strategy="optim"`` has no sharded optimizer, or
     gradients have changed since they were averaged.
     """
-    given = list(parameters)
+    listed = list(parameters)
     ready: dict[int, MainParameter] = {}
-    for averages in averages_of(given, "clip_grad_norm_ before shard_optimizer"):
+    for averages in averages_of(listed, "clip_grad_norm_ before shard_optimizer"):
         averages.make()
         ready |= averages.ready
-    return [ready[id(p)].main if id(p) in ready else p for p in given]
+    return [ready[id(p)].main if id(p) in ready else p for p in listed]
 
 
 def check_step(optimizer: Optimizer) -> None:
@@ -234,7 +232,7 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
 
     With ``what`` (the caller), a trained parameter of ``outer_strategy="optim"`` without one raises OrderError.
     """
-    found: dict[int, OuterAverages] = {}
+    by_optimizer: dict[int, OuterAverages] = {}
     for parameter in parameters:
         record = get_record(parameter)
         # The optimizer that shards its state, if it is still alive.
@@ -242,10 +240,10 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
             record.main_parameters() if record is not None and record.main_parameters is not None else None
         )
         if cutting is not None:
-            found[id(cutting)] = cutting.averages
+            by_optimizer[id(cutting)] = cutting.averages
         elif what and parameter.requires_grad:
             _check_sharded(parameter, what)
-    return list(found.values())
+    return list(by_optimizer.values())
 
 
 # --------------------------------------------------------------------------------------- gradients of one replica alone
@@ -327,12 +325,12 @@ def hide_unaveraged_grads(setup: Setup) -> None:
     state = setup.state
     if state.outer != "optim":
         return
-    own = ShardedOptimizer()
-    state.components.attach(own)
+    optimizer_component = ShardedOptimizer()
+    state.components.attach(optimizer_component)
     # Their averages may begin right after a reduction ([Note: early averages]).
     for name, unit in state.modules.items() if state.meshes.size(OUTER) > 1 else ():
-        after = functools.partial(_after, weakref.ref(state), weakref.ref(own), name)
-        _fsdp2_patches.wrap_reductions(unit, _before, after)
+        after = functools.partial(_on_reduced, weakref.ref(state), weakref.ref(optimizer_component), name)
+        _fsdp2_patches.wrap_reductions(unit, _before_reduction, after)
 
 
 class ShardedOptimizer(Component):
@@ -349,12 +347,12 @@ class ShardedOptimizer(Component):
 
 
 @torch.no_grad()
-def _before(parameters: Iterable[torch.Tensor]) -> None:
+def _before_reduction(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         apply_deferred_grad_scale(parameter, parameter.grad)
 
 
-def _after(
+def _on_reduced(
     of: weakref.ref[ShardedModel],
     component: weakref.ref[ShardedOptimizer],
     unit: str,
@@ -370,9 +368,9 @@ def _after(
             hidden: Any = hide_unaveraged_grad(gradient)
             plan = plan_of(parameter)
             hidden.label = "" if plan is None else plan.label
-    state, own = of(), component()
-    if state is not None and own is not None and own.averages is not None:
-        own.averages.early.reduced(state, unit, group, event)
+    state, sharded_optimizer = of(), component()
+    if state is not None and sharded_optimizer is not None and sharded_optimizer.averages is not None:
+        sharded_optimizer.averages.early.reduced(state, unit, group, event)
 
 
 def assign_main_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:

@@ -84,7 +84,7 @@ class OptimizerShard:
     """This rank's part of a parameter's local tensor, for main weight and optimizer state: rows along ``dim``."""
 
     def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool, sums: bool) -> None:
-        local, own = _torch.local_of(parameter), getattr(parameter, "placements", ())
+        local, placements = _torch.local_of(parameter), getattr(parameter, "placements", ())
         self.parameter = parameter
         #: The parameter's mesh (none for a plain tensor) with the replica axis in front.
         self.mesh = mesh
@@ -105,13 +105,13 @@ class OptimizerShard:
                 dim
                 for unit in (block_of(local) or 1, 1)
                 for dim, length in enumerate(parameter.shape)
-                if length and length % (unit * self.mesh.size(0) * _parts(parameter, mesh, dim)) == 0
+                if length and length % (unit * self.mesh.size(0) * _shards_along(parameter, mesh, dim)) == 0
             ),
             0,
         )
-        self.parts = _parts(parameter, mesh, self.dim)
+        self.parts = _shards_along(parameter, mesh, self.dim)
         #: Placements of main weight and states on ``mesh``.
-        self.placements = (_torch.strided_shard(self.dim, self.parts), *own)
+        self.placements = (_torch.strided_shard(self.dim, self.parts), *placements)
         #: Partition of the local tensor over the replicas, then this rank's rows and their shape.
         self.rows = _rows_of(local.shape, self.dim, self.size)
         self.low, self.high = chunk_range(local.shape[self.dim], self.size, mesh.get_local_rank(0))
@@ -126,8 +126,8 @@ class OptimizerShard:
     @property
     def sent(self) -> torch.dtype:
         """Return the dtype in which its gradient is sent, identical on replicas without a gradient."""
-        own = None if self.decoupled else getattr(self.parameter, "grad_dtype", self.parameter.dtype)
-        return own or self.dtype
+        dtype = None if self.decoupled else getattr(self.parameter, "grad_dtype", self.parameter.dtype)
+        return dtype or self.dtype
 
     @property
     def comm(self) -> GradComm | None:
@@ -157,8 +157,8 @@ class OptimizerShard:
         """Return the spec of a DTensor with the parameter's shape around this rank's rows. Local operation."""
         spec = self._specs.get(rows.dtype)
         if spec is None:
-            made = _torch.placed(rows, self.mesh, self.placements, self.parameter)
-            spec = self._specs[rows.dtype] = _torch.spec_of(made)
+            dtensor = _torch.placed(rows, self.mesh, self.placements, self.parameter)
+            spec = self._specs[rows.dtype] = _torch.spec_of(dtensor)
         return spec
 
     def distributed(self, rows: torch.Tensor) -> DTensor:
@@ -179,7 +179,7 @@ class MainParameter:
     source: TensorVersion | None = None
 
 
-def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
+def _shards_along(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
     """Return the number of parts into which the parameter's own axes shard a dim."""
     # `mesh` has one more axis in front, that of the replicas.
     placements = enumerate(getattr(parameter, "placements", ()), 1)
@@ -196,24 +196,24 @@ def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
     axes = tuple(axis for axis in plan.storage.extra_state_axes if root[axis].size() > 1)
     if not axes:
         return None
-    own = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    param_mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     if plan.storage.is_replicated:
         # created when the model was sharded, for reductions of gradients
         name = "data" if root is meshes.device_mesh else "expert_data"
         mesh = root[axes] if len(axes) == 1 else _torch.flatten_mesh(root[axes], name)
-        mesh = mesh if own is None else _torch.concatenated_meshes(mesh, own)
+        mesh = mesh if param_mesh is None else _torch.concatenated_meshes(mesh, param_mesh)
         return OptimizerShard(parameter, mesh, reduced=True, sums=False)
-    assert own is not None and own.mesh_dim_names is not None
-    mesh = root[(*axes, *own.mesh_dim_names)]
+    assert param_mesh is not None and param_mesh.mesh_dim_names is not None
+    mesh = root[(*axes, *param_mesh.mesh_dim_names)]
     return OptimizerShard(parameter, mesh, reduced=False, sums=not state.average_gradients)
 
 
 def group_by_key(members: Iterable[T], kinds: Iterable[Hashable]) -> list[list[T]]:
     """Group members by kind. Kinds are in the order of their first member."""
-    found: dict[Hashable, list[T]] = {}
+    groups: dict[Hashable, list[T]] = {}
     for member, kind in zip(members, kinds, strict=True):
-        found.setdefault(kind, []).append(member)
-    return list(found.values())
+        groups.setdefault(kind, []).append(member)
+    return list(groups.values())
 
 
 def is_sent_alone(rows: RowPartition) -> bool:
@@ -236,7 +236,7 @@ class ReplicaRows(NamedTuple):
     mine: torch.Tensor  #: This rank's rows along that dim
     #: Target for the rows of all replicas, with the same dtype. It may contain this rank's rows already. A buffer of a
     #: quantized weight may have a different shape than the weight.
-    whole: torch.Tensor
+    full: torch.Tensor
     as_bytes: bool = False  #: Whether it is packed as bytes, together with tensors of other dtypes
 
 
@@ -252,18 +252,18 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
     for kind in group_by_key(parts, kinds):
         group = kind[0].shard.group
         # Packing costs a copy. Large tensors whose rows are contiguous avoid it.
-        alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+        large: list[tuple[torch.Tensor, torch.Tensor]] = []
         packed: list[tuple[ReplicaRows, RowPartition]] = []
         for part in kind:
-            rows = _rows_of(part.whole.shape, part.shard.dim, part.shard.size)
-            if part.whole.is_contiguous() and part.mine.is_contiguous() and is_sent_alone(rows):
-                alone.append((part.mine.view(-1), part.whole.view(-1)))
+            rows = _rows_of(part.full.shape, part.shard.dim, part.shard.size)
+            if part.full.is_contiguous() and part.mine.is_contiguous() and is_sent_alone(rows):
+                large.append((part.mine.view(-1), part.full.view(-1)))
             else:
                 packed.append((part, rows))
-        if len(alone) > 1 and not alone[0][0].is_cpu:  # gloo would send them one after the other
-            moves.append(all_gather_many(alone, group))
+        if len(large) > 1 and not large[0][0].is_cpu:  # gloo would send them one after the other
+            moves.append(all_gather_many(large, group))
         else:
-            moves += [redistribute(mine, Shard(0), Replicate(), group, into=whole) for mine, whole in alone]
+            moves += [redistribute(mine, Shard(0), Replicate(), group, into=output) for mine, output in large]
         if packed:
             moves.append(_start_packed_gather(packed))
     for move in moves:
@@ -286,7 +286,7 @@ def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> P
     def unpack(unused: torch.Tensor) -> None:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (part, rows), piece in zip(parts, buffer.views(gathered), strict=True):
-            copies += rows.pairs(part.whole, piece.view(part.mine.dtype))
+            copies += rows.pairs(part.full, piece.view(part.mine.dtype))
         copy_pairs(copies)
 
     return redistribute(mine, Shard(0), Replicate(), first.shard.group, into=gathered.view(-1)).then(unpack)
@@ -309,20 +309,20 @@ def all_gather_main_params(cut: Cut) -> None:
     scales = scales_of_rows(cut)
     plain: list[ReplicaRows] = []
     packed: list[ReplicaRows] = []
-    whole: list[ReplicaRows] = []
+    quantized: list[ReplicaRows] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for shard, rows in cut:
         local = _torch.local_of(shard.parameter)
         if not _te.is_quantized(local):
-            own = shard.of(local)
+            current = shard.of(local)
             # Use the parameter's dtype, and its memory if the rows are contiguous there.
-            if not own.is_contiguous():
-                own = rows.to(local.dtype)
-            elif own.data_ptr() != rows.data_ptr():
-                copies.append((own, rows))
-            plain.append(ReplicaRows(shard, own, local))
+            if not current.is_contiguous():
+                current = rows.to(local.dtype)
+            elif current.data_ptr() != rows.data_ptr():
+                copies.append((current, rows))
+            plain.append(ReplicaRows(shard, current, local))
         elif reason_for_fp32(shard) is not None:
-            whole.append(
+            quantized.append(
                 ReplicaRows(shard, rows, torch.empty(local.shape, dtype=rows.dtype, device=rows.device))
             )
         else:
@@ -338,9 +338,9 @@ def all_gather_main_params(cut: Cut) -> None:
     for members in group_by_key(delayed, [shard.ranks for shard in delayed]):
         amaxes = [_te.quantizer_of(_torch.local_of(shard.parameter)).amax for shard in members]
         reduce_max(amaxes, members[0].group)
-    all_gather_rows(plain + whole + packed)
+    all_gather_rows(plain + quantized + packed)
     # Each replica has the same full fp32 weight now, so all of them compute the same bytes.
-    quantize_into((_torch.local_of(part.shard.parameter), part.whole) for part in whole)
+    quantize_into((_torch.local_of(part.shard.parameter), part.full) for part in quantized)
     for shard in sent:
         # The cached transpose belongs to the previous bytes.
         drop_derived_state(_torch.local_of(shard.parameter))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from te_fsdp.collectives.agreement import maximum
 from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, all_of, current_stream
-from te_fsdp.collectives.groups import own_group
+from te_fsdp.collectives.groups import separate_group
 from te_fsdp.collectives.redistribute import GradComm, PackedLayout, redistribute
 from te_fsdp.features.hfsdp.optimizer_shards import (
     ALIGNED,
@@ -48,7 +48,7 @@ class GradientAveraging:
     # Grouping and offsets do not change between steps and are computed once. Shards have one order on all replicas.
     def __init__(self, shards: Sequence[OptimizerShard]) -> None:
         self.shards = tuple(shards)
-        self._alone = [is_sent_alone(shard.rows) for shard in shards]
+        self._is_sent_alone = [is_sent_alone(shard.rows) for shard in shards]
         self._numels = [math.prod(shard.shape) for shard in shards]
         # Indices of gradients with the same replicas and dtypes, and the offsets of the small ones in a packed buffer.
         self._kinds: list[tuple[list[int], PackedLayout]] = []
@@ -60,9 +60,9 @@ class GradientAveraging:
         if dtypes != self._dtypes:
             self._dtypes, self._kinds = dtypes, []
             kinds = [(shard.ranks, shard.dtype, shard.sent) for shard in self.shards]
-            for places in group_by_key(range(len(kinds)), kinds):
-                small = tuple([self.shards[at].rows.numel for at in places if not self._alone[at]])
-                self._kinds.append((places, PackedLayout(small, ALIGNED, len(places))))
+            for indices in group_by_key(range(len(kinds)), kinds):
+                small = tuple([self.shards[at].rows.numel for at in indices if not self._is_sent_alone[at]])
+                self._kinds.append((indices, PackedLayout(small, ALIGNED, len(indices))))
 
     def start(
         self,
@@ -81,7 +81,7 @@ class GradientAveraging:
         Returns:
             This rank's rows in the order of the shards; ``None`` if no replica has a gradient.
         """
-        found: list[torch.Tensor | None] = [None] * len(self.shards)
+        received: list[torch.Tensor | None] = [None] * len(self.shards)
         moves: list[Pending[torch.Tensor]] = []
         # Gradients missing on this rank, with the number of replicas that have one.
         flags: list[tuple[int, torch.Tensor]] = []
@@ -94,52 +94,52 @@ class GradientAveraging:
             return into
 
         self._group_gradients()
-        for places, buffer in self._kinds:
-            first = self.shards[places[0]]
+        for indices, buffer in self._kinds:
+            first = self.shards[indices[0]]
             by = comm or first.comm
             if first.sent != first.dtype and (by is None or by.dtype is None):
                 by = replace(by or GradComm(), fp32_sum=True)
-            packed = self._packed(places, buffer, gradients)
+            packed = self._packed(indices, buffer, gradients)
             result = send(packed.view(-1), packed.shape[1:], first, by)
-            pieces = iter(buffer.views(result))
-            for flag, at in enumerate(places, buffer.numel - buffer.trailing):
+            averages = iter(buffer.views(result))
+            for flag, at in enumerate(indices, buffer.numel - buffer.trailing):
                 shard, gradient = self.shards[at], gradients[at]
-                if not self._alone[at]:
-                    found[at] = next(pieces)[: self._numels[at]].view(shard.shape)
+                if not self._is_sent_alone[at]:
+                    received[at] = next(averages)[: self._numels[at]].view(shard.shape)
                 else:
-                    whole = (
+                    gradient_or_zeros = (
                         packed.new_zeros(shard.rows.shape) if gradient is None else gradient.to(packed.dtype)
                     )
-                    found[at] = send(whole.contiguous().view(-1), shard.shape, first, by)
+                    received[at] = send(gradient_or_zeros.contiguous().view(-1), shard.shape, first, by)
                 if gradient is None:
                     flags.append((at, result[flag]))
 
         def finish(unused: None) -> list[torch.Tensor | None]:
             for at, replicas in flags:
                 if not bool(replicas > 0):  # waits for the device, only on ranks without a gradient
-                    found[at] = None
-            return found
+                    received[at] = None
+            return received
 
         return all_of(moves).then(finish)
 
     def _packed(
-        self, places: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
+        self, indices: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """Pack each replica's rows of the small gradients, followed by the flags, replica by replica."""
-        first, flags = self.shards[places[0]], buffer.numel - buffer.trailing
+        first, flags = self.shards[indices[0]], buffer.numel - buffer.trailing
         device = _torch.local_of(first.parameter).device
         # Padding of uneven rows and alignment gaps are sent, too. They must be zeros, not uninitialized memory.
         memory = torch.zeros(first.size, buffer.numel, dtype=first.sent, device=device)
         memory[:, flags:] = 1
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        pieces = iter(buffer.views(memory))
-        for flag, at in enumerate(places, flags):
+        views = iter(buffer.views(memory))
+        for flag, at in enumerate(indices, flags):
             shard, gradient = self.shards[at], gradients[at]
             if gradient is None:
                 memory[:, flag] = 0
-            if self._alone[at]:
+            if self._is_sent_alone[at]:
                 continue
-            piece = next(pieces)
+            piece = next(views)
             if gradient is not None:
                 copies += [(there, rows) for rows, there in shard.rows.pairs(gradient, piece)]
         copy_pairs(copies)
@@ -187,7 +187,7 @@ class EarlyAverages:
         """Reset: nothing has started since the last step. ``backward`` is the running last backward, 0 for none."""
         self._backward = backward
         # Pending averages by unit in the agreed order, and the gradients that were sent.
-        self._begun: dict[str, Pending[list[torch.Tensor | None]]] = {}
+        self._started: dict[str, Pending[list[torch.Tensor | None]]] = {}
         self._sources: list[TensorVersion | None] = []
         self._events: dict[str, list[Any]] = {}  # unit -> events after which its gradients are final
 
@@ -199,7 +199,7 @@ class EarlyAverages:
         dtype of each unit, and one per large tensor. Nothing is waited for.
         """
         backward = state.sync.last_microbatches
-        if not state.sync.last_microbatch or (self._begun and self._backward != backward):
+        if not state.sync.last_microbatch or (self._started and self._backward != backward):
             return  # the step sees whether what was sent has changed
         if self._backward != backward:  # the first unit that this backward leaves
             self._reset(backward)
@@ -210,14 +210,14 @@ class EarlyAverages:
             self._events.setdefault(unit, []).append(event)
             plan.order.arrived(unit, (unit, group))
             as_before = plan.comm == state.sync.comm
-            while as_before and (complete := plan.order.next(len(self._begun))) is not None:
+            while as_before and (complete := plan.order.next(len(self._started))) is not None:
                 self._begin(plan, complete)
 
     def _begin(self, plan: _OverlapPlan, unit: str) -> None:
         """Start a unit's averages. Collective over the replicas."""
         averaging = plan.units[unit]
-        given = gradients_of([shard.parameter for shard in averaging.shards])
-        local = [None if g is None else _torch.local_of(g) for g in given]
+        gradients = gradients_of([shard.parameter for shard in averaging.shards])
+        local = [None if g is None else _torch.local_of(g) for g in gradients]
         assert self._groups is not None and plan.state is not None
         start = functools.partial(averaging.start, local, plan.comm, self._groups[0])
         events = self._events.pop(unit, [])
@@ -226,8 +226,8 @@ class EarlyAverages:
             self._side.after_current(plan.state.meshes.device, events),
         ):
             # The side stream waits for each move before the next one starts, and then frees its memory.
-            self._begun[unit] = self._side.start(start, local)
-        self._sources += TensorVersion.now(given)
+            self._started[unit] = self._side.start(start, local)
+        self._sources += TensorVersion.now(gradients)
 
     # --- between backward and step
 
@@ -246,7 +246,7 @@ class EarlyAverages:
         :meth:`_agree` in the first step.
         """
         # Reductions that have begun belong to the plan that started them, also if parameters were frozen since.
-        plan = self._plan if self._plan is not None and self._begun else self._plan_now()
+        plan = self._plan if self._plan is not None and self._started else self._plan_now()
         marked = bool(plan.state and plan.units and plan.state.sync.last_microbatches != self._averaged)
         try:
             if plan.order.agreed:
@@ -274,15 +274,15 @@ class EarlyAverages:
         shards = [shard for unit in agreed for shard in plan.units[unit].shards]
         sent = gradients_of([shard.parameter for shard in shards[: len(self._sources)]])
         stale = plan.shards != self._shards() or not all(TensorVersion.are_same(self._sources, sent))
-        flags = torch.tensor([len(self._begun), stale], dtype=torch.int32)
+        flags = torch.tensor([len(self._started), stale], dtype=torch.int32)
         assert self._groups is not None and plan.state is not None
         maximum(flags, self._groups[1])
         most, dropped = flags.tolist()
         if most == 0:
             return {}
-        for unit in agreed[len(self._begun) : most if dropped else None]:
+        for unit in agreed[len(self._started) : most if dropped else None]:
             self._begin(plan, unit)
-        averages = [rows for pending in self._begun.values() for rows in pending.wait()]
+        averages = [rows for pending in self._started.values() for rows in pending.wait()]
         stream: Any = current_stream(plan.state.meshes.device)
         for rows in averages:
             if rows is not None and stream is not None:
@@ -312,11 +312,11 @@ class EarlyAverages:
             return
         if self._groups is None:
             backend = dist.get_default_backend_for_device(meshes.device.type)
-            averages = own_group(meshes.device_mesh, OUTER, "averages", backend)
-            question = own_group(meshes.device_mesh, OUTER, "question", "gloo")
-            self._groups = averages, question
+            averages_group = separate_group(meshes.device_mesh, OUTER, "averages", backend)
+            check_group = separate_group(meshes.device_mesh, OUTER, "question", "gloo")
+            self._groups = averages_group, check_group
             # Establish the connections here, where all ranks participate, and not in the middle of a backward.
-            dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages)
+            dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages_group)
         plan.order.agree(meshes.device_mesh, meshes.device)
 
     def _plan_now(self) -> _OverlapPlan:
@@ -330,12 +330,12 @@ class EarlyAverages:
         state = next(iter(states.values())) if alike else None
         units: dict[str, GradientAveraging] = {}
         groups: list[str] = []
-        place = {id(shard.parameter): at for at, shard in enumerate(shards)}
+        index = {id(shard.parameter): at for at, shard in enumerate(shards)}
         for name, unit in state.modules.items() if state is not None else ():
-            own = [[place[id(p)] for p in group if id(p) in place] for group in _fsdp2.sharded_by_group(unit)]
-            if any(own):
-                units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*own))])
-                groups += [name for members in own if members]
+            groups_at = [[index[id(p)] for p in g if id(p) in index] for g in _fsdp2.sharded_by_group(unit)]
+            if any(groups_at):
+                units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*groups_at))])
+                groups += [name for members in groups_at if members]
         self._plan = _OverlapPlan(shards, state, units, groups, UnitOrder(list(units)))
         return self._plan
 

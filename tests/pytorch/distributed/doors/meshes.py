@@ -109,11 +109,11 @@ def _norm_of_one(model: nn.Module) -> torch.Tensor:
 def groups_of_their_own() -> int:
     """Process groups that the ranks of a stage make for themselves are of these ranks, in every stage."""
     import te_fsdp
-    from te_fsdp.collectives.groups import own_group
+    from te_fsdp.collectives.groups import separate_group
 
     meshes = te_fsdp.Meshes.build(pp=2, dp_shard=2, device_type=harness.device_type())
     assert meshes.pp is not None
-    group = own_group(meshes.device_mesh, "dp_shard", "test")
+    group = separate_group(meshes.device_mesh, "dp_shard", "test")
     number = torch.tensor(float(dist.get_rank()), device=harness.device())
     dist.all_reduce(number, group=group)
     return int(number)

@@ -215,7 +215,7 @@ def gathered(recipe: str) -> dict[str, list[str]]:
     model, optimizer = _build(made, DP2, *_PLAIN, "copy_engine")
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=harness.device())
     kind, names = _fsdp2_copies.CopyEngineGathers, list[str]()
-    stock, release = kind._lay_out, kind._release
+    stock, release = kind._plan_copies, kind._release
 
     def lay_out(self: Any, group: Any) -> Any:
         names.append(group._module_fqn or "root")
@@ -225,7 +225,7 @@ def gathered(recipe: str) -> dict[str, list[str]]:
         names.append("waits")
         release(self, *arguments, **options)
 
-    kind._lay_out, kind._release = lay_out, noted
+    kind._plan_copies, kind._release = lay_out, noted
     found = {}
     try:
         for when in ("first", "settled", "stepped"):
@@ -238,7 +238,7 @@ def gathered(recipe: str) -> dict[str, list[str]]:
             found[when] = list(names)
             optimizer.zero_grad()
     finally:
-        kind._lay_out, kind._release = stock, release
+        kind._plan_copies, kind._release = stock, release
     return found
 
 

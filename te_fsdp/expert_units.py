@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from te_fsdp.errors import PlacementError, shorten
 from te_fsdp.modules.grouped import Selection, find_experts
-from te_fsdp.modules.own_dtensors import place_user_dtensor
 from te_fsdp.modules.plan import user_dtensors
+from te_fsdp.modules.user_dtensors import place_user_dtensor
 from te_fsdp.records import iter_param_owners
 from te_fsdp.unshardable_models import MOST
 
@@ -26,30 +26,48 @@ if TYPE_CHECKING:
 # has one mesh, and FSDP2's outer units skip all modules inside of an inner unit. Therefore the module that reads the
 # parameter becomes a unit of its own, its children become units of the dense mesh, and small dense parameters of the
 # module itself are replicated.
-def expert_units(model: nn.Module, meshes: Meshes, experts: Selection) -> set[str]:
-    """Return the names of the modules that become units because of parameters over ``ep``. Local operation."""
-    # These are the ``GroupedLinear`` modules of `experts`, and what the user's DTensors over ``ep`` need.
+def expert_units(
+    model: nn.Module, meshes: Meshes, experts: Selection, requested: Collection[str]
+) -> set[str]:
+    """Return the names of the modules that become units because of parameters over ``ep``. Local operation.
+
+    These are the ``GroupedLinear`` modules of ``experts``, and what the user's DTensors over ``ep`` need. A requested
+    unit whose parameters all belong to such modules is one unit for all of them: one all-gather, one reduce-scatter.
+    """
     modules = dict(model.named_modules())
-    places = list(_sharded_over_ep(model, meshes))
-    homes = {_home(modules, place.path) for place in places}
-    units = homes | find_experts(model, experts)
-    units |= {name for home in homes for name in _children(modules[home], home)}
-    return units - ({place.path for place in places} - homes)
+    owners = list(_sharded_over_ep(model, meshes))
+    readers = {_reading_module(modules, owner.path) for owner in owners}
+    grouped = find_experts(model, experts)
+    units = readers | {name for name in grouped if not _has_unit(modules, name, grouped, requested)}
+    units |= {child for reader in readers for child in _children(modules[reader], reader)}
+    return units - ({owner.path for owner in owners} - readers)
+
+
+def _has_unit(
+    modules: Mapping[str, nn.Module], name: str, grouped: Collection[str], requested: Collection[str]
+) -> bool:
+    """Return whether the innermost requested unit around a ``GroupedLinear`` has no other parameters than experts'."""
+    while name and name not in requested:
+        name = name.rpartition(".")[0]
+    expert_modules = {id(modules[each]) for each in grouped}
+    return bool(name) and all(
+        id(owner.module) in expert_modules for owner in iter_param_owners(modules[name])
+    )
 
 
 def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
     if meshes.ep is None:
         return
-    for place in iter_param_owners(model):
-        parameter = user_dtensors(place.owner).get(place.name)
+    for owner in iter_param_owners(model):
+        parameter = user_dtensors(owner.module).get(owner.name)
         if (
             parameter is not None
-            and place_user_dtensor(place.label, parameter, meshes.tp_or_none, meshes.ep).is_expert
+            and place_user_dtensor(owner.label, parameter, meshes.tp_or_none, meshes.ep).is_expert
         ):
-            yield place
+            yield owner
 
 
-def _home(modules: Mapping[str, nn.Module], path: str) -> str:
+def _reading_module(modules: Mapping[str, nn.Module], path: str) -> str:
     """Return the name of the innermost module around a parameter whose forward may read it. FSDP2 needs its hooks."""
     while path:
         # TE's own forward reads no such parameter: the module that calls TE's does.
@@ -66,8 +84,8 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _children(module: nn.Module, name: str) -> Iterator[str]:
     """Yield the names of the outermost modules with a forward and parameters below a module."""
-    for own, child in module.named_children():
-        path = f"{name}.{own}" if name else own
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
         if not _has_forward(child):
             yield from _children(child, path)
         elif any(True for _ in child.parameters()):
@@ -81,33 +99,33 @@ def dense_params_in_expert_units(
 
     Raises PlacementError if they are too large to replicate.
     """
-    own = list(_sharded_over_ep(model, meshes))
-    if not own:
+    expert_owners = list(_sharded_over_ep(model, meshes))
+    if not expert_owners:
         return set()
     names = dict(model.named_modules())
     modules = {id(names[name]) for name in find_experts(model, experts)}
-    known = {id(place.parameter) for place in own}
-    homes = {_home(names, place.path) for place in own}
-    found = set()
-    for home in homes:
-        if units[home].is_replicated:
+    expert_params = {id(owner.parameter) for owner in expert_owners}
+    readers = {_reading_module(names, owner.path) for owner in expert_owners}
+    replicated = set()
+    for unit in readers:
+        if units[unit].is_replicated:
             continue
         once: dict[int, ParamOwner] = {}
-        for place in iter_param_owners(model):
-            path = place.path
+        for owner in iter_param_owners(model):
+            path = owner.path
             while path not in units:
                 path = path.rpartition(".")[0]
-            if path == home and id(place.owner) not in modules and id(place.parameter) not in known:
-                once[id(place.parameter)] = place
-        elements = sum(place.parameter.numel() for place in once.values())
+            if path == unit and id(owner.module) not in modules and id(owner.parameter) not in expert_params:
+                once[id(owner.parameter)] = owner
+        elements = sum(owner.parameter.numel() for owner in once.values())
         if elements > MOST:
             raise PlacementError(
-                f"{shorten([place.label for place in once.values()], 3)}: dense parameters of module "
-                f"{home or 'the root'}, which has DTensor parameters over ep",
+                f"{shorten([owner.label for owner in once.values()], 3)}: dense parameters of module "
+                f"{unit or 'the root'}, which has DTensor parameters over ep",
                 expected=f"at most {MOST:,} elements, which are replicated",
                 got=f"{elements:,} elements",
                 why="FSDP2 shards the parameters of one module over one mesh",
                 fix="register them in a submodule with a forward, or call te_fsdp.fsdp_no_shard(parameter)",
             )
-        found.update(once)
-    return found
+        replicated.update(once)
+    return replicated

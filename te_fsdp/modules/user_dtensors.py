@@ -44,19 +44,19 @@ def place_user_dtensor(
         OrderError: The parameter is on a mesh axis other than ``ep`` and ``tp``.
         PlacementError: Its placements have no correct gradient or no correct position in a checkpoint.
     """
-    found = _by_axis(label, parameter, {"ep": ep_mesh, "tp": tp_mesh})
-    _check_placements(label, parameter, found, tp_mesh)
-    placements: list[Placement] = [found["ep"]] if "ep" in found else []
+    by_axis = _by_axis(label, parameter, {"ep": ep_mesh, "tp": tp_mesh})
+    _check_placements(label, parameter, by_axis, tp_mesh)
+    placements: list[Placement] = [by_axis["ep"]] if "ep" in by_axis else []
     if tp_mesh is not None:
-        placements.append(found.get("tp", Replicate()))
-    if ep_mesh is not None and "ep" in found:
+        placements.append(by_axis.get("tp", Replicate()))
+    if ep_mesh is not None and "ep" in by_axis:
         mesh = mesh_of_experts(ep_mesh, tp_mesh, label)
     else:
         mesh = tp_mesh or single or parameter.device_mesh
     placements = placements or [Replicate()] * mesh.ndim
-    tp_dim = _torch.shard_dim_of(found["tp"]) if "tp" in found else None
-    own = UserDTensor(mesh, tuple(placements), "ep" in found, tp_dim)
-    # The rows of a local tensor have a known position only if torch.chunk would make it.
+    tp_dim = _torch.shard_dim_of(by_axis["tp"]) if "tp" in by_axis else None
+    user_dtensor = UserDTensor(mesh, tuple(placements), "ep" in by_axis, tp_dim)
+    # The rows of a local tensor have a defined position only if torch.chunk would make it.
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     dims = enumerate(map(_torch.shard_dim_of, placements))
     cuts = [(dim, mesh.size(axis), coordinate[axis]) for axis, dim in dims if dim is not None]
@@ -70,21 +70,21 @@ def place_user_dtensor(
             why="The rows' positions in the unsharded tensor would be wrong",
             fix="DTensor.from_local(..., shape=, stride=) with the unsharded shape, or distribute_tensor",
         )
-    return own
+    return user_dtensor
 
 
-def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | None]) -> dict[str, Placement]:
+def _by_axis(label: str, parameter: DTensor, meshes: Mapping[str, DeviceMesh | None]) -> dict[str, Placement]:
     """Return the placement on ``ep`` and on ``tp``, in the mesh's order, without axes of size 1."""
-    mesh, found = parameter.device_mesh, dict[str, Any]()
+    mesh, placements = parameter.device_mesh, dict[str, Any]()
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     for axis, placement in enumerate(parameter.placements):
         if mesh.size(axis) == 1:
             continue
         # The user may have named the axes of the mesh in any way, so an axis is recognised by its ranks.
-        at = tuple(slice(None) if other == axis else place for other, place in enumerate(coordinate))
+        at = tuple(slice(None) if other == axis else position for other, position in enumerate(coordinate))
         ranks = mesh.mesh[at].tolist()
         name = next(
-            (n for n, m in known.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
+            (n for n, m in meshes.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
         )
         if name is None:
             raise OrderError(
@@ -95,28 +95,28 @@ def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | No
                 fix="call set_device_mesh before torch's fully_shard, with ep_mesh= for parameters over ep. Distribute "
                 "the parameter over meshes.ep or meshes.tp alone, or register a plain tensor",
             )
-        found[name] = placement
-    return found
+        placements[name] = placement
+    return placements
 
 
 def _check_placements(
-    label: str, parameter: DTensor, found: Mapping[str, Placement], tp_mesh: DeviceMesh | None
+    label: str, parameter: DTensor, by_axis: Mapping[str, Placement], tp_mesh: DeviceMesh | None
 ) -> None:
     placements, is_marked = tuple(parameter.placements), bool(getattr(parameter, "sequence_parallel", False))
     problem = why = fix = ""
-    if not all(type(placement) in (Shard, Replicate) for placement in found.values()):
+    if not all(type(placement) in (Shard, Replicate) for placement in by_axis.values()):
         problem = "a parameter that is neither sharded nor replicated"
         why = "Its shards have no defined position"
         fix = "Shard(dim) or Replicate() on each axis"
-    elif "ep" in found and found["ep"].is_replicate():
+    elif "ep" in by_axis and by_axis["ep"].is_replicate():
         problem = "a parameter that is replicated over ep"
         why = "ep is part of data parallelism for such a parameter"
         fix = "register a plain tensor, or a DTensor over meshes.tp alone: FSDP2 then shards it over ep too"
-    elif list(found) == ["tp", "ep"] and found["tp"] == found["ep"]:
+    elif list(by_axis) == ["tp", "ep"] and by_axis["tp"] == by_axis["ep"]:
         problem = "a dim that tp shards before ep"
         why = "Parameters of experts are on (ep, tp), in this order"
         fix = "distribute it over (ep, tp)"
-    elif tp_mesh is not None and is_marked and not found.get("tp", Replicate()).is_shard():
+    elif tp_mesh is not None and is_marked and not by_axis.get("tp", Replicate()).is_shard():
         problem = "sequence_parallel=True on a DTensor"
         why = "te_fsdp does not change this DTensor's gradient"
         fix = "parameter.to_local(grad_placements=[Partial()]) in forward, without the mark"
@@ -124,18 +124,18 @@ def _check_placements(
         raise PlacementError(f"{label}: {problem}", got=f"placements {placements}", why=why, fix=fix)
 
 
-def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -> int:
+def dim_to_shard(label: str, parameter: DTensor, placed: UserDTensor, ranks: int) -> int:
     """Return the first dim of which every rank's part divides evenly by ``ranks``, or 0. The same on all ranks.
 
     Raises:
         PlacementError: Some ranks have no elements of a trained parameter.
     """
-    found = None
+    first = None
     for dim, length in enumerate(parameter.shape):
         lengths = {int(length)}
-        for axis, placement in enumerate(own.placements):
+        for axis, placement in enumerate(placed.placements):
             if _torch.shard_dim_of(placement) == dim:
-                size = own.mesh.size(axis)
+                size = placed.mesh.size(axis)
                 # The parts of an uneven dim have different lengths, and all ranks must choose the same dim.
                 ends = (chunk_range(n, size, index) for n in lengths for index in range(size))
                 lengths = {high - low for low, high in ends}
@@ -143,28 +143,28 @@ def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -
             raise PlacementError(
                 f"{label}: a DTensor parameter of which some ranks have no elements",
                 expected=f"dim {dim} with an index for each rank of the axes that shard it",
-                got=f"shape {tuple(parameter.shape)}, placements {own.placements} on {own.mesh}",
+                got=f"shape {tuple(parameter.shape)}, placements {placed.placements} on {placed.mesh}",
                 why="FSDP2 cannot reduce an empty gradient",
                 fix="fewer ranks on the axis, or te_fsdp.fsdp_no_shard(parameter)",
             )
-        if found is None and 0 not in lengths and all(n % ranks == 0 for n in lengths):
-            found = dim
-    return found or 0
+        if first is None and 0 not in lengths and all(n % ranks == 0 for n in lengths):
+            first = dim
+    return first or 0
 
 
-def on_known_mesh(parameter: DTensor, own: UserDTensor) -> torch.nn.Parameter:
-    """Return the parameter on te_fsdp's own mesh, which shares its root with FSDP2's. Local operation."""
-    if parameter.device_mesh == own.mesh and tuple(parameter.placements) == own.placements:
+def on_te_fsdp_mesh(parameter: DTensor, placed: UserDTensor) -> torch.nn.Parameter:
+    """Return the parameter on te_fsdp's mesh, which shares its root with FSDP2's. Local operation."""
+    if parameter.device_mesh == placed.mesh and tuple(parameter.placements) == placed.placements:
         return parameter  # type: ignore[bad-return]
     local = _torch.local_of(parameter).detach()
-    like = _torch.placed(local, own.mesh, own.placements, torch.empty_like(parameter, device="meta"))
+    like = _torch.placed(local, placed.mesh, placed.placements, torch.empty_like(parameter, device="meta"))
     new = _torch.with_local(local, like, requires_grad=parameter.requires_grad)
     inherit(parameter, new)
     return new
 
 
 def is_as_bound(parameter: DTensor, rule: ParameterRule | None, tp_mesh: DeviceMesh | None) -> bool:
-    """Return whether TE's own parameter already has the placement that ``set_device_mesh`` gives it."""
+    """Return whether TE's parameter already has the placement that ``set_device_mesh`` sets."""
     if rule is None or tp_mesh is None or rule.layout.is_stacked or rule.layout.is_grouped:
         return False
     placement = Replicate() if rule.shard_dim is None else Shard(rule.shard_dim)
