@@ -32,8 +32,6 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 _TUPLE, _TENSOR, _PER_RANK, _VALUE = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank", "te_fsdp.value"
-#: Nested levels. Python's own limit on recursion is not far above.
-_DEEPEST = 200
 _MARKS = (_TUPLE, _TENSOR, _PER_RANK, _VALUE)
 #: For the error that names what is refused.
 _KNOWN = (
@@ -104,13 +102,6 @@ def encode(
     entries: dict[str, Entry] = {}
 
     def walk(value: Any, where: str) -> Any:
-        if where.count("/") > _DEEPEST:
-            raise CheckpointError(
-                f"{where.partition('/')[0]}: nested containers",
-                expected=f"at most {_DEEPEST} levels",
-                got="a value that contains itself, or more levels",
-                fix="store its parts under names of their own",
-            )
         if isinstance(value, PerRank) and own is not None:
             own[where] = value.value
             return {_PER_RANK: where}
@@ -143,7 +134,15 @@ def encode(
             return items if type(value) is list else {_TUPLE: items}
         return _encode_other(value, walk, where)
 
-    return walk(value, where), entries
+    try:
+        return walk(value, where), entries
+    except RecursionError as error:
+        raise CheckpointError(
+            f"{where}: nested containers",
+            expected="a finite number of levels",
+            got="a value that contains itself, or too many levels for Python",
+            fix="store its parts under names of their own",
+        ) from error
 
 
 def encode_numbers(value: Any, where: str) -> Any:

@@ -1,7 +1,8 @@
 """``te_fsdp.json``: the description of a checkpoint, read and compared before any tensor is.
 
-A digest of its text shows every change since it was written, so its values are not validated again. Values of the user
-are checked when they are encoded (:mod:`te_fsdp.checkpoint.extra`).
+Every value is validated when it is read and before it is written. A rule is a :class:`Kind`; ``[rule]``, a list;
+``{kind: rule}``, an object with any names of a kind; ``{"a": rule, "b?": rule}``, an object with these names, where
+``b`` may be absent; or a function from the value to its rule.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -27,6 +29,7 @@ from te_fsdp.checkpoint.shard_files import (
     no_progress,
     open_checked,
     synced,
+    without_collector,
 )
 from te_fsdp.checkpoint.storage import listing
 from te_fsdp.errors import CheckpointError
@@ -44,50 +47,185 @@ _NO_DIGEST = "0" * 32
 #: Prefix of te_fsdp's marks in DCP's metadata, and the pattern of a mark, see :attr:`Manifest.identity`.
 _OURS = "te_fsdp-"
 MARK = re.compile(rb"te_fsdp-[0-9a-f]{32}-[0-9a-f]{32}")
+#: Nested levels. Python's own limit on recursion is not far above.
+_DEEPEST = 200
 _DAMAGED = "the checkpoint is damaged, load an earlier one"
 
 
 class InvalidError(ValueError):
-    """A manifest that te_fsdp has not written. The text names the place."""
+    """A value that violates the rules of the manifest. The text names its place."""
+
+
+class Kind(NamedTuple):
+    """A rule for values without parts: a description, and a test."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
+    while callable(rule):
+        rule = rule(value)
+    if isinstance(rule, Kind):
+        if not rule.fits(value):
+            raise _refuse(where, rule.expected, value)
+    elif depth > _DEEPEST:
+        raise _refuse(where[:80], f"at most {_DEEPEST} levels", "more")
+    elif type(value) is not type(rule):
+        raise _refuse(where, "a list" if type(rule) is list else "an object", value)
+    elif type(rule) is list:
+        for index, item in enumerate(value):
+            _check(item, rule[0], f"{where}[{index}]", depth + 1)
+    elif isinstance(names := next(iter(rule)), Kind):
+        known: set[str] = set()
+        for name, item in value.items():
+            _check(name, names, f"a name in {where}")
+            # Most tensors have equal descriptions, which are checked once. Equal texts are equal values in JSON.
+            text = repr(item)
+            if text not in known:
+                _check(item, rule[names], f"{where}.{name}", depth + 1)
+                known.add(text)
+    else:
+        rules = {name.rstrip("?"): one for name, one in rule.items()}
+        required = [name for name in rule if not name.endswith("?")]
+        odd = [f"no {name!r}" for name in required if name not in value] + sorted(value.keys() - rules)
+        if odd:
+            raise _refuse(where or FILE_NAME, f"the keys {', '.join(required)}", odd)
+        for name, item in value.items():
+            _check(item, rules[name], f"{where}.{name}".lstrip("."), depth + 1)
+
+
+def _refuse(where: str, expected: str, value: Any) -> InvalidError:
+    return InvalidError(f"{where}: expected {expected}, got {value!a:.80}")
+
+
+def _encodes(value: Any) -> bool:
+    # isascii() first: nearly all names are ASCII.
+    return type(value) is str and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
+
+
+def _whole(low: int = 0, high: int = 2**63 - 1) -> Kind:
+    # type() and not isinstance(): bool is a subclass of int.
+    return Kind(f"a whole number from {low}", lambda value: type(value) is int and low <= value <= high)
+
+
+def _or_null(rule: Any) -> Callable[[Any], Any]:
+    return lambda value: _NULL if value is None else rule
+
+
+def _is_dtype(name: Any) -> bool:
+    return type(name) is str and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def _is_file_name(name: Any) -> bool:
+    return _encodes(name) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+
+
+def _encoded(value: Any) -> Any:
+    """Return the rule for a value of ``extra`` or an optimizer's option (:mod:`te_fsdp.checkpoint.extra`)."""
+    if type(value) is list:
+        return [_encoded]
+    if type(value) is dict:
+        marked = next((name for name in _MARKED if name in value), None)
+        return {_TEXT: _encoded} if marked is None else {marked: _MARKED[marked]}
+    return _PLAIN
+
+
+def _semantics(value: Any) -> Any:
+    kinds = value.get("kinds") if type(value) is dict else None
+    most = len(kinds) - 1 if type(kinds) is list else 0
+    kind = {"kind": _TEXT, "library": _TEXT, "settings": {_TEXT: _encoded}}
+    return {"kinds": [kind], "modules": {_TEXT: _whole(0, most)}, "recipes?": [_TEXT]}
+
+
+def _parameter(value: Any) -> Any:
+    quantized = type(value) is dict and value.get("format") is not None
+    more = {"format": _TEXT, "components": [_TEXT]} if quantized else {"format": _NULL}
+    return {**_TENSOR, "layout": _or_null(_TEXT), **more}
+
+
+def _state(value: Any) -> Any:
+    plain = type(value) is dict and "value" in value
+    return {**({"value": _encoded} if plain else _TENSOR), "experts?": [_whole()], "scalar?": _FLAG}
+
+
+_NULL = Kind("null", lambda value: value is None)
+_TEXT = Kind("text", _encodes)
+_FILE_NAME = Kind("the name of a file", _is_file_name)
+_FOLDER = Kind("the name of a folder, or none", lambda name: name == "" or _is_file_name(name))
+_ID = Kind("32 hexadecimal digits, or none", lambda value: bool(re.fullmatch("([0-9a-f]{32})?", str(value))))
+_FLAG = Kind("true or false", lambda value: type(value) is bool)
+_PLAIN = Kind("a plain value", lambda value: type(value) in (NoneType, bool, int, float) or _encodes(value))
+_FILE = Kind(
+    "bytes, CRC-32 and perhaps where the table begins",
+    lambda value: (
+        type(value) is list
+        and len(value) in (2, 3)
+        and all(map(_whole().fits, value))
+        and value[1] < 2**32
+        and value[2:] <= value[:1]
+    ),
+)
+_TENSOR = {"shape": [_whole()], "dtype": Kind("the name of a dtype", _is_dtype)}
+_DTYPE = Kind("the name of a dtype", lambda name: str(name)[:6] == "torch." and _is_dtype(name[6:]))
+_MARKED = {
+    "te_fsdp.tuple": [_encoded],
+    "te_fsdp.value": [_encoded],
+    "te_fsdp.per_rank": [_encoded],
+    "te_fsdp.tensor": {**_TENSOR, "key": _TEXT, "dtype": _DTYPE},
+}
+_DELAYED = {
+    "num_gemms": _whole(1),
+    "margin": Kind("a number", lambda value: type(value) in (int, float)),
+    "fp8_format": Kind("E4M3, E5M2 or HYBRID", ("E4M3", "E5M2", "HYBRID").__contains__),
+    "amax_history_len": _whole(1),
+    "amax_compute_algo": Kind("max or most_recent", ("max", "most_recent").__contains__),
+    "reduce_amax": _FLAG,
+}
+_OPTIMIZER = {
+    "class": _TEXT,
+    "groups": [{"parameters": [_TEXT], "options": {_TEXT: _encoded}, "optimizer?": _TEXT}],
+    "state": {_TEXT: {_TEXT: _state}},
+}
 
 
 @dataclass
 class Manifest:
-    """Contents of ``te_fsdp.json``.
+    """Contents of ``te_fsdp.json``. Each field's annotation has the rule for its values.
 
     A new field needs a default if older checkpoints lack it.
     """
 
     #: Of te_fsdp, torch and TransformerEngine that wrote it
-    versions: dict[str, str]
+    versions: Annotated[dict[str, str], {_TEXT: _TEXT}]
     #: Axis sizes and the number of ranks that wrote it; what is loaded does not depend on them
-    mesh: dict[str, int]
-    saved_at: int  #: Time of the save on rank 0, nanoseconds since 1970
+    mesh: Annotated[dict[str, int], {_TEXT: _whole(1)}]
+    saved_at: Annotated[int, _whole()]  #: Time of the save on rank 0, nanoseconds since 1970
     #: Per name: shape, dtype, layout (null for modules that neither TE nor te_fsdp knows), format (null for high
     #: precision) and, for quantized ones, components
-    parameters: dict[str, dict[str, Any]]
-    buffers: dict[str, dict[str, Any]]
+    parameters: Annotated[dict[str, dict[str, Any]], {_TEXT: _parameter}]
+    buffers: Annotated[dict[str, dict[str, Any]], {_TEXT: _TENSOR}]
     #: Per module with delayed scaling: its recipe, number of GEMMs and shapes
-    delayed: dict[str, dict[str, Any]]
+    delayed: Annotated[dict[str, dict[str, Any]], {_TEXT: _DELAYED}]
     #: Class, groups with their options, and state tensors per parameter; null when none was saved
-    optimizer: dict[str, Any] | None
+    optimizer: Annotated[dict[str, Any] | None, _or_null(_OPTIMIZER)]
     #: The user's values; tensors in it are references to DCP keys, values per rank are lists
-    extra: dict[str, Any]
+    extra: Annotated[dict[str, Any], {_TEXT: _encoded}]
     #: Of the directory, by name
-    files: dict[str, Listed] = field(default_factory=dict)
+    files: Annotated[dict[str, Listed], {_FILE_NAME: _FILE}] = field(default_factory=dict)
     #: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty
-    extra_states: list[str] = field(default_factory=list)
+    extra_states: Annotated[list[str], [_TEXT]] = field(default_factory=list)
     #: Further names of parameters and buffers, with the first name, under which they are stored
-    tied: dict[str, str] = field(default_factory=dict)
+    tied: Annotated[dict[str, str], {_TEXT: _TEXT}] = field(default_factory=dict)
     #: From :func:`te_fsdp.modules.semantics.record`; null before format 3, empty in what was converted
-    semantics: dict[str, Any] | None = None
+    semantics: Annotated[dict[str, Any] | None, _or_null(_semantics)] = None
     #: Number of the save, one more than the largest in the directory; 0 in early manifests
-    number: int = 0
-    format_version: int = SUMS_PIECES
+    number: Annotated[int, _whole()] = 0
+    format_version: Annotated[int, _whole(1)] = SUMS_PIECES
     #: Drawn for each save; empty before :data:`SUMS_PIECES`
-    save_id: str = ""
+    save_id: Annotated[str, _ID] = ""
     #: Name of the folder with the other files, next to the manifest; empty: the files are next to it
-    folder: str = ""
+    folder: Annotated[str, _FOLDER] = ""
 
     def at(self, path: Path) -> Path:
         """Return the folder with the files of the checkpoint at a path."""
@@ -126,11 +264,19 @@ def is_ours(mark: Any) -> bool:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, synced to disk. Local operation."""
-    body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
-    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
-    text = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
-    with synced(directory / FILE_NAME) as file:
+    """Write the manifest, synced to disk; raise CheckpointError if it could not be read back. Local operation."""
+    path = directory / FILE_NAME
+    with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options"):
+        body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
+        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
+        text = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+        # Thousands of tensors would make the collector traverse all objects of the process.
+        with without_collector():
+            body = json.loads(text)
+            del body["digest"]
+            parse_manifest(body)
+            del body
+    with synced(path) as file:
         file.write(text.replace(_NO_DIGEST.encode(), _digest(text).encode(), 1))
 
 
@@ -154,22 +300,26 @@ def read_manifest(directory: Path) -> Manifest:
         found = _digest(text.replace(digest.encode(), _NO_DIGEST.encode(), 1))
         if digest != found:
             raise InvalidError(f"expected digest {digest!a:.40}, got {found}")
-        manifest = Manifest(**body)
+        manifest = parse_manifest(body)
         others = (DCP_METADATA, INDEX)  # their readers check them
         unlisted = [
             name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others
         ]
         if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
-            raise InvalidError(
-                f"save_id: expected one from format {SUMS_PIECES} on, got {manifest.save_id!a:.80}"
-            )
+            raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
         if unlisted and manifest.save_id:
             raise InvalidError(f"files.{unlisted[0]}: expected where its table of checksums begins, got none")
-        # The digest can be recomputed, and no text may make a reader open files elsewhere.
-        for name in (*manifest.files, manifest.folder):
-            if name in (".", "..") or {"/", "\0"} & set(name):
-                raise InvalidError(f"a name in files: expected the name of a file, got {name!a:.80}")
         return manifest
+
+
+def parse_manifest(body: dict[str, Any]) -> Manifest:
+    """Return a manifest from its fields; raise InvalidError, which names the place. Local operation."""
+    rules, hints = {}, get_type_hints(Manifest, include_extras=True)
+    for f in fields(Manifest):
+        is_required = f.default is MISSING and f.default_factory is MISSING
+        rules[f.name if is_required else f"{f.name}?"] = hints[f.name].__metadata__[0]
+    _check(body, rules, "")
+    return Manifest(**body)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from te_fsdp.checkpoint.lazy_tensors import (
     mapped,
     total_bytes,
 )
-from te_fsdp.checkpoint.manifest import Manifest, dtype_name, unreadable
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import tensors_of
 from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
 from te_fsdp.errors import CheckpointError
@@ -164,20 +164,19 @@ def portable_text(manifest: Manifest) -> str:
 
 def from_portable(path: Path, tensors: Mapping[str, Lazy], text: str) -> Contents:
     """Return the contents of safetensors with te_fsdp's manifest; CheckpointError for missing tensors or damage."""
-    # safetensors have no checksums, so nothing shows whether the text is as it was written.
     with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
-        manifest = Manifest(**json.loads(text))
-        keys = {
-            name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
-            for name, tensor in tensors.items()
-            # torch.save and safetensors write a tied tensor under each of its names, a checkpoint under the first.
-            if name.partition(":")[0] not in manifest.tied
-        }
-        absent = []
-        for key, shape, dtype in stored_tensors(manifest):
-            have = None if key not in keys else (*keys[key].shape, dtype_name(keys[key].dtype))
-            if have is None or (shape is not None and have != (*shape, dtype)):
-                absent.append(key if shape is None else f"{key} as {dtype} {tuple(shape)}")
+        manifest = parse_manifest(json.loads(text))
+    keys = {
+        name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
+        for name, tensor in tensors.items()
+        # torch.save and safetensors write a tied tensor under each of its names, a checkpoint under the first.
+        if name.partition(":")[0] not in manifest.tied
+    }
+    absent = []
+    for key, shape, dtype in stored_tensors(manifest):
+        have = None if key not in keys else (*keys[key].shape, dtype_name(keys[key].dtype))
+        if have is None or (shape is not None and have != (*shape, dtype)):
+            absent.append(key if shape is None else f"{key} as {dtype} {tuple(shape)}")
     if absent:
         raise CheckpointError(
             f"{path}: {len(absent)} tensor(s) of its description are missing: {', '.join(absent[:5])}",

@@ -10,13 +10,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from te_fsdp.checkpoint.lazy_tensors import Lazy
-from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.manifest import Kind, dtype_name
 from te_fsdp.errors import CheckpointError
 
 
@@ -193,20 +193,11 @@ FAMILIES = {
 }
 # fmt: on
 _REQUIRED: Any = object()
-
-
-class _Kind(NamedTuple):
-    """A rule for the values of a key: a description, and a test."""
-
-    expected: str
-    fits: Callable[[Any], bool]
-
-
-_WHOLE = _Kind("a whole number from 1", lambda value: type(value) is int and value > 0)
-_LAYERS = _Kind("a whole number from 1 to 100000", lambda value: type(value) is int and 0 < value <= 100_000)
-_NUMBER = _Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
-_FLAG = _Kind("true or false", lambda value: type(value) is bool)
-_OBJECT = _Kind("an object", lambda value: isinstance(value, Mapping))
+_WHOLE = Kind("a whole number from 1", lambda value: type(value) is int and value > 0)
+_LAYERS = Kind("a whole number from 1 to 100000", lambda value: type(value) is int and 0 < value <= 100_000)
+_NUMBER = Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
+_FLAG = Kind("true or false", lambda value: type(value) is bool)
+_OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 
 
 class _Config(NamedTuple):
@@ -215,7 +206,7 @@ class _Config(NamedTuple):
     entries: Mapping[str, Any]
     family: _Family
 
-    def get(self, key: str, kind: _Kind, default: Any = _REQUIRED) -> Any:
+    def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
         """Return a value, or ``default`` for ``null``; raise ValueError for a missing value or one of another kind."""
         own = self.family.keys.get(key, key)
         value = self.entries.get(own, self.family.defaults.get(key, default))
