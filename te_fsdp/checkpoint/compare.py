@@ -30,7 +30,7 @@ from te_fsdp.checkpoint.model_state import (
     stage_of,
     tied_names,
 )
-from te_fsdp.checkpoint.reader import cut_by_tp, has_original_order
+from te_fsdp.checkpoint.plain_dcp import cut_by_tp, has_original_order
 from te_fsdp.checkpoint.tensor_entries import GROUPED
 from te_fsdp.collectives.agreement import all_agree, gather, gather_if_any, rank, world_size
 from te_fsdp.errors import CheckpointError, shorten

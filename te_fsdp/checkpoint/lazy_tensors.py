@@ -230,9 +230,7 @@ class Piece(Lazy):
         if not is_remote(self.file):
             # Copy-on-write: torch warns about memory that is read-only.
             return torch.from_numpy(np.memmap(self.file, np.uint8, "c", self.offset, (self.length,)))
-        with self.file.open("rb", buffering=0) as file:
-            file.seek(self.offset)
-            data = bytearray(io.BufferedReader(file).read(self.length))
+        data = bytearray(self.file.call("cat_file", start=self.offset, end=self.offset + self.length))
         if len(data) != self.length:
             raise DamagedFileError(f"expected {self.length} bytes, got {len(data)}")
         return torch.frombuffer(data, dtype=torch.uint8)

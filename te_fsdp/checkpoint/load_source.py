@@ -261,10 +261,14 @@ def _changes(manifest: Manifest, model: nn.Module) -> list[Change]:
 
 def _fit(contents: Contents, changes: list[Change]) -> None:
     """Change names and stack experts; rank 0 compares the values of ties. Collective."""
-    if changes:
-        if experts := {change.name for change in changes if change.first is None}:
-            all_agree(lambda: stack_experts(contents, experts))
-        tie(contents, from_rank_0(lambda: equal_ties(contents, changes)))
+    if experts := {change.name for change in changes if change.first is None}:
+        all_agree(lambda: stack_experts(contents, experts))
+    ties = [(c.name, c.first) for c in changes if c.first is not None and c.name in contents.names]
+    # Where the value of a first name is stored: files may have only further names of a tied tensor.
+    source = {first: first if first in contents.names else name for name, first in reversed(ties)}
+    equal = from_rank_0(lambda: [_is_equal(contents, name, source[first]) for name, first in ties])
+    for (name, first), is_equal in zip(ties, equal, strict=True):
+        tie(contents, name, first, is_equal=is_equal)
 
 
 # --- names
@@ -293,26 +297,12 @@ def changes_for(manifest: Manifest, model: nn.Module) -> list[Change]:
     return [*(Change(name, None) for name in experts), *tied]
 
 
-def equal_ties(contents: Contents, changes: Iterable[Change]) -> list[tuple[Change, bool]]:
-    """Return the ties in ``changes``, each with whether the stored values agree. Reads them. Local operation."""
-    found: list[tuple[Change, bool]] = []
-    # Where the value of a first name is stored: files may have only further names of a tied tensor.
-    source: dict[str, str] = {}
-    have = {*contents.names}
-    for change in changes:
-        if change.first is None or change.name not in have:
-            continue
-        first = source.setdefault(change.first, change.first if change.first in have else change.name)
-        found.append((change, first == change.name or _is_equal(contents, change.name, first)))
-    return found
-
-
 def _is_equal(contents: Contents, name: str, other: str) -> bool:
-    """Return whether two tensors have one description and one value, bit for bit."""
+    """Return whether two tensors have one description and one value, bit for bit. Reads them. Local operation."""
     described = {**contents.manifest.parameters, **contents.manifest.buffers}
     # Before any data are read. Different formats mean different values for the model.
-    if described[name] != described[other]:
-        return False
+    if name == other or described[name] != described[other]:
+        return name == other
     for end in key_ends(described[name]):
         a, b = (contents.tensors[f"model.{n}{end}"] for n in (name, other))
         if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -326,50 +316,40 @@ def _is_equal(contents: Contents, name: str, other: str) -> bool:
     return True
 
 
-def tie(contents: Contents, ties: Iterable[tuple[Change, bool]]) -> None:
-    """Keep each tied tensor once, under the model's first name; changes ``contents``. Local operation.
+def tie(contents: Contents, name: str, first: str, *, is_equal: bool) -> None:
+    """Keep a tied tensor once, under the model's first name; changes ``contents``. Local operation.
 
     Values that differ stay. The load then names them as tensors that only the checkpoint has.
     """
-    manifest = contents.manifest
-    for (name, first), is_equal in ties:
-        assert first is not None
-        if not is_equal:
-            contents.notes.append(f"{name}: tied to {first} in this model, but its stored values differ")
-            continue
-        # Before the name is removed from the tables that list the components of a weight.
-        ends = key_ends(manifest.tensor(name))
-        is_absent = first not in contents.names
-        for table in (manifest.parameters, manifest.buffers):
-            if (described := table.pop(name, None)) is not None and is_absent:
-                table[first] = described
-        for end in ends:
-            tensor = contents.tensors.pop(f"model.{name}{end}")
-            if is_absent:
-                contents.tensors[f"model.{first}{end}"] = tensor
-        optimizer = contents.manifest.optimizer
-        if optimizer is not None:
-            states = dict(optimizer["state"])
-            own = states.pop(name, None)
-            keys = [key for key in contents.tensors if key.startswith(f"optimizer.state.{name}.")]
-            tensors = {key: contents.tensors.pop(key) for key in keys}
-            if own is not None and first not in states:
-                states[first] = own
-                prefix = f"optimizer.state.{name}."
-                contents.tensors |= {
-                    f"optimizer.state.{first}.{key.removeprefix(prefix)}": t for key, t in tensors.items()
-                }
-            groups, seen = [], set[str]()
-            # A parameter may be in one group only: the first one that has either name keeps it.
-            for group in optimizer["groups"]:
-                names = dict.fromkeys(first if n == name else n for n in group["parameters"])
-                groups.append({**group, "parameters": [n for n in names if n not in seen]})
-                seen |= names.keys()
-            contents.manifest.optimizer = {**optimizer, "state": states, "groups": groups}
-        manifest.tied.pop(first, None)
-        manifest.tied |= {n: first for n, other in manifest.tied.items() if other == name} | {name: first}
-        how = "stored under this name alone" if is_absent else "and equal to it"
-        contents.notes.append(f"{name}: tied to {first} here, {how}")
+    manifest, tensors = contents.manifest, contents.tensors
+    if not is_equal:
+        contents.notes.append(f"{name}: tied to {first} in this model, but its stored values differ")
+        return
+    is_absent = first not in contents.names
+    for end in key_ends(manifest.tensor(name)):
+        tensor = tensors.pop(f"model.{name}{end}")
+        if is_absent:
+            tensors[f"model.{first}{end}"] = tensor
+    for table in (manifest.parameters, manifest.buffers):
+        if (described := table.pop(name, None)) is not None and is_absent:
+            table[first] = described
+    if manifest.optimizer is not None:
+        states, seen = manifest.optimizer["state"], set[str]()
+        own, is_free = states.pop(name, {}), first not in states
+        for key in own:
+            tensor = tensors.pop(f"optimizer.state.{name}.{key}", None)  # a plain value has none
+            if is_free:
+                states.setdefault(first, {})[key] = own[key]
+                tensors |= {} if tensor is None else {f"optimizer.state.{first}.{key}": tensor}
+        # A parameter may be in one group only: the first one that has either name keeps it.
+        for group in manifest.optimizer["groups"]:
+            names = dict.fromkeys(first if n == name else n for n in group["parameters"])
+            group["parameters"] = [n for n in names if n not in seen]
+            seen |= names.keys()
+    manifest.tied.pop(first, None)
+    manifest.tied |= {n: first for n, other in manifest.tied.items() if other == name} | {name: first}
+    how = "stored under this name alone" if is_absent else "and equal to it"
+    contents.notes.append(f"{name}: tied to {first} here, {how}")
 
 
 # --- verifying

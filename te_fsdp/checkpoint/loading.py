@@ -28,21 +28,22 @@ from te_fsdp.checkpoint.model_state import (
     ModelState,
     OwnedTensor,
     delayed_modules,
+    joined_model,
     make_delayed,
     mesh_sizes,
     model_state,
     modules_of,
     stage_of,
 )
-from te_fsdp.checkpoint.named import (
+from te_fsdp.checkpoint.optimizer_state import (
     Parts,
     class_of,
     compare_optimizers,
-    each_with_manifest,
-    joined_model,
     parts_of,
+    prepare_loading,
+    restore_groups,
+    split,
 )
-from te_fsdp.checkpoint.optimizer_state import prepare_loading, restore_groups
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.shard_files import without_collector
 from te_fsdp.checkpoint.storage import absolute
@@ -59,8 +60,6 @@ from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-    from te_fsdp.checkpoint.manifest import Manifest
 
 _log = logging.getLogger("te_fsdp")
 
@@ -257,10 +256,9 @@ class Filling:
                 local.derive_transposes() if owned.is_grouped else drop_derived_state(local)
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
-        for one, manifest in self._given():
+        for one, saved in self._given():
             loaded = self.state.members.keys() - self.left_states
-            assert manifest.optimizer is not None
-            left = restore_groups(one, manifest.optimizer, self.state.owned, loaded)
+            left = restore_groups(one, saved, self.state.owned, loaded)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
         for name in sorted({type(other).__name__ for other in self.others}):
             self.notes.append(
@@ -295,17 +293,19 @@ class Filling:
                 _log.warning("%s: %s", path, note)
         return loaded
 
-    def _given(self) -> list[tuple[Optimizer, Manifest]]:
-        """Return the optimizers that are loaded, each with the manifest as if it were the only one."""
-        return [] if self.saved_optimizer is None else [*each_with_manifest(self.optimizers, self.manifest)]
+    def _given(self) -> list[tuple[Optimizer, dict[str, Any]]]:
+        """Return the optimizers that are loaded, each with its part of the manifest."""
+        there = {} if self.saved_optimizer is None else split(self.saved_optimizer)
+        return [(one, there[name]) for name, one in self.optimizers.items() if name in there]
 
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]
     ) -> tuple[dict[str, Entry], list[Rectangle]]:
         """Return entries to copy directly, allocated where the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
-        for one, manifest in self._given():
-            states, mains = prepare_loading(one, manifest, self.state.owned, self.left_states)
+        weights = self.manifest.parameters
+        for one, saved in self._given():
+            states, mains = prepare_loading(one, saved, weights, self.state.owned, self.left_states)
             entries, self.mains = entries | states, self.mains | mains
         planned = [one for named in conversions.values() for one in named]
         return entries, [place for one in planned for place in one.reads()]

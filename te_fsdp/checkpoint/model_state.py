@@ -4,12 +4,13 @@ Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``m
 weight, ``delayed.<module>:<tensor>`` of delayed scaling's state. The parameters of a layer's experts are one tensor,
 see :mod:`te_fsdp.checkpoint.tensor_entries`.
 
-A pipeline stage is a model whose tensors have the names of the unsplit model.
+A pipeline stage is a model whose tensors have the names of the unsplit model. Several models are one module, in which
+the parameters of each have its name in front: ``actor.layers.0.weight``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -72,6 +73,44 @@ class JoinedModules(nn.Module):
         memo = set() if memo is None else memo
         for name, part in self.parts:
             yield from part.named_modules(memo, ".".join(filter(None, (prefix, name))), remove_duplicate)
+
+
+def joined_model(given: Any) -> nn.Module:
+    """Return a model, models by name, or a rank's stages as one module; CheckpointError for others."""
+    if isinstance(given, nn.Module):
+        return given
+    # A state dict is a mapping too, but not of models.
+    is_named = isinstance(given, Mapping) and not any(
+        isinstance(value, torch.Tensor) for value in given.values()
+    )
+    if is_named:
+        check_names(given, "model")
+    parts = []
+    for name, model in given.items() if is_named else [("", given)]:
+        stages = [model] if isinstance(model, nn.Module) else model
+        stages = list(stages) if isinstance(stages, Iterable) else []
+        if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
+            raise CheckpointError(
+                "checkpoint: model",
+                expected="a module, a dict of modules by name, or a rank's stages",
+                got=type(model).__name__,
+                fix="checkpoint.save(path, model, optimizer) and load(path, model, optimizer) take the objects "
+                "themselves, no state dicts",
+            )
+        parts += [(name, stage) for stage in stages]
+    return parts[0][1] if len(parts) == 1 and not is_named else JoinedModules(parts)
+
+
+def check_names(given: Mapping[Any, Any], what: str) -> None:
+    """Raise CheckpointError for models or optimizers by names that the files cannot have."""
+    odd = [name for name in given if type(name) is not str or not name or set(name) & {".", "=", ",", "/"}]
+    if odd or not given:
+        raise CheckpointError(
+            f"checkpoint: {what}s by name",
+            expected=f'a dict of {what}s, whose names have none of . = , / in them, such as {{"actor": ...}}',
+            got=", ".join(map(repr, odd)) or "an empty dict",
+            fix="give each a short name, the same at each save and load",
+        )
 
 
 def meshes_of(model: nn.Module) -> list[Meshes]:

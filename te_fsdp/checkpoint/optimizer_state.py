@@ -2,20 +2,23 @@
 
 Works on the state tensors themselves, because state dicts of torch's optimizers and TE's FusedAdam copy and cast.
 Missing state is allocated at load, without a step. Keys in the files: ``optimizer.state.<name>.<state>``.
+
+Several optimizers are one in the manifest, whose groups have the name of theirs. A parameter has one optimizer.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from te_fsdp.checkpoint.compare import GROUPS, WHOLE_OPTIMIZER, Differences
 from te_fsdp.checkpoint.extra import decode, encode_numbers
-from te_fsdp.checkpoint.manifest import Manifest, dtype_name
-from te_fsdp.checkpoint.model_state import OwnedTensor
+from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.model_state import OwnedTensor, check_names
 from te_fsdp.checkpoint.tensor_entries import (
     Entry,
     add_entry,
@@ -26,17 +29,41 @@ from te_fsdp.checkpoint.tensor_entries import (
     per_expert,
     whole_entry,
 )
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.features.main_params import MAIN, is_low_precision, optimizer_shard_in, rows_of_state
-from te_fsdp.features.main_weights import initialize_fused_adam
+from te_fsdp.features.main_weights import check_optimizer, initialize_fused_adam, unwrap_optimizer
 from te_fsdp.layout import cut_boxes
+from te_fsdp.records import require_optimizer
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
+#: Optimizers by name; ``""`` is the name of one that was given without a name.
+Parts: TypeAlias = "dict[str, Optimizer]"
 #: The manifest's description of states, by name.
 States = dict[str, dict[str, Any]]
+
+
+def parts_of(optimizer: Any) -> Parts:
+    """Return optimizers by name, within their wrappers; one without a name has ``""``. CheckpointError for others."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, Mapping):
+        require_optimizer(optimizer, "checkpoint: model, optimizer")
+        return {"": unwrap_optimizer(optimizer)}
+    check_names(optimizer, "optimizer")
+    for name, one in optimizer.items():
+        require_optimizer(one, f"checkpoint: model, optimizer {name!r}")
+    return {name: unwrap_optimizer(one) for name, one in optimizer.items()}
+
+
+def class_of(parts: Parts) -> str:
+    """Return what the manifest has as the class: that of one optimizer, or names and classes of several."""
+    return ", ".join(
+        f"{name}={type(one).__name__}" if name else type(one).__name__ for name, one in parts.items()
+    )
 
 
 @dataclass
@@ -75,60 +102,76 @@ def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
     return {name: joined[name] for name in sorted(joined)}
 
 
-def optimizer_state(optimizer: Optimizer, owned: dict[int, OwnedTensor]) -> OptimizerState:
-    """Return entries and description of an optimizer's state, given the model's parameters. Local operation.
+def optimizer_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor]) -> OptimizerState:
+    """Return entries and description of the optimizers' states, given the model's parameters. Local operation.
 
-    Raise CheckpointError for state without a place in the original parameter.
+    Raise CheckpointError for state without a place in the original parameter, and for a parameter of two optimizers.
     """
-    found = OptimizerState({}, {})
-    states: dict[str, States] = {}
-    for parameter, state in optimizer.state.items():
-        one = owned.get(id(parameter))
-        if one is None:
-            raise CheckpointError(
-                f"{type(optimizer).__name__}: state of a parameter that the model does not have",
-                expected="state of the model's parameters",
-                got=f"state of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
-                why="The files store parameters under their names in the model",
-                fix="remove its entry from optimizer.state together with the parameter from its group",
-            )
-        for key, value in state.items():
-            if value is None:
-                continue
-            label = f"optimizer.state.{one.key}.{key}"
-            described, entry = describe_state(label, value, one)
-            if one.expert is None:
-                states.setdefault(one.key, {})[key] = described
-            else:
-                described = of_all_experts(described, one.expert, one.info.original_shape)
-                join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
-            if entry is not None:
-                add_entry(found.entries, label, as_grouped_entry(entry, one.expert))
-    found.described = {"class": type(optimizer).__name__, "state": states}
+    found, holders = OptimizerState({"state": {}, "class": class_of(parts)}, {}), dict[str, str]()
+    states: dict[str, States] = found.described["state"]
+    for name, optimizer in parts.items():
+        check_optimizer(model, optimizer)
+        check_scaled_state(optimizer)
+        # By the files' tensors: the experts of a layer are one of them.
+        for key in dict.fromkeys(
+            owned[id(p)].key for group in optimizer.param_groups for p in group["params"]
+        ):
+            if holders.setdefault(key, name) != name:
+                raise CheckpointError(
+                    f"save: {key} is in two optimizers, {holders[key]!r} and {name!r}",
+                    expected="one optimizer for each parameter",
+                    why="The files hold the state of a parameter under its name",
+                    fix="give the parameter, or all experts of a layer, to one of them",
+                )
+        for parameter, state in optimizer.state.items():
+            one = owned.get(id(parameter))
+            if one is None:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__}: state of a parameter that the model does not have",
+                    expected="state of the model's parameters",
+                    got=f"state of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
+                    why="The files store parameters under their names in the model",
+                    fix="remove its entry from optimizer.state together with the parameter from its group",
+                )
+            for key, value in state.items():
+                if value is None:
+                    continue
+                label = f"optimizer.state.{one.key}.{key}"
+                described, entry = describe_state(label, value, one)
+                if one.expert is None:
+                    states.setdefault(one.key, {})[key] = described
+                else:
+                    described = of_all_experts(described, one.expert, one.info.original_shape)
+                    join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
+                if entry is not None:
+                    add_entry(found.entries, label, as_grouped_entry(entry, one.expert))
     return found
 
 
-def describe_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
-    """Return names and options of the groups; the experts of a layer share one name. Local operation.
+def describe_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]:
+    """Return names and options of all groups, each with its optimizer's name if there is one. Local operation.
 
-    ``names`` are those of the files' tensors, by the parameters' ``id``. Raise CheckpointError for options that cannot
-    be stored, and for experts of one layer in several groups.
+    The experts of a layer share one name. ``names`` are those of the files' tensors, by the parameters' ``id``. Raise
+    CheckpointError for options that cannot be stored, and for experts of one layer in several groups.
     """
     groups: list[dict[str, Any]] = []
-    where: dict[str, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        encoded = encode_numbers(options, f"optimizer.param_groups[{index}]")  # lr and betas may be tensors
-        own = list(dict.fromkeys(names[id(p)] for p in group["params"]))
-        torn = [name for name in own if where.setdefault(name, index) != index]
-        if torn:
-            raise CheckpointError(
-                f"optimizer: experts of {torn[0]} in the groups {where[torn[0]]} and {index}",
-                expected="all experts of a layer in one group",
-                why="A checkpoint holds the weights of all experts as one tensor",
-                fix="give them one group",
-            )
-        groups.append({"parameters": own, "options": encoded})
+    for of, optimizer in parts.items():
+        where: dict[str, int] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            encoded = encode_numbers(
+                options, f"optimizer.param_groups[{index}]"
+            )  # lr and betas may be tensors
+            own = list(dict.fromkeys(names[id(p)] for p in group["params"]))
+            torn = [name for name in own if where.setdefault(name, index) != index]
+            if torn:
+                raise CheckpointError(
+                    f"optimizer: experts of {torn[0]} in the groups {where[torn[0]]} and {index}",
+                    expected="all experts of a layer in one group",
+                    why="A checkpoint holds the weights of all experts as one tensor",
+                    fix="give them one group",
+                )
+            groups.append({"parameters": own, "options": encoded} | ({"optimizer": of} if of else {}))
     return groups
 
 
@@ -180,6 +223,60 @@ def check_scaled_state(optimizer: Optimizer) -> None:
             got=", ".join(f"{key} in {dtype}" for key, dtype in scaled.items()),
             fix="leave exp_avg_dtype, exp_avg_sq_dtype and master_weight_dtype at float32 (or bfloat16)",
         )
+
+
+def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a manifest says of each optimizer, by its name."""
+    names = dict.fromkeys(group.get("optimizer", "") for group in saved["groups"])
+    # A single optimizer without a name, as all checkpoints had before several were supported.
+    if set(names) <= {""}:
+        return {"": saved}
+    # The manifest has one class for all, such as "muon=Muon, adam=AdamW".
+    classes = dict(one.split("=", 1) for one in saved["class"].split(", "))
+    found = {}
+    for name in names:
+        groups = [group for group in saved["groups"] if group.get("optimizer", "") == name]
+        own = {parameter for group in groups for parameter in group["parameters"]}
+        state = {key: states for key, states in saved["state"].items() if key in own}
+        found[name] = {"class": classes.get(name, ""), "groups": groups, "state": state}
+    return found
+
+
+def compare_optimizers(
+    found: Differences,
+    model: nn.Module,
+    parts: Parts,
+    saved: dict[str, Any] | None,
+    owned: dict[int, OwnedTensor],
+) -> None:
+    """Add the differences between saved optimizers and these. Local operation; changes nothing."""
+    for one in parts.values():
+        check_optimizer(model, one)
+        check_scaled_state(one)
+    if saved is None:
+        found.optimizer["optimizer: none in the checkpoint", WHOLE_OPTIMIZER] = None
+        return
+    there = split(saved)
+    # Without names on one side, optimizers cannot be matched.
+    if ("" in there) != ("" in parts):
+        shown = [shorten([*names]) if "" not in names else "one without a name" for names in (there, parts)]
+        found.optimizer[f"optimizer: saved {shown[0]}, here {shown[1]}", WHOLE_OPTIMIZER] = None
+        return
+    for name in sorted(there.keys() | parts.keys()):
+        if name in there and name in parts:
+            # Collected separately, so that each text can begin with the name of the optimizer.
+            own = Differences()
+            compare_optimizer(own, parts[name], there[name], owned)
+            found.optimizer |= {(f"{name}: {text}" if name else text, of): None for text, of in own.optimizer}
+            found.converted |= own.converted
+            continue
+        if name in there:
+            where, keys = "only", {key for group in there[name]["groups"] for key in group["parameters"]}
+        else:
+            groups = parts[name].param_groups
+            where, keys = "not", {owned[id(p)].key for group in groups for p in group["params"]}
+        for key in sorted(keys):
+            found.optimizer[f"optimizer {name!r} is {where} in the checkpoint", key] = None
 
 
 def compare_optimizer(
@@ -261,28 +358,31 @@ def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: State
 
 
 def prepare_loading(
-    optimizer: Optimizer, manifest: Manifest, owned: dict[int, OwnedTensor], leave: set[str]
+    optimizer: Optimizer,
+    saved: dict[str, Any],
+    weights: dict[str, dict[str, Any]],
+    owned: dict[int, OwnedTensor],
+    leave: set[str],
 ) -> tuple[dict[str, Entry], set[str]]:
     """Allocate missing state of an optimizer that was compared as saved, and drop other state. Local operation.
 
-    No step is made. The state of the tensors in ``leave`` stays. Return entries of the live state tensors, still to be
-    filled, and the names of the parameters with a main weight among them.
+    No step is made. ``weights`` are the saved parameters. The state of the tensors in ``leave`` stays. Return entries
+    of the live state tensors, still to be filled, and the names of the parameters with a main weight among them.
     """
-    assert manifest.optimizer is not None
     entries: dict[str, Entry] = {}
     mains: set[str] = set()
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         one = owned[id(parameter)]
         if one.key in leave:
             continue
-        states = _own_states(manifest.optimizer, one)
+        states = _own_states(saved, one)
         if not states:
             state = optimizer.state.pop(parameter, {})
             # Keep the main weight of an optimizer that cannot initialize it, to set it later.
             if MAIN in state and not hasattr(optimizer, "initialize_state"):
                 optimizer.state[parameter][MAIN] = state[MAIN]
             continue
-        fresh = _fresh_state(optimizer, one, states, manifest.parameters[one.key]["dtype"])
+        fresh = _fresh_state(optimizer, one, states, weights[one.key]["dtype"])
         mains |= {one.fqn} if MAIN in fresh else set()
         for key, value in fresh.items():
             label = f"optimizer.state.{one.key}.{key}"

@@ -15,7 +15,6 @@ import torch
 from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.checkpoint.index import check_index, stored_tensors
 from te_fsdp.checkpoint.lazy_tensors import (
-    Chunked,
     InMemory,
     Lazy,
     Stack,
@@ -26,7 +25,7 @@ from te_fsdp.checkpoint.lazy_tensors import (
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import tensors_of
 from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
-from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import NOTHING
 from te_fsdp.version import VERSION
 
@@ -304,35 +303,3 @@ def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[An
         if len(homes) == 1:
             homes[0]["params"].append(name)
     return groups
-
-
-# ------------------------------------------------------------- pieces of a plain directory, as sharded by a mesh
-
-
-def has_original_order(tensors: Mapping[str, Lazy]) -> bool:
-    """Return whether a plain directory records that rows are in the original order, as those of te_fsdp's models do."""
-    return any(isinstance(tensor, Chunked) and tensor.in_original_order for tensor in tensors.values())
-
-
-def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
-    """Return the keys of tensors with sharded rows, in a directory of tensor parallelism; else none.
-
-    Tensor parallelism shows by sharded columns of row-parallel weights. FSDP shards columns only on request.
-    """
-    if has_original_order(tensors):
-        return set()
-    cut = {key: tensor.chunks for key, tensor in tensors.items() if isinstance(tensor, Chunked)}
-    if not any(any(offsets[1:]) for chunks in cut.values() for offsets, _ in chunks):
-        return set()
-    return {key for key, chunks in cut.items() if len({offsets[:1] for offsets, _ in chunks}) > 1}
-
-
-def refuse_scrambled(contents: Contents) -> None:
-    """Raise CheckpointError for a plain directory of tensor parallelism: gated weights have rows in rank order."""
-    if cut := sorted(key.removeprefix("model.") for key in cut_by_tp(contents.tensors)):
-        raise CheckpointError(
-            f"{contents.source}: {len(cut)} weight(s) in pieces of tensor parallelism: {shorten(cut, 3)}",
-            expected="rows as in the unsharded module",
-            got="those of fused and gated weights rank by rank, and nothing that tells which weights these are",
-            fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
-        )

@@ -23,7 +23,9 @@ from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
+    JoinedModules,
     delayed_state,
+    joined_model,
     mesh_sizes,
     model_state,
     modules_with_extra_state,
@@ -32,19 +34,14 @@ from te_fsdp.checkpoint.model_state import (
     tied_names,
     wait_and_reshard,
 )
-from te_fsdp.checkpoint.named import (
-    Parts,
-    anchor_of,
-    class_of,
-    joined_groups,
-    joined_model,
-    joined_state,
-    parts_of,
-)
 from te_fsdp.checkpoint.optimizer_state import (
-    OptimizerState,
+    Parts,
     States,
+    class_of,
+    describe_groups,
     join_ranks_experts,
+    optimizer_state,
+    parts_of,
 )
 from te_fsdp.checkpoint.planner import (
     WritePlan,
@@ -222,9 +219,8 @@ class _Collected:
         if before is not None and self.is_known:
             self.known = before
         else:
-            self.state, self.optimized = model_state(model), OptimizerState({"state": {}}, {})
-            if self.optimizers:
-                self.optimized = joined_state(model, self.optimizers, self.state.owned)
+            self.state = model_state(model)
+            self.optimized = optimizer_state(model, self.optimizers, self.state.owned)
             fields = {
                 "parameters": self.state.described,
                 "buffers": self.state.buffers,
@@ -243,7 +239,7 @@ class _Collected:
             # The description may have changed, for example a name of a tie, while the pieces are the same.
             if before is not None and before.plan is not None and before.plan.signature == self.signature:
                 self.known.plan = before.plan
-        self.groups = joined_groups(optimizers, self.known.names)
+        self.groups = describe_groups(optimizers, self.known.names)
         self.semantics = record(model)
 
     def seen(self, target: Path) -> _Seen:
@@ -355,7 +351,9 @@ def _prepare(
     """Begin a save. Collect, check, make the hidden directory and assign the writers. Collective over the ranks."""
     model, optimizers = joined_model(given), parts_of(optimizer)
     found, begun = list[_Collected](), list[Path]()
-    before: _SaveCache | None = background().plans.get(anchor_of(model))
+    # A joined model is made for each call, so the cache of the previous save is found by its first part.
+    anchor = model.parts[0][1] if isinstance(model, JoinedModules) else model
+    before: _SaveCache | None = background().plans.get(anchor)
     # Rank 0 alone has the encoded metadata. Its answer makes all other ranks plan again, too.
     if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):
         before = None  # the save that its plan was made for has failed
@@ -393,7 +391,7 @@ def _prepare(
         writing = Writing(ranks, temporary, manifest, plan, tensors)
         # After the checks: a save that raised leaves no plan behind.
         known.plan = plan
-        background().plans[anchor_of(model)] = known
+        background().plans[anchor] = known
         return writing
     except BaseException:
         for temporary in begun:

@@ -19,7 +19,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 from zlib_ng.zlib_ng import crc32  # the same sums as zlib's in a fifth of the time
 
 from te_fsdp.checkpoint.async_save import flat_rows
-from te_fsdp.checkpoint.storage import is_remote, read_at
+from te_fsdp.checkpoint.storage import is_remote, random_access
 from te_fsdp.errors import CheckpointError
 
 _log = logging.getLogger("te_fsdp")
@@ -285,16 +285,15 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
     """
     if listed is None:
         raise DamagedFileError("not listed in the manifest")
-    # Without a buffer, because threads read at their own offsets.
-    with path.open("rb", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
+    with random_access(path) as (size, read_at):
         if size != listed[0]:
             raise DamagedFileError(f"expected {listed[0]} bytes, got {size}")
+        unchecked = CheckedFile(path, size, read_at, None)
         if len(listed) != 3:
-            yield CheckedFile(file, size, None)
+            yield unchecked
             return
-        file.seek(listed[2])
-        table, name = file.read(size - listed[2]), path.name.encode()
+        rest = torch.empty(size - listed[2], dtype=torch.uint8, device="cpu")
+        table, name = bytes(view_of(unchecked.read(listed[2], [], rest))), path.name.encode()
         head = _HEAD.size + len(name)
         # Before the checksum: the file of another save is intact, and its error names the cause.
         if table.startswith(_MARK) and table[8:40] != save_id.encode():
@@ -307,15 +306,16 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
         for length, crc in _ROW.iter_unpack(table[head:]):
             pieces[at] = length, crc
             at += length
-        yield CheckedFile(file, size, pieces)
+        yield replace(unchecked, pieces=pieces)
 
 
 @dataclass(frozen=True)
 class CheckedFile:
     """Result of :func:`open_checked`."""
 
-    file: Any
+    path: Path
     size: int
+    read_at: Callable[[memoryview, int], int]
     #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known
     pieces: dict[int, tuple[int, int]] | None
 
@@ -326,7 +326,7 @@ class CheckedFile:
         """
         view, have = view_of(data), 0
         while have < len(view):
-            count = read_at(self.file, view[have:], offset + have)
+            count = self.read_at(view[have:], offset + have)
             if not count:
                 raise DamagedFileError(f"expected {offset + len(view)} bytes, got {offset + have}")
             have += count
@@ -344,9 +344,8 @@ class CheckedFile:
 
         ``crc`` is the checksum of a file without a table.
         """
-        self.file.seek(0)
-        reader = io.BufferedReader(self.file)
         pieces = {0: (self.size, crc)} if self.pieces is None else self.pieces
-        for at, (length, expected) in pieces.items():
-            if _crc(reader, length, tick) != expected:
-                raise _changed(at, length)
+        with self.path.open("rb") as reader:
+            for at, (length, expected) in pieces.items():
+                if _crc(reader, length, tick) != expected:
+                    raise _changed(at, length)

@@ -22,15 +22,20 @@ from te_fsdp.checkpoint.lazy_tensors import (
     open_safetensors,
 )
 from te_fsdp.checkpoint.manifest import dtype_name, unreadable
-from te_fsdp.checkpoint.plain_dcp import DcpContents, with_leaves
-from te_fsdp.checkpoint.quantized_pieces import Quantized, as_lazy, quantized_or_plain
+from te_fsdp.checkpoint.plain_dcp import (
+    DcpContents,
+    Quantized,
+    as_lazy,
+    cut_by_tp,
+    quantized_or_plain,
+    with_leaves,
+)
 from te_fsdp.checkpoint.reader import (
     DCP_KIND,
     MANIFEST_KEY,
     OTHER,
     Choices,
     Contents,
-    cut_by_tp,
     describe,
     empty_manifest,
     from_portable,

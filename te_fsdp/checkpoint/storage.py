@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import re
 import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partialmethod
 from pathlib import Path, PurePath
@@ -153,9 +152,13 @@ class RemotePath:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url)
         return SimpleNamespace(st_size=int(info["size"]), st_mode=stat.S_IFREG)
 
-    def open(self, mode: str = "rb", buffering: int = -1) -> Any:
-        """Open a file. A written file appears when it is closed; an unbuffered one reads ranges on demand."""
-        return RangeFile(self) if mode == "rb" and not buffering else self.call("open", mode)
+    open = partialmethod(call, "open")  # a written file appears when it is closed
+
+    def read_at(self, view: memoryview, offset: int) -> int:
+        """Fill memory with the bytes from an offset on, by one request; return how many there were. Thread-safe."""
+        data = self.call("cat_file", start=offset, end=offset + len(view))
+        view[: len(data)] = data
+        return len(data)
 
     def create(self, data: bytes) -> None:
         """Write a new object, or raise FileExistsError. Of several concurrent processes exactly one succeeds.
@@ -170,51 +173,22 @@ class RemotePath:
             self.write_bytes(data)
 
 
-class RangeFile(io.RawIOBase):
-    """An existing object that is read range by range, with one request each."""
-
-    def __init__(self, path: RemotePath) -> None:
-        super().__init__()
-        self._path, self._at = path, 0
-        self.size = path.stat().st_size
-
-    def read_at(self, view: memoryview, offset: int) -> int:
-        """Fill memory with the bytes from an offset on; return how many there were. Thread-safe."""
-        end = min(offset + len(view), self.size)
-        if end <= offset:
-            return 0
-        data = self._path.call("cat_file", start=offset, end=end)
-        view[: len(data)] = data
-        return len(data)
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    seekable = readable
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position; return it."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        """Read the next bytes."""
-        count = self.read_at(memoryview(into).cast("B"), self._at)
-        self._at += count
-        return count
-
-
 def listing(folder: Path) -> dict[str, Path]:
     """Return the children of a folder on object storage by name; empty for a local folder, where ``stat`` is fast."""
     return {path.name: path for path in folder.iterdir()} if is_remote(folder) else {}
 
 
-def read_at(file: Any, view: memoryview, offset: int) -> int:
-    """Read an unbuffered open file at an offset; return the number of bytes. Local operation, thread-safe."""
-    if isinstance(file, RangeFile):
-        return file.read_at(view, offset)
-    return os.preadv(file.fileno(), [view], offset)
+@contextmanager
+def random_access(path: Path) -> Iterator[tuple[int, Callable[[memoryview, int], int]]]:
+    """Yield the size of a file, and a function that fills memory with its bytes from an offset on. Local operation.
+
+    The function returns the number of bytes, and is thread-safe.
+    """
+    if is_remote(path):
+        yield path.stat().st_size, path.read_at
+        return
+    with path.open("rb", buffering=0) as file:
+        yield os.fstat(file.fileno()).st_size, lambda view, offset: os.preadv(file.fileno(), [view], offset)
 
 
 def last_written(folder: Path) -> float | None:

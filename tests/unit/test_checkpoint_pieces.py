@@ -10,7 +10,9 @@ import torch
 from te_fsdp.checkpoint.compare import Differences, compare_stacked
 from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Lazy
 from te_fsdp.checkpoint.load_source import Source
-from te_fsdp.checkpoint.reader import DCP_KIND, Contents, cut_by_tp, empty_manifest, refuse_scrambled
+from te_fsdp.checkpoint.plain_dcp import cut_by_tp
+from te_fsdp.checkpoint.portable.convert import refuse_scrambled
+from te_fsdp.checkpoint.reader import DCP_KIND, Contents, empty_manifest
 from te_fsdp.errors import CheckpointError
 
 HIDDEN, FFN = 24, 40

@@ -10,14 +10,14 @@ import torch
 from te_fsdp.checkpoint.holders import holders_of
 from te_fsdp.checkpoint.lazy_tensors import InMemory
 from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
-from te_fsdp.checkpoint.portable.huggingface_model import Description, Share, TeNames, describe_shares
-from te_fsdp.checkpoint.portable.weight_transfer import make_plan
+from te_fsdp.checkpoint.portable.huggingface_model import TeNames
+from te_fsdp.checkpoint.portable.weight_transfer import Share, describe_shares, make_plan
 from te_fsdp.errors import CheckpointError
 
 
 def told(shape, *places, dtype=torch.float32):
     """A rank's description of a tensor of which it has rectangles."""
-    return Description(shape, torch.bfloat16, dtype, places)
+    return Share(shape, torch.bfloat16, dtype, places=places)
 
 
 def rows(name, height, width, ranks, rank):

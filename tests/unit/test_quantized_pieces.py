@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Piece
-from te_fsdp.checkpoint.quantized_pieces import Quantized, quantized_or_plain
+from te_fsdp.checkpoint.plain_dcp import Quantized, quantized_or_plain
 from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.boxed import QuantizedSlice, values_of
 from te_fsdp.quantized.components import components_of

@@ -36,7 +36,7 @@ from te_fsdp.checkpoint.manifest import (
     unreadable,
     write_manifest,
 )
-from te_fsdp.checkpoint.plain_dcp import open_dcp, with_leaves
+from te_fsdp.checkpoint.plain_dcp import cut_by_tp, open_dcp, with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
 from te_fsdp.checkpoint.reader import (
     CHECKPOINT,
@@ -47,7 +47,6 @@ from te_fsdp.checkpoint.reader import (
     open_checkpoint_contents,
     portable_name,
     portable_text,
-    refuse_scrambled,
     split_experts,
     stack_experts,
 )
@@ -140,6 +139,17 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
         refuse_scrambled(contents)
     stack_experts(contents)
     return contents
+
+
+def refuse_scrambled(contents: Contents) -> None:
+    """Raise CheckpointError for a plain directory of tensor parallelism: gated weights have rows in rank order."""
+    if cut := sorted(key.removeprefix("model.") for key in cut_by_tp(contents.tensors)):
+        raise CheckpointError(
+            f"{contents.source}: {len(cut)} weight(s) in pieces of tensor parallelism: {shorten(cut, 3)}",
+            expected="rows as in the unsharded module",
+            got="those of fused and gated weights rank by rank, and nothing that tells which weights these are",
+            fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
+        )
 
 
 def check_written(target: Path, contents: Contents) -> None:

@@ -26,7 +26,7 @@ from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
-from te_fsdp.checkpoint.named import parts_of
+from te_fsdp.checkpoint.optimizer_state import parts_of
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import (
@@ -35,7 +35,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     TeNames,
     describe_model,
 )
-from te_fsdp.checkpoint.portable.weight_folder import save_huggingface
+from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
 from te_fsdp.checkpoint.portable.weight_transfer import check_fits
 from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.shard_files import no_progress

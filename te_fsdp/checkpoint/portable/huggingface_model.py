@@ -1,37 +1,22 @@
-"""The TransformerEngine model of a Hugging Face model: names, options and functions of its parts, and ranks' shares.
-
-torch's ``HuggingFaceStorageWriter`` (2.11 to 2.15) does not assemble tensors: it writes tensors that are unsharded on a
-rank, with a file of them in memory at once, or every rank's shards, which a second pass over the disk must join. It
-does not sync or rename at the end, and its tensors are the model's own, not other rows of them. Measured on 2 CPU ranks
-with 509 MB: 5.5 to 6.1 s and 1.7 s of CPU time here; 6.8 to 13 s, 2.3 to 3.0 s and twice the disk there.
-"""
+"""The TransformerEngine model of a Hugging Face model: names, options and functions of its parts."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from te_fsdp.checkpoint.holders import Place
-from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
-from te_fsdp.checkpoint.model_state import OwnedTensor, owned_parameters
-from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
-from te_fsdp.checkpoint.reader import with_remainders
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.features.main_weights import main_weight
-from te_fsdp.layout import Box
 from te_fsdp.modules.rotary import frequencies_of, scales_attention, wanted_rotary
 from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, format_differences, semantics_of
-from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 Recorded = Mapping[str, Semantics]
 _Options = TypeVar("_Options", "TeNames", "TeBlocks")
@@ -203,108 +188,3 @@ def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -
     if scales_attention(a.rope_scaling) and "MultiheadAttention" in {one.kind for one in recorded.values()}:
         texts.append(f"attention: scaled by its heads alone, not as {dict(a.rope_scaling or {})} has it")
     return texts
-
-
-# ------------------------------------------- the model's tensors, each put together on the one rank that needs it
-
-#: A rank's pieces of a tensor, with their offsets; read when they are sent.
-Pieces = list[tuple[tuple[int, ...], Lazy]]
-
-
-class Description(NamedTuple):
-    """A rank's description of a tensor of the unsharded model."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # of the parameter
-    values: torch.dtype
-    places: tuple[Place, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Return the size in bytes of the unsharded tensor."""
-        return math.prod(self.shape) * self.values.itemsize
-
-
-class Share(NamedTuple):
-    """This rank's part of one tensor of the unsharded model."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    values: torch.dtype
-    pieces: Pieces
-
-    @property
-    def about(self) -> Description:
-        """Return the description for other ranks."""
-        return Description(*self[:3], tuple((at, piece.shape) for at, piece in self.pieces))
-
-
-def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]:
-    """Return this rank's share of every parameter, by name in the unsharded model. Local operation.
-
-    FSDP2 units are resharded. Values are those of an fp32 main weight if the optimizer has one, else the parameter's. A
-    tied parameter has its first name; a stacked parameter of experts becomes one for each, with global indices.
-    """
-    found: dict[str, Share] = {}
-    for owned in owned_parameters(model):
-        share = _share(owned, optimizer)
-        if not owned.is_grouped:
-            found[owned.fqn] = share
-            continue
-        for n in range(share.shape[0]):
-            held = [(at, piece) for at, piece in share.pieces if at[0] <= n < at[0] + piece.shape[0]]
-            pieces = [(at[1:], piece.select(n - at[0])) for at, piece in held]
-            found[f"{owned.fqn}{n}"] = share._replace(shape=share.shape[1:], pieces=pieces)
-    return found
-
-
-class _Dequantized(Lazy):
-    """The values of a rectangle of a quantized tensor."""
-
-    def __init__(self, local: Any, at: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        super().__init__(shape, dtype, lambda first, last: InMemory(self.on_device()).rows(first, last))
-        self._local, self._at = local, at
-
-    def on_device(self) -> torch.Tensor:
-        """See :meth:`Lazy.on_device`."""
-        return self._local.dequantize()[self._at]
-
-
-def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
-    info, dtype, main = owned.info, owned.parameter.dtype, main_weight(optimizer, owned.parameter)
-    local: Any = owned.local
-    if main is not None and main.dtype != torch.int16:
-        assert optimizer is not None
-        state = optimizer.state[owned.parameter]["master_param"]
-        entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
-        assert entry is not None
-        held: Pieces = [(one.offsets, InMemory(one.tensor)) for one in entry.pieces]
-        return Share(info.original_shape, dtype, main.dtype, held)
-
-    def piece(box: Box) -> Lazy:
-        at = box.local_slices()
-        if main is not None:  # FusedAdam's remainders of bf16 weights
-            return with_remainders(InMemory(local[at]), InMemory(main[at]))
-        if not _te.is_quantized(local):
-            return InMemory(local[at])
-        return _Dequantized(local, at, box.sizes, dtype)
-
-    held = [(box.original, piece(box)) for box in info.boxes]
-    return Share(info.original_shape, dtype, dtype if main is None else torch.float32, held)
-
-
-def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Description]:
-    """Return every tensor of the unsharded model, without shares, from the ranks' descriptions, which must agree."""
-    found: dict[str, Description] = {}
-    for number, every in enumerate(seen):
-        for name, about in every.items():
-            one = about._replace(places=())
-            # A rank without elements may have no main weight either.
-            if about.places and found.setdefault(name, one) != one:
-                raise CheckpointError(
-                    f"{name}: of another kind on rank {number}",
-                    expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
-                    got=tuple(one[:3]),
-                    fix="build and train the same model, with the same optimizer, on all ranks",
-                )
-    return found

@@ -1,39 +1,53 @@
-"""Stream of a sharded model's weights under Hugging Face's names."""
+"""Stream of a sharded model's weights under Hugging Face's names, to iterate over or into a folder."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial, reduce
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import nn
 
 from te_fsdp.checkpoint.async_save import batches
-from te_fsdp.checkpoint.lazy_tensors import Lazy
-from te_fsdp.checkpoint.model_state import owned_parameters
-from te_fsdp.checkpoint.portable.fp8_blocks import (
-    BLOCK,
-    block_shares,
-    is_linear,
-    quantize_blocks,
-    repack,
-    scale_name,
+from te_fsdp.checkpoint.directory import new_directory
+from te_fsdp.checkpoint.lazy_tensors import (
+    Lazy,
+    assign_files,
+    total_bytes,
+    write_header,
+    write_index,
 )
+from te_fsdp.checkpoint.model_state import owned_parameters
+from te_fsdp.checkpoint.portable.huggingface_config import write_config
 from te_fsdp.checkpoint.portable.huggingface_map import ROUNDED, Group
-from te_fsdp.checkpoint.portable.huggingface_model import Share, TeBlocks, TeNames, given_or_default
+from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, given_or_default
 from te_fsdp.checkpoint.portable.weight_transfer import (
+    BLOCK,
+    Share,
     TransferPlan,
     assemble,
+    block_shares,
     checksums_of,
+    is_linear,
     make_plan,
+    quantization_config,
+    quantize_blocks,
     raise_error,
+    repack,
+    scale_name,
     shares_to_write,
     tensors_of,
 )
-from te_fsdp.collectives.agreement import all_agree, gather, rank, world_size
+from te_fsdp.checkpoint.shard_files import sync
+from te_fsdp.checkpoint.storage import absolute
+from te_fsdp.collectives.agreement import all_agree, from_rank_0, gather, rank, world_size
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, OrderError, require_kind, shorten
 from te_fsdp.upstream.torch_dtensor import versions_of
@@ -42,6 +56,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
+#: Least bytes of a file that is started only to let more ranks write at once.
+_SMALLEST_FILE = 256 << 20
+#: Limit in bytes of what a rank allocates on its device, except for a larger group.
+_BUCKET_BYTES = 256 << 20
+_MAX_FILE_BYTES = 5 * 10**9
 
 WeightFormat: TypeAlias = Literal["native", "bf16", "fp8-block"]
 
@@ -87,13 +106,10 @@ def iter_weights(
             before the last bucket (on all ranks, at the next one).
     """
     with collective_call("huggingface.iter_weights"):
-        stream = all_agree(
-            lambda: WeightStream(
-                model, optimizer, config, names, blocks, format, receiver, bucket_bytes, since
-            )
-        )
-        options = (format, receiver, bucket_bytes, since is not None)
-        _compare_options(dict(zip(("format", "receiver", "bucket_bytes", "since"), options, strict=True)))
+        options = (config, names, blocks, format, receiver, bucket_bytes, since)
+        stream = all_agree(lambda: WeightStream(model, optimizer, *options))
+        given = {"format": format, "receiver": receiver, "bucket_bytes": bucket_bytes}
+        _compare_options({**given, "since": since is not None})
         stream.start()
     return stream
 
@@ -108,10 +124,10 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         config: Any,
         names: TeNames | None,
         blocks: TeBlocks | None,
-        format: WeightFormat,
-        receiver: int | Sequence[int] | None,
-        bucket_bytes: int,
-        since: WeightStream | None,
+        format: WeightFormat = "native",
+        receiver: int | Sequence[int] | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
+        since: WeightStream | None = None,
         *,
         dtype: torch.dtype | None = None,
         comparable: bool = True,
@@ -142,8 +158,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                     why="GPT-2 stores them transposed, and no inference engine reads them in FP8",
                     fix="format='bf16'",
                 )
-            found = {owned.fqn: block_shares(owned) for owned in owned}
-            self._exact = {name: shares for name, shares in found.items() if shares}
+            self._exact = {one.fqn: shares for one in owned if (shares := block_shares(one))}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._tensors: Iterator[tuple[str, torch.Tensor | None]] = iter(())
 
@@ -193,7 +208,9 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
     def _describe(self) -> dict[str, Lazy]:
         """Return shapes and dtypes of the tensors; raise CheckpointError for a model that does not fit the map."""
-        held = {name: Lazy(one.shape, one.dtype, _unread) for name, one in self._plan.parameters.items()}
+        # Only shapes and dtypes are needed, so nothing is ever read.
+        described = partial(Lazy, read=cast("Any", None))
+        held = {name: described(one.shape, one.dtype) for name, one in self._plan.parameters.items()}
         # The map checks names and shapes of tensors that are never read here.
         plain, found = self._weights.lazily(held, to_te=False, dtype=self._dtype), {}
         for group in self._weights.groups:
@@ -201,8 +218,8 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                 found[name] = plain[name]
                 if self._is_fp8(group):
                     shape = tuple(-(-size // BLOCK) for size in plain[name].shape)
-                    found[name] = Lazy(plain[name].shape, torch.float8_e4m3fn, _unread)
-                    found[scale_name(name)] = Lazy(shape, torch.float32, _unread)
+                    found[name] = described(plain[name].shape, torch.float8_e4m3fn)
+                    found[scale_name(name)] = described(shape, torch.float32)
         return found
 
     def _is_fp8(self, group: Group) -> bool:
@@ -214,10 +231,8 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
     def names_of(self, group: Group) -> list[str]:
         """Return the names under which a group's tensors are yielded."""
-        names = group.names(te=False, tied=False)
-        return [
-            each for name in names for each in ((name, scale_name(name)) if self._is_fp8(group) else (name,))
-        ]
+        named = (str, scale_name) if self._is_fp8(group) else (str,)
+        return [of(name) for name in group.names(te=False, tied=False) for of in named]
 
     def _bytes(self, group: Group) -> int:
         """Return the bytes that are sent for a group."""
@@ -292,49 +307,34 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
             if not is_fp8:
                 yield name, tensor
                 continue
-            quantized, scale = quantize_blocks(tensor)
-            yield name, quantized
-            yield scale_name(name), scale
+            yield from zip((name, scale_name(name)), quantize_blocks(tensor), strict=True)
 
 
-def _unread(first: int, last: int) -> torch.Tensor:
-    raise AssertionError("shape and dtype are needed alone")
-
-
-def _check_options(
-    format: object,
-    receiver: object,
-    bucket_bytes: object,
-    since: object,
-) -> None:
+def _check_options(format: object, receiver: object, bucket_bytes: object, since: object) -> None:
     """Check the options of :func:`iter_weights`; raise CheckpointError otherwise. Local operation."""
-    if format not in get_args(WeightFormat):
-        raise CheckpointError(
-            "iter_weights: format", expected=" or ".join(map(repr, get_args(WeightFormat))), got=repr(format)
-        )
+    formats, most = get_args(WeightFormat), world_size()
     ranks = receiver if isinstance(receiver, Sequence) and receiver else [receiver]
-    known = [type(one) is int and 0 <= one < world_size() for one in ranks]
-    if receiver is not None and not all(known):
-        raise CheckpointError(
-            "iter_weights: receiver", expected=f"None, or ranks below {world_size()}", got=repr(receiver)
-        )
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
-        raise CheckpointError(
-            "iter_weights: bucket_bytes", expected="a number of bytes above 0", got=repr(bucket_bytes)
-        )
-    if since is None:
+    is_known = receiver is None or all(type(one) is int and 0 <= one < most for one in ranks)
+    is_count = type(bucket_bytes) is int and bucket_bytes > 0
+    for name, given, fits, expected in (
+        ("format", format, format in formats, " or ".join(map(repr, formats))),
+        ("receiver", receiver, is_known, f"None, or ranks below {most}"),
+        ("bucket_bytes", bucket_bytes, is_count, "a number of bytes above 0"),
+    ):
+        if not fits:
+            raise CheckpointError(f"iter_weights: {name}", expected=expected, got=repr(given))
+    if since is None or (isinstance(since, WeightStream) and since.ended and since.format == format):
         return
-    if not isinstance(since, WeightStream) or not since.ended or since.format != format:
-        got = "a stream that has not ended" if isinstance(since, WeightStream) else type(since).__name__
-        if isinstance(since, WeightStream) and since.ended:
-            got = f"a stream of format={since.format!r}"
-        raise CheckpointError(
-            "iter_weights: since",
-            expected=f"an earlier iter_weights(..., format={format!r}), iterated to its end",
-            got=got,
-            why="The earlier stream records which weights the receivers have",
-            fix="keep the iterator: stream = iter_weights(...); for name, tensor in stream: ...",
-        )
+    got = type(since).__name__
+    if isinstance(since, WeightStream):
+        got = f"a stream of format={since.format!r}" if since.ended else "a stream that has not ended"
+    raise CheckpointError(
+        "iter_weights: since",
+        expected=f"an earlier iter_weights(..., format={format!r}), iterated to its end",
+        got=got,
+        why="The earlier stream records which weights the receivers have",
+        fix="keep the iterator: stream = iter_weights(...); for name, tensor in stream: ...",
+    )
 
 
 def _compare_options(options: dict[str, object]) -> None:
@@ -348,3 +348,153 @@ def _compare_options(options: dict[str, object]) -> None:
             got=shorten([f"rank {n}: {[one[name] for name in wrong]!r:.60}" for n, one in enumerate(seen)]),
             fix="pass equal arguments; with receiver=0 the other ranks iterate, too, and get None",
         )
+
+
+# ------------------------------------------------------------------------------------------------------- folders
+
+
+@torch.no_grad()
+def save_huggingface(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    config: Any,
+    names: TeNames | None = None,
+    blocks: TeBlocks | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> None:
+    """Write a model as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads, from any mesh.
+
+    Norms, heads, activation and layouts are read from the model. The tensors are those of
+    :func:`te_fsdp.huggingface.iter_weights`. Each is assembled on the device of the rank that writes its file, together
+    with its group (query, key and value of a layer; gate and up; one expert). In addition to the model, a rank needs at
+    most five times the bytes of the largest group, on the device and in the CPU's memory together. The folder appears
+    when it is complete and on disk. Collective over the world: call on all ranks, between steps; all ranks must reach
+    the folder.
+
+    Args:
+        path: The folder to make. It must not exist, or be an empty directory.
+        model: Sharded or not, quantized or not.
+        optimizer: If it has main weights, these are written, rounded once.
+        config: A Hugging Face folder of the same model, whose tokenizer and similar files are copied; or a
+            ``transformers`` configuration, or the contents of a ``config.json``.
+        names: Names of the model's parts.
+        blocks: Options of the layers that the model does not show, because its norms are of a custom class.
+        dtype: Dtype of the files; ``None``: that of each parameter.
+        max_file_bytes: Size after which another file is started.
+
+    Raises:
+        CheckpointError: ``path`` exists; an unsupported model, or another one than ``config`` describes; ranks that do
+            not have every element; files that cannot be written. The same on all ranks, and no folder appears.
+        OrderError: An optimizer of other parameters.
+    """
+    with collective_call("checkpoint.save_huggingface"):
+        stream = all_agree(
+            lambda: WeightStream(model, optimizer, config, names, blocks, dtype=dtype, comparable=False)
+        )
+        _write_folder(path, stream, config, max_file_bytes)
+
+
+@torch.no_grad()
+def save_folder(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    config: Any,
+    names: TeNames | None = None,
+    blocks: TeBlocks | None = None,
+    format: WeightFormat = "fp8-block",
+    bucket_bytes: int = _BUCKET_BYTES,
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> None:
+    """Write a folder of weights for inference engines, as :func:`te_fsdp.checkpoint.save_huggingface`.
+
+    ``config.json`` gets ``quantization_config`` for ``"fp8-block"``, as vLLM, SGLang and transformers read it. The
+    arguments and errors are those of :func:`te_fsdp.checkpoint.save_huggingface`; ``format`` and ``bucket_bytes``, the
+    limit in bytes of what a rank allocates on its device, are those of :func:`te_fsdp.huggingface.iter_weights`.
+    """
+    with collective_call("huggingface.save_folder"):
+        options = (config, names, blocks, format, None, bucket_bytes)
+        stream = all_agree(lambda: WeightStream(model, optimizer, *options, comparable=False))
+        _write_folder(path, stream, config, max_file_bytes)
+
+
+def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: int) -> None:
+    """Write all tensors of a stream that has not started. Collective over the world."""
+    if type(max_file_bytes) is not int or max_file_bytes < 1:
+        raise CheckpointError("max_file_bytes", expected="a number of bytes from 1", got=repr(max_file_bytes))
+    stream.start()
+    ranks, tensors = world_size(), stream.tensors
+    # More files than max_file_bytes requires, so that all ranks write, unless files would become small.
+    most = min(max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // ranks)))
+    groups = (group for bucket in stream.buckets for group in bucket)
+    assigned = assign_files(tensors, map(stream.names_of, groups), most)
+    count = len(assigned)  # spread over the world: adjacent ranks share a host
+    writers = [n * ranks // count if count <= ranks else n % ranks for n in range(count)]
+    files = {file: (writer, names) for writer, (file, names) in zip(writers, assigned.items(), strict=True)}
+    # Before the first tensor, because it replaces the buckets.
+    stream.send_to({name: writer for writer, names in files.values() for name in names})
+    with ExitStack() as stack:
+        # Rank 0 alone makes the hidden folder, and renames it at the end, when all ranks have written.
+        folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
+        failed = _write_files(stream, folder, files)
+        # After the end of the stream: a rank that cannot write still sends its parts to the others.
+        all_agree(lambda: raise_error(failed))
+
+        def finish() -> None:
+            write_index(folder, stream.tensors, {file: names for file, (_, names) in files.items()})
+            is_fp8 = stream.format == "fp8-block"
+            quantization = quantization_config(config, names=stream.names) if is_fp8 else None
+            write_config(folder, config, stream.tensors, quantization)
+            stack.close()
+
+        from_rank_0(finish)
+
+
+def _write_files(
+    stream: WeightStream, folder: Path, files: Mapping[str, tuple[int, Sequence[str]]]
+) -> Exception | None:
+    """Write the tensors that this rank receives, in a thread, while the next bucket is assembled.
+
+    Collective over the world, also after an error of this rank, which is returned.
+    """
+    file_of = {name: file for file, (_, names) in files.items() for name in names}
+    failed: Exception | None = None
+
+    def append(bucket: dict[str, torch.Tensor]) -> None:
+        for name, tensor in bucket.items():
+            file = folder / file_of[name]
+            if not file.exists():
+                # The header needs only shapes. The bytes follow in its order, which is that of the stream.
+                held = {key: stream.tensors[key] for key in files[file.name][1]}
+                write_header(file, held, {})
+            with file.open("ab") as opened:
+                opened.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(lambda: None)
+        for groups in stream.buckets:
+            # Every rank takes all names of the bucket, with ``None`` for the tensors of others: it is collective.
+            count = sum(len(stream.names_of(group)) for group in groups)
+            bucket = {name: one.cpu() for name, one in islice(stream, count) if one is not None}
+            try:
+                # At most two buckets are in the CPU's memory: the one being written, and the next.
+                writing.result()
+                writing = pool.submit(append, bucket)
+            except Exception as error:
+                failed = failed or error
+            del bucket
+        for _ in stream:  # its end is collective
+            pass
+        try:
+            writing.result()
+            for file, (writer, _) in files.items():
+                # A file is on disk only when the host that wrote it has synced it.
+                if writer == rank():
+                    sync(folder / file)
+        except Exception as error:
+            failed = failed or error
+    return failed

@@ -162,7 +162,7 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
     """One rank's disk is full, one cannot read its weights; errors, and the files afterwards. Then it works."""
     import te_fsdp
     from te_fsdp.checkpoint.lazy_tensors import InMemory
-    from te_fsdp.checkpoint.portable import huggingface as hf, weight_folder
+    from te_fsdp.checkpoint.portable import huggingface as hf, weight_stream
     from te_fsdp.checkpoint.portable.huggingface_map import Group
     from te_fsdp.errors import CheckpointError
 
@@ -177,7 +177,7 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
 
     outcome: dict[str, list[str]] = {"errors": [], "left": []}
     faults = (
-        (weight_folder, "write_header", full),
+        (weight_stream, "write_header", full),
         (InMemory, "on_device", unreadable),
         (Group, "convert", unreadable),
     )

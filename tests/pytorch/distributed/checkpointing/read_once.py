@@ -19,19 +19,19 @@ from checkpointing.models import Case, Run
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """The bytes of each read of tensors and tables from object storage, by this rank."""
-    from te_fsdp.checkpoint.storage import RangeFile
+    from te_fsdp.checkpoint.storage import RemotePath
 
-    read_at, counts = RangeFile.read_at, []
+    read_at, counts = RemotePath.read_at, []
 
-    def counting(self: RangeFile, view: memoryview, offset: int) -> int:
+    def counting(self: RemotePath, view: memoryview, offset: int) -> int:
         counts.append(read_at(self, view, offset))
         return counts[-1]
 
-    RangeFile.read_at = counting
+    RemotePath.read_at = counting
     try:
         yield counts
     finally:
-        RangeFile.read_at = read_at
+        RemotePath.read_at = read_at
 
 
 def save(case: Case, axes: dict[str, int], directory: str) -> tuple[Run, Any]:
