@@ -9,8 +9,10 @@ A pipeline stage is a model whose tensors have the names of the unsplit model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -241,6 +243,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
+def in_several(names: list[str], where: str) -> CheckpointError:
+    """Return the error for tensors of one name in stages."""
+    return CheckpointError(
+        f"save: {len(names)} tensor(s) of one name in {where}: {shorten(names)}",
+        expected="every name in one stage",
+        got="layers that each stage counts from 0, or tensors that stages share",
+        why="The files hold one tensor under each name, so that all others would be lost",
+        fix="give a stage the names of the whole model: leave the other layers out of an nn.ModuleDict, or set them to "
+        'None in a copy of the model; save(..., shared=["embedding.weight"]) names what stages share, which must be '
+        "equal and is stored once",
+    )
+
+
 @dataclass
 class ModelState:
     """A model's contribution to a checkpoint, or the target of a load."""
@@ -256,15 +271,19 @@ class ModelState:
     cut_blocks: set[str] = field(default_factory=set)
 
 
-def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
+def model_state(
+    model: nn.Module, *, may_cut_blocks: bool = False, shared: tuple[str, ...] | None = None
+) -> ModelState:
     """Return entries and description of a model's parameters and persistent buffers. Local operation.
 
     FSDP2 units are resharded: entries are views of the sharded parameters. With ``may_cut_blocks``, shards may cut the
     blocks of a quantized weight. That weight has no entries, and can be loaded through high precision, but not saved.
+    ``shared`` are patterns of the names that stages of a rank share; ``None``: any, because a load fills each of them.
     Raise CheckpointError for tensors on meta, PlacementError for a shard whose place in the original is unknown.
     """
     state = ModelState({id(owned.parameter): owned for owned in owned_parameters(model)})
     buffers = owned_tensors(model, "_buffers")
+    _check_names(model, [o.fqn for o in (*state.owned.values(), *buffers)], shared)
     absent = [o.fqn for o in (*state.owned.values(), *buffers) if o.local.is_meta]
     if absent:
         raise CheckpointError(
@@ -283,9 +302,51 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     for owned in buffers:
         key, buffer = f"model.{owned.fqn}", owned.parameter
         state.buffers[owned.fqn] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
-        state.entries[key] = owned.entry(owned.local)
+        add_entry(state.entries, key, owned.entry(owned.local))
         state.keys[owned.fqn] = [key]
     return state
+
+
+def _check_names(model: nn.Module, names: list[str], shared: tuple[str, ...] | None) -> None:
+    """Raise CheckpointError for several tensors of one name, unless ``shared`` has it. Local operation."""
+    if shared is None and isinstance(model, JoinedModules):
+        return
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    twice = [name for name in twice if not any(fnmatchcase(name, pattern) for pattern in shared or ())]
+    if twice and isinstance(model, JoinedModules):
+        raise in_several(twice, "the stages of one rank")
+    if twice:
+        raise CheckpointError(
+            f"checkpoint: {len(twice)} name(s) of several tensors of the model: {shorten(twice)}",
+            expected="a name of its own for each, without the parts that torch.compile and activation checkpointing "
+            "insert",
+            why="The files hold one tensor under each name, so that all others would be lost",
+            fix="rename a module: leave out dots, _orig_mod and _checkpoint_wrapped_module",
+        )
+
+
+def merge_copies(entries: dict[str, Entry]) -> bool:
+    """Remove the pieces that a rank has twice, because of ``shared`` names; return whether there were any. Local.
+
+    Raise CheckpointError for copies that differ.
+    """
+    found = False
+    for key, entry in entries.items():
+        by_place = {(piece.offsets, piece.tensor.shape): piece for piece in reversed(entry.pieces)}
+        if len(by_place) == len(entry.pieces):
+            continue
+        found = True
+        for piece in entry.pieces:
+            pair = [piece.tensor, by_place[piece.offsets, piece.tensor.shape].tensor]
+            first, other = (part.contiguous().flatten().view(torch.uint8) for part in pair)
+            if not torch.equal(first, other):
+                raise CheckpointError(
+                    f"save: {key} differs between stages of one rank",
+                    expected="equal values of what stages share, which is stored once",
+                    fix="synchronize it after each step",
+                )
+        entries[key] = replace(entry, pieces=tuple(by_place.values()))
+    return found
 
 
 def _add_parameter(
