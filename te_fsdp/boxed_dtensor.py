@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import default_planner, filesystem, state_dict, state_dict_loader
+from torch.distributed.checkpoint import (
+    default_planner,
+    filesystem,
+    hf_storage,
+    state_dict,
+    state_dict_loader,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
@@ -110,7 +118,7 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
 
 
 def place_full_tensors() -> None:
-    """Let torch's ``full_state_dict=True`` place the rows of original tensors; later calls do nothing."""
+    """Let torch place rows of original tensors in full state dicts and safetensors; later calls do nothing."""
 
     def place_states(stock: Any) -> Any:
         @functools.wraps(stock)
@@ -146,11 +154,27 @@ def place_full_tensors() -> None:
 
         return distribute
 
+    def separate(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def split(self: Any, storage_plan: dict[str, int] | None, items: Any) -> dict[int, list[Any]]:
+            # A file of safetensors has one tensor of a name, and torch would drop all pieces but the last one.
+            buckets = stock(self, storage_plan, items)
+            last, files = max(storage_plan.values()) if storage_plan else 1, dict[int, list[Any]]()
+            for number, own in buckets.items():
+                count = Counter[str]()
+                for item in own:
+                    files.setdefault(number + count[item.index.fqn] * last, []).append(item)
+                    count[item.index.fqn] += 1
+            return files
+
+        return split
+
     # torch computes one rectangle from the placements, in ``_distribute_tensors`` (with ``broadcast_from_rank0``) and
     # in ``_distribute_state_dict``. Tensors without a mapping take torch's own way.
     for owner, name, wrap in (
         (_state_dict_utils, "_distribute_tensors", place_pairs),
         (state_dict, "_distribute_state_dict", place_states),
+        (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", separate),
     ):
         _wrap_once(owner, name, wrap)
 
@@ -296,6 +320,13 @@ class BoxedDTensor(DTensor):
                 return self._shard_of(box, to_write=self._map.to_write)
         raise ValueError(f"{index.fqn}: this rank has no rows at {index.offset}")
 
+    def __init_subclass__(cls) -> None:
+        ForkingPickler.register(cls, _reduce_for_process)
+
+    def for_process(self) -> BoxedDTensor:
+        """Return what a pickle for another process has. Local operation."""
+        return self
+
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle an ordinary DTensor, which processes without te_fsdp can read, with a note on its order."""
         # A pickle with this class would need te_fsdp to be read.
@@ -365,6 +396,24 @@ class BoxedDTensor(DTensor):
         for box in self._boxes():
             local[box.local_slices()].copy_(original[box.original_slices()])
         return self if local is self._local_tensor else boxed_like(_torch.dtensor(local, self._spec), self)
+
+
+# A pickle for a process of this job, such as the one in which ``dcp.async_save`` writes, keeps the mapping. As an
+# ordinary DTensor it would be written in the order of the ranks, without an error.
+def _reduce_for_process(tensor: BoxedDTensor) -> Any:
+    tensor = tensor.for_process()
+    found = tensor.__dict__.get(_KEY)
+    plain = _torch.dtensor(tensor._local_tensor, tensor._spec)
+    return _with_map, (plain, found and replace(found, owner=None), tensor.kept_class)
+
+
+def _with_map(tensor: DTensor, found: BoxMap | None, cls: type[BoxedDTensor] | None) -> DTensor:
+    if found is not None:
+        _mark(tensor, found, cls)
+    return tensor
+
+
+ForkingPickler.register(BoxedDTensor, _reduce_for_process)
 
 
 def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:

@@ -7,6 +7,7 @@ of no stage stay, and are a difference on all stages.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fsdp.checkpoint.equal_names import in_several
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
-    JoinedModules,
     ModelState,
     Stage,
     delayed_modules,
@@ -265,15 +266,7 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
 
 
 def check_whole_job(model: nn.Module, stage: Stage | None) -> None:
-    """Raise CheckpointError for a separate model on some ranks, or stages of one rank with equal names.
-
-    A name is one tensor of the checkpoint.
-    """
-    if isinstance(model, JoinedModules):
-        named = chain(*((*m.named_parameters(name), *m.named_buffers(name)) for name, m in model.parts))
-        twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
-        if twice:
-            raise _in_several(twice, "the stages of one rank")
+    """Raise CheckpointError for a separate model on some ranks."""
     for ranks in (meshes.device_mesh.size() for meshes in meshes_of(model)):
         if stage is None and ranks != world_size():
             raise CheckpointError(
@@ -286,25 +279,13 @@ def check_whole_job(model: nn.Module, stage: Stage | None) -> None:
             )
 
 
-def _in_several(names: list[str], where: str) -> CheckpointError:
-    return CheckpointError(
-        f"save: {len(names)} tensor(s) of one name in {where}: {shorten(names)}",
-        expected="every name in one stage",
-        got="layers that each stage counts from 0, or tensors that stages share",
-        why="The files hold one tensor under each name, so that all others would be lost",
-        fix="give a stage the names of the whole model: leave the other layers out of an nn.ModuleDict, or set them to "
-        'None in a copy of the model; save(..., shared=["embedding.weight"]) names what stages share, which must be '
-        "equal and is stored once",
-    )
-
-
 def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) -> None:
     """Check that all ranks of a stage describe the same model and optimizer, and all ranks one path.
 
     Rank 0 alone calls this; raise CheckpointError otherwise.
     """
     # Taken out first: all ranks have one path, while the other digests are compared within a stage.
-    paths = [seen.pop("path").decode() for seen in digests]
+    paths = [os.fsdecode(seen.pop("path")) for seen in digests]
     for path in paths:
         if path != paths[0]:
             raise CheckpointError(
@@ -354,7 +335,7 @@ def join(
     several = [name for name, count in counts.items() if count > 1]
     several = [name for name in several if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     if several:
-        raise _in_several(several, "several stages")
+        raise in_several(several, "several stages")
     joined["extra_states"] = list(dict.fromkeys(n for part in fields for n in part["extra_states"]))
     recorded = [part["semantics"] for part in fields]
     modules = _union([from_json(part) for part in recorded], "settings of modules")

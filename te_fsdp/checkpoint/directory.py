@@ -156,6 +156,8 @@ def discard(temporary: Path) -> None:
 
 
 def _check_free(target: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.lstat(target)  # raises for a name that is too long
     if os.path.lexists(target) and (not target.is_dir() or target.is_symlink() or any(target.iterdir())):
         raise _exists(target)
 

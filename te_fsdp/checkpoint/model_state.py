@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.checkpoint.equal_names import refuse_equal_names
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.tensor_entries import (
     GROUPED,
@@ -295,15 +296,22 @@ class ModelState:
     cut_blocks: set[str] = field(default_factory=set)
 
 
-def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
+def model_state(
+    model: nn.Module, *, may_cut_blocks: bool = False, shared: tuple[str, ...] | None = None
+) -> ModelState:
     """Return entries and description of a model's parameters and persistent buffers. Local operation.
 
     FSDP2 units are resharded: entries are views of the sharded parameters. With ``may_cut_blocks``, shards may cut the
     blocks of a quantized weight. That weight has no entries, and can be loaded through high precision, but not saved.
+    ``shared`` are patterns of the names that stages of a rank share; ``None``: any, because a load fills each of them.
     Raise CheckpointError for tensors on meta, PlacementError for a shard whose place in the original is unknown.
     """
     state = ModelState({id(owned.parameter): owned for owned in owned_parameters(model)})
     buffers = owned_tensors(model, "_buffers")
+    if shared is not None or not isinstance(model, JoinedModules):
+        refuse_equal_names(
+            [o.fqn for o in (*state.owned.values(), *buffers)], shared or (), isinstance(model, JoinedModules)
+        )
     absent = [o.fqn for o in (*state.owned.values(), *buffers) if o.local.is_meta]
     if absent:
         raise CheckpointError(
@@ -322,7 +330,7 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     for owned in buffers:
         key, buffer = f"model.{owned.fqn}", owned.parameter
         state.buffers[owned.fqn] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
-        state.entries[key] = owned.entry(owned.local)
+        add_entry(state.entries, key, owned.entry(owned.local))
         state.keys[owned.fqn] = [key]
     return state
 

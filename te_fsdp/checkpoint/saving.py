@@ -20,6 +20,7 @@ from torch import nn
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.async_save import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
+from te_fsdp.checkpoint.equal_names import merge_copies
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
@@ -206,7 +207,14 @@ class _Collected:
 
     whole: Mapping[str, Any] = {}  #: Fields of all stages of a pipeline; on rank 0
 
-    def __init__(self, model: nn.Module, optimizers: Parts, extra: Any, before: _SaveCache | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Parts,
+        extra: Any,
+        before: _SaveCache | None,
+        shared: tuple[str, ...],
+    ) -> None:
         self.optimizers, self.stage = optimizers, stage_of(model)
         refuse_pending_gradients(model)
         check_whole_job(model, self.stage)
@@ -219,8 +227,11 @@ class _Collected:
         if before is not None and self.is_known:
             self.known = before
         else:
-            self.state = model_state(model)
+            self.state = model_state(model, shared=shared)
             self.optimized = optimizer_state(model, self.optimizers, self.state.owned)
+            # Copies are compared in each save, which therefore reuses no description.
+            if any([merge_copies(self.state.entries), merge_copies(self.optimized.entries)]):
+                look = None
             fields = {
                 "parameters": self.state.described,
                 "buffers": self.state.buffers,
@@ -246,7 +257,7 @@ class _Collected:
         """Return the message to rank 0."""
         known, stage, kind = self.known, None, class_of(self.optimizers)
         digests = {
-            "path": str(target).encode(),
+            "path": os.fsencode(str(target)),
             **known.digests,
             "optimizer": known.digests["optimizer"] + _digest((kind, self.groups)),
             "delayed-scaling state": _digest(self.delayed),
@@ -349,7 +360,7 @@ def _prepare(
     shared: Iterable[str],
 ) -> Writing:
     """Begin a save. Collect, check, make the hidden directory and assign the writers. Collective over the ranks."""
-    model, optimizers = joined_model(given), parts_of(optimizer)
+    model, optimizers, shared = joined_model(given), parts_of(optimizer), tuple(shared)
     found, begun = list[_Collected](), list[Path]()
     # A joined model is made for each call, so the cache of the previous save is found by its first part.
     anchor = model.parts[0][1] if isinstance(model, JoinedModules) else model
@@ -363,7 +374,7 @@ def _prepare(
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             expected = "None (keep all) or a whole number from 1"
             raise CheckpointError("save: keep_last", expected=expected, got=repr(keep_last))
-        found[:] = [_Collected(model, optimizers, extra, before)]
+        found[:] = [_Collected(model, optimizers, extra, before, shared)]
         return found[0].seen(target)
 
     def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:

@@ -77,6 +77,10 @@ class QuantizedDTensor(BoxedDTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _attach_pending(super().__deepcopy__(memo), self, copies=True)
 
+    def for_process(self) -> BoxedDTensor:
+        """Return the values: pickles of TE's tensors lack the quantizer. Local operation."""
+        return boxed_like(self._plain_values(), self)
+
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle the newest values."""
         return BoxedDTensor.__reduce_ex__(_pending_or_same(self), proto)

@@ -1,0 +1,101 @@
+"""Tensors whose names in the files are equal: stages of one rank that share them, and models with odd names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.errors import CheckpointError
+
+
+def stage(layer: int, rope: float, *, persistent: bool = True) -> nn.Module:
+    """A stage under the names of the unsplit model, with the table that all stages have."""
+    torch.manual_seed(layer)
+    found = nn.Module()
+    found.layers = nn.ModuleDict({str(layer): nn.Linear(3, 3)})
+    found.register_buffer("rope", torch.full((4,), rope), persistent=persistent)
+    return found
+
+
+def test_stages_of_a_rank_have_a_buffer_that_is_not_saved(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a", [stage(n, float(n), persistent=False) for n in (0, 1)])
+    assert checkpoint.load(tmp_path / "a", [stage(n, 7.0, persistent=False) for n in (0, 1)]).is_complete
+
+
+def test_stages_of_a_rank_share_what_is_named(tmp_path: Path) -> None:
+    """Stored once, loaded into each; copies that came apart are refused in each save, also in a repeated one."""
+    stages, others = [stage(n, 1.0) for n in (0, 1)], [stage(n, 7.0) for n in (0, 1)]
+    with pytest.raises(CheckpointError, match="one name in the stages of one rank: rope"):
+        checkpoint.save(tmp_path / "a", stages)
+    checkpoint.save(tmp_path / "a", stages, shared=["ro*"])
+    checkpoint.load(tmp_path / "a", others)
+    assert [one.rope.tolist() for one in others] == [[1.0] * 4] * 2
+    stages[1].rope[2] = 3.0
+    with pytest.raises(CheckpointError, match=r"model\.rope differs between stages of one rank"):
+        checkpoint.save(tmp_path / "b", stages, shared=["ro*"])
+    assert sorted(os.listdir(tmp_path)) == ["a"]
+
+
+def test_stages_of_a_rank_share_a_trained_parameter(tmp_path: Path) -> None:
+    """Its optimizer state is shared, too, and must be equal."""
+
+    def made(seed: int) -> tuple[list[nn.Module], torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        stages, value = [nn.Module(), nn.Module()], torch.randn(3)
+        for one in stages:
+            one.weight = nn.Parameter(value.clone())
+        return stages, torch.optim.AdamW([one.weight for one in stages])
+
+    (stages, adam), (others, other_adam) = made(0), made(1)
+    for one in stages:
+        one.weight.grad = torch.ones(3)
+    adam.step()
+    checkpoint.save(tmp_path / "a", stages, adam, shared=["weight"])
+    checkpoint.load(tmp_path / "a", others, other_adam)
+    for one, other in zip(stages, others, strict=True):
+        assert torch.equal(one.weight, other.weight)
+        assert torch.equal(adam.state[one.weight]["exp_avg"], other_adam.state[other.weight]["exp_avg"])
+    adam.state[stages[1].weight]["exp_avg"].add_(1)
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.weight\.exp_avg differs"):
+        checkpoint.save(tmp_path / "b", stages, adam, shared=["weight"])
+
+
+@pytest.mark.parametrize("kind", ["dots", "compiled", "buffers", "both"])
+def test_two_tensors_of_a_model_under_one_name_are_refused(tmp_path: Path, kind: str) -> None:
+    """Otherwise one of them would be lost without an error."""
+    model = nn.Module()
+    inner, name = nn.Module(), "a" if kind == "dots" else "_orig_mod"
+    model.add_module(name, inner)
+    if kind == "dots":
+        model._parameters["a.w"] = nn.Parameter(torch.zeros(2))
+    elif kind == "buffers":
+        model.register_buffer("w", torch.zeros(2))
+    else:
+        model.w = nn.Parameter(torch.zeros(2))
+    if kind in ("buffers", "both"):
+        inner.register_buffer("w", torch.ones(2))
+    else:
+        inner.w = nn.Parameter(torch.ones(2))
+    with pytest.raises(CheckpointError, match=r"1 name\(s\) of several tensors of the model: (a\.)?w:"):
+        checkpoint.save(tmp_path / "a", model)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_that_is_too_long_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Also by an asynchronous save: in the call, not in its thread."""
+    with pytest.raises(CheckpointError, match="File name too long"):
+        checkpoint.save(tmp_path / ("p" * 256), nn.Linear(2, 2), asynchronous=True)
+    checkpoint.save(tmp_path / ("p" * 255), nn.Linear(2, 2))
+
+
+def test_a_path_of_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """``os.listdir`` returns them with surrogates."""
+    path, model = tmp_path / os.fsdecode(b"step-\xff"), nn.Linear(2, 2)
+    checkpoint.save(path, model)
+    assert checkpoint.latest(tmp_path) == path
+    assert checkpoint.load(path, model).is_complete
