@@ -281,19 +281,20 @@ def refuse_unknown_state(optimizer: Any, parameter: torch.Tensor, name: str) -> 
 
 def explain_failed_loads(state: ShardedModel) -> None:
     """Name states of another class that torch's optimizers cannot load from now on. Local operation."""
+    # One function of the module: each function that is passed is called once more.
+    after_failed_load(_refuse_failed_load)
 
-    def refuse(optimizer: Optimizer) -> None:
-        needed = _states_of(optimizer)
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            state, param_state = sharded_model_of(parameter), optimizer.state.get(parameter)
-            if state is not None and explain_failed_loads in state.checks.sharded and param_state:
-                raise _another_class(
-                    f"{type(optimizer).__name__}.load_state_dict: states of {state.names().get(id(parameter))}",
-                    needed,
-                    f"{', '.join(sorted(param_state))}, as of an optimizer of another class",
-                )
 
-    after_failed_load(refuse)
+def _refuse_failed_load(optimizer: Optimizer) -> None:
+    needed = _states_of(optimizer)
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        state, param_state = sharded_model_of(parameter), optimizer.state.get(parameter)
+        if state is not None and explain_failed_loads in state.checks.sharded and param_state:
+            raise _another_class(
+                f"{type(optimizer).__name__}.load_state_dict: states of {state.names().get(id(parameter))}",
+                needed,
+                f"{', '.join(sorted(param_state))}, as of an optimizer of another class",
+            )
 
 
 def _states_of(optimizer: Optimizer) -> tuple[str, ...]:

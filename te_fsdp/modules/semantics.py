@@ -29,7 +29,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 Effect = Literal["error", "strict", "note", "names"]
 
 #: Placeholder in a difference for a value that one model does not record.
-_NOT_RECORDED = "not known"
+_NO_VALUE = "not known"
 
 
 # fmt: off
@@ -371,7 +371,7 @@ def differences(
     for name in one_sided - owners:
         # A missing module is reported without its submodules, which are missing with it.
         if name.rpartition(".")[0] not in one_sided:
-            then, now = (_class(side[name]) if name in side else _NOT_RECORDED for side in (saved, here))
+            then, now = (_class(side[name]) if name in side else _NO_VALUE for side in (saved, here))
             different.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
     return sorted(different, key=lambda d: d.name)
 
@@ -406,7 +406,7 @@ def format_differences(different: Iterable[Difference], words: str = "saved {}, 
     one_sided: dict[str, list[str]] = {}
     for diff in different:
         module, _, setting = diff.name.rpartition(".")
-        if _NOT_RECORDED in (diff.then, diff.now):
+        if _NO_VALUE in (diff.then, diff.now):
             one_sided.setdefault(setting, []).append(module)
         else:
             groups.setdefault(f"{setting}: {words.format(diff.then, diff.now)}", []).append(module)
@@ -452,7 +452,7 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
             continue
         effect = row.effect
         if UNKNOWN in (then, now):  # only one version of a library has the setting
-            effect, then, now = "note", *(_NOT_RECORDED if v is UNKNOWN else v for v in (then, now))
+            effect, then, now = "note", *(_NO_VALUE if v is UNKNOWN else v for v in (then, now))
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # each call defines the padding
         # "<" begins a digest of a lambda, which early versions recorded.

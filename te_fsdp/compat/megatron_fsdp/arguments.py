@@ -240,7 +240,7 @@ UNUSED_OPTIONS: Mapping[str, str] = {
     "fp8_param_gather": "quantized weights are always sent quantized",
     "gradient_reduce_div_fusion": UNUSED_ARGUMENTS["average_in_collective"],
     "suggested_communication_unit_size": UNUSED_ARGUMENTS["disable_bucketing"],
-    "fsdp_all_gather_in_start_param_sync": "start_param_sync() always gathers the root's direct parameters",
+    "fsdp_all_gather_in_start_param_sync": "start_param_sync() always gathers the root's own parameters",
     "fsdp_manual_registration": UNUSED_ARGUMENTS["nccl_ub"],
     "megatron_fsdp_max_pool_double_buffer": UNUSED_ARGUMENTS["maxpool_double_buffer"],
     **{
