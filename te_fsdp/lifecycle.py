@@ -1,6 +1,7 @@
 """Hooks around ``optimizer.step()``: one before every step and one after it, each with a list of functions.
 
     bound models      ``BEFORE_STEP`` and ``AFTER_STEP`` of ``bind_device_mesh.py``
+    main weights      those of ``features/main_weights.py``
     sharded models    those of ``components.py``, which contain the same functions and more
 
 torch calls hooks in the order of their registration, which depends on the program. These lists have one fixed order,

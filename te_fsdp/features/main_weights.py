@@ -43,9 +43,21 @@ from te_fsdp.features.main_params import (
     rekey_scales,
 )
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
-from te_fsdp.lifecycle import parameters_of_optimizer
+from te_fsdp.features.written_weights import record_weight_versions, update_written_main_weights
+from te_fsdp.lifecycle import (
+    StepFunctions,
+    parameters_of_optimizer,
+    register_step_functions,
+    run_checks,
+    sync_tp_replicas,
+)
 from te_fsdp.optimizer_step import registered_optimizers
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
+from te_fsdp.quantized.amax import (
+    KEEPS_MAIN_WEIGHTS,
+    quantized_among,
+    refresh_quantized,
+    restore_optimizer_params,
+)
 from te_fsdp.records import label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch
@@ -191,6 +203,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
     """
     check_optimizer(model, optimizer)
     registered_optimizers().add(optimizer)
+    register_step_functions(BEFORE_STEP, AFTER_STEP)
     if _te.is_fused_adam(optimizer):
         fused: Any = optimizer
         for label, parameter, local in quantized_among(parameters_of_optimizer(optimizer)):
@@ -252,13 +265,24 @@ def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.T
 def use_fused_adam_master_weights(step: Step) -> None:
     """Install FusedAdam's main weights of quantized weights as main parameters, and local tensors for all."""
     optimizer: Any = step.optimizer
-    if not step.models or not _te.is_fused_adam(optimizer):
+    if not step.recorded_params or not _te.is_fused_adam(optimizer):
         return
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is None:
         main_parameters = MainParameters(optimizer, lent=True)
     if not main_parameters.cuts:
         main_parameters.install_main_params_again()
+
+
+#: Run around every step of an optimizer with main weights if no model is sharded (:mod:`te_fsdp.lifecycle`).
+BEFORE_STEP: StepFunctions = (
+    restore_optimizer_params,
+    run_checks,
+    update_written_main_weights,
+    sync_tp_replicas,
+    use_fused_adam_master_weights,
+)
+AFTER_STEP: StepFunctions = (refresh_quantized, record_weight_versions)
 
 
 def optimizers_with_stale_main_weights(

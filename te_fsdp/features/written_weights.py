@@ -8,7 +8,6 @@ import torch
 
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.features.main_params import MAIN, MainParameters, is_low_precision, optimizer_shard_in
-from te_fsdp.features.main_weights import main_weight
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.quantizer_record import write_numbers_of
 from te_fsdp.quantized.rounding import rounded_values
@@ -36,7 +35,7 @@ def _versions_now(optimizer: Optimizer, recorded: WeightVersions | None) -> Weig
 def record_weight_versions(step: Step) -> None:
     """Record the versions of low-precision parameters after a step."""
     main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if step.models and main_parameters is not None:
+    if main_parameters is not None:
         main_parameters.versions = _versions_now(step.optimizer, main_parameters.versions)
 
 
@@ -48,7 +47,7 @@ def record_weight_versions(step: Step) -> None:
 def update_written_main_weights(step: Step) -> None:
     """Update the main weights of parameters that user code has written to. Local operation."""
     main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if not step.models or (main_parameters is None and not _te.is_fused_adam(step.optimizer)):
+    if main_parameters is None and not (step.recorded_params and _te.is_fused_adam(step.optimizer)):
         return
     # The first step compares all main weights with their parameters.
     recorded = None if main_parameters is None else main_parameters.versions
@@ -67,7 +66,8 @@ def update_written_main_weights(step: Step) -> None:
 @torch.no_grad()
 def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
     """Replace the values of a main weight that do not round to its parameter's values."""
-    main = main_weight(optimizer, parameter)
+    main = optimizer.state.get(parameter, {}).get(MAIN)
+    main = None if main is None else _torch.local_of(main)
     # Remainders (int16) complete the parameter's own bits, so they need no update.
     if main is None or not main.numel() or main.dtype == torch.int16:
         return

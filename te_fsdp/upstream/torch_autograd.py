@@ -43,8 +43,8 @@ def renew_hooks(tensor: torch.Tensor) -> None:
 
 # [Note: gradients of DTensor leaves] Autograd detaches a gradient before it assigns it to a leaf. Of a DTensor
 # this operation takes some twenty calls of Python. An assignment in the node before gives the same ``.grad``.
-# Autograd itself handles leaves with a gradient or hooks, results of ``torch.autograd.grad``, and gradients that
-# it casts or copies.
+# Autograd itself handles leaves with a gradient or hooks, frozen leaves, results of ``torch.autograd.grad``, and
+# gradients that it casts or copies.
 #
 # Private names: ``AccumulateGrad.variable``, ``torch._C._will_engine_execute_node``.
 def assign_to_leaves(node: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -62,6 +62,7 @@ def assign_to_leaves(node: Any, gradients: Sequence[torch.Tensor | None]) -> lis
                 gradient is None
                 or leaf is None
                 or leaf.grad is not None
+                or not leaf.requires_grad  # frozen since the forward, so autograd drops the gradient
                 or leaf._backward_hooks
                 or leaf._post_accumulate_grad_hooks
                 or gradient.dtype is not getattr(leaf, "grad_dtype", leaf.dtype)

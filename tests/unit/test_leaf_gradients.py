@@ -60,6 +60,14 @@ def _frozen(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
     return _plain(one, two)
 
 
+def _frozen_later(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
+    """A leaf that is frozen between forward and backward."""
+    total = sum(_Twice.apply(one, two)).sum()
+    two.requires_grad_(False)
+    total.backward()
+    return []
+
+
 def _derived(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
     """A tensor that is not a leaf, and a graph of the gradients."""
     sum(_Twice.apply(one * 3, two)).sum().backward(create_graph=True)
@@ -67,7 +75,7 @@ def _derived(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-@pytest.mark.parametrize("use", [_plain, _again, _hooks, _returned, _some, _frozen, _derived])
+@pytest.mark.parametrize("use", [_plain, _again, _hooks, _returned, _some, _frozen, _frozen_later, _derived])
 def test_as_autograd(monkeypatch: pytest.MonkeyPatch, use: Callable[..., list[Any]]) -> None:
     found = []
     for assigns in (True, False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from te_fsdp import bind_device_mesh, components
 from te_fsdp.check_points import LEVELS
 from te_fsdp.checks import CHECKS
 from te_fsdp.component import Component, Components
+from te_fsdp.features import main_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
-    "before": (bind_device_mesh.BEFORE_STEP, components.BEFORE_STEP),
-    "after": (bind_device_mesh.AFTER_STEP, components.AFTER_STEP),
+    "before": (bind_device_mesh.BEFORE_STEP, main_weights.BEFORE_STEP, components.BEFORE_STEP),
+    "after": (bind_device_mesh.AFTER_STEP, main_weights.AFTER_STEP, components.AFTER_STEP),
 }
 
 
@@ -54,8 +56,9 @@ def test_the_order():
 
 @pytest.mark.parametrize("when", LISTS)
 def test_a_bound_model_has_a_part_of_it_in_the_same_order(when):
-    bound, every = LISTS[when]
-    assert bound == tuple(function for function in every if function in bound)
+    for shorter, longer in itertools.pairwise(LISTS[when]):
+        assert shorter == tuple(function for function in longer if function in shorter)
+        assert len(shorter) < len(longer)
 
 
 def _does(documented):
@@ -68,9 +71,15 @@ def _file_of(item):
     return Path(inspect.getfile(item)).relative_to(ROOT / "te_fsdp")
 
 
-def listed(functions, marked=()):
+def listed(functions, *shorter):
     """The order alone: the functions' docstrings say what each one does."""
-    marks = {function: "*" if function in marked else "" for function in functions}
+    # The shortest list first: a function gets the mark of the first list that contains it.
+    marks = {
+        function: next(
+            (mark for mark, part in zip(("*", "**"), shorter, strict=False) if function in part), ""
+        )
+        for function in functions
+    }
     rows = enumerate(marks.items(), 1)
     return "\n".join(f"{number}. `{f.__name__}` of `{_file_of(f)}`{mark}" for number, (f, mark) in rows)
 
@@ -80,9 +89,9 @@ def setup_list():
 
 
 def step_list(when):
-    """With a mark where `set_device_mesh` also registers a function."""
-    bound, every = LISTS[when]
-    return listed(every, bound)
+    """With a mark where `set_device_mesh` or `main_weights` also register a function."""
+    *shorter, every = LISTS[when]
+    return listed(every, *shorter)
 
 
 def phase_table():

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from matrix.models import recipe_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 STEPS = 4
+#: Bound models that torch's own ``fully_shard`` shards, or nothing.
+BOUND = ("torch", "none")
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
     "SGD": lambda te, params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "AdamW": lambda te, params: torch.optim.AdamW(params, lr=1e-2),
@@ -189,7 +192,7 @@ def trained(
     Args:
         recipe: The format of the weights; ``"none"`` for BF16.
         optimizer: A key of :data:`OPTIMIZERS`. ``FusedAdam`` keeps its own main weights.
-        strategy: The strategy.
+        strategy: The strategy, or one of :data:`BOUND`.
         way: A key of :data:`WAYS`.
         at: The step before which the weights are written to.
         outer: The outer strategy.
@@ -201,7 +204,12 @@ def trained(
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model = Model(recipe)
-    te_fsdp.fully_shard(model, meshes, strategy=strategy, outer_strategy=outer, checks="setup")
+    if strategy in BOUND:
+        te_fsdp.set_device_mesh(model, weight_mesh=meshes.weight if strategy == "torch" else None)
+        if strategy == "torch":
+            fully_shard(model, mesh=meshes.fsdp)
+    else:
+        te_fsdp.fully_shard(model, meshes, strategy=strategy, outer_strategy=outer, checks="setup")
     te_fsdp.materialize(model, seed=0)
     sharded = OPTIMIZERS[optimizer](te, model.parameters())
     if outer == "optim":
