@@ -185,7 +185,9 @@ def random_access(path: Path) -> Iterator[tuple[int, Callable[[memoryview, int],
     The function returns the number of bytes, and is thread-safe.
     """
     if is_remote(path):
-        yield path.stat().st_size, path.read_at
+        size = path.stat().st_size
+        # Object stores refuse a range that begins at the end of the object.
+        yield size, lambda view, offset: path.read_at(view, offset) if offset < size else 0
         return
     with path.open("rb", buffering=0) as file:
         yield os.fstat(file.fileno()).st_size, lambda view, offset: os.preadv(file.fileno(), [view], offset)

@@ -17,6 +17,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory
 from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.shard_files import DamagedFileError, open_checked
 from te_fsdp.checkpoint.storage import Owner, RemotePath, absolute, resolve_path
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
@@ -162,6 +163,28 @@ def test_damage_is_found(memory: str) -> None:
     manifest = path / "te_fsdp.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"folder": "te', b'"folder": "..'))
     assert "expected digest" in text_of(loaded, path)
+
+
+def test_a_read_that_ends_after_the_object(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(fsspec.filesystem("memory"))
+    stock = kind.cat_file
+
+    def refusing(
+        self: Any, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> Any:
+        if start is not None and start >= self.info(path)["size"]:
+            raise OSError("InvalidRange")  # as S3
+        return stock(self, path, start, end, **options)
+
+    monkeypatch.setattr(kind, "cat_file", refusing)
+    path: Any = absolute(f"{memory}/file")
+    path.write_bytes(b"x" * 10)
+    for begin in (8, 12):
+        with (
+            open_checked(path, (10, 0), "") as file,
+            pytest.raises(DamagedFileError, match=f"expected {begin + 4} "),
+        ):
+            file.read(begin, [], torch.empty(4, dtype=torch.uint8))
 
 
 def kill_after(operations: int) -> Any:
