@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hfsdp import fusion, unstepped
 from no_sharding import grad_dtypes
+from plain import programs
 
 
 @pytest.mark.ranks(4)
@@ -30,3 +31,10 @@ def test_fused_gradients_of_weights_that_a_recipe_casts(pool):
 @pytest.mark.ranks(2)
 def test_fp32_gradients_of_bf16_parameters_that_only_tp_shards(pool):
     assert all(result["moved"] == 4 for result in pool.run(grad_dtypes.steps, 2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_a_save_after_a_backward_that_completes_gradients(pool, strategy):
+    results = pool.run(programs.saved_after_a_complete_backward, 2, strategy=strategy)
+    assert all(result == {"saved": 4, "refused": 4} for result in results)

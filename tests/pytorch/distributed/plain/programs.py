@@ -1,0 +1,47 @@
+"""Bodies: checkpoints at moments, and of models, that random programs reached."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+
+
+def saved_after_a_complete_backward(strategy: str) -> dict[str, Any]:
+    """A save is refused after a microbatch that was not the last one, and not after the backward that completes it."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = torch.nn.Sequential(te.Linear(32, 32, device="meta"))
+    te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    te_fsdp.materialize(model, seed=3)
+    contexts = {
+        "no_sync": lambda: te_fsdp.no_sync(model),
+        "microbatch": lambda: te_fsdp.microbatch(model, is_last=False),
+    }
+    x, saved, refused = torch.ones(4, 32, device=harness.device()), 0, 0
+    for name, context in contexts.items():
+        for complete in (lambda: model(x).sum().backward(), lambda: te_fsdp.finish_grad_reduce(model)):
+            with context():
+                model(x).sum().backward()
+            try:
+                te_fsdp.checkpoint.save(Path(folder[0], "refused"), model)
+            except te_fsdp.errors.OrderError:
+                refused += 1
+            complete()
+            te_fsdp.checkpoint.save(Path(folder[0], f"{name}{saved}"), model)
+            saved += 1
+            te_fsdp.zero_grad(model)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return {"saved": saved, "refused": refused}
