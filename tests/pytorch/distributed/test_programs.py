@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hfsdp import fusion, unstepped
 from no_sharding import grad_dtypes
 from plain import programs
@@ -38,3 +39,11 @@ def test_fp32_gradients_of_bf16_parameters_that_only_tp_shards(pool):
 def test_a_save_after_a_backward_that_completes_gradients(pool, strategy):
     results = pool.run(programs.saved_after_a_complete_backward, 2, strategy=strategy)
     assert all(result == {"saved": 4, "refused": 4} for result in results)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("checks", ["setup", "full"])
+def test_torch_clips_gradients_of_no_shard_modules_over_tp(pool, checks):
+    for norms in pool.run(programs.clipped_by_torch, 2, dtype=torch.bfloat16, checks=checks):
+        assert norms["theirs"] == pytest.approx(norms["ours"], rel=2**-6)  # torch rounds norms to bf16
+        assert norms["after"] == pytest.approx(norms["ours"] / 2, rel=2**-6)

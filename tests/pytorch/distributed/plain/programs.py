@@ -45,3 +45,24 @@ def saved_after_a_complete_backward(strategy: str) -> dict[str, Any]:
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
     return {"saved": saved, "refused": refused}
+
+
+def clipped_by_torch(dtype: torch.dtype, checks: str) -> dict[str, Any]:
+    """torch clips sharded gradients and those of a no_shard module over tp by the norm that te_fsdp computes."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=1, tp=2, device_type=harness.device_type())
+    options = {"parallel_mode": "column", "params_dtype": dtype, "device": "meta", **meshes.te_kwargs()}
+    model = torch.nn.Sequential(te.Linear(32, 32, **options), te.Linear(32, 32, **options))
+    te_fsdp.fsdp_no_shard(model[0])
+    te_fsdp.fully_shard(model, meshes, units=[te.Linear], checks=checks)
+    te_fsdp.materialize(model, seed=3)
+    x = torch.ones(4, 32, device=harness.device(), dtype=dtype)
+    for layer in model:
+        layer(x).float().square().mean().backward()
+    ours = te_fsdp.clip_grad_norm_(model, float("inf"))
+    theirs = harness.full(torch.nn.utils.clip_grad_norm_(model.parameters(), ours.item() / 2)).float()
+    after = te_fsdp.clip_grad_norm_(model, float("inf"))
+    return {"ours": ours.item(), "theirs": theirs.item(), "after": after.item()}
