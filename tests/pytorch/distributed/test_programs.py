@@ -47,3 +47,10 @@ def test_torch_clips_gradients_of_no_shard_modules_over_tp(pool, checks):
     for norms in pool.run(programs.clipped_by_torch, 2, dtype=torch.bfloat16, checks=checks):
         assert norms["theirs"] == pytest.approx(norms["ours"], rel=2**-6)  # torch rounds norms to bf16
         assert norms["after"] == pytest.approx(norms["ours"] / 2, rel=2**-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_states_of_optimizers_whose_parameters_take_fp32_gradients(pool, strategy):
+    results = pool.run(programs.states_of_unused_optimizers, 2, strategy=strategy, grads=torch.float32)
+    assert all(result == {"dtypes": {"torch.float32"}, "states": 2, "moved": 2} for result in results)

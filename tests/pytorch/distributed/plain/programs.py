@@ -66,3 +66,31 @@ def clipped_by_torch(dtype: torch.dtype, checks: str) -> dict[str, Any]:
     theirs = harness.full(torch.nn.utils.clip_grad_norm_(model.parameters(), ours.item() / 2)).float()
     after = te_fsdp.clip_grad_norm_(model, float("inf"))
     return {"ours": ours.item(), "theirs": theirs.item(), "after": after.item()}
+
+
+def states_of_unused_optimizers(strategy: str, grads: torch.dtype | None) -> dict[str, Any]:
+    """torch initializes the states of an optimizer whose bf16 parameters take fp32 gradients, in reads and loads."""
+    import transformer_engine.pytorch as te
+    from torch.distributed.checkpoint import state_dict
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = torch.nn.Sequential(te.Linear(32, 32, params_dtype=torch.bfloat16, device="meta"))
+    policy = te_fsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=grads)
+    te_fsdp.fully_shard(model, meshes, strategy=strategy, precision=policy)
+    te_fsdp.materialize(model, seed=3)
+    before = [harness.full(parameter).clone() for parameter in model.parameters()]
+    read, loaded = (torch.optim.AdamW(model.parameters(), lr=0.1) for _ in range(2))
+    states = state_dict.get_optimizer_state_dict(model, read)
+    state_dict.set_optimizer_state_dict(model, loaded, states)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(harness.full(parameter), value)
+    x = torch.ones(4, 32, device=harness.device(), dtype=torch.bfloat16)
+    model(x).float().square().mean().backward()
+    dtypes = {str(parameter.grad.dtype) for parameter in model.parameters()}
+    loaded.step()
+    moved = sum(
+        not torch.equal(harness.full(p), value) for p, value in zip(model.parameters(), before, strict=True)
+    )
+    return {"dtypes": dtypes, "states": len(states["state"]), "moved": moved}
