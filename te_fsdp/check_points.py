@@ -43,6 +43,7 @@ class When(enum.Enum):
     DRAW = "setup", "draw"
     RENEWED = "setup", "renewed"
     BINDING = "setup", "binding"
+    LISTS = "setup", "sharded"
     SHARDED = "first_steps", "sharded"
     BOUND = "first_steps", "bound"
     BATCH = "first_steps", "batch"

@@ -48,6 +48,7 @@ def start_grad_reduce(model: nn.Module) -> None:
     state = require_sharded_model(model, "start_grad_reduce")
     refuse_in_backward("start_grad_reduce")
     raise_if_backward_failed(state, "start_grad_reduce")
+    state.sync.completed = True
     if not state.pending():
         return
     # First FSDP2's units, then the components: collectives must start in one order on all ranks.
@@ -246,6 +247,8 @@ def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool 
     last = mode is SyncMode.LAST
     state.sync.unfinished |= not last
     state.sync.waiting |= not last
+    if not last:
+        state.sync.completed = False
     for name, unit in state.modules.items():
         row = state.units[name]
         fsdp: Any = unit

@@ -73,6 +73,8 @@ class GradientSync:
     last_microbatches: int = 0  #: Number of microbatches that were marked so
     unfinished: bool = False  #: Whether reductions may be in flight
     waiting: bool = False  #: Whether there may be unreduced gradients
+    #: Whether a backward since, or an explicit reduction, has completed the gradients of earlier microbatches.
+    completed: bool = False
     #: Whether a backward or a step has raised, so that gradients are invalid until cleared
     failed: bool = False
     #: Whether that backward has dropped gradients of earlier microbatches, which no ``.grad`` shows.

@@ -158,7 +158,7 @@ def refuse_pending_gradients(model: nn.Module) -> None:
     for state in filter(None, map(get_sharded_model, model.modules())):
         pending |= state.pending()
         # In other modes a step may have used the values of .grad already.
-        if state.sync.waiting and state.sync.mode is SyncMode.LAST:
+        if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.sync.completed:
             pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
         units.update(state.modules.values())
     plain = [

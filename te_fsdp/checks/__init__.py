@@ -48,7 +48,7 @@ CHECKS: tuple[Check, ...] = (
     Check("values of unsharded parameters", When.RENEWED, "model", model.compare_renewed_values, InitError),
     Check("copies, removed weights, second derivatives", When.SHARDED, "", model.watch_model, OrderError),
     Check(
-        "lists of sharded and plain gradients", When.SHARDED, "", gradients.watch_mixed_lists, PlacementError
+        "lists of sharded and plain gradients", When.LISTS, "", gradients.watch_mixed_lists, PlacementError
     ),
     Check("inputs", When.SHARDED, "tp, cp", inputs.watch_model_inputs, InputError),
     Check("one batch on all ranks", When.SHARDED, "dp_shard", inputs.watch_for_copies, None),

@@ -339,6 +339,8 @@ class ReplicatedGradients(Component):
         reduction, self._reduction = self._reduction, None
         self._restore_gradients(keep=True)
         self._owes = reduction is None
+        if (state := get_sharded_model(self._model())) is not None:  # type: ignore[arg-type]
+            state.sync.completed = reduction is not None
         if reduction is None:
             self._mark()
         else:

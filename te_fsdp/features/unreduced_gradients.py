@@ -19,6 +19,7 @@ from te_fsdp.features.unreadable_gradients import (
     tensor_arguments,
 )
 from te_fsdp.kept_weights import expose_sharded_params, expose_unsharded_params
+from te_fsdp.layout import SyncMode
 from te_fsdp.sharded_model import record_unsharded_params
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
@@ -291,7 +292,10 @@ class UnreducedGradients(Component):
             for managed in _fsdp2_gradients.group_params_with_unreduced_gradients(group):
                 self.mark(_fsdp2.sharded_param_of(managed), managed, group)
         state = self._state()
-        if state is not None and _fsdp2_gradients.is_group_unsharded(group):
+        if state is None:
+            return
+        state.sync.completed = state.sync.mode is SyncMode.LAST
+        if _fsdp2_gradients.is_group_unsharded(group):
             expose_sharded_params(state, name)
 
 

@@ -130,6 +130,7 @@ def patch_expert_loading() -> None:
         (_state_dict, "_get_model_state_dict", wrap_full_states),
         (_state_dict, "_load_model_state_dict", wrap_model_state),
         (_state_dict, "_load_optim_state_dict", wrap_optimizer_loading),
+        (_state_dict, "_init_optim_state", _wrap_state_initialization),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),
     ):
         stock = getattr(owner, name)
@@ -137,6 +138,34 @@ def patch_expert_loading() -> None:
             replacement = wrap(stock)
             setattr(replacement, _MARK, True)  # torch's decorators leave ``__wrapped__``
             setattr(owner, name, replacement)
+
+
+def _wrap_state_initialization(stock: Any) -> Any:
+    """Wrap torch's step with zero gradients, whose dtype a parameter may refuse (``grad_dtype``)."""
+
+    @functools.wraps(stock)
+    def init_states(optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        dtypes = {
+            p: dtype for p in parameters if (dtype := getattr(p, "grad_dtype", None)) not in (None, p.dtype)
+        }
+        if not dtypes or optimizer.state or any(p.grad is not None for p in parameters):
+            stock(optimizer)
+            return
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter, dtype=dtypes.get(parameter, parameter.dtype))
+        rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        try:
+            for group, rate in rates:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            optimizer.step()
+        finally:
+            for group, rate in rates:
+                group["lr"] = rate
+            optimizer.zero_grad(set_to_none=True)
+
+    return init_states
 
 
 def _in_model_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:

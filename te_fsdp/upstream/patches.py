@@ -200,6 +200,12 @@ FSDP2 = (
     ),
     Patch(
         "module `checkpoint.state_dict`",
+        "_init_optim_state",
+        "initializes optimizer states with gradients in the dtypes that parameters take",
+        "test_programs.py::test_states_of_optimizers_whose_parameters_take_fp32_gradients",
+    ),
+    Patch(
+        "module `checkpoint.state_dict`",
         "_get_optim_state_dict, _load_model_state_dict",
         "marks optimizer states of experts, and loads experts in either form",
         "test_plain_dcp.py::test_full_state_dicts_of_the_other_form",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
@@ -108,9 +109,8 @@ def _trunk(kind: str, drawn: Configuration, weights: str, device: Any, meshes: A
         options["hidden"] = width_of(drawn.recipe, drawn.weights)
         trunk = build(kind, drawn.recipe, weights, device, **options)
     if drawn.recipe == "nvfp4":  # stock TE rounds gradients at random: two runs of it differ
-        recipe = recipe_of("nvfp4")
-        recipe.disable_stochastic_rounding = True
-        trunk.recipe = recipe
+        # TE reads the option when it creates the recipe.
+        trunk.recipe = dataclasses.replace(recipe_of("nvfp4"), disable_stochastic_rounding=True)
     return trunk
 
 

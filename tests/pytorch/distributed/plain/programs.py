@@ -1,0 +1,96 @@
+"""Bodies: checkpoints at moments, and of models, that random programs reached."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+
+
+def saved_after_a_complete_backward(strategy: str) -> dict[str, Any]:
+    """A save is refused after a microbatch that was not the last one, and not after the backward that completes it."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = torch.nn.Sequential(te.Linear(32, 32, device="meta"))
+    te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    te_fsdp.materialize(model, seed=3)
+    contexts = {
+        "no_sync": lambda: te_fsdp.no_sync(model),
+        "microbatch": lambda: te_fsdp.microbatch(model, is_last=False),
+    }
+    x, saved, refused = torch.ones(4, 32, device=harness.device()), 0, 0
+    for name, context in contexts.items():
+        for complete in (lambda: model(x).sum().backward(), lambda: te_fsdp.finish_grad_reduce(model)):
+            with context():
+                model(x).sum().backward()
+            try:
+                te_fsdp.checkpoint.save(Path(folder[0], "refused"), model)
+            except te_fsdp.errors.OrderError:
+                refused += 1
+            complete()
+            te_fsdp.checkpoint.save(Path(folder[0], f"{name}{saved}"), model)
+            saved += 1
+            te_fsdp.zero_grad(model)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return {"saved": saved, "refused": refused}
+
+
+def clipped_by_torch(dtype: torch.dtype, checks: str) -> dict[str, Any]:
+    """torch clips sharded gradients and those of a no_shard module over tp by the norm that te_fsdp computes."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=1, tp=2, device_type=harness.device_type())
+    options = {"parallel_mode": "column", "params_dtype": dtype, "device": "meta", **meshes.te_kwargs()}
+    model = torch.nn.Sequential(te.Linear(32, 32, **options), te.Linear(32, 32, **options))
+    te_fsdp.fsdp_no_shard(model[0])
+    te_fsdp.fully_shard(model, meshes, units=[te.Linear], checks=checks)
+    te_fsdp.materialize(model, seed=3)
+    x = torch.ones(4, 32, device=harness.device(), dtype=dtype)
+    for layer in model:
+        layer(x).float().square().mean().backward()
+    ours = te_fsdp.clip_grad_norm_(model, float("inf"))
+    theirs = harness.full(torch.nn.utils.clip_grad_norm_(model.parameters(), ours.item() / 2)).float()
+    after = te_fsdp.clip_grad_norm_(model, float("inf"))
+    return {"ours": ours.item(), "theirs": theirs.item(), "after": after.item()}
+
+
+def states_of_unused_optimizers(strategy: str, grads: torch.dtype | None) -> dict[str, Any]:
+    """torch initializes the states of an optimizer whose bf16 parameters take fp32 gradients, in reads and loads."""
+    import transformer_engine.pytorch as te
+    from torch.distributed.checkpoint import state_dict
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = torch.nn.Sequential(te.Linear(32, 32, params_dtype=torch.bfloat16, device="meta"))
+    policy = te_fsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=grads)
+    te_fsdp.fully_shard(model, meshes, strategy=strategy, precision=policy)
+    te_fsdp.materialize(model, seed=3)
+    before = [harness.full(parameter).clone() for parameter in model.parameters()]
+    read, loaded = (torch.optim.AdamW(model.parameters(), lr=0.1) for _ in range(2))
+    states = state_dict.get_optimizer_state_dict(model, read)
+    state_dict.set_optimizer_state_dict(model, loaded, states)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(harness.full(parameter), value)
+    x = torch.ones(4, 32, device=harness.device(), dtype=torch.bfloat16)
+    model(x).float().square().mean().backward()
+    dtypes = {str(parameter.grad.dtype) for parameter in model.parameters()}
+    loaded.step()
+    moved = sum(
+        not torch.equal(harness.full(p), value) for p, value in zip(model.parameters(), before, strict=True)
+    )
+    return {"dtypes": dtypes, "states": len(states["state"]), "moved": moved}
