@@ -41,7 +41,7 @@ from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, Reset
 from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.modules.state_loading import watch_loading
-from te_fsdp.modules.torch_units import reshard_after_steps
+from te_fsdp.modules.torch_units import reshard_after_steps, reshard_units
 from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
@@ -188,7 +188,7 @@ def _bases(cls: type) -> tuple[type, ...]:
 
 #: Run around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.lifecycle`).
 BEFORE_STEP: StepFunctions = (restore_optimizer_params, run_checks, sync_tp_replicas)
-AFTER_STEP: StepFunctions = (refresh_quantized,)
+AFTER_STEP: StepFunctions = (refresh_quantized, reshard_units)
 
 
 def set_device_mesh(

@@ -33,6 +33,7 @@ from te_fsdp.features.unreduced_gradients import UnreducedGradients, watch_unred
 from te_fsdp.features.wgrad_fusion import fuse_wgrad
 from te_fsdp.features.written_weights import record_weight_versions, update_written_main_weights
 from te_fsdp.lifecycle import StepFunctions, register_step_functions, run_checks, sync_tp_replicas
+from te_fsdp.modules.torch_units import reshard_units
 from te_fsdp.optimizer_step import (
     allow_mixed_parameters,
     check_gradients,
@@ -106,6 +107,7 @@ AFTER_STEP: StepFunctions = (
     refresh_quantized,
     count_versions,
     record_weight_versions,
+    reshard_units,
     undo_preparations,
     finish_components,
     release_weights,

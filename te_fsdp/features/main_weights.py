@@ -51,6 +51,7 @@ from te_fsdp.lifecycle import (
     run_checks,
     sync_tp_replicas,
 )
+from te_fsdp.modules.torch_units import reshard_units
 from te_fsdp.optimizer_step import registered_optimizers
 from te_fsdp.quantized.amax import (
     KEEPS_MAIN_WEIGHTS,
@@ -282,7 +283,7 @@ BEFORE_STEP: StepFunctions = (
     sync_tp_replicas,
     use_fused_adam_master_weights,
 )
-AFTER_STEP: StepFunctions = (refresh_quantized, record_weight_versions)
+AFTER_STEP: StepFunctions = (refresh_quantized, record_weight_versions, reshard_units)
 
 
 def optimizers_with_stale_main_weights(

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
+
+    from te_fsdp.lifecycle import Step
 
 
 @functools.cache
 def _bound_models() -> weakref.WeakSet[nn.Module]:
-    """Return the models to search for units; the first call registers the hook for all optimizers."""
-    register_optimizer_step_post_hook(_torch.disable_compile(reshard_units))
+    """Return the models of ``set_device_mesh``, to search for units."""
     return weakref.WeakSet()
 
 
@@ -31,7 +29,7 @@ def reshard_after_steps(model: nn.Module) -> None:
     _bound_models().add(model)
 
 
-def reshard_units(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def reshard_units(step: Step) -> None:
     """Reshard bound units that are unsharded and have parameters in the optimizer. Local operation."""
     stepped: set[int] | None = None
     for model in list(_bound_models()):
@@ -39,6 +37,6 @@ def reshard_units(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not fsdp2_units.is_fsdp_module(unit) or not _fsdp2.is_unit_unsharded(unit):
                 continue
             if stepped is None:
-                stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                stepped = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
             if not stepped.isdisjoint(map(id, _fsdp2.sharded_parameters(unit))):
                 unit.reshard()  # type: ignore[operator]

@@ -48,6 +48,7 @@ def test_the_order():
         "refresh_quantized",
         "count_versions",
         "record_weight_versions",  # after that has counted
+        "reshard_units",
         "undo_preparations",
         "finish_components",
         "release_weights",
