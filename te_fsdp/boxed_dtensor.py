@@ -179,13 +179,14 @@ def place_full_tensors() -> None:
         _wrap_once(owner, name, wrap)
 
 
-def wrap_reading(narrow: Callable[[Any], Any], load: Callable[[Any], Any]) -> None:
-    """Wrap the functions by which DCP narrows tensors, and ``dcp.load`` reads a state dict; once per process."""
+def wrap_dcp(narrow: Callable[[Any], Any], load: Callable[[Any], Any], write: Callable[[Any], Any]) -> None:
+    """Wrap the functions that narrow tensors, load a state dict and write safetensors; once per process."""
     # The planner narrows the tensors that a load fills, if they are not DTensors.
     for owner, name, wrap in (
         (filesystem, "narrow_tensor_by_index", narrow),
         (default_planner, "narrow_tensor_by_index", narrow),
         (state_dict_loader, "_load_state_dict", load),
+        (hf_storage.HuggingFaceStorageWriter, "write_data", write),
     ):
         if hasattr(owner, name):
             _wrap_once(owner, name, wrap)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.boxed_dtensor import LoadTarget, wrap_reading
+from te_fsdp.boxed_dtensor import LoadTarget, wrap_dcp
 from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.boxed import (
     QuantizedDTensor,
@@ -238,7 +239,7 @@ def _entries(state_dict: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
 
 
 def patch_loading() -> None:
-    """Let ``dcp.load`` read into slices of TE's quantized tensors; later calls do nothing."""
+    """Let ``dcp.load`` read into slices of TE's quantized tensors, and safetensors get their values; once."""
 
     def wrap_load(stock: Any) -> Any:
         signature = inspect.signature(stock)
@@ -278,4 +279,21 @@ def patch_loading() -> None:
 
         return narrow_tensor_by_index
 
-    wrap_reading(wrap_narrow, wrap_load)
+    def wrap_write(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def write_data(self: Any, plan: Any, planner: Any) -> Any:
+            # The format has plain tensors only. The metadata already describes the weight by its nominal dtype.
+            plain = copy.copy(planner)
+            plain.resolve_data = lambda item: _in_high_precision(planner.resolve_data(item))
+            return stock(self, plan, plain)
+
+        return write_data
+
+    wrap_dcp(wrap_narrow, wrap_load, wrap_write)
+
+
+def _in_high_precision(data: Any) -> Any:
+    """Return a quantized tensor's values in its nominal dtype; anything else unchanged."""
+    is_quantized = isinstance(data, torch.Tensor) and _te.is_quantized(data)
+    values: Any = data
+    return values.dequantize(dtype=values.dtype) if is_quantized else data
