@@ -1,4 +1,4 @@
-"""Units for parameters that the user registered as DTensors sharded over ``ep``."""
+"""Units of the parameters that are distributed over ``ep``."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import functools
 import weakref
 from typing import TYPE_CHECKING
 
+from te_fsdp.records import module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def reshard_units(step: Step) -> None:
     """Reshard bound units that are unsharded and have parameters in the optimizer. Local operation."""
     stepped: set[int] | None = None
     for model in list(_bound_models()):
-        for unit in model.modules():
+        # ``te_fsdp.fully_shard`` releases its own units.
+        for unit in model.modules() if module_record(model).sharded is None else ():
             if not fsdp2_units.is_fsdp_module(unit) or not _fsdp2.is_unit_unsharded(unit):
                 continue
             if stepped is None:
