@@ -54,6 +54,7 @@ class Snapshot:
         for module, _, _ in self._modules:
             self._watch(module._parameters)
             self._watch(module._buffers)
+            self._watch(_te_modules.cached_weights(module))
             # Scales and histories of delayed scaling are not buffers of the module.
             for recipe_state in (_te.delayed_states(module) or {}).values():
                 self._watch(vars(recipe_state))

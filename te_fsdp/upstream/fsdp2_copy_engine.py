@@ -145,6 +145,7 @@ class CopyEngineGathers:
         self._last: Any = None  # event of the latest all-gather
         self._held: dict[int, _ReleasedUnit] = {}
         self._fixed: dict[int, FixedMemory] = {}
+        self._postponed: set[int] = set()  # groups that are all-gathered when they are waited for
 
     @property
     def shared_bytes(self) -> int:
@@ -226,6 +227,12 @@ class CopyEngineGathers:
         phase, device = group._training_state.name, group.device_handle
         if phase == "PRE_BACKWARD" and not group.unshard_in_backward:
             return
+        fixed = self._fixed.get(id(group))
+        if phase == "PRE_BACKWARD" and fixed is not None and fixed.owner_in_backward(group) is not None:
+            # The unit whose weights are in this memory may be about to compute and prefetch this group.
+            self._postponed.add(id(group))
+            return
+        self._postponed.discard(id(group))
         released = self._held.pop(id(group), None)
         if type(group._all_gather_comm).__name__ != "DefaultAllGather":  # set by the user meanwhile
             stock(async_op)
@@ -244,7 +251,7 @@ class CopyEngineGathers:
             _wait(stream, released and released.event)
             del released  # not earlier, because other buffers could reuse the memory
             gather = self._plan_copies(group)
-            if (fixed := self._fixed.get(id(group))) is not None:
+            if fixed is not None:
                 fixed.take(group, stream)
             self.peer_memory.barrier()
             self._copy(gather, is_first=phase == "FORWARD" and not group.comm_ctx.post_forward_order)
@@ -256,7 +263,11 @@ class CopyEngineGathers:
         group._all_gather_result = _PendingCopy(copied)
 
     def wait_for_unshard(self, group: Any, stock: Callable[[], None]) -> None:
-        """Replace ``FSDPParamGroup.wait_for_unshard``. Local operation."""
+        """Replace ``FSDPParamGroup.wait_for_unshard``. Collective over the ranks if the all-gather was postponed."""
+        if id(group) in self._postponed:
+            # A prefetch does not come here, so that the owner of the memory has computed ([Note: fixed addresses]).
+            self._fixed[id(group)].reshard_owner(group)
+            group.unshard()
         if not isinstance(group._all_gather_result, _PendingCopy):
             stock()
             return

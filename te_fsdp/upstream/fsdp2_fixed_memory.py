@@ -8,9 +8,15 @@
 #     memory          a    b    a    b                 b    a    b    a
 #
 # One unit is all-gathered while the previous one computes, so that memory of two units is enough, as many as FSDP2
-# allocates.
+# allocates. There are two exceptions:
 #
-# Private names of FSDP2 (``FSDPParam.all_gather_outputs``), checked with torch 2.11 to 2.15.
+# - A unit that is all-gathered before the first forward of the model, for example because the user evaluates it
+#   alone, has memory of its own. The order of such calls need not be that of the model's forward.
+# - A unit whose input requires no gradient stays unsharded until the end of the backward. A backward through two
+#   forwards of the model then needs its memory for another unit, which reshards it.
+#
+# Private names of FSDP2 (``FSDPParam.all_gather_outputs``,
+# ``FSDPParamGroup._training_state``), checked with torch 2.11 to 2.15.
 
 from __future__ import annotations
 
@@ -20,6 +26,7 @@ from typing import Any
 import torch
 
 from te_fsdp.errors import OrderError
+from te_fsdp.upstream.fsdp2_prefetch import is_in_root_forward
 
 
 class _UnitMemory:
@@ -51,7 +58,9 @@ class FixedMemory:
         """
         if id(group) in self._by_group:
             return
-        key = tuple((tuple(numels), dtypes) for numels, dtypes in sizes)
+        key: tuple[Any, ...] = tuple((tuple(numels), dtypes) for numels, dtypes in sizes)
+        if not is_in_root_forward(group.modules[0]):
+            key = (*key, id(group))  # memory of its own ([Note: fixed addresses])
         number = self._used[key]
         self._used[key] += 1
         where = (key, number % self.units if self.units else number)
@@ -69,6 +78,22 @@ class FixedMemory:
         )
         for managed, (numels, _) in zip(group.fsdp_params, sizes, strict=True):
             managed.all_gather_outputs = [next(views) for _ in numels]
+
+    def owner_in_backward(self, group: Any) -> Any:
+        """Return the other group, in its backward, whose unsharded weights a group's memory contains; or ``None``."""
+        memory = self._by_group.get(id(group))
+        owner = None if memory is None else memory.owner
+        if owner is None or owner is group or not owner.is_unsharded:
+            return None
+        return owner if owner._training_state.name == "PRE_BACKWARD" else None
+
+    def reshard_owner(self, group: Any) -> None:
+        """Reshard the unit of :meth:`owner_in_backward`, whose next backward all-gathers it again. Local operation."""
+        owner = self.owner_in_backward(group)
+        if owner is not None:
+            owner.reshard()
+            # FSDP2 skips pre-backward, and with it the all-gather, of a group that is still in its backward.
+            owner._training_state = type(owner._training_state).IDLE
 
     def take(self, group: Any, stream: Any) -> None:
         """Let a stream wait until a group's memory can be written; raise OrderError if it is in use. Local."""

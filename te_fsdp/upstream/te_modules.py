@@ -133,6 +133,14 @@ def keep_cast_weight(module: nn.Module) -> None:
     module._is_fsdp2 = False  # type: ignore[bad-argument-type]
 
 
+def cached_weights(module: nn.Module) -> dict[str, Any]:
+    """Return the quantized weights that TE keeps between microbatches (``is_first_microbatch``), by name.
+
+    TE drops them when the type of the recipe changes (``_fp8_workspaces``).
+    """
+    return module.__dict__.get("_fp8_workspaces", {})
+
+
 def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
     """Add registered names to TE's records of parameters (``param_init_meta``).
 

@@ -1,0 +1,161 @@
+"""Bodies: loops in which units with graphs share memory in an order other than forward, backward, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+
+from graphed.state_bodies import recording
+
+HIDDEN, ROWS, STEPS = 32, 16, 6
+
+
+class _Unit(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **options)
+
+    def forward(self, x: torch.Tensor, is_first: bool | None = None) -> torch.Tensor:
+        return x + self.mlp(x, is_first_microbatch=is_first)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Unit(device="meta", params_dtype=torch.float32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, is_first: bool | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, is_first)
+        return x
+
+
+def _batch(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(ROWS, HIDDEN, generator=generator).to(harness.device())
+
+
+def _two_forwards(model: nn.Module, number: int) -> torch.Tensor:
+    """One backward through two forwards, as for preference pairs."""
+    chosen, rejected = model(_batch(number)), model(_batch(100 + number))
+    return (chosen - rejected).square().mean()
+
+
+def _unit_alone(model: nn.Module, number: int) -> torch.Tensor:
+    """A unit in the middle is evaluated before the model is."""
+    with torch.no_grad():
+        model.blocks[1](_batch(number))
+    return model(_batch(number)).square().mean()
+
+
+LOOPS: dict[str, Callable[[nn.Module, int], torch.Tensor]] = {
+    "two forwards": _two_forwards,
+    "a unit alone": _unit_alone,
+}
+
+
+def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], list[int]]]) -> list[int]:
+    expected, _ = train(False)
+    values, facts = train(True)
+    checks = harness.Comparisons()
+    for name, value in expected.items():
+        checks.same_bits(name, values[name], value)
+    checks.require(STEPS + 12)
+    return facts
+
+
+def same_bits(loop: str) -> list[int]:
+    """Train with and without graphs of units: losses and weights have the same bits.
+
+    Returns:
+        The numbers of recordings and of replays.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    loss_of = LOOPS[loop]
+
+    def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+        model = _Model()
+        te_fsdp.fully_shard(model, meshes, units="blocks.*", transport="copy_engine")
+        te_fsdp.materialize(model, seed=0)
+        graphed = None
+        if graphs:
+            with recording():
+                graphed = te_fsdp.graphed_units(model, warmup=1)
+        optimizer, values = torch.optim.SGD(model.parameters(), lr=0.1), {}
+        for number in range(STEPS):
+            loss = loss_of(model, number)
+            loss.backward()
+            values[f"loss {number}"] = loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+        values |= {name: harness.full(p.detach()) for name, p in model.named_parameters()}
+        if graphed is None:
+            return values, []
+        assert not graphed.why_eager, graphed.why_eager
+        return values, [graphed.recordings, graphed.replays]
+
+    return _compared(train)
+
+
+def cached_weights() -> list[int]:
+    """Evaluate with a recipe of a different type between steps, which drops TE's cached weights: the same bits.
+
+    Returns:
+        The numbers of recordings and of replays.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+
+    def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+        model, step = _Model(), None
+        te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy="no_shard")
+        te_fsdp.materialize(model, seed=0)
+        rate = torch.tensor(0.1, device=harness.device())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+
+        def forward_backward(batches: torch.Tensor) -> torch.Tensor:
+            losses = []
+            for number, x in enumerate(batches):
+                with te_fsdp.microbatch(model, is_last=number == len(batches) - 1):
+                    with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+                        loss = model(x, number == 0).square().mean()
+                    loss.backward()
+                losses.append(loss.detach())
+            return torch.stack(losses)
+
+        if graphs:
+            with recording():
+                step = te_fsdp.graphed_step(model, optimizer, forward_backward, max_norm=1.0, warmup=1)
+        values = {}
+        for number in range(STEPS):
+            batches = torch.stack([_batch(10 * number), _batch(10 * number + 1)])
+            if step is None:
+                losses = forward_backward(batches)
+                te_fsdp.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                losses, _ = step(batches)
+            values[f"losses {number}"] = losses
+            if number == 3:
+                with torch.no_grad(), te.autocast(enabled=True, recipe=DelayedScaling()):
+                    model(batches[0])
+        values |= {name: harness.full(p.detach()) for name, p in model.named_parameters()}
+        if step is None:
+            return values, []
+        assert not step.why_eager, step.why_eager
+        return values, [step.recordings, step.replays]
+
+    return _compared(train)

@@ -1,0 +1,23 @@
+"""Graphs in loops that use memory in an unusual order, or drop it between steps."""
+
+from __future__ import annotations
+
+import pytest
+from graphed import program_bodies
+
+#: Captured operations do not include those that go through memory of the test's own collectives.
+ENVIRONMENT = {"TE_FSDP_TEST_GLOO": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loop", list(program_bodies.LOOPS))
+def test_same_bits(pool, loop):
+    for recordings, replays in pool.run(program_bodies.same_bits, 2, env=ENVIRONMENT, loop=loop, timeout=240):
+        assert recordings >= 3
+        assert replays >= 6
+
+
+@pytest.mark.ranks(2)
+def test_cached_weights_that_an_evaluation_drops_are_recorded_again(pool):
+    for recordings, replays in pool.run(program_bodies.cached_weights, 2, env=ENVIRONMENT, timeout=240):
+        assert (recordings, replays) == (2, 4)
