@@ -68,23 +68,37 @@ def graphed_units(
     Raises:
         OrderError: The model is not sharded, or has run a forward.
         PlacementError: A unit is not all-gathered by the copy engine, or contains further units, or is unknown.
-            Also for a ``warmup`` out of range.
+            Also for a ``warmup`` out of range, and if all units have the strategy ``no_shard``.
     """
     refuse_in_backward("graphed_units")
     state = require_sharded_model(model, "graphed_units")
     require_integer("graphed_units", "warmup", warmup, least=1)
     require_kind("graphed_units", "generators", generators, Iterable, expected="torch.Generators")
+    names = _names_of_units(state, units)
+    return GraphedUnits(state, names, warmup, tuple(generators))
+
+
+def _names_of_units(state: ShardedModel, units: Iterable[str] | None) -> list[str]:
+    """Return the names of the units to record; raise PlacementError if there is none, or one cannot be recorded."""
     within = {name: fsdp2_units.inner_units(unit) for name, unit in state.modules.items()}
+    if not within:
+        raise PlacementError(
+            "graphed_units of a model without FSDP2 units",
+            expected="a strategy that shards parameters, gradients or optimizer state",
+            got='strategy="no_shard" for all units',
+            why="Units are recorded between FSDP2's all-gathers and reductions",
+            fix="use te_fsdp.graphed_step",
+        )
     if units is None:
-        names = [name for name, inner in within.items() if not inner]
-    else:
-        require_kind("graphed_units", "units", units, Iterable, expected="names of units")
-        names = list(units)
+        return [name for name, inner in within.items() if not inner]
+    require_kind("graphed_units", "units", units, Iterable, expected="names of units")
+    names = list(units)
     for name in names:
         if name not in within:
             raise PlacementError(
                 f"graphed_units(units=...): {name!r} is not a unit",
-                expected=f"names of units: {shorten(list(within), 6)}",
+                expected=f"names of FSDP2 units: {shorten(list(within), 6)}",
+                got='a unit with strategy="no_shard"' if name in state.units else None,
                 fix="pass names of units, as in te_fsdp.report(model), or omit units for all of them",
             )
         if within[name]:
@@ -95,7 +109,7 @@ def graphed_units(
                 why="Its all-gathers and reductions would be recorded",
                 fix="name the inner units",
             )
-    return GraphedUnits(state, names, warmup, tuple(generators))
+    return names
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses
@@ -392,8 +406,11 @@ class GraphedUnits:
             device, recorder, [] if recorder is None else fix_addresses(state, names), warmup
         )
         self._units: list[_Unit] = []
+        for name in state.units.keys() - state.modules.keys() - {""}:
+            self._shared.why_eager[name] = 'strategy="no_shard", so that it is not an FSDP2 unit'
+            _log.warning("graphed_units: %s runs eagerly: %s", name, self._shared.why_eager[name])
         if recorder is None:
-            self._shared.why_eager = dict.fromkeys(names, f"there are no CUDA graphs on {device.type}")
+            self._shared.why_eager |= dict.fromkeys(names, f"there are no CUDA graphs on {device.type}")
             _log.warning("graphed_units: units run eagerly: there are no CUDA graphs on %s", device.type)
             return
         for name in names:
@@ -427,8 +444,7 @@ class GraphedUnits:
             unit.recordings.clear()
             unit.eager_forwards.clear()
             unit.why = ""
-        if self._units:
-            self._shared.why_eager.clear()
+            self._shared.why_eager.pop(unit.name, None)
         self._shared.buffers = StaticBuffers()
 
     def remove(self) -> None:

@@ -21,3 +21,12 @@ def test_same_bits(pool, loop):
 def test_cached_weights_that_an_evaluation_drops_are_recorded_again(pool):
     for recordings, replays in pool.run(program_bodies.cached_weights, 2, env=ENVIRONMENT, timeout=240):
         assert (recordings, replays) == (2, 4)
+
+
+@pytest.mark.ranks(2)
+def test_units_that_are_not_sharded_are_named(pool):
+    strategy = {"blocks.0": "no_shard", "blocks.1": "optim_grads", "blocks.2": "optim_grads_params"}
+    for why_eager in pool.run(program_bodies.not_sharded, 2, strategy=strategy):
+        assert why_eager == {"blocks.0": 'strategy="no_shard", so that it is not an FSDP2 unit'}
+    for error in pool.run_expect_error(program_bodies.not_sharded, 2, strategy="no_shard"):
+        assert error.message.startswith("graphed_units of a model without FSDP2 units")

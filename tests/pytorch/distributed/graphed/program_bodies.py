@@ -159,3 +159,15 @@ def cached_weights() -> list[int]:
         return values, [step.recordings, step.replays]
 
     return _compared(train)
+
+
+def not_sharded(strategy: str | dict[str, str]) -> dict[str, str]:
+    """Return why units run eagerly if the strategy of some is ``no_shard``."""
+    import te_fsdp
+
+    model = _Model()
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy=strategy, transport="copy_engine")
+    te_fsdp.materialize(model, seed=0)
+    with recording():
+        return te_fsdp.graphed_units(model).why_eager
