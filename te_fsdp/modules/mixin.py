@@ -23,6 +23,7 @@ from te_fsdp.errors import InitError, OrderError, PrecisionError
 from te_fsdp.initialize import check_initialised, initialize_by_reset
 from te_fsdp.lifecycle import mark_replaced, track_replaced_parameters
 from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
+from te_fsdp.modules.torch_units import reshard_after_evaluations
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.fsdp_hooks import (
     check_shard_fits,
@@ -313,6 +314,8 @@ class MeshModule(torch.nn.Module):
         if not is_shard:
             if pair.shard is None and old is not None and old is not value:  # FSDP2 has not set it
                 mark_replaced(old, binding.label(name), "an assignment")
+            if all(each.unsharded is None for each in binding.fsdp.pairs.values()):
+                reshard_after_evaluations(self, pair.shard)
             mark_unsharded(old, value, binding)
             pair.unsharded, pair.release = value, release_function_of(value, pair.shard, binding)
             return

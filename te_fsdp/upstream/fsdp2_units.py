@@ -61,6 +61,25 @@ def fsdp_state_of(unit: nn.Module) -> Any:
     return unit._get_fsdp_state()  # type: ignore[operator]
 
 
+def roots_in_forward() -> list[nn.Module]:
+    """Return the root units whose forward is in progress (``FSDPStateContext.iter_forward_root``)."""
+    states = {id(unit): fsdp_state_of(unit) for unit in _module_state_mapping if is_fsdp_module(unit)}
+    roots = {id(state._state_ctx.iter_forward_root): state for state in states.values()}
+    return [root for state in states.values() if id(state) in roots for root in state._modules]
+
+
+def units_around(module: nn.Module) -> list[nn.Module]:
+    """Return the FSDP2 units that contain a module, or are it."""
+    units = [unit for unit in _module_state_mapping if is_fsdp_module(unit)]
+    return [unit for unit in units if any(inner is module for inner in unit.modules())]
+
+
+def is_kept_root(unit: nn.Module) -> bool:
+    """Return whether FSDP2 keeps a unit unsharded because it is the root (``_auto_reshard_after_forward``)."""
+    state = fsdp_state_of(unit)
+    return bool(state._is_root and state._auto_reshard_after_forward)
+
+
 def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups of a unit (``_fsdp_param_groups``; one ``_fsdp_param_group`` in 2.11)."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
