@@ -230,6 +230,10 @@ class MainParameters:
             pairs.append(None if pair.main is None else pair)
         return pairs
 
+    def are_all_state(self, optimizer: Optimizer) -> bool:
+        """Return whether main weights are all of the optimizer's state, as before its first step. Local operation."""
+        return all(set(state) == {MAIN} for state in optimizer.state.values())
+
     # --- in the parameters' places, and out of them
 
     def install_main_params(self, optimizer: Any, *, stepping: bool = False, keep_main: bool = False) -> None:
@@ -408,12 +412,11 @@ class MainParameters:
         incomplete = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
         if incomplete:
             raise CheckpointError(
-                f"{type(optimizer).__name__}.load_state_dict: {len(incomplete)} parameter(s) that have only "
-                "main weights",
+                f"{type(optimizer).__name__}.load_state_dict: {len(incomplete)} parameters with main weights only",
                 expected="the full state",
                 got="the state of an optimizer that has not stepped",
                 why="DCP loads only the entries that the given state dict contains",
-                fix="use te_fsdp.checkpoint.load, which creates the missing state",
+                fix="read it by get_state_dict or use te_fsdp.checkpoint.load, which create the missing state",
             )
         states = dict(state_dict["state"])
         self.restore_params(optimizer)
@@ -438,8 +441,7 @@ class MainParameters:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         # torch checks the groups and raises if they differ.
         for key, parameter in zip(keys, params, strict=False):
-            shard = self.of(parameter).shard
-            if shard is not None:
+            if (shard := self.of(parameter).shard) is not None:
                 yield key, shard
 
 

@@ -28,6 +28,7 @@ from te_fsdp.modules.full_experts import (
     wrap_full_states,
     wrap_optimizer_loading,
 )
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -141,7 +142,10 @@ def patch_expert_loading() -> None:
 
 
 def _wrap_state_initialization(stock: Any) -> Any:
-    """Wrap torch's step with zero gradients, whose dtype a parameter may refuse (``grad_dtype``)."""
+    """Wrap torch's step with zero gradients, whose dtype a parameter may refuse (``grad_dtype``).
+
+    torch omits the step if the optimizer has any state. Main weights that exist before the first step are state.
+    """
 
     @functools.wraps(stock)
     def init_states(optimizer: torch.optim.Optimizer) -> None:
@@ -149,7 +153,10 @@ def _wrap_state_initialization(stock: Any) -> Any:
         dtypes = {
             p: dtype for p in parameters if (dtype := getattr(p, "grad_dtype", None)) not in (None, p.dtype)
         }
-        if not dtypes or optimizer.state or any(p.grad is not None for p in parameters):
+        main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+        unstepped = main_params is not None and main_params.are_all_state(optimizer)
+        initialized = bool(optimizer.state) and not unstepped
+        if not (dtypes or unstepped) or initialized or any(p.grad is not None for p in parameters):
             stock(optimizer)
             return
         for parameter in parameters:
