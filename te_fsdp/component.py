@@ -24,11 +24,14 @@ class Component:
         """Return whether a rank has abandoned a reduction of this component since the previous call."""
         return False
 
+    def before_forward(self) -> None:
+        """Run before a forward of the root or a registered method of it."""
+
     def before_unit(self, name: str) -> None:
         """Run before a unit's forward all-gathers it."""
 
     def after_forward(self, output: Any) -> None:
-        """Run after a forward of the root with gradients."""
+        """Run after a forward of the root, or a registered method of it, with gradients."""
 
     def before_recovery(self) -> None:
         """Run first when the model recovers from an exception."""
@@ -36,12 +39,6 @@ class Component:
     def recover(self) -> bool:
         """Drop what a backward that raised has left. Return whether it has left gradients of some parameters only."""
         return False
-
-    def before_method(self) -> None:
-        """Run before a registered method of the root, as before its forward."""
-
-    def after_method(self, output: Any) -> None:
-        """Run after a registered method of the root."""
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backwards reduce gradients when they end."""
@@ -52,12 +49,8 @@ class Component:
         """Return the names of the parameters with gradients that are not reduced yet."""
         return ()
 
-    def reduced_parameters(self) -> Collection[int]:
-        """Return the ``id`` of each parameter whose gradient this component reduces, in place of FSDP2."""
-        return ()
-
-    def trained_parameters(self) -> Sequence[torch.Tensor]:
-        """Return the parameters of :meth:`reduced_parameters` that require gradients."""
+    def reduced_parameters(self) -> Sequence[torch.Tensor]:
+        """Return the parameters whose gradients this component reduces, in place of FSDP2."""
         return ()
 
     def drop_cleared(self) -> None:
@@ -109,16 +102,14 @@ class Components:
 
     # Each phase is a tuple of bound methods of the components that override it, so that it costs one iteration.
     settle: tuple[Callable[[], bool], ...]
+    before_forward: tuple[Callable[[], None], ...]
     before_unit: tuple[Callable[[str], None], ...]
     after_forward: tuple[Callable[[Any], None], ...]
     before_recovery: tuple[Callable[[], None], ...]
     recover: tuple[Callable[[], bool], ...]
-    before_method: tuple[Callable[[], None], ...]
-    after_method: tuple[Callable[[Any], None], ...]
     set_gradient_sync: tuple[Callable[[bool], None], ...]
     unreduced: tuple[Callable[[], Collection[str]], ...]
-    reduced_parameters: tuple[Callable[[], Collection[int]], ...]
-    trained_parameters: tuple[Callable[[], Sequence[torch.Tensor]], ...]
+    reduced_parameters: tuple[Callable[[], Sequence[torch.Tensor]], ...]
     drop_cleared: tuple[Callable[[], None], ...]
     reduce_gradients: tuple[Callable[[], None], ...]
     drop_unreduced: tuple[Callable[[], None], ...]

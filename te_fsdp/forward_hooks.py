@@ -86,6 +86,8 @@ def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
     # backward_id() != -1 is in_backward(), without a Python call: these hooks run in every step.
     if _torch.backward_id() == -1 and not state.computed.methods:
         recover_from_exception(state)
+        for prepare in state.components.before_forward:
+            prepare()
         has_failed_backward(state)  # forget cleared gradients before new ones exist
         for settle in state.components.settle:
             if settle():

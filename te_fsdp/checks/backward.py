@@ -68,9 +68,13 @@ def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tenso
     """Return each trained parameter with its unsharded parameter, or with ``None`` if the unit is not unsharded."""
     component: Any = state.components.by_class[UnreducedGradients]
     pairs = _fsdp2_gradients.sharded_unsharded_pairs(component.groups)
-    for trained in state.components.trained_parameters:
-        pairs += [(parameter, None) for parameter in trained()]
-    return pairs
+    return pairs + [(parameter, None) for parameter in _trained_replicas(state)]
+
+
+def _trained_replicas(state: ShardedModel) -> list[torch.Tensor]:
+    """Return the trained parameters that FSDP2 does not manage."""
+    reduced = itertools.chain(*[parameters() for parameters in state.components.reduced_parameters])
+    return [parameter for parameter in reduced if parameter.requires_grad]
 
 
 def _versions(state: ShardedModel) -> tuple[list[int], list[int]]:
@@ -93,7 +97,7 @@ def _check_adds_gradients(state: ShardedModel) -> None:
     # Without data parallelism the gradient of this rank is the complete one.
     if state.meshes.size("dp_replicate") * state.meshes.size("dp_shard") == 1:
         return
-    replicated = [(p, p) for trained in state.components.trained_parameters for p in trained()]
+    replicated = [(p, p) for p in _trained_replicas(state)]
     for parameter, leaf in itertools.chain(_fsdp2_gradients.leaves_of(component.groups), replicated):
         does = _fsdp2_gradients.leaf_in_backward(leaf)
         if does == "adds":

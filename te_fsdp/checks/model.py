@@ -316,9 +316,7 @@ def refuse_changed_parameters(state: ShardedModel) -> None:
     for _, unit in state.gathered():  # by the user, by a pipeline's schedule, or in the backward that steps
         record_unsharded_params(unit)
     # Parameters that are not sharded are hooked by the reduction of their gradients.
-    reduced = {
-        key for reduced_parameters in state.components.reduced_parameters for key in reduced_parameters()
-    }
+    reduced = {id(p) for parameters in state.components.reduced_parameters for p in parameters()}
     others = {name: p for name, p in state.parameters().items() if id(p) not in reduced}
     new = [name for name, p in others.items() if p.requires_grad and not isinstance(p, DTensor)]
     if new and state.meshes.device_mesh.size() > 1:

@@ -76,8 +76,6 @@ def _wrap_method(unit: nn.Module, method: str) -> None:
             before_forward(state, unit, args)
             for check in checks:
                 check(unit, args, kwargs, method)
-            for before in state.components.before_method:
-                before()
         for name in names:
             choose_root(state, [], unit, args)
             before_unit(state, name, unit, args)
@@ -88,8 +86,6 @@ def _wrap_method(unit: nn.Module, method: str) -> None:
         finally:
             state.computed.methods -= is_root
         after_forward(state, unit, args, output)
-        for after in state.components.after_method if is_root else ():
-            after(output)
         return output
 
     setattr(unit, method, MethodType(watched, unit))

@@ -74,12 +74,6 @@ class ForwardPrefetch(Component):
         self._order.clear()
         self._started.clear()
 
-    def after_method(self, output: Any) -> None:
-        """Release units that a registered method has not run."""
-        for name in self._started:
-            _fsdp2_prefetch.drop_gather(self._units[name])
-        self._started.clear()
-
     def recover(self) -> bool:
         """Forget what has started before an exception, which FSDP2's reset has dropped."""
         self._started.clear()

@@ -128,9 +128,7 @@ class ReplicatedGradients(Component):
             )
         self._abort_flag: tuple[Any, torch.Tensor] | None = None
         self._aborted = False
-        self.attach()
-        model.register_forward_pre_hook(_torch.disable_compile(self._before_forward))
-        model.register_forward_hook(_torch.disable_compile(lambda module, inputs, output: self.watch(output)))
+        self.before_forward()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise OrderError(
@@ -231,15 +229,11 @@ class ReplicatedGradients(Component):
         for slot in self._slots:
             slot.unreduced = None
 
-    def trained_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that require gradients."""
-        return [slot.parameter for slot in self._slots if slot.parameter.requires_grad]
+    def reduced_parameters(self) -> list[torch.Tensor]:
+        """Return the replicated parameters."""
+        return [slot.parameter for slot in self._slots]
 
-    def reduced_parameters(self) -> set[int]:
-        """Return the ``id`` of each replicated parameter."""
-        return {id(slot.parameter) for slot in self._slots}
-
-    def attach(self) -> None:
+    def before_forward(self) -> None:
         """Register hooks on the current parameters. Loading and initialization replace parameters. Local operation."""
         replaced = False
         for slot in self._slots:
@@ -259,8 +253,6 @@ class ReplicatedGradients(Component):
         if state is not None:
             attach_state_to_params(state)  # optimizer hooks identify a model by its parameters
 
-    before_method = attach
-
     def before_conversion(self) -> None:
         """Remove the hooks on parameters, which the next forward registers again. Local operation."""
         # A conversion swaps quantized parameters with ``torch.utils.swap_tensors``. It rejects parameters with weak
@@ -272,7 +264,7 @@ class ReplicatedGradients(Component):
 
     def after_materialize(self) -> None:
         """Watch replaced parameters; ``InitError`` unless all ranks have equal values. Collective over the world."""
-        self.attach()
+        self.before_forward()
         model = self._model()
         state = None if model is None else get_sharded_model(model)
         for check in state.checks.renewed if state is not None else ():
@@ -280,18 +272,11 @@ class ReplicatedGradients(Component):
 
     # -------------------------------------------------------------------------------------------------- the hooks
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        self.attach()
-        self.recover()
-
-    def watch(self, output: Any) -> None:
+    def after_forward(self, output: Any) -> None:
         """Make every rank that runs backward participate in the reduction, even without such a gradient. Local."""
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._begin)
-
-    after_method = watch
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         """Start a reduction with the first gradient of each backward. Local operation."""
