@@ -47,10 +47,7 @@ def reduce_unused(model: nn.Module) -> None:
         if not fsdp2_units.is_fsdp_module(unit):
             continue
         for group in fsdp2_units.fsdp_parameter_groups(unit):
-            if not _fsdp2_unused.is_alone(group):
-                _fsdp2_unused.fill_unused(group)
-            _fsdp2_unused.unify_gradient_dtypes(group)
-            _fsdp2_unused.drop_unused(group)
+            _fsdp2_unused.complete_gradients(group)
 
 
 def set_unit_grad_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:

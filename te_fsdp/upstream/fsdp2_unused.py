@@ -22,30 +22,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def fill_unused(group: Any) -> None:
-    """Give a parameter group's trained parameters zero gradients before it reduces, if they have none."""
-    # It replaces FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
-    listeners = record_of_group(group).listeners
-    if listeners is None or _fill not in listeners[0]:
-        add_reduction_listener(group, before=_fill)
+def complete_gradients(group: Any) -> None:
+    """Give all trained parameters of a group gradients of one dtype before it reduces. Local operation.
 
-
-def is_alone(group: Any) -> bool:
-    """Return whether no other rank shares a parameter group's gradients."""
-    return getattr(group.mesh_info, "shard_mesh_size", 1) == 1 and not hasattr(
-        group.mesh_info, "replicate_mesh_size"
-    )
-
-
-def drop_unused(group: Any) -> None:
-    """Let a parameter group's ``.grad`` be ``None`` after a backward for parameters that no rank used.
-
-    See :class:`UseFlags`. Local operation; call it after :func:`fill_unused`.
+    ``.grad`` is ``None`` after a backward for parameters that no rank used (:class:`UseFlags`).
     """
-    if is_alone(group) or hasattr(group, _ORDER) or group.fsdp_params[0].offload_to_cpu:
-        return
-    flags = record_of_group(group).flags = UseFlags()
-    group.finalize_backward = functools.partial(_finalize, group, flags, group.finalize_backward)
+    # It replaces FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
+    info = group.mesh_info
+    is_alone = getattr(info, "shard_mesh_size", 1) == 1 and not hasattr(info, "replicate_mesh_size")
+    add_reduction_listener(group, before=functools.partial(_complete, not is_alone))
+    if not (is_alone or hasattr(group, _ORDER) or group.fsdp_params[0].offload_to_cpu):
+        flags = record_of_group(group).flags = UseFlags()
+        group.finalize_backward = functools.partial(_finalize, group, flags, group.finalize_backward)
 
 
 #: Order in which torch 2.15 reduces a group's records by index. It does not include an added record.
@@ -58,16 +46,32 @@ def _finalize(group: Any, flags: UseFlags, stock: Any, *args: Any) -> None:
         flags.decide(group)
 
 
-def _fill(group: Any) -> None:
-    flags = group.__dict__[GROUP].flags
+# FSDP2 accumulates in the reduction dtype but keeps gradients of a first backward in the unsharded
+# parameters' dtype. It also creates zeros for unused parameters in that dtype. If the two dtypes differ, it
+# cannot reduce the gradients together (torch 2.15 uses one dtype itself).
+def _complete(is_shared: bool, group: Any) -> None:
+    """Create the missing gradients, and cast the others to the dtype of accumulated ones if there are some.
+
+    ``is_shared``: whether other ranks reduce these gradients too, so that even the first ones must be complete.
+    """
+    dtype, flags = None, group.__dict__[GROUP].flags
     for managed in group.fsdp_params:
-        parameter = getattr(managed, "_unsharded_param", None)  # None before the first all-gather
-        if parameter is None or not parameter.requires_grad:
+        accumulated = managed.__dict__.get("unsharded_accumulated_grad")
+        if dtype is None and accumulated is not None:
+            dtype = accumulated.dtype
+    for managed in group.fsdp_params if is_shared or dtype is not None else ():
+        parameter = managed.__dict__.get("_unsharded_param")  # None before the first all-gather
+        if parameter is None or not parameter.requires_grad or managed.unsharded_accumulated_grad is not None:
             continue
-        if parameter.grad is None and managed.unsharded_accumulated_grad is None:
-            parameter.grad = zero_gradient(managed)
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = zero_gradient(managed)
             if flags is not None:
                 flags.filled.add(managed)
+        if dtype is not None:
+            managed.unsharded_accumulated_grad, parameter.grad = gradient.to(dtype), None
+        elif parameter.grad is None:
+            parameter.grad = gradient
 
 
 class UseFlags:
@@ -205,13 +209,13 @@ def _gradient_dtype(managed: Any) -> torch.dtype | None:
     return None if gradient is None else gradient.dtype
 
 
-def zero_gradient(managed: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+def zero_gradient(managed: Any) -> torch.Tensor:
     """Return zeros as the unsharded gradient of a record's parameter. Local operation."""
     # Do not use ``torch.zeros_like``: it dequantizes a quantized weight. The weight may be resharded at this
     # point, so that its storage has no bytes.
     parameter = managed._unsharded_param
     local = local_of(parameter)
-    dtype = dtype or getattr(parameter, "grad_dtype", None) or parameter.dtype
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
     return dtensor(zeros, with_dtype(spec_of(parameter), dtype)) if isinstance(parameter, DTensor) else zeros
 
@@ -227,32 +231,3 @@ def keep_zeros_unquantized(module: nn.Module, shard: torch.Tensor) -> None:
 
 def _unquantized_zeros(managed: Any) -> torch.Tensor:
     return managed._get_grad_inner_tensor(zero_gradient(managed))
-
-
-def unify_gradient_dtypes(group: Any) -> None:
-    """Let a parameter group reduce gradients of which only some have accumulated over several backwards."""
-
-    def in_one_dtype(group: Any) -> None:
-        records, added = [], []
-        for managed in group.fsdp_params:
-            attrs = managed.__dict__
-            if "unsharded_accumulated_grad" in attrs:
-                records.append(managed)
-                if attrs["unsharded_accumulated_grad"] is not None:
-                    added.append(attrs["unsharded_accumulated_grad"])
-        for managed in records if added else ():
-            parameter = managed._unsharded_param
-            if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:
-                continue
-            if parameter.grad is not None:
-                managed.unsharded_accumulated_grad = parameter.grad.to(added[0].dtype)
-                parameter.grad = None
-            else:
-                managed.unsharded_accumulated_grad = zero_gradient(managed, added[0].dtype)
-                if (flags := group.__dict__[GROUP].flags) is not None:
-                    flags.filled.add(managed)
-
-    # FSDP2 accumulates in the reduction dtype but keeps gradients of a first backward in the unsharded
-    # parameters' dtype. It also creates zeros for unused parameters in that dtype. If the two dtypes differ,
-    # it cannot reduce the gradients together (torch 2.15 uses one dtype itself).
-    add_reduction_listener(group, before=in_one_dtype)
