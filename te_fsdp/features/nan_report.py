@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -102,12 +102,10 @@ class NanReport(Component):
         for name, unit in state.modules.items():
             set_unit_grad_comm(unit, self._comm, name)
         self._comm.observer = self._check_buffer
-        self._hook = state.model.register_forward_pre_hook(_torch.disable_compile(self._next_microbatch))
         state.components.attach(self)
 
     def remove(self) -> None:
         """Stop watching. Local operation."""
-        self._hook.remove()
         self._comm.observer = None
         state = self._state()
         if state is not None:
@@ -162,7 +160,8 @@ class NanReport(Component):
         assert state is not None  # a hook of its model runs
         return state
 
-    def _next_microbatch(self, module: nn.Module, args: Any) -> None:
+    def before_forward(self) -> None:
+        """Begin a microbatch. Local operation."""
         if torch.is_grad_enabled():
             if self.microbatch and self._are_cleared():
                 self.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import harness
@@ -19,7 +20,8 @@ def poisoned(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str
 
     Args:
         cases: Name -> ``policy`` (``None``: no policy), ``context`` of all microbatches but the last one (a name in
-            te_fsdp), ``value`` of the poison, ``clip`` (compute the norm before), ``watch``.
+            te_fsdp), ``value`` of the poison, ``clip`` (compute the norm before), ``watch``, ``method`` (call a
+            registered method in place of the model).
         axes: Mesh sizes.
 
     Returns:
@@ -38,6 +40,7 @@ def _poisoned(
     value: float = float("nan"),
     clip: bool = False,
     watch: bool = True,
+    method: bool = False,
 ) -> list[str]:
     import te_fsdp
 
@@ -48,6 +51,11 @@ def _poisoned(
     te_fsdp.fully_shard(model, meshes, units=["first", "second"], precision=precision)
     if watch:
         te_fsdp.report_nan(model)
+    call = model
+    if method:
+        model.compute = functools.partial(Pair.forward, model)
+        te_fsdp.register_forward_method(model, "compute")
+        call = model.compute
     optimizer = torch.optim.AdamW(model.parameters())
     poison = torch.zeros((), dtype=BF16, device=harness.device())
     model.second.register_forward_pre_hook(lambda module, args: (args[0] + poison,))
@@ -59,7 +67,7 @@ def _poisoned(
             local = bool(context) and number < MICROBATCHES
             with getattr(te_fsdp, context)(model) if local else contextlib.nullcontext():
                 x = torch.randn((TOKENS, HIDDEN), device=harness.device()).to(BF16)
-                y = model(x)
+                y = call(x)
                 y.backward(torch.ones_like(y))
         raised.append("")
         try:
