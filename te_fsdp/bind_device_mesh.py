@@ -156,9 +156,9 @@ def bound_class(cls: type) -> type:
     if issubclass(cls, MeshModule):
         return cls
     members = {"set_device_mesh": _set_own_mesh, "__doc__": cls.__doc__, "__module__": cls.__module__}
-    for kind in _te.KINDS if _te.is_loaded() else ():
-        if cls is _te.module_class(kind):
-            return type(kind, (mesh_class(kind),), members)
+    for name in _te.KINDS if _te.is_loaded() else ():
+        if cls is _te.module_class(name):
+            return type(name, (mesh_class(name),), members)
     return type(cls.__name__, _bases(cls), members)
 
 
@@ -396,5 +396,5 @@ def _to_dtensor(
         # TE creates one rank's part. The DTensor has the shape of the unsharded parameter.
         shape[rule.shard_dim] *= binding.tp_mesh.size()
         placements[-1] = Shard(rule.shard_dim)
-    like = _torch.placed(local, mesh, placements, torch.empty(shape, device="meta"))
-    return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
+    template = _torch.placed(local, mesh, placements, torch.empty(shape, device="meta"))
+    return _torch.with_local(local, template, requires_grad=parameter.requires_grad)

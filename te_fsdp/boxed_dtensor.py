@@ -160,9 +160,9 @@ def place_full_tensors() -> None:
             # A file of safetensors has one tensor of a name, and torch would drop all pieces but the last one.
             buckets = stock(self, storage_plan, items)
             last, files = max(storage_plan.values()) if storage_plan else 1, dict[int, list[Any]]()
-            for number, own in buckets.items():
+            for number, bucket in buckets.items():
                 count = Counter[str]()
-                for item in own:
+                for item in bucket:
                     files.setdefault(number + count[item.index.fqn] * last, []).append(item)
                     count[item.index.fqn] += 1
             return files
@@ -403,14 +403,14 @@ class BoxedDTensor(DTensor):
 # ordinary DTensor it would be written in the order of the ranks, without an error.
 def _reduce_for_process(tensor: BoxedDTensor) -> Any:
     tensor = tensor.for_process()
-    found = tensor.__dict__.get(_KEY)
+    box_map = tensor.__dict__.get(_KEY)
     plain = _torch.dtensor(tensor._local_tensor, tensor._spec)
-    return _with_map, (plain, found and replace(found, owner=None), tensor.kept_class)
+    return _with_map, (plain, box_map and replace(box_map, owner=None), tensor.kept_class)
 
 
-def _with_map(tensor: DTensor, found: BoxMap | None, cls: type[BoxedDTensor] | None) -> DTensor:
-    if found is not None:
-        _mark(tensor, found, cls)
+def _with_map(tensor: DTensor, box_map: BoxMap | None, cls: type[BoxedDTensor] | None) -> DTensor:
+    if box_map is not None:
+        _mark(tensor, box_map, cls)
     return tensor
 
 
@@ -424,8 +424,8 @@ def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
             same_placements = tuple(result._spec.placements) == box_map.placements
             # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.
             is_flat = result.ndim == 1 and box_map.rule.shard_dim == 0 and result.numel() == arg.numel()
-            same = same_placements and (result._spec.shape == arg._spec.shape or is_flat)
-            if same or func.__name__ in _COPIED_INTO:
+            is_same = same_placements and (result._spec.shape == arg._spec.shape or is_flat)
+            if is_same or func.__name__ in _COPIED_INTO:
                 _mark(result, box_map, arg.kept_class)
             return
 

@@ -49,7 +49,7 @@ def _has_unit(
     """Return whether the innermost requested unit around a ``GroupedLinear`` has no other parameters than experts'."""
     while name and name not in requested:
         name = name.rpartition(".")[0]
-    expert_modules = {id(modules[each]) for each in grouped}
+    expert_modules = {id(modules[name]) for name in grouped}
     return bool(name) and all(
         id(owner.module) in expert_modules for owner in iter_param_owners(modules[name])
     )

@@ -156,9 +156,9 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             reset()
         filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
         for name, parameter in {id(p): (name, p) for name, p in before.items()}.values():
-            same = module._parameters[name] is full_params[id(parameter)]
+            is_filled_in_place = module._parameters[name] is full_params[id(parameter)]
             writes = _torch.version_of(full_params[id(parameter)]) - versions[id(parameter)]
-            count_rewrites(parameter, writes if same else None)
+            count_rewrites(parameter, writes if is_filled_in_place else None)
     finally:
         # Also after an exception: otherwise the model would keep tensors of original size.
         module._parameters.update(before)

@@ -68,10 +68,11 @@ def refuse_lost_writes(model: nn.Module, contained: Iterable[Callable[[str], boo
         writes, repeated = record.writes, record.rewrites  # of a tied parameter: one count for each owner
         record.writes, record.rewrites = 0, ()
         # reset_parameters that was called several times draws again, which changes no distribution.
-        again = any(count and writes % count == 0 for count in repeated)
+        is_multiple = any(count and writes % count == 0 for count in repeated)
         parts = owner.path.split(".") if owner.path else []
         around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
-        if writes not in repeated and (not again or any(_in_place_calls(type(module)) for module in around)):
+        writes_inline = any(_in_place_calls(type(module)) for module in around)
+        if writes not in repeated and (not is_multiple or writes_inline):
             lost.append(owner.label)
     if lost:
         raise InitError(

@@ -336,16 +336,16 @@ def chunk_boxes(
     """
     shape = tuple(original_shape)
     zeros = (0,) * len(shape)
-    cut: tuple[Box, ...] = (Box(zeros, zeros, shape),)
+    boxes: tuple[Box, ...] = (Box(zeros, zeros, shape),)
     for dim, chunks, index in cuts:
         low, high = chunk_range(shape[dim], chunks, index)
-        shape, cut = _set(shape, dim, high - low), cut_boxes(cut, dim, low, high)
-    return shape, [box for box in cut if 0 not in box.sizes]
+        shape, boxes = _set(shape, dim, high - low), cut_boxes(boxes, dim, low, high)
+    return shape, [box for box in boxes if 0 not in box.sizes]
 
 
 def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box, ...]:
     """Return the boxes clipped to the local range [low, high) of ``dim``, in coordinates of that range."""
-    cut = []
+    clipped = []
     for box in boxes:
         start = max(box.local[dim], low)
         stop = min(box.local[dim] + box.sizes[dim], high)
@@ -353,8 +353,10 @@ def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box,
             shift = start - box.local[dim]
             # A cut moves the start of a box by the same distance in the original tensor.
             original = _set(box.original, dim, box.original[dim] + shift)
-            cut.append(Box(original, _set(box.local, dim, start - low), _set(box.sizes, dim, stop - start)))
-    return tuple(cut)
+            clipped.append(
+                Box(original, _set(box.local, dim, start - low), _set(box.sizes, dim, stop - start))
+            )
+    return tuple(clipped)
 
 
 def block_heights(rows: int, rule: ParameterRule) -> list[int]:

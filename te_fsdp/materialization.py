@@ -157,8 +157,8 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
             if isinstance(old, torch.nn.Parameter):
                 inherit(old, new)
             owners[id(new)] = owners[id(old)]
-            for table, other, _ in owners[id(old)]:
-                table[other] = new
+            for table, owned_name, _ in owners[id(old)]:
+                table[owned_name] = new
     if first_error is not None:
         raise first_error
     return unset

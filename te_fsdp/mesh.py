@@ -139,8 +139,8 @@ class Meshes:
                 for position, axis in enumerate(part.mesh_dim_names or ()):
                     if part.size(position) > 1 and (part is mesh or axis == "ep"):
                         groups[axis] = part.mesh.movedim(position, -1).flatten(0, -2)
-            for text in mesh_checks.slow_axes(groups, mesh_checks.ranks_of_a_node(dist.get_world_size())):
-                _log.warning("Meshes: %s", text)
+            for warning in mesh_checks.slow_axes(groups, mesh_checks.ranks_of_a_node(dist.get_world_size())):
+                _log.warning("Meshes: %s", warning)
         if pp is not None:
             # A stage may not need a group that a different stage needs, but creating a group requires all ranks of the
             # job.
@@ -278,8 +278,8 @@ class Meshes:
         Collective over the world, because process groups are created. ``inner`` must divide ``cp``.
         """
         cp = self.size("cp")
-        cut = {"dp_shard": self.expert_shards // cp, "cp_outer": cp // inner, "cp_inner": inner}
-        parts = _torch.unflatten_mesh(self.expert_mesh or self.device_mesh, "dp_shard", cut)
+        sizes = {"dp_shard": self.expert_shards // cp, "cp_outer": cp // inner, "cp_inner": inner}
+        parts = _torch.unflatten_mesh(self.expert_mesh or self.device_mesh, "dp_shard", sizes)
         return parts["cp_inner"], parts["cp_outer"]
 
     @property

@@ -162,12 +162,12 @@ def check_expert_ranks_disjoint(
         (tp_mesh, "tp_mesh", "tp"),
         (weight_mesh, "expert_weight_mesh", "expert_weight"),
     ):
-        both = sorted(ep & set(mesh.mesh.flatten().tolist())) if mesh is not None else []
-        if len(both) > 1:
+        shared = sorted(ep & set(mesh.mesh.flatten().tolist())) if mesh is not None else []
+        if len(shared) > 1:
             raise MeshError(
                 f"{where}: {argument}",
                 expected="a mesh that shares only this rank with ep_mesh",
-                got=f"ranks {both} in both meshes",
+                got=f"ranks {shared} in both meshes",
                 why="Ranks along ep have different experts and do not share weights",
                 fix=f"pass te_fsdp.Meshes(...).{attribute}",
             )
@@ -237,22 +237,22 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
     if ranks.numel() < dist.get_world_size() and not is_simulated():
         # One number from each rank, then each distinct list from the first rank that has it. So a rank receives one
         # number per rank, and one list per model.
-        mine = ranks.tolist()
-        digests = gather(digest(str(mine)))
+        own_ranks = ranks.tolist()
+        digests = gather(digest(str(own_ranks)))
         lists: list[list] = []
         for kind in list(dict.fromkeys(digests))[:_KINDS]:
-            received = [mine]
+            received = [own_ranks]
             dist.broadcast_object_list(received, src=digests.index(kind))
             lists += received
-        each = sorted({str(model): model for one in lists for model in one}.values())
-        stages = [torch.tensor(model, device="cpu") for model in each]
+        distinct = sorted({str(model): model for rank_list in lists for model in rank_list}.values())
+        stages = [torch.tensor(model, device="cpu") for model in distinct]
         numbers = sorted(n for model in stages for n in model.flatten().tolist())
         alike = all(model.shape == ranks.shape[1:] for model in stages)
         if numbers != list(range(dist.get_world_size())) or not alike:
             raise MeshError(
                 "Meshes.from_device_mesh: a mesh of some of the ranks",
                 expected="on every rank the mesh that contains it, all of the same shape",
-                got=f"ranks {each}",
+                got=f"ranks {distinct}",
                 fix="slice one mesh of all ranks on every rank",
             )
         ranks = torch.stack(stages)
@@ -271,12 +271,12 @@ def check_started(sizes: Mapping[str, int]) -> None:
     """Raise ``MeshError`` if a launcher started several processes but did not set ``RANK``."""
     # Each would become a separate job. If all sizes are 1, separate jobs are intended.
     counts = {name: os.environ.get(name, "") for name in _STARTED}
-    several = [f"{name}={count}" for name, count in counts.items() if count.isdecimal() and int(count) > 1]
-    if several and "RANK" not in os.environ and any(size != 1 for size in sizes.values()):
+    started = [f"{name}={n}" for name, n in counts.items() if n.isdecimal() and int(n) > 1]
+    if started and "RANK" not in os.environ and any(size != 1 for size in sizes.values()):
         raise MeshError(
             "Meshes.build: several processes, and no RANK in the environment",
             expected="the variables of torchrun",
-            got=several[0],
+            got=started[0],
             why="Each process would train a separate model",
             fix="start the script with torchrun (srun torchrun ..., docs/nodes.md); or Meshes.build(dp_shard=1) if "
             "each process is a separate job",
@@ -305,13 +305,15 @@ def device_of_rank(device_type: str) -> int:
     Raises ``MeshError`` if the machine does not have that many, or if ``LOCAL_RANK`` is not set and ranks would share
     the first one.
     """
-    count, text = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
-    index = int(text) if text.isdecimal() else 0
+    count, local_rank = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
+    index = int(local_rank) if local_rank.isdecimal() else 0
     # Without LOCAL_RANK several ranks of a node would all use device 0, which fails much later, in NCCL.
-    is_determined = text.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
+    is_determined = local_rank.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
     if index >= count or not is_determined:
         raise MeshError(
-            f"Meshes.build: LOCAL_RANK={text}" if text else "Meshes.build: no LOCAL_RANK in the environment",
+            f"Meshes.build: LOCAL_RANK={local_rank}"
+            if local_rank
+            else "Meshes.build: no LOCAL_RANK in the environment",
             expected=f"one of this process' {count} devices of type {device_type}, one for each rank of a node",
             fix=f"torchrun --nproc-per-node {max(count, 1)}, or set CUDA_VISIBLE_DEVICES to all devices; with "
             "a different launcher export LOCAL_RANK (SLURM: $SLURM_LOCALID)",
@@ -357,8 +359,8 @@ def ranks_of_a_node(world_size: int) -> int:
     """Return the number of ranks per node from torchrun's ``LOCAL_WORLD_SIZE``, or all ranks if it is not set."""
     # Also all ranks if nodes have different numbers of ranks, because then no number fits every node.
     local_world = os.environ.get("LOCAL_WORLD_SIZE", "")
-    each = int(local_world) if local_world.isdecimal() else world_size
-    return each if each and world_size % each == 0 else world_size
+    ranks_per_node = int(local_world) if local_world.isdecimal() else world_size
+    return ranks_per_node if ranks_per_node and world_size % ranks_per_node == 0 else world_size
 
 
 def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:

@@ -89,9 +89,9 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
         # of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
         direct = sum(1 for _ in module.parameters(recurse=False))
         if _te.kind_of(module) is None and direct != sum(1 for _ in module.parameters()):
-            word = next((word for word in _RESETS if callable(getattr(type(module), word, None))), "")
-            if word and _runs_in_constructor(type(module), (word,)):
-                initializers.append(Initializer(name, module, getattr(module, word), is_reset=True))
+            method = next((method for method in _RESETS if callable(getattr(type(module), method, None))), "")
+            if method and _runs_in_constructor(type(module), (method,)):
+                initializers.append(Initializer(name, module, getattr(module, method), is_reset=True))
         is_inner = any(outer.contains(name) for outer in initializers if not outer.is_reset)
         # The outer initialization covers this module, unless its own constructor ran one.
         if is_inner and not _runs_in_constructor(type(module), (*METHODS, "post_init")):
@@ -112,24 +112,24 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
     return sorted(initializers, key=lambda item: (last[item.name], -order[item.name]))
 
 
-def _runs_in_constructor(cls: type, words: Iterable[str]) -> bool:
+def _runs_in_constructor(cls: type, methods: Iterable[str]) -> bool:
     """Return whether a constructor of the class names one of these methods."""
     codes = [
         vars(base)["__init__"].__code__
         for base in cls.__mro__
         if hasattr(vars(base).get("__init__"), "__code__")
     ]
-    return any(word in code.co_names for code in codes for word in words)
+    return any(method in code.co_names for code in codes for method in methods)
 
 
 def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
     """Return the module's own initialization as a function without arguments, ``None`` if it has none."""
     refused = []
-    for word in METHODS:
-        owner = next((cls for cls in type(module).__mro__ if word in vars(cls)), None)
+    for method_name in METHODS:
+        owner = next((cls for cls in type(module).__mro__ if method_name in vars(cls)), None)
         if owner is None or str(owner.__module__).partition(".")[0] in STOCK:
             continue
-        method = getattr(module, word)
+        method = getattr(module, method_name)
         required = [
             p.name
             for p in inspect.signature(method).parameters.values()
@@ -137,9 +137,11 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
         ]
         if not required:
             return method
-        if len(required) == 1 and (word == "_init_weights" or required[0] in ("module", "m", "mod", "layer")):
-            return lambda: module.apply(getattr(module, word))
-        refused.append(f"{word}({', '.join(required)})")
+        if len(required) == 1 and (
+            method_name == "_init_weights" or required[0] in ("module", "m", "mod", "layer")
+        ):
+            return lambda: module.apply(getattr(module, method_name))
+        refused.append(f"{method_name}({', '.join(required)})")
     if refused:
         raise InitError(
             f"materialize: {name or type(module).__name__}: an initialization of its own that cannot be called",
@@ -343,8 +345,8 @@ class _Unsharded(TorchFunctionMode):
         assigned = []
         for registered, places in list(self.places.values()):
             for module, name in places:
-                now = module._parameters.get(name) if isinstance(registered, torch.nn.Parameter) else None
-                if now is not None and id(now) not in self.places:
+                current = module._parameters.get(name) if isinstance(registered, torch.nn.Parameter) else None
+                if current is not None and id(current) not in self.places:
                     assigned.append(f"{type(module).__name__}.{name}")
         if assigned:
             raise InitError(

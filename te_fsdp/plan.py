@@ -198,7 +198,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
         chosen = strategies.keys() | expert_units(model, meshes, request.experts, strategies)
         names = [name for name, _ in model.named_modules() if name in chosen]
         strategies = {name: strategies.get(name) or nearest_strategy(name, strategies) for name in names}
-    units = {name: STORAGE[word, outer] for name, word in strategies.items()}
+    units = {name: STORAGE[strategy_name, outer] for name, strategy_name in strategies.items()}
     if outer == "optim" and all(row.is_replicated for row in units.values()):
         raise PlacementError(
             "fully_shard: strategy='no_shard' with outer_strategy='optim'",
@@ -388,18 +388,18 @@ def find_units(
     if isinstance(strategy, Mapping):
         # Classes first, so that a name overrides the strategy of its class.
         for selector in sorted(strategy, key=lambda selector: isinstance(selector, str)):
-            word = check_option("strategy", strategy[selector])
+            choice = check_option("strategy", strategy[selector])
             for name in _find(names, selector):
                 other_name = isinstance(selector, str) and not selector.endswith(".*") and selector != name
-                if (isinstance(selector, type) or other_name) and strategies.get(name, word) != word:
+                if (isinstance(selector, type) or other_name) and choice != strategies.get(name, choice):
                     raise PlacementError(
                         f"{name or 'model'}: two strategies",
                         expected="one class or name of the mapping that selects it, or equal strategies",
-                        got=f"{strategies[name]} and {word}",
+                        got=f"{strategies[name]} and {choice}",
                         fix="add the module's name to the mapping",
                     )
                 for unit in _with_forward(names, name):
-                    strategies[unit] = word
+                    strategies[unit] = choice
         chosen |= strategies.keys()
     else:
         strategies[""] = check_option("strategy", strategy)
@@ -469,13 +469,13 @@ def _check_policies(request: ShardRequest) -> None:
             why="Each of them sets the dtypes of compute and reduction",
             fix="leave mp_policy out",
         )
-    for word, value, kind in (
+    for argument, value, kind in (
         ("precision", request.precision, MixedPrecisionPolicy),
         ("mp_policy", request.mp_policy, Fsdp2Policy),
     ):
         if value is not None and not isinstance(value, kind):
             raise PrecisionError(
-                f"fully_shard: {word}",
+                f"fully_shard: {argument}",
                 expected=f"a {kind.__module__.split('.')[0]} MixedPrecisionPolicy",
                 got=f"{type(value).__module__}.{type(value).__name__}",
                 fix="pass precision=te_fsdp.MixedPrecisionPolicy(...), or "

@@ -57,17 +57,17 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
         TypeError: An argument is neither a module nor a parameter.
         OrderError: The module or parameter is already sharded.
     """
-    several = [what] if isinstance(what, (nn.Module, nn.Parameter)) else what
-    is_one = not isinstance(several, Iterable) or isinstance(several, (str, torch.Tensor))
-    items = [several] if is_one else list(several)
+    targets = [what] if isinstance(what, (nn.Module, nn.Parameter)) else what
+    is_one = not isinstance(targets, Iterable) or isinstance(targets, (str, torch.Tensor))
+    items = [targets] if is_one else list(targets)
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
             expected, fix = (
                 "a module, a parameter or several",
                 "pass modules and parameters of the model, not names",
             )
-            text = message("fsdp_no_shard: what", expected=expected, got=type(item).__name__, fix=fix)
-            raise TypeError(text)
+            error_text = message("fsdp_no_shard: what", expected=expected, got=type(item).__name__, fix=fix)
+            raise TypeError(error_text)
     modules = [item for item in items if isinstance(item, nn.Module)]
     parameters = [item for item in items if not isinstance(item, nn.Module)]
     owned = list(registered_at({id(parameter) for parameter in parameters})) if parameters else []
@@ -168,24 +168,24 @@ Reduced = list[tuple[GradientSlot, torch.Tensor]]
 def pack(slots: Iterable[GradientSlot], tp: DeviceMesh | None) -> list[Bucket]:
     """Return buckets of at most :data:`CAPACITY` elements (or one tensor), in the order of the slots. Local."""
     # The slots have the same order on all ranks.
-    kinds: dict[tuple[ReductionGroup, torch.dtype, torch.device], list[tuple[GradientSlot, torch.Size]]] = {}
+    by_key: dict[tuple[ReductionGroup, torch.dtype, torch.device], list[tuple[GradientSlot, torch.Size]]] = {}
     for slot in slots:
         local = _torch.local_of(slot.parameter)
-        kind = slot.ranks, slot.grads_dtype or slot.parameter.dtype, local.device
-        kinds.setdefault(kind, []).append((slot, local.shape))
+        key = slot.ranks, slot.grads_dtype or slot.parameter.dtype, local.device
+        by_key.setdefault(key, []).append((slot, local.shape))
     buckets = []
-    for kind, same in kinds.items():
+    for key, members in by_key.items():
         # Gradients that are summed over tp are first, as one contiguous piece of the bucket.
         filling: list[tuple[GradientSlot, torch.Size]] = []
         filled = 0
-        for slot, shape in sorted(same, key=lambda member: not member[0].partial):
-            room = -(-shape.numel() // _ALIGNED) * _ALIGNED
-            if filling and filled + room > CAPACITY:
-                buckets.append(Bucket(tuple(filling), *kind, tp))
+        for slot, shape in sorted(members, key=lambda member: not member[0].partial):
+            padded = -(-shape.numel() // _ALIGNED) * _ALIGNED
+            if filling and filled + padded > CAPACITY:
+                buckets.append(Bucket(tuple(filling), *key, tp))
                 filling, filled = [], 0
             filling.append((slot, shape))
-            filled += room
-        buckets.append(Bucket(tuple(filling), *kind, tp))
+            filled += padded
+        buckets.append(Bucket(tuple(filling), *key, tp))
     return buckets
 
 
@@ -216,33 +216,33 @@ class Bucket:
         only for fp32 sums with a different communication dtype.
         """
         if take is None:
-            mine = [True] * len(self.members)
+            has_own = [True] * len(self.members)
             flat = torch.full((self.buffer.numel,), math.nan, dtype=self.dtype, device=self.device)
         else:
             gradients = [take(slot) for slot, _ in self.members]
-            mine = [gradient is not None for gradient in gradients]
-            flags = torch.ones(len(mine), dtype=self.dtype, device=self.device)
-            if not all(mine):
-                flags = flags.new_tensor([float(flag) for flag in mine])
+            has_own = [gradient is not None for gradient in gradients]
+            flags = torch.ones(len(has_own), dtype=self.dtype, device=self.device)
+            if not all(has_own):
+                flags = flags.new_tensor([float(flag) for flag in has_own])
             flat = self.buffer.pack(gradients, self.dtype, self.device, flags)
             del gradients  # free their memory for the communication buffers
         sizes = zip(self.members, self.buffer.padded_sizes, strict=True)
         partial = sum(size for (slot, _), size in sizes if slot.partial)
         if partial and self.tp is not None:
             dist.all_reduce(flat[:partial], group=self.tp.get_group())
-        unpack = functools.partial(self._unpack, mine)
+        unpack = functools.partial(self._unpack, has_own)
         if self.ranks.group is None:
             return Pending(lambda: flat, None, current_stream(flat.device)).then(unpack)
         source = Partial("sum" if self.ranks.divisor == 1 else "avg")
         return redistribute(flat, source, Replicate(), self.ranks.group, comm).then(unpack)
 
-    def _unpack(self, mine: list[bool], flat: torch.Tensor) -> Reduced:
-        """Return the gradients that any rank had; ``mine`` says for each member whether this rank had one."""
+    def _unpack(self, has_own: list[bool], flat: torch.Tensor) -> Reduced:
+        """Return the gradients that any rank had; ``has_own``: whether this rank had one, by member."""
         ranks = self.ranks
         averaged = ranks.group.size() if ranks.group is not None and ranks.divisor != 1 else 1
         # Reading the flags of other ranks synchronizes the device. So read them only if this rank has no gradient for
         # some member. NaN counts as set.
-        has_gradients = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
+        has_gradients = has_own if all(has_own) else [flag != 0 for flag in flat[-len(has_own) :].tolist()]
         if averaged != ranks.divisor:
             flat.mul_(averaged / ranks.divisor)
         reduced = zip(self.members, self.buffer.views(flat), has_gradients, strict=True)

@@ -54,7 +54,7 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
             dim = _torch.shard_dim_of(parameter.placements[axis])
             if dim is not None:
                 by_axis[axis] = dim, mesh.size(axis), coordinate[axis]
-        fsdp = next((cut for axis, cut in by_axis.items() if axis < first), (0, 1, 0))
+        fsdp = next((sharding for axis, sharding in by_axis.items() if axis < first), (0, 1, 0))
         tp = by_axis.get(mesh.ndim - 1, (0, 1, 0)) if placed.tp_dim is not None else (0, 1, 0)
         ep = by_axis.get(first, (0, 1, 0)) if placed.is_expert else (0, 1, 0)
         at, cuts = Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2]), list(by_axis.values())

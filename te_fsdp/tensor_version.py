@@ -21,8 +21,10 @@ class TensorVersion(NamedTuple):
     @classmethod
     def now(cls, gradients: Sequence[torch.Tensor | None]) -> list[TensorVersion | None]:
         """Return the present versions of several gradients. Local operation."""
-        together = zip(gradients, _torch.versions_of(gradients), strict=True)
-        return [None if one is None else cls(weakref.ref(one), version) for one, version in together]
+        pairs = zip(gradients, _torch.versions_of(gradients), strict=True)
+        return [
+            None if gradient is None else cls(weakref.ref(gradient), version) for gradient, version in pairs
+        ]
 
     @staticmethod
     def are_same(

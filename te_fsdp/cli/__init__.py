@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threshold = -3  # M_MMAP_THRESHOLD in malloc.h
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(threshold, 1 << 20)
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    is_help = words[:1] in (["-h"], ["--help"])
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    is_help = args[:1] in (["-h"], ["--help"])
     try:
-        if words and words[0] in _COMMANDS:
-            code = run(words[0], words[1:])
-        elif words[:1] == ["completion"]:
-            code = completion(words[1:])
-        elif words[:1] == ["--version"]:
+        if args and args[0] in _COMMANDS:
+            code = run(args[0], args[1:])
+        elif args[:1] == ["completion"]:
+            code = completion(args[1:])
+        elif args[:1] == ["--version"]:
             import te_fsdp
 
             print(f"te-fsdp {te_fsdp.__version__}")
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "",
                 "See te-fsdp COMMAND --help. Exit codes: 0 success, 1 problem found, 2 wrong usage.",
             ]
-            if words and not is_help:
-                lines = [f"te-fsdp: unknown command {words[0]!r}", "", *lines]
+            if args and not is_help:
+                lines = [f"te-fsdp: unknown command {args[0]!r}", "", *lines]
             print("\n".join(lines), file=sys.stdout if is_help else sys.stderr)
             code = 0 if is_help else 2
         sys.stdout.flush()  # Python would print the error of a closed pipe at exit.

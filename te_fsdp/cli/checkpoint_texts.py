@@ -16,8 +16,8 @@ def semantics_lines(recorded: dict[str, Any], pattern: str) -> list[str]:
             modules.setdefault(index, []).append(name)
     lines = [f"settings of {counted(sum(map(len, modules.values())), 'module')}:"] if modules else []
     for index, names in modules.items():
-        one = recorded["kinds"][index]
-        lines.append(f"  {one['library']}.{one['kind']} ({fold_names(names)}): {pairs(one['settings'])}")
+        kind = recorded["kinds"][index]
+        lines.append(f"  {kind['library']}.{kind['kind']} ({fold_names(names)}): {pairs(kind['settings'])}")
     return lines
 
 

@@ -192,9 +192,9 @@ def export(
     destination.resolve_kind("safetensors")
     config = config_contents(like) if like is not None else {}
     # the second key is that of transformers before 5
-    word = dtype or config.get("dtype", config.get("torch_dtype"))
-    word = word if word in get_args(_DType) else "bfloat16"
-    values = {"dtype": getattr(torch, word), "dequantize": True, "weights": weights}
+    dtype_name = dtype or config.get("dtype", config.get("torch_dtype"))
+    dtype_name = dtype_name if dtype_name in get_args(_DType) else "bfloat16"
+    values = {"dtype": getattr(torch, dtype_name), "dequantize": True, "weights": weights}
     options = {"check": check, "everything": False, "table": True, "as_json": as_json}
     return _transform_and_write(open_any(source), destination, te, **options, **values)
 

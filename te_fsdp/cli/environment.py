@@ -209,8 +209,8 @@ def _gpus() -> list[Gpu]:
     ordinals, links, gpus = range(torch.cuda.device_count()), gpu_links(), []
     for gpu in ordinals:
         properties = torch.cuda.get_device_properties(gpu)
-        others = [other for other in ordinals if other != gpu]
-        peers = [other for other in others if torch.cuda.can_device_access_peer(gpu, other)]
+        other_gpus = [peer for peer in ordinals if peer != gpu]
+        peers = [peer for peer in other_gpus if torch.cuda.can_device_access_peer(gpu, peer)]
         row = links[gpu] if gpu < len(links) else []
         capability = f"{properties.major}.{properties.minor}"
         gpus.append(Gpu(properties.name, capability, properties.total_memory, row, peers))

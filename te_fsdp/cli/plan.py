@@ -159,10 +159,10 @@ def show_plan(
     # A search chooses the sizes itself, so the given ones need not multiply to the number of GPUs.
     sizes = mesh.sizes if not search else Sizes()
     if torch.cuda.is_available():
-        here = "{}.{}".format(*torch.cuda.get_device_capability())
-        if mesh.arch not in (None, here):
+        capability = "{}.{}".format(*torch.cuda.get_device_capability())
+        if mesh.arch not in (None, capability):
             why = "TransformerEngine queries this machine's GPU"
-            raise PlacementError(f"plan: arch {mesh.arch}", expected=here, why=why)
+            raise PlacementError(f"plan: arch {mesh.arch}", expected=capability, why=why)
     else:
         import te_fsdp.emulation
 
@@ -200,11 +200,11 @@ def _memory(text: str) -> int:
     return size
 
 
-def _dtype(word: str | None, absent: torch.dtype | None) -> torch.dtype | None:
+def _dtype(name: str | None, absent: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype of a command line value; ``absent`` if it was not given, ``None`` for "model"."""
-    if word is None:
+    if name is None:
         return absent
-    return None if word == "model" else getattr(torch, word)
+    return None if name == "model" else getattr(torch, name)
 
 
 # ------------------------------------------------------------------------------------------------------------ tables
@@ -231,7 +231,7 @@ def _show(estimate: Plan, limit: int | None) -> None:
     }
     peak = {**estimate.peak.parts, "peak": estimate.peak.bytes}
     for title, sizes_of in (("Largest rank, GiB", rank), (f"At the peak, {estimate.peak.when}", peak)):
-        rows = [(words, _gib(size)) for words, size in sizes_of.items()]
+        rows = [(label, _gib(size)) for label, size in sizes_of.items()]
         print_table(title, ("what", "GiB"), rows, right=("GiB",))
     received = [(t.axis, t.what, t.collective, t.ranks, _gib(t.bytes)) for t in estimate.traffic]
     columns = ("axis", "what", "collective", "ranks", "GiB")
@@ -251,7 +251,7 @@ def _show_step(step: StepTime, estimate: Plan) -> None:
     rows += [("slowdown by overlapped communication", step.contended)]
     rows += [("waiting for the host", step.waits)] if step.host else []
     rows += [("a step", step.seconds)]
-    cells = [(words, f"{1e3 * seconds:.1f}") for words, seconds in rows]
+    cells = [(label, f"{1e3 * seconds:.1f}") for label, seconds in rows]
     print_table("A step, estimated, ms", ("what", "ms"), cells, right=("ms",))
     flops, job, sizes = sum(estimate.flops.values()), estimate.job, estimate.sizes
     tokens = job["sequence"] * job["batch"] * job["microbatches"] / (sizes.tp * sizes.cp)
@@ -270,13 +270,19 @@ def _show_search(
         )
     if as_json:
         candidates = []
-        for each in meshes:
+        for candidate in meshes:
             numbers: dict[str, Any] = {}
-            if each.plan is not None:
-                numbers = {"peak": each.plan.peak.bytes, "held": each.plan.held_bytes}
-                numbers |= {name: getattr(each, name) for name in ("within", "between", "tokens", "cost")}
-                numbers |= {} if machine is None else {"seconds": _seconds(each, machine)}
-            fits = {"sizes": asdict(each.sizes), "fits": not each.reason, "reason": each.reason}
+            if candidate.plan is not None:
+                numbers = {"peak": candidate.plan.peak.bytes, "held": candidate.plan.held_bytes}
+                numbers |= {
+                    name: getattr(candidate, name) for name in ("within", "between", "tokens", "cost")
+                }
+                numbers |= {} if machine is None else {"seconds": _seconds(candidate, machine)}
+            fits = {
+                "sizes": asdict(candidate.sizes),
+                "fits": not candidate.reason,
+                "reason": candidate.reason,
+            }
             candidates.append(fits | numbers)
         print_json({"memory": limit, "gpus": gpus, "candidates": candidates})
     else:
@@ -284,14 +290,14 @@ def _show_search(
         columns += [] if machine is None else ["ms"]
         title = f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB"
         rows = []
-        for each in meshes:
+        for candidate in meshes:
             cells = [""] * len(columns)
-            if each.plan is not None:
-                peak = each.plan.peak.bytes
-                cells = [*map(_gib, (peak, limit - peak, each.within, each.between))]
-                cells += [f"{each.tokens:,.0f}", f"{each.cost:,.0f}"]
-                cells += [] if machine is None else [f"{1e3 * _seconds(each, machine):.1f}"]
-            rows.append((str(each.sizes), *cells, each.reason))
+            if candidate.plan is not None:
+                peak = candidate.plan.peak.bytes
+                cells = [*map(_gib, (peak, limit - peak, candidate.within, candidate.between))]
+                cells += [f"{candidate.tokens:,.0f}", f"{candidate.cost:,.0f}"]
+                cells += [] if machine is None else [f"{1e3 * _seconds(candidate, machine):.1f}"]
+            rows.append((str(candidate.sizes), *cells, candidate.reason))
         print_table(title, ("mesh", *columns, "remark"), rows, right=columns)
         print_lines(
             [
@@ -300,7 +306,7 @@ def _show_search(
                 "between nodes"
             ]
         )
-    return 0 if any(not each.reason for each in meshes) else 1
+    return 0 if any(not candidate.reason for candidate in meshes) else 1
 
 
 def _seconds(candidate: Candidate, machine: Machine) -> float:

@@ -82,7 +82,7 @@ def gather_by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             values = {
-                key: mine for part in gather(values, mesh.get_group(axis)) for key, mine in part.items()
+                key: of_rank for part in gather(values, mesh.get_group(axis)) for key, of_rank in part.items()
             }
     return values
 
@@ -95,11 +95,11 @@ def gather_if_any(value: T) -> list[T]:
     return gather(value) if on_any_rank(bool(value)) else []
 
 
-def on_any_rank(mine: bool, over: DeviceMesh | dist.ProcessGroup | None = None) -> bool:
-    """Return whether ``mine`` is true on any rank (``None``: of the world). Collective as :func:`maximum`."""
+def on_any_rank(value: bool, over: DeviceMesh | dist.ProcessGroup | None = None) -> bool:
+    """Return whether ``value`` is true on any rank (``None``: of the world). Collective as :func:`maximum`."""
     if over is None and world_size() == 1:
-        return mine
-    flag = torch.tensor([int(mine)], device=_device(over))
+        return value
+    flag = torch.tensor([int(value)], device=_device(over))
     maximum(flag, over)
     return bool(flag.item())
 
@@ -141,9 +141,9 @@ def are_equal(
     """
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values, dtype=torch.int64, device=device or _device(over))
-    mine = values.to(torch.int64)
+    integers = values.to(torch.int64)
     # The maximum of the negatives is the negative of the minimum, so one collective compares both.
-    extremes = torch.stack([mine, -mine])
+    extremes = torch.stack([integers, -integers])
     maximum(extremes, over, leave_out=leave_out)
     return extremes[0] == -extremes[1]
 
@@ -191,22 +191,24 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
     Raises:
         TeFsdpError: On ranks without their own error: the class and text of the first failing rank's error.
     """
-    mine: Exception | None = None
+    own_error: Exception | None = None
     try:
         yield
     except Exception as error:  # raised again below, on every rank
-        mine = error
+        own_error = error
     problems: dict[int, tuple[str, str] | None] = {}
-    if mesh is not None and mesh.size() > 1 and on_any_rank(mine is not None, mesh):
-        problems = gather_by_rank(None if mine is None else (type(mine).__name__, str(mine)), mesh)
+    if mesh is not None and mesh.size() > 1 and on_any_rank(own_error is not None, mesh):
+        problems = gather_by_rank(
+            None if own_error is None else (type(own_error).__name__, str(own_error)), mesh
+        )
     # The error of this rank first: its traceback shows the cause.
-    if mine is not None:
-        raise mine
+    if own_error is not None:
+        raise own_error
     for first, problem in sorted(problems.items()):
         if problem is not None:
-            kind, text = problem
-            cls = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
-            raise cls(f"{where} failed on rank {first}: {kind}: {text}")
+            name, error_text = problem
+            cls = getattr(errors, name, TeFsdpError) if name in errors.__all__ else TeFsdpError
+            raise cls(f"{where} failed on rank {first}: {name}: {error_text}")
 
 
 def from_rank_0(call: Callable[[], T]) -> T:
@@ -224,11 +226,11 @@ def from_rank_0(call: Callable[[], T]) -> T:
 
 def all_agree(call: Callable[[], T]) -> T:
     """Run a function on every rank; if any rank fails, raise the first error on all. Collective over the world."""
-    result, mine = _call(call)
-    problem = _first_error(gather_if_any(_serialize_error(mine)))
+    result, own_error = _call(call)
+    problem = _first_error(gather_if_any(_serialize_error(own_error)))
     if problem is None:
         return result  # type: ignore[return-value]
-    raise problem from (mine.__cause__ if mine is not None else None)
+    raise problem from (own_error.__cause__ if own_error is not None else None)
 
 
 def _call(call: Callable[[], T], where: str = "") -> tuple[T | None, TeFsdpError | None]:
@@ -240,9 +242,9 @@ def _call(call: Callable[[], T], where: str = "") -> tuple[T | None, TeFsdpError
     except TeFsdpError as error:
         return None, error
     except (Exception, CheckpointException) as error:  # the latter does not derive from Exception
-        mine = CheckpointError(f"{where}{type(error).__name__}: {error}")
-        mine.__cause__ = error
-        return None, mine
+        converted = CheckpointError(f"{where}{type(error).__name__}: {error}")
+        converted.__cause__ = error
+        return None, converted
 
 
 def _serialize_error(error: TeFsdpError | None) -> tuple[type[TeFsdpError], str] | None:
@@ -290,7 +292,7 @@ class RankMessenger:
     size: int  #: Number of ranks
     group: Any  #: Their gloo group; ``None`` for one rank
 
-    def round(self, mine: Callable[[], T], on_rank_0: Callable[[list[T]], list[U]]) -> U:
+    def round(self, call: Callable[[], T], on_rank_0: Callable[[list[T]], list[U]]) -> U:
         """Run a function on every rank, then run another on rank 0 with all results. Return each rank's reply.
 
         Collective over the ranks: point-to-point messages to rank 0 and back. An error on any rank is raised on all
@@ -298,7 +300,7 @@ class RankMessenger:
         ``TeFsdpError`` become ``CheckpointError``. So does a rank that has ended, or is silent for
         :func:`te_fsdp.set_collective_timeout`. While ranks wait, the log names the one that is stopped or busy.
         """
-        result, error = _call(mine)
+        result, error = _call(call)
         with self._log_waits() as peer:
             return self._exchange(result, error, on_rank_0, peer)
 
@@ -314,12 +316,12 @@ class RankMessenger:
                 # Rank 0 answers all ranks that are alive, also after an error, so that none of them waits.
                 results: list[Any] = [result]
                 problems, dead = [_serialize_error(error)], set()
-                for other in range(1, self.size):
-                    peer[0] = other
+                for peer_rank in range(1, self.size):
+                    peer[0] = peer_rank
                     try:
-                        value, problem = self._receive(other)
+                        value, problem = self._receive(peer_rank)
                     except RuntimeError as lost:
-                        dead.add(other)
+                        dead.add(peer_rank)
                         text = f"the rank has ended, or was silent for {collective_timeout():.0f} s: {lost}"
                         value, problem = None, (CheckpointError, text)
                     results.append(value)
@@ -329,12 +331,14 @@ class RankMessenger:
                 peer[0] = self.rank
                 if worst is None:
                     replies, worst = _call(lambda: on_rank_0(results))
-                for other in set(range(1, self.size)) - dead:
-                    peer[0] = other
+                for peer_rank in set(range(1, self.size)) - dead:
+                    peer[0] = peer_rank
                     try:
-                        self._send((None if replies is None else replies[other], worst), other)
+                        self._send((None if replies is None else replies[peer_rank], worst), peer_rank)
                     except RuntimeError as lost:  # the other ranks must still get their reply
-                        worst = worst or CheckpointError(f"on rank(s) {other}: the rank has ended: {lost}")
+                        worst = worst or CheckpointError(
+                            f"on rank(s) {peer_rank}: the rank has ended: {lost}"
+                        )
                 reply, problem = (None if replies is None else replies[0]), worst
         except RuntimeError as lost:  # raised by gloo
             if isinstance(lost, TeFsdpError):

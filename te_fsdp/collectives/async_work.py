@@ -52,14 +52,14 @@ class Pending(Generic[T]):
         """
         if self.work is not None:
             self.work.wait()
-        now: Any = None if self.stream is None else current_stream(self.stream.device)
+        current: Any = None if self.stream is None else current_stream(self.stream.device)
         if self.event is not None:
-            now.wait_event(self.event)
+            current.wait_event(self.event)
         result = self.finish()
-        if now != self.stream and isinstance(result, torch.Tensor):
+        if current != self.stream and isinstance(result, torch.Tensor):
             # Otherwise the allocator could reuse the memory for the stream that made it, while this stream
             # still reads it.
-            result.record_stream(now)
+            result.record_stream(current)
         return result
 
     def then(self, finish: Callable[[T], U]) -> Pending[U]:
@@ -185,12 +185,14 @@ class UnitOrder:
         """
         # A unit that a rank has not used sorts last on every rank, because the maximum over the ranks counts.
         never = len(self._units)
-        mine = [
+        positions = [
             (unit in self._again, self._complete.index(unit) if unit in self._complete else never)
             for unit in self._units
         ]
-        order = torch.tensor(mine, dtype=torch.int64, device=device)
+        order = torch.tensor(positions, dtype=torch.int64, device=device)
         maximum(order, mesh)
         # Equal places are possible (the maximum of different ranks), so the order of the units decides.
-        not_agreed = [(position, at) for at, (again, position) in enumerate(order.tolist()) if not again]
+        not_agreed = [
+            (position, at) for at, (repeated, position) in enumerate(order.tolist()) if not repeated
+        ]
         self.agreed = tuple(self._units[at] for _, at in sorted(not_agreed))

@@ -84,8 +84,8 @@ class PackedLayout:
             trailing: Contents of the :attr:`trailing` extra elements.
         """
         gaps = list[int]()
-        for room, tensor in zip(self.padded_sizes, tensors, strict=True):
-            gaps.append(room if tensor is None else room - tensor.numel())
+        for padded, tensor in zip(self.padded_sizes, tensors, strict=True):
+            gaps.append(padded if tensor is None else padded - tensor.numel())
         # One zero tensor for all padding: the padding tensors are views of it.
         zeros = torch.zeros(max(gaps, default=0), dtype=dtype, device=device)
         parts = [zeros[:0]]
@@ -138,8 +138,8 @@ class RowPartition:
         if self.is_even:
             rows = tensor.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
             return [(rows, flat.view(rows.shape))]
-        cut = enumerate(tensor.split(self.step, self.dim))
-        return [(rows, flat[rank, : rows.numel()].view(rows.shape)) for rank, rows in cut]
+        chunks = enumerate(tensor.split(self.step, self.dim))
+        return [(rows, flat[rank, : rows.numel()].view(rows.shape)) for rank, rows in chunks]
 
 
 #: Communication dtypes of gradients, which every transport can sum.
@@ -273,7 +273,7 @@ def reduce_scatter(
     assert len(sources) == 1 or not async_op
     wire = sources[0].dtype if comm is None else comm.wire(sources[0].dtype)
     stream = current_stream(output.device) if async_op else None
-    shares = [each.numel() // group.size() for each in sources] if len(sources) > 1 else []
+    shares = [part.numel() // group.size() for part in sources] if len(sources) > 1 else []
     if comm is not None and comm.fp32_sum and wire != torch.float32:
         if len(sources) > 1:
             for part, out in zip(sources, output.split(shares), strict=True):
@@ -286,7 +286,7 @@ def reduce_scatter(
         pending = Pending(lambda sent=sent: _add_in_fp32(received, group, op, output), work, stream)
     else:
         sources, op, after = _prescale_fp16(sources, wire, group.size(), op)
-        parts = [each.to(wire) for each in sources]
+        parts = [part.to(wire) for part in sources]
         received = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
         if len(parts) > 1:
             work = _reduce_scatter_all(list(received.split(shares)), parts, op, group)
@@ -336,7 +336,7 @@ def _prescale_fp16(
     before = 1
     while before * before < ranks:
         before *= 2
-    return [torch.div(each, before) for each in sources], dist.ReduceOp.SUM, ranks / before
+    return [torch.div(part, before) for part in sources], dist.ReduceOp.SUM, ranks / before
 
 
 def _reduce_scatter_all(
@@ -365,7 +365,7 @@ def all_gather_many(
         group: The ranks.
     """
     gather = _first_available(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-    work = gather([output for _, output in tensors], [mine for mine, _ in tensors])
+    work = gather([output for _, output in tensors], [shard for shard, _ in tensors])
     return Pending(lambda: None, work, current_stream(tensors[0][0].device))
 
 
@@ -388,8 +388,8 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
             dist.broadcast(tensor, group=group, group_src=0)
         elif tensor.numel():
             small.setdefault(tensor.dtype, []).append(tensor)
-    for several in small.values():
-        packed = torch.cat(list(map(torch.Tensor.flatten, several)))
+    for same_dtype in small.values():
+        packed = torch.cat(list(map(torch.Tensor.flatten, same_dtype)))
         dist.broadcast(packed, group=group, group_src=0)
-        views = packed.split(list(map(torch.Tensor.numel, several)))
-        copy_all_(several, list(map(torch.Tensor.view_as, views, several)))
+        views = packed.split(list(map(torch.Tensor.numel, same_dtype)))
+        copy_all_(same_dtype, list(map(torch.Tensor.view_as, views, same_dtype)))

@@ -98,19 +98,19 @@ class Liveness:
                 self.incoming[-1].setblocking(False)
         return self.text
 
-    def has_ended(self, text: str) -> bool:
-        """Return whether the process that published ``text`` has certainly ended. Takes at most one second."""
-        if text not in self.outgoing:
-            machine, host, port = text.split(" ")
+    def has_ended(self, address: str) -> bool:
+        """Return whether the process that published ``address`` has certainly ended. Takes at most one second."""
+        if address not in self.outgoing:
+            machine, host, port = address.split(" ")
             if host.startswith("127.") and machine != socket.gethostname():
                 return False
             try:
-                self.outgoing[text] = socket.create_connection((host, int(port)), timeout=_PATIENCE)
+                self.outgoing[address] = socket.create_connection((host, int(port)), timeout=_PATIENCE)
                 # With a timeout, reading without available data would raise an error.
-                self.outgoing[text].setblocking(False)
+                self.outgoing[address].setblocking(False)
             except OSError as error:
                 return error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
-        return not _is_open(self.outgoing[text])
+        return not _is_open(self.outgoing[address])
 
 
 def _close(liveness: Liveness | None) -> None:
@@ -281,12 +281,12 @@ class _Rendezvous:
             # Before counting: a rank that sees all ranks counted can read all names.
             store.set(f"{number}/{me}", self.call)
             # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different calls.
-            mine = store.add(f"{number}/in/{self.call}", 1)
+            in_this_call = store.add(f"{number}/in/{self.call}", 1)
             arrived = store.add(f"{number}/came", 1)
             # The store is never cleared as a whole, so keys of the previous call are deleted by the next one.
             store.delete_key(f"{number - 1}/{me}")
             if arrived == len(self.ranks):
-                same_call = mine == arrived or store.add(f"{number}/in/{self.call}", 0) == arrived
+                same_call = in_this_call == arrived or store.add(f"{number}/in/{self.call}", 0) == arrived
                 self._write_outcome(_GO if same_call else self._different_calls_error().encode())
                 for key in ("came", f"in/{self.before}", "outcome"):
                     store.delete_key(f"{number - 1}/{key}")

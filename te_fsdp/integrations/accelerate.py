@@ -312,13 +312,13 @@ class TeFsdpAccelerator(_Accelerator):
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load model and optimizer before accelerate reads its own files (hook of ``load_state``)."""
         self._loaded = checkpoint.load(Path(input_dir, _FOLDER), *self._kept, **self._loading)
-        saved, here = self._loaded["processes"], world_size()
-        if saved != here:
+        saved, present = self._loaded["processes"], world_size()
+        if saved != present:
             text = (
                 "%s was saved by %d processes and is loaded by %d. Random states will differ from "
                 "those of an uninterrupted run."
             )
-            _log.warning(text, input_dir, saved, here)
+            _log.warning(text, input_dir, saved, present)
 
     # accelerate passes state dicts to such hooks. Here these would contain one rank's shards.
     register_save_state_pre_hook = register_load_state_pre_hook = raising_method(
@@ -358,7 +358,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
     handlers = [type(handler).__name__ for handler in options.get("kwargs_handlers") or ()]
     refused |= {f"{name}()": _HANDLERS[name] for name in handlers if name in _HANDLERS}
     # ``accelerate launch`` passes its configuration file as environment variables.
-    for name in (f"ACCELERATE_USE_{word}" for word in _LAUNCHED):
+    for name in (f"ACCELERATE_USE_{launcher}" for launcher in _LAUNCHED):
         if os.environ.get(name, "false").lower() == "true":
             refused[f"{name}=true"] = "accelerate launch --multi_gpu or torchrun, without this option"
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":

@@ -73,7 +73,9 @@ def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default"
     """
     fix = "peft.LoraConfig(r=8, target_modules=[...])"
     require_kind("add_adapters", "config", config, peft.LoraConfig, expected="a peft.LoraConfig", fix=fix)
-    chosen = {name: one for name, one in model.named_modules() if check_target_module_exists(config, name)}
+    chosen = {
+        name: module for name, module in model.named_modules() if check_target_module_exists(config, name)
+    }
     # Before PEFT, which replaces the layers one by one and cannot undo it.
     _check(model, chosen, config)
     kinds = (_te.module_class("Linear"), _te.module_class("LayerNormLinear"), nn.Linear)
@@ -93,8 +95,8 @@ def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
         )
     values = {name: getattr(config, name, plain) for name, plain in _PLAIN.items()}
     refused = [f"{n}={value!r}" for n, value in values.items() if (value or _PLAIN[n]) != _PLAIN[n]]
-    cut = [name for name, module in chosen.items() if getattr(module, "tp_size", 1) > 1]
-    refused += [f"lora_dropout={config.lora_dropout} with tp"] if cut and config.lora_dropout else []
+    tp_layers = [name for name, module in chosen.items() if getattr(module, "tp_size", 1) > 1]
+    refused += [f"lora_dropout={config.lora_dropout} with tp"] if tp_layers and config.lora_dropout else []
     if refused or type(config) is not peft.LoraConfig:
         raise PlacementError(
             f"add_adapters: {', '.join(refused) or type(config).__name__}",
@@ -190,13 +192,18 @@ class LoraLinear(nn.Module, _LoraLayer):
             if split:  # its input is sequence parallel: te_fsdp sums its gradient over tp
                 half.weight.sequence_parallel = True
         if mode is not None:
-            cut = {**common, "params_dtype": torch.float32, "parallel_mode": mode, "sequence_parallel": split}
-            cut |= {"tp_group": base.tp_group, "tp_size": base.tp_size}
+            parallel = {
+                **common,
+                "params_dtype": torch.float32,
+                "parallel_mode": mode,
+                "sequence_parallel": split,
+            }
+            parallel |= {"tp_group": base.tp_group, "tp_size": base.tp_size}
             linear: Any = _te.module_class("Linear")
             # TE divides the given size by tp, so pass the global one.
             uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # as nn.Linear and LoRA do
-            a = a or linear(base.in_features * base.tp_size, r, init_method=uniform, **cut)
-            b = b or linear(r, base.out_features * base.tp_size, init_method=nn.init.zeros_, **cut)
+            a = a or linear(base.in_features * base.tp_size, r, init_method=uniform, **parallel)
+            b = b or linear(r, base.out_features * base.tp_size, init_method=nn.init.zeros_, **parallel)
         self.lora_A[adapter_name], self.lora_B[adapter_name] = a, b
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)

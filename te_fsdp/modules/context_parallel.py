@@ -79,9 +79,9 @@ def set_context_parallel(
     if meshes.cp is None:
         return
     # Only all-to-all splits heads: "p2p" and "all_gather" keep all heads of a tp rank.
-    cut = {"a2a": meshes.size("cp"), "a2a+p2p": a2a_size}.get(comm_type)
+    head_ranks = {"a2a": meshes.size("cp"), "a2a+p2p": a2a_size}.get(comm_type)
     for name, module in _attentions(model).items():
-        _check_attention(name, module, comm_type, cut)
+        _check_attention(name, module, comm_type, head_ranks)
     group: Any = meshes.cp.get_group()
     ranks = dist.get_process_group_ranks(group)
     if comm_type == "a2a+p2p":
@@ -190,17 +190,18 @@ def _check_comm_type(meshes: Meshes, comm_type: str, a2a_size: int | None) -> No
         )
 
 
-def _check_attention(name: str, module: Any, comm_type: str, cut: int | None) -> None:
-    """Check the constructor settings of an attention module. ``cut`` is the number of ranks that share its heads."""
+def _check_attention(name: str, module: Any, comm_type: str, head_ranks: int | None) -> None:
+    """Check the constructor settings of an attention module. ``head_ranks`` share its heads."""
     for what in ("num_attention_heads", "num_gqa_groups"):
-        if cut is None:
+        if head_ranks is None:
             break
         heads = getattr(module, what) // module.tp_size
         # cuDNN needs even numbers of heads (get_attention_backend of TE 2.18 to 2.20).
-        if heads % cut or heads % 2:
+        if heads % head_ranks or heads % 2:
             raise PlacementError(
-                f"{name}: {what}={getattr(module, what)} over tp={module.tp_size} and {cut} ranks of {comm_type}",
-                expected=f"a multiple of {math.lcm(cut, 2)} on each rank of tp",
+                f"{name}: {what}={getattr(module, what)} over tp={module.tp_size} and "
+                f"{head_ranks} ranks of {comm_type}",
+                expected=f"a multiple of {math.lcm(head_ranks, 2)} on each rank of tp",
                 got=heads,
                 why="a2a assigns complete heads to each of these ranks",
                 fix="set_context_parallel(model, meshes, comm_type='p2p'), or a cp size that divides the number of "

@@ -182,12 +182,16 @@ def _in_model_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[s
     for path, module in model.named_modules():
         prefix = f"{_torch.without_wrappers(path)}." if path else ""
         for mark in marks_of(module).values():
-            each = [f"{prefix}{mark.stack}{i}" for i in range(mark.total)]
+            keys_of_experts = [f"{prefix}{mark.stack}{i}" for i in range(mark.total)]
             stacked = f"{prefix}{mark.stack}"
-            if mark.index is None and stacked not in entries and all(key in entries for key in each):
-                entries[stacked] = torch.stack([_values(entries.pop(key)) for key in each])
-            elif mark.index is not None and stacked in entries and each[mark.index] not in entries:
-                entries |= dict(zip(each, _values(entries.pop(stacked)).unbind(), strict=True))
+            if (
+                mark.index is None
+                and stacked not in entries
+                and all(key in entries for key in keys_of_experts)
+            ):
+                entries[stacked] = torch.stack([_values(entries.pop(key)) for key in keys_of_experts])
+            elif mark.index is not None and stacked in entries and keys_of_experts[mark.index] not in entries:
+                entries |= dict(zip(keys_of_experts, _values(entries.pop(stacked)).unbind(), strict=True))
     return entries
 
 

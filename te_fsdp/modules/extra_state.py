@@ -80,10 +80,10 @@ def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
             {"recipe": state["recipe"], "shapes": shapes, "crc": f"{zlib.crc32(values):08x}"}
         ).encode()
         data += f"{len(text):0{_LENGTH}d}".encode() + text + values
-    each = math.prod(marks)
+    row_size = math.prod(marks)
     # Add at least one row, so that the shape shows that there is state.
-    data = data.ljust((_rows(marks) + 1) * each if state is not None else 0, b"\0")
-    data += b"\0" * (-len(data) % each)
+    data = data.ljust((_rows(marks) + 1) * row_size if state is not None else 0, b"\0")
+    data += b"\0" * (-len(data) % row_size)
     if not data:
         return torch.empty((0, *marks), dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, *marks)
@@ -384,8 +384,8 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
     """Return an entry's load condition, delayed scaling's state, and the value for TE."""
     saved: tuple[int, ...] | None = None
     if isinstance(state, dict) and len(state) == 1 and DELAYED not in state:  # format until version 0.1
-        ((words, state),) = state.items()
-        saved = marks_of(words)
+        ((mark_text, state),) = state.items()
+        saved = marks_of(mark_text)
     if isinstance(state, dict) and DELAYED in state:
         return saved, state[DELAYED], None
     if not isinstance(state, torch.Tensor):

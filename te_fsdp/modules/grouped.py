@@ -87,12 +87,12 @@ def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) ->
     # Number of experts, and the settings that must be equal on all ranks as text.
     options = ("in_features", "out_features", "use_bias", "parallel_mode", "tp_size", "params_dtype")
     options += ("primary_weights_in_fp8", "single_grouped_weight", "single_grouped_bias")
-    mine = {
+    settings = {
         name: (module.num_gemms, ", ".join(f"{option}={getattr(module, option, None)}" for option in options))
         for name, module in modules.items()
     }
     # Every rank compares, because any rank may have the wrong model.
-    by_rank = gather(mine, ep_mesh)
+    by_rank = gather(settings, ep_mesh)
     for rank, of_rank in enumerate(by_rank):
         differ = [
             n
@@ -108,9 +108,9 @@ def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) ->
                 why="Experts of one layer may differ in their values only",
                 fix="build the model from the same configuration on all ranks; only num_gemms may differ",
             )
-    here = ep_mesh.get_local_rank()
+    ep_rank = ep_mesh.get_local_rank()
     return {
-        name: expert_ranges([of_rank[name][0] for of_rank in by_rank], name or "GroupedLinear")[here]
+        name: expert_ranges([of_rank[name][0] for of_rank in by_rank], name or "GroupedLinear")[ep_rank]
         for name in by_rank[0]
     }
 
@@ -285,10 +285,10 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
         if binding.experts is not None and expert_index(name) is not None and isinstance(value, DTensor):
             assert binding.ep.mesh is not None
             meshes = value.device_mesh.mesh, binding.ep.mesh.mesh
-            both = set.intersection(*(set(mesh.flatten().tolist()) for mesh in meshes))
-            if len(both) > 1:  # FSDP2 got the dense mesh, or none
+            shared = set.intersection(*(set(mesh.flatten().tolist()) for mesh in meshes))
+            if len(shared) > 1:  # FSDP2 got the dense mesh, or none
                 raise PlacementError(
-                    f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(both)}",
+                    f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(shared)}",
                     expected="ranks with the same experts",
                     got="ranks along ep, which have different experts",
                     why="Shards of different experts would be gathered as one weight",

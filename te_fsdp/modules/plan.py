@@ -129,7 +129,10 @@ def _plan(
                 name: place_user_dtensor(f"{label}.{name}", p, meshes.tp_mesh, ep_mesh, meshes.single)
                 for name, p in user_dtensors(item.module).items()
             }
-            rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in placed.items()}}
+            rules = {
+                **item.rules,
+                **{name: ParameterRule(dtensor.tp_dim) for name, dtensor in placed.items()},
+            }
             item = replace(item, rules=rules, distributed=placed)
         _check_item(item)
         planned.append(item)
@@ -164,8 +167,10 @@ def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
             rule = (
                 item.rules.get(owner.name) if item is not None and item.meshes.tp_mesh is not None else None
             )
-            cut = (None, PLAIN) if rule is None or rule.shard_dim is None else (rule.shard_dim, rule.layout)
-            rules_of.setdefault(id(owner.parameter), {})[owner.label] = cut
+            sharding = (
+                (None, PLAIN) if rule is None or rule.shard_dim is None else (rule.shard_dim, rule.layout)
+            )
+            rules_of.setdefault(id(owner.parameter), {})[owner.label] = sharding
     for rules in rules_of.values():
         if len(set(rules.values())) > 1:
             raise PlacementError(
@@ -184,7 +189,7 @@ def _check_item(item: ModulePlan) -> None:
     """Check the plan of one module before any module is changed; raise an Error otherwise."""
     meshes = item.meshes
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
-    which = "weight" if meshes.ep_mesh is None else "expert_weight"
+    mesh_name = "weight" if meshes.ep_mesh is None else "expert_weight"
     label = item.name or type(item.module).__name__
     binding = binding_of(item.module)
     if binding is not None:
@@ -219,11 +224,11 @@ def _check_item(item: ModulePlan) -> None:
         is_cut_alone = tp_mesh is not None and tp_mesh.size() > 1 and weight_mesh is None
         if is_cut_alone and _te.needs_shared_amax(quantizer):
             raise MeshError(
-                f"{label}.{name}: {which}_mesh of a quantized weight with one scale per tensor",
+                f"{label}.{name}: {mesh_name}_mesh of a quantized weight with one scale per tensor",
                 expected="the mesh of all ranks that shard it",
                 got="None",
                 why="Each rank would quantize its shard with a different scale",
-                fix=f"pass {which}_mesh=te_fsdp.Meshes(...).{which}",
+                fix=f"pass {mesh_name}_mesh=te_fsdp.Meshes(...).{mesh_name}",
             )
     group = getattr(item.module, "tp_group", None)
     if item.kind in PARALLEL and group is not None and tp_mesh is not None and item.module.tp_size > 1:
@@ -240,10 +245,10 @@ def _check_item(item: ModulePlan) -> None:
 def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> None:
     """A second call may only repeat the first."""
     bound = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep.mesh)
-    same = bound.tp_mesh == meshes.tp_mesh and bound.ep_mesh == meshes.ep_mesh
+    has_same_axes = bound.tp_mesh == meshes.tp_mesh and bound.ep_mesh == meshes.ep_mesh
     # Without tp, FSDP2's shard axis was taken as the mesh.
     is_left_out = meshes.weight_mesh is None or (bound.weight_mesh is None and not binding.fsdp.is_managed)
-    if same and (bound.weight_mesh == meshes.weight_mesh or is_left_out):
+    if has_same_axes and (bound.weight_mesh == meshes.weight_mesh or is_left_out):
         return
     what, fix = "with different meshes than before", "bind a model once; build a new model for a new mesh"
     if binding.fsdp.is_managed:

@@ -205,7 +205,7 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
         value = vars(value) if hasattr(value, "__dict__") else {}
     is_small = isinstance(value, dict) and len(value) <= _LONGEST
-    return [one for one in value.items() if isinstance(one[0], str)] if is_small else []
+    return [item for item in value.items() if isinstance(item[0], str)] if is_small else []
 
 
 def _recordable(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -258,9 +258,9 @@ def _mask(settings: dict[str, Any], prefix: str = "", mask: str = "attn_mask_typ
     """Set window and diagonal to those in effect."""
     # TE infers them from the mask if they are missing or contradict it.
     causal = "causal" in settings[mask]
-    left, right = settings.get(f"{prefix}window_size") or (-1, -1)
-    right = 0 if causal else -1 if (left, right) == (-1, 0) else right
-    settings[f"{prefix}window_size"] = [left, right]
+    before, after = settings.get(f"{prefix}window_size") or (-1, -1)
+    after = 0 if causal else -1 if (before, after) == (-1, 0) else after
+    settings[f"{prefix}window_size"] = [before, after]
     diagonal = settings.get(f"{prefix}bottom_right_diagonal")
     is_bottom_right = "bottom_right" in settings[mask] or (not causal and diagonal is not False)
     settings[f"{prefix}bottom_right_diagonal"] = is_bottom_right
@@ -324,9 +324,11 @@ NOTHING: Mapping[str, Any] = {"recipes": [], **to_json({})}
 
 def from_json(recorded: Mapping[str, Any], *, user_defined: bool = False) -> dict[str, Semantics]:
     """Load the output of :func:`to_json`, for modules of the libraries or (``user_defined``) user-defined modules."""
-    kinds = [Semantics(each["kind"], each["library"], each["settings"]) for each in recorded["kinds"]]
+    kinds = [Semantics(module["kind"], module["library"], module["settings"]) for module in recorded["kinds"]]
     semantics = {name: kinds[index] for name, index in recorded["modules"].items()}
-    return {name: each for name, each in semantics.items() if (each.library == USER_DEFINED) == user_defined}
+    return {
+        name: module for name, module in semantics.items() if (module.library == USER_DEFINED) == user_defined
+    }
 
 
 # --- comparing
@@ -346,7 +348,7 @@ class Difference:
 
 
 def differences(
-    saved: Mapping[str, Semantics], here: Mapping[str, Semantics], tensors: Iterable[str] = ()
+    saved: Mapping[str, Semantics], current: Mapping[str, Semantics], tensors: Iterable[str] = ()
 ) -> list[Difference]:
     """Return the differences between the modules of two models. Local operation.
 
@@ -355,23 +357,25 @@ def differences(
     """
     different = [
         Difference(f"{name}.{setting}".lstrip("."), *values)
-        for name in saved.keys() & here.keys()
-        for setting, *values in _compare(saved[name], here[name])
+        for name in saved.keys() & current.keys()
+        for setting, *values in _compare(saved[name], current[name])
     ]
-    for name in [n for n in saved.keys() & here.keys() if saved[n].kind in _ORDERED and saved[n] == here[n]]:
+    for name in [
+        n for n in saved.keys() & current.keys() if saved[n].kind in _ORDERED and saved[n] == current[n]
+    ]:
         setting = _ORDERED[saved[name].kind]
-        then, now = (_child_names(name, side) for side in (saved, here))
+        then, now = (_child_names(name, side) for side in (saved, current))
         then, now = [n for n in then if n in now], [n for n in now if n in then]
         if then != now:
             different.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
-    both = {**saved, **here}
+    all_modules = {**saved, **current}
     # Containers have no function of their own: wrapping layers in one does not change the model.
-    one_sided = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
+    one_sided = {name for name in saved.keys() ^ current.keys() if all_modules[name].kind not in _ORDERED}
     owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if one_sided else set()
     for name in one_sided - owners:
         # A missing module is reported without its submodules, which are missing with it.
         if name.rpartition(".")[0] not in one_sided:
-            then, now = (_class(side[name]) if name in side else _NO_VALUE for side in (saved, here))
+            then, now = (_class(side[name]) if name in side else _NO_VALUE for side in (saved, current))
             different.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
     return sorted(different, key=lambda d: d.name)
 
@@ -380,16 +384,18 @@ def _child_names(name: str, modules: Iterable[str]) -> list[str]:
     """Return the names of a container's children in module order, as far as they are recorded."""
     prefix = f"{name}." if name else ""
     inside = (
-        one[len(prefix) :].partition(".")[0] for one in modules if one != name and one.startswith(prefix)
+        child[len(prefix) :].partition(".")[0]
+        for child in modules
+        if child != name and child.startswith(prefix)
     )
     return list(dict.fromkeys(inside))
 
 
-def user_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
+def user_differences(saved: Mapping[str, Semantics], current: Mapping[str, Semantics]) -> list[Difference]:
     """Return the differences between attributes that modules of both models have. Local operation."""
     different = []
-    for name in sorted(saved.keys() & here.keys()):
-        then, now = saved[name].settings, here[name].settings
+    for name in sorted(saved.keys() & current.keys()):
+        then, now = saved[name].settings, current[name].settings
         for setting in sorted(then.keys() & now.keys()):
             pair = then[setting], now[setting]
             if not _same(*pair):
@@ -399,7 +405,9 @@ def user_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantic
     return different
 
 
-def format_differences(different: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
+def format_differences(
+    different: Iterable[Difference], template: str = "saved {}, model has {}"
+) -> list[str]:
     """Format one text per setting and pair of values with its modules."""
     # Settings recorded on one side only share one text.
     groups: dict[str, list[str]] = {}
@@ -409,12 +417,14 @@ def format_differences(different: Iterable[Difference], words: str = "saved {}, 
         if _NO_VALUE in (diff.then, diff.now):
             one_sided.setdefault(setting, []).append(module)
         else:
-            groups.setdefault(f"{setting}: {words.format(diff.then, diff.now)}", []).append(module)
-    texts, rest = (
-        [text + (f" ({fold_names(names)})" if any(names) else "") for text, names in each.items()]
-        for each in (groups, one_sided)
+            groups.setdefault(f"{setting}: {template.format(diff.then, diff.now)}", []).append(module)
+    texts, one_sided_texts = (
+        [text + (f" ({fold_names(names)})" if any(names) else "") for text, names in grouped.items()]
+        for grouped in (groups, one_sided)
     )
-    return texts + ([f"recorded on one side only, not compared: {'; '.join(rest)}"] if rest else [])
+    return texts + (
+        [f"recorded on one side only, not compared: {'; '.join(one_sided_texts)}"] if one_sided_texts else []
+    )
 
 
 def fold_names(names: Iterable[str]) -> str:
@@ -423,31 +433,31 @@ def fold_names(names: Iterable[str]) -> str:
     for name in names:
         patterns.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name or "model")
     count = sum(map(len, patterns.values()))
-    shown = [p if len(same) > 3 else ", ".join(same) for p, same in patterns.items()]
+    shown = [p if len(matching) > 3 else ", ".join(matching) for p, matching in patterns.items()]
     return ", ".join(shown) + (f": {count} modules" if count > 3 else "")
 
 
-def distinguishing_settings(here: Mapping[str, Semantics]) -> str:
+def distinguishing_settings(current: Mapping[str, Semantics]) -> str:
     """Format the settings in which models with the same tensors may differ; empty if there are none."""
     values: dict[str, dict[str, None]] = {}
-    for module in here.values():
+    for module in current.values():
         for setting, value in module.settings.items():
             if setting in SETTINGS and SETTINGS[setting].effect == "error":
                 values.setdefault(setting, {})[str(value)] = None
     return ", ".join(f"{setting} {' or '.join(texts)}" for setting, texts in sorted(values.items()))
 
 
-def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any, Effect]]:
-    if saved is here or {saved.kind, here.kind} <= _ORDERED.keys():
+def _compare(saved: Semantics, current: Semantics) -> Iterator[tuple[str, Any, Any, Effect]]:
+    if saved is current or {saved.kind, current.kind} <= _ORDERED.keys():
         return
-    if (saved.kind, saved.library) != (here.kind, here.library):
-        same = saved.kind == here.kind and saved.kind in _SAME_IN_TORCH
-        yield "class", _class(saved), _class(here), "note" if same else "error"
-        if not same:
+    if (saved.kind, saved.library) != (current.kind, current.library):
+        is_same_in_torch = saved.kind == current.kind and saved.kind in _SAME_IN_TORCH
+        yield "class", _class(saved), _class(current), "note" if is_same_in_torch else "error"
+        if not is_same_in_torch:
             return
-    for setting in sorted({*saved.settings, *here.settings}):
+    for setting in sorted({*saved.settings, *current.settings}):
         row = SETTINGS.get(setting, Setting("error"))
-        then, now = (s.settings.get(setting, row.absent) for s in (saved, here))
+        then, now = (s.settings.get(setting, row.absent) for s in (saved, current))
         if _same(then, now) or row.effect == "names":
             continue
         effect = row.effect

@@ -81,7 +81,9 @@ def _by_axis(label: str, parameter: DTensor, meshes: Mapping[str, DeviceMesh | N
         if mesh.size(axis) == 1:
             continue
         # The user may have named the axes of the mesh in any way, so an axis is recognised by its ranks.
-        at = tuple(slice(None) if other == axis else position for other, position in enumerate(coordinate))
+        at = tuple(
+            slice(None) if dim_axis == axis else position for dim_axis, position in enumerate(coordinate)
+        )
         ranks = mesh.mesh[at].tolist()
         name = next(
             (n for n, m in meshes.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
@@ -157,8 +159,10 @@ def on_te_fsdp_mesh(parameter: DTensor, placed: UserDTensor) -> torch.nn.Paramet
     if parameter.device_mesh == placed.mesh and tuple(parameter.placements) == placed.placements:
         return parameter  # type: ignore[bad-return]
     local = _torch.local_of(parameter).detach()
-    like = _torch.placed(local, placed.mesh, placed.placements, torch.empty_like(parameter, device="meta"))
-    new = _torch.with_local(local, like, requires_grad=parameter.requires_grad)
+    template = _torch.placed(
+        local, placed.mesh, placed.placements, torch.empty_like(parameter, device="meta")
+    )
+    new = _torch.with_local(local, template, requires_grad=parameter.requires_grad)
     inherit(parameter, new)
     return new
 

@@ -131,7 +131,7 @@ class Plan:
         if not self.flops:
             raise CheckpointError("plan: it contains no operation counts", fix="plan the job again")
         # The categories of ``held`` are weights by format, and optimizer state.
-        states = sum(size for words, size in self.held.items() if not words.startswith("weights, "))
+        states = sum(size for label, size in self.held.items() if not label.startswith("weights, "))
         # The optimizer is bound by memory: it reads and writes states, reads gradients and writes weights.
         updated = 2 * states + self.gradients + self.held_bytes - states
         return step_time(self.flops, self.traffic, updated, self.largest_unit, self.sizes, machine)

@@ -115,7 +115,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
     full, compute = math.prod(shape), (dtype or parameter.dtype).itemsize
     kind, derived, early, copied = None, 0, 0, 0
     if quantizer is None:
-        gathered = again = full * compute
+        gathered = gathered_again = full * compute
         resident = bytes_of(local)
         # Under a recipe TE quantizes this weight for its GEMMs.
         multiplied = _te.kind_of(module) in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
@@ -125,11 +125,11 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         kind = _te.format_of_quantizer(quantizer)
         resident = bytes_of(shard_in_training(module, name, parameter))
         empty = functools.partial(empty_on_meta, quantizer, shape, parameter.dtype)
-        gathered = again = forward = bytes_of(empty(backward=False))
+        gathered = gathered_again = forward = bytes_of(empty(backward=False))
         every = bytes_of(empty()) - (full if kind.shares_data and len(shape) == 2 and not replicated else 0)
         if kind.independent_directions:
             stays_gathered = plan.storage.gather == "step" or job.recompute
-            gathered, again = (every, every) if stays_gathered else (forward, every - forward)
+            gathered, gathered_again = (every, every) if stays_gathered else (forward, every - forward)
         elif not replicated and plan.storage.gather == "pass":
             derived = every - forward
         elif not replicated and kind.transpose:
@@ -137,7 +137,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         elif not replicated:
             derived = early = every - forward
     if replicated or (passes is not None and (quantizer is not None or compute == parameter.element_size())):
-        gathered = again = 0
+        gathered = gathered_again = 0
     cost = cost_of(parameter, quantizer is not None)
     policy = None if state.precision is None else state.precision.policy
     wire = (policy.grad_comm_dtype if policy is not None else None) or cost.dtype
@@ -155,7 +155,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         is_alone=passes is not None,
         is_passed=bool(passes),
         gathered=gathered,
-        gathered_again=again,
+        gathered_again=gathered_again,
         derived=derived,
         derived_early=early,
         copied=copied,
@@ -187,10 +187,10 @@ def optimizer_bytes(weights: Iterable[Weight], job: Job, ranks: dict[str, int]) 
     """
     states = main = 0
     for weight, state_size, extra in _states(weights, job):
-        cut = (
+        axis_sizes = (
             [ranks[axis] for axis in weight.storage.extra_state_axes] if job.outer_strategy == "optim" else []
         )
-        elements = -(-weight.elements // math.prod(cut))
+        elements = -(-weight.elements // math.prod(axis_sizes))
         states += elements * state_size
         main += elements * extra
     return {"optimizer states": states, "main weights in the optimizer": main}
@@ -426,13 +426,13 @@ def flops_of(model: nn.Module, job: Job, work: Workload, tp: int) -> dict[str, f
         if kind == "GroupedLinear":
             products += 2 * work.expert_rows(module.tp_size, tp) * module.in_features * module.out_features
         elif kind is not None or isinstance(module, nn.Linear):
-            cut = getattr(module, "tp_size", 1) > 1
-            rows = work.tokens if cut else work.part(tp)
+            is_parallel = getattr(module, "tp_size", 1) > 1
+            rows = work.tokens if is_parallel else work.part(tp)
             products += 2 * rows * sum(matrix.numel() for matrix in matrices)
-    again = 1 if job.recompute else 0
+    recomputed = 1 if job.recompute else 0
     return {
-        "products": job.microbatches * products * (_PRODUCTS + again),
-        "attention": job.microbatches * attention * (_ATTENTION + again),
+        "products": job.microbatches * products * (_PRODUCTS + recomputed),
+        "attention": job.microbatches * attention * (_ATTENTION + recomputed),
     }
 
 

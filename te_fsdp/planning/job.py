@@ -138,7 +138,7 @@ class Job:
         elif not isinstance(model, str):
             values["model"] = getattr(model, "__qualname__", None) or str(model)
         if isinstance(self.strategy, Mapping):
-            values["strategy"] = {getattr(k, "__name__", k): word for k, word in self.strategy.items()}
+            values["strategy"] = {getattr(k, "__name__", k): name for k, name in self.strategy.items()}
         if self.precision is not None:
             policy = {item.name: getattr(self.precision, item.name) for item in fields(self.precision)}
             values["precision"] = {
@@ -309,13 +309,13 @@ class Decoder(_Shapes):
         self.embedding = nn.Embedding(about.vocabulary, about.hidden, **factory)
         if about.positions:
             self.positions = nn.Embedding(about.positions, about.hidden, **factory)
-        cut = {**meshes.te_kwargs(), "set_parallel_mode": tp > 1, "sequence_parallel": split}
+        parallel = {**meshes.te_kwargs(), "set_parallel_mode": tp > 1, "sequence_parallel": split}
         self.layers = nn.ModuleList()
         for number in range(about.layers):
             if about.experts is not None:
-                self.layers.append(Layer(about, number, meshes, cut, options))
+                self.layers.append(Layer(about, number, meshes, parallel, options))
             else:
-                kwargs = {"fuse_qkv_params": True, **about.te_kwargs(), **cut, **options}
+                kwargs = {"fuse_qkv_params": True, **about.te_kwargs(), **parallel, **options}
                 self.layers.append(te.TransformerLayer(**kwargs))
         self.norm = _norm(about, split)
         if not about.tied:
@@ -352,15 +352,15 @@ class Layer(_Shapes):
         self.attention = te.MultiheadAttention(**kwargs)
         experts, plain = about.experts, {"bias": False, **options}
         assert experts is not None
-        mine = len(meshes.experts(experts.count))
+        num_experts = len(meshes.experts(experts.count))
         self.mlp_norm = _norm(about, split)
         self.router = nn.Linear(about.hidden, experts.count, bias=False, dtype=torch.bfloat16, device="meta")
         self.router.weight.sequence_parallel = split  # type: ignore[assignment]
         # Gate and up-projection share one matrix, so tp must not shard its rows. Each tp rank has a fraction of
         # the tokens and all of these experts.
-        self.experts_fc1 = te.GroupedLinear(mine, about.hidden, 2 * experts.ffn, **plain)
+        self.experts_fc1 = te.GroupedLinear(num_experts, about.hidden, 2 * experts.ffn, **plain)
         self.experts_gating = Gating(experts.ffn, about.hidden)
-        self.experts_fc2 = te.GroupedLinear(mine, experts.ffn, about.hidden, **plain)
+        self.experts_fc2 = te.GroupedLinear(num_experts, experts.ffn, about.hidden, **plain)
         if experts.shared_ffn:
             self.shared_fc1 = te.Linear(about.hidden, 2 * experts.shared_ffn, **plain)
             self.shared_gating = Gating(experts.shared_ffn)

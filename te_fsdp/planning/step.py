@@ -240,8 +240,8 @@ class _Memory:
             if unit.name and run.last:
                 begin(unit)
                 # FSDP2 prefetches one unit in backward. Its buffer exists together with the current unit.
-                ahead = [one for one in order[order.index(unit) + 1 :][:1] if one.gathers and not one.keeps]
-                self.now["buffers of gathers"] = sum(one.buffer("gathered_again") for one in ahead)
+                ahead = [u for u in order[order.index(unit) + 1 :][:1] if u.gathers and not u.keeps]
+                self.now["buffers of gathers"] = sum(u.buffer("gathered_again") for u in ahead)
                 if self.job.recompute and unit.is_outermost:
                     self.now["activations"] += unit.saved - unit.entering
             for stage in reversed(run.stages):

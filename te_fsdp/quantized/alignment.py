@@ -200,19 +200,19 @@ def _nearest_shape(weight: Weight, grid: Grid, dims: tuple[int, ...]) -> str:
     """Format the nearest original shape that fits the mesh if FSDP2 shards one of ``dims``."""
     block, total = weight.block, sum(weight.rule.layout.blocks)
     tp = [grid.tp if weight.rule.shard_dim == dim else 1 for dim in (0, 1)]
-    have = (weight.shape[0] * tp[0], math.prod(weight.shape[1:]) * tp[1])
+    original = (weight.shape[0] * tp[0], math.prod(weight.shape[1:]) * tp[1])
 
     def nearest(dim: int) -> tuple[int, ...]:
         cuts = [grid.dp_shard if dim == d else 1 for d in (0, 1)]
         # Each stacked tensor needs full blocks per tp rank, and all of them together need full blocks per FSDP rank.
         units = (total * tp[0] * block * cuts[0] // math.gcd(cuts[0], total), tp[1] * block * cuts[1])
-        return tuple(max(1, round(h / u)) * u for h, u in zip(have, units, strict=True))
+        return tuple(max(1, round(h / u)) * u for h, u in zip(original, units, strict=True))
 
     def distance(shape: tuple[int, ...]) -> float:
-        return sum(abs(math.log(s / h)) if h else 1.0 for s, h in zip(shape, have, strict=True))
+        return sum(abs(math.log(s / h)) if h else 1.0 for s, h in zip(shape, original, strict=True))
 
     kind = "unsharded shape" if grid.tp > 1 else "shape"
-    return f"a weight of {kind} {min(map(nearest, dims), key=distance)} instead of {have}"
+    return f"a weight of {kind} {min(map(nearest, dims), key=distance)} instead of {original}"
 
 
 def check_quantizer(label: str, quantizer: Any) -> None:

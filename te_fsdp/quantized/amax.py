@@ -282,10 +282,10 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
             # would compute the reciprocal times the number, which rounds twice.
             largest, power_of_two, epsilon = options
             raised = amaxes.clamp(min=epsilon)
-            each = torch.full_like(raised, largest).div_(raised).clamp_(max=torch.finfo(torch.float32).max)
+            ratios = torch.full_like(raised, largest).div_(raised).clamp_(max=torch.finfo(torch.float32).max)
             if power_of_two:
-                each.view(torch.int32).bitwise_and_(0x7F800000)
-            by_options[options] = each.masked_fill_((raised == 0) | raised.isinf(), 1.0).split(1)
+                ratios.view(torch.int32).bitwise_and_(0x7F800000)
+            by_options[options] = ratios.masked_fill_((raised == 0) | raised.isinf(), 1.0).split(1)
         scales[index] = by_options[options][index_in_group]
     return scales
 

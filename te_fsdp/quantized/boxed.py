@@ -189,7 +189,7 @@ def weights_of(local: torch.Tensor) -> list[torch.Tensor]:
 def pending_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
     """Return the values that wait for their scale, if there are any; ``take``: they wait no longer."""
     weights = weights_of(local)
-    records = [weight_record(one) for one in weights]
+    records = [weight_record(weight) for weight in weights]
     if all(record.pending is None for record in records):
         return None
     waiting = [
@@ -379,8 +379,8 @@ class QuantizedSlice(torch.Tensor):
         base = self.base
         record = weight_record(base)
         arrived: list[tuple[QuantizedSlice, torch.Tensor]] = record.arrived
-        for there, _ in arrived:
-            ranges = zip(*self.box, *there.box, strict=True)
+        for earlier, _ in arrived:
+            ranges = zip(*self.box, *earlier.box, strict=True)
             if all(
                 a < t + e and t < a + s for a, s, t, e in ranges
             ):  # it overlaps with a part of a failed load
@@ -388,16 +388,16 @@ class QuantizedSlice(torch.Tensor):
                 break
         arrived.append((self, source))
         # A scale depends on all values, so the weight is written when the last rectangle has arrived.
-        if sum(math.prod(one.box[1]) for one, _ in arrived) < base.numel():
+        if sum(math.prod(rectangle.box[1]) for rectangle, _ in arrived) < base.numel():
             return
         record.arrived = []
         record.pending = None  # of an earlier load
         if write_bytes(base, arrived):
             return
         values = torch.empty(base.shape, dtype=torch.float32, device=base.device)
-        for target, part in arrived:
+        for rectangle, part in arrived:
             read = part.values() if isinstance(part, QuantizedSlice) else part
-            values[slices(*target.box)] = read.to(values.device, torch.float32)
+            values[slices(*rectangle.box)] = read.to(values.device, torch.float32)
         if self.waits:  # until the amax of all ranks is available
             record.pending = values
             return
@@ -424,15 +424,15 @@ def write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Te
     once: dict[str, torch.Tensor] = {}
     for target, source in arrived:
         assert isinstance(source, QuantizedSlice)
-        there, here = source.component_boxes(), target.component_boxes()
+        source_boxes, target_boxes = source.component_boxes(), target.component_boxes()
         sources = {component.name: component for component in components_of(source.base, "weight")}
-        if there is None or here is None or not targets.keys() <= sources.keys():
+        if source_boxes is None or target_boxes is None or not targets.keys() <= sources.keys():
             return False
         for name, component in targets.items():
-            value = sources[name].tensor[there[name]]
+            value = sources[name].tensor[source_boxes[name]]
             if component.block is None and not torch.equal(once.setdefault(name, value), value):
                 return False  # shards with different scales
-            copies.append((component.tensor[here[name]], value))
+            copies.append((component.tensor[target_boxes[name]], value))
     # After all checks, so that a refusal leaves the weight as it was.
     for into, value in copies:
         into.copy_(value)

@@ -86,16 +86,19 @@ def _finish(
         if _te.is_grouped(loaded):
             loaded.copy_(local)
         else:
-            for mine, theirs in zip(_te.storage_parts_of(loaded), _te.storage_parts_of(local), strict=True):
-                plain, precise = _te.high_precision_part(mine), _te.high_precision_part(theirs)
+            for target, source in zip(_te.storage_parts_of(loaded), _te.storage_parts_of(local), strict=True):
+                plain, precise = _te.high_precision_part(target), _te.high_precision_part(source)
                 if plain is not None and precise is not None:
                     plain.copy_(precise)
                     continue
                 # Components that share their memory with the weight are already written.
-                sources = {component.name: component.tensor for component in components_of(theirs, "weight")}
-                for one in components_of(mine, "weight"):
-                    if one.name in sources and one.tensor.data_ptr() != sources[one.name].data_ptr():
-                        one.tensor.copy_(sources[one.name])
+                sources = {component.name: component.tensor for component in components_of(source, "weight")}
+                for part_component in components_of(target, "weight"):
+                    if (
+                        part_component.name in sources
+                        and part_component.tensor.data_ptr() != sources[part_component.name].data_ptr()
+                    ):
+                        part_component.tensor.copy_(sources[part_component.name])
             drop_derived_state(loaded)
         container[key] = parameter.detach()  # of the same buffers as the parameter
 
@@ -161,7 +164,11 @@ def _owner_of(value: QuantizedDTensor) -> tuple[nn.Module, str, torch.Tensor] | 
     if module is None or local is None or not _te.is_quantized(local):
         return None
     memory, param_memory = (
-        {(c.name, c.tensor.data_ptr()) for one in weights_of(t)[:1] for c in components_of(one, "weight")}
+        {
+            (c.name, c.tensor.data_ptr())
+            for weight in weights_of(t)[:1]
+            for c in components_of(weight, "weight")
+        }
         for t in (_torch.local_of(value), local)
     )
     # load_state_dict takes the values of copies.

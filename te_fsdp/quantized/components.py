@@ -359,12 +359,12 @@ def pack_bytes(
     """Pack the bytes of all (experts, ...) buffers into uint8 tensors of ``shape``. Local operation."""
     lengths = tuple(buffer.shape[1] * buffer.element_size() for buffer in inputs)
     buffer = PackedBuffer(lengths, 16)  # sufficient alignment for every scale dtype
-    each = math.prod(shape[1:])
-    count = max(1, math.ceil(buffer.numel / each))
-    flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
+    chunk_size = math.prod(shape[1:])
+    count = max(1, math.ceil(buffer.numel / chunk_size))
+    flat = torch.zeros((shape[0], count * chunk_size), dtype=torch.uint8, device=inputs[0].device)
     for source, piece in zip(inputs, buffer.views(flat), strict=True):
         piece.copy_(source.contiguous().view(torch.uint8).view(piece.shape))
-    parts = flat.view(shape[0], count, each).unbind(1)
+    parts = flat.view(shape[0], count, chunk_size).unbind(1)
     locations = BufferLocations(buffer, tuple(source.dtype for source in inputs))
     return tuple(part.contiguous().view(shape) for part in parts), locations
 
@@ -376,6 +376,6 @@ def bytes_of_ranks(
 
     ``outputs`` are the results of FSDP2's all-gather: memory of the unsharded shape with an arbitrary view shape.
     """
-    cut = (*shape[:dim], ranks, *shape[dim:])
-    parts = [output.view(cut).movedim(dim, 1).reshape(shape[0], ranks, -1) for output in outputs]
+    rank_shape = (*shape[:dim], ranks, *shape[dim:])
+    parts = [output.view(rank_shape).movedim(dim, 1).reshape(shape[0], ranks, -1) for output in outputs]
     return torch.cat(parts, dim=-1)

@@ -212,31 +212,31 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
             and (replayed := replay_gather(self, mesh, orig_size, module, state)) is not None
         ):
             return replayed
-        now = id(binding.weight_mesh), id(mesh), orig_size
-        if gathers is not None and gathers[:3] != now:
+        cache_key = id(binding.weight_mesh), id(mesh), orig_size
+        if gathers is not None and gathers[:3] != cache_key:
             gathers = None
         row = _checked_format(self, module, binding) if gathers is None else gathers.row
         shares_data = row is not None and row.shares_data
         if shares_data:
             keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
         # TE's own recomputation (LayerNormMLP(checkpoint=True)) does not call forward, so ``recomputed`` is never set.
-        again = binding.fsdp.recomputed or module.__dict__.get("checkpoint") is True
+        is_recomputed = binding.fsdp.recomputed or module.__dict__.get("checkpoint") is True
         # If the module's forward runs again in backward, an all-gather for backward must send both directions.
-        group = _te.fsdp_group_of(module) if again and _te.gathers_one_direction(self) else None
-        both = group is not None and _torch.in_backward()
+        group = _te.fsdp_group_of(module) if is_recomputed and _te.gathers_one_direction(self) else None
+        sends_both = group is not None and _torch.in_backward()
         # A shard with shared data has rowwise data only, which TE sends if the weight stays unsharded.
         reported = _te.fsdp_group_of(module) if shares_data else group
-        with _fsdp2.report_as_unsharded(reported) if both or shares_data else nullcontext():
+        with _fsdp2.report_as_unsharded(reported) if sends_both or shares_data else nullcontext():
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         # TE's hook replaces the tensor's amax group by the FSDP group, so scales would differ between tp
         # ranks.
         if gathers is None:
-            gathers = _build_gather_metadata(self, module, binding, mesh, now)
+            gathers = _build_gather_metadata(self, module, binding, mesh, cache_key)
         elif gathers.has_one_scale and not has_amax_group(self, gathers.group):
             # TE's hook has set FSDP2's group, or the weight has a new quantizer.
             set_amax_group(self, gathers.group)
         can_replay = gathers.row.block == 1 and (gathers.is_unconverted or gathers.nothing is not None)
-        if state is not None and can_replay and not again:
+        if state is not None and can_replay and not is_recomputed:
             replay, quantizer = Replay.of(self, inputs, metadata), _te.quantizer_of(self)
             if replay is not None:
                 gathers.replays[(*state, quantizer.rowwise_usage, quantizer.columnwise_usage)] = replay
@@ -268,23 +268,25 @@ def _build_gather_metadata(
     module: nn.Module,
     binding: ModuleBinding,
     mesh: DeviceMesh,
-    now: tuple[int, int, torch.Size],
+    cache_key: tuple[int, int, torch.Size],
 ) -> GatherMetadata:
     """Build and cache the gather metadata of a shard. Same collective as :func:`check_weight_mesh`."""
     check_weight_mesh(binding, module, shard)
     attach_amax_group(shard, binding)
     _fsdp2_patches.disable_flat_shards(module, shard)
     keep_zeros_unquantized(module, shard)
-    ranks, full_shape = mesh.size(), now[2]
+    ranks, full_shape = mesh.size(), cache_key[2]
     row = _te.format_of(shard)
     assert row is not None
     is_even = tuple(shard.shape[1:]) == tuple(full_shape[1:]) and full_shape[0] % ranks == 0
     one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(shard)))
     keep_rowwise_only(shard)  # no effect if te_fsdp.fully_shard and materialize did so already
     group = _te.fsdp_group_of(module)
-    unit, as_it_is = weakref.ref(group), ranks > 1 and is_even
+    unit, is_unconverted = weakref.ref(group), ranks > 1 and is_even
     nothing = torch.empty(0, dtype=torch.uint8, device=shard.device) if ranks == 1 else None
-    gathers = GatherMetadata(*now, row, one_scale, binding.weight_group, as_it_is, unit, {}, nothing)
+    gathers = GatherMetadata(
+        *cache_key, row, one_scale, binding.weight_group, is_unconverted, unit, {}, nothing
+    )
     weight_record(shard).gathers = gathers
     return gathers
 

@@ -187,18 +187,18 @@ class _GroupedWeightMixin:
             buffers = [getattr(self.grouped, name).view(total, -1) for name in names]
             flats, places = pack_bytes(buffers, tuple(self.shape))
             return flats, GroupedGather(names, full_shape, places=places, dim=within[0])
-        rows, like = -(-total // ranks), self
+        rows, template = -(-total // ranks), self
         if not self.experts:
-            like = empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
+            template = empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
         # NVFP4 stores the amax with the weight, as its second-level scale.
         has_amax = any("amax" in buffer.name for buffer in _te.format_of_quantizer(self._quantizer).buffers)
         inputs, names = [], []
-        for name, buffer in _buffers(like.grouped):
+        for name, buffer in _buffers(template.grouped):
             if name in ("amax", "scale") and not has_amax:
                 continue  # workspaces of the quantization
-            if any(buffer is getattr(like.grouped, other) for other in names):
+            if any(buffer is getattr(template.grouped, sent_name) for sent_name in names):
                 continue  # current scaling shares its scales between both directions
-            local = buffer.view(len(like.experts), -1)[: len(self.experts)]
+            local = buffer.view(len(template.experts), -1)[: len(self.experts)]
             if len(local) < rows:
                 local = torch.cat([local, local.new_zeros((rows - len(local), local.shape[1]))])
             inputs.append(local)
@@ -276,15 +276,17 @@ class _GroupedWeightMixin:
             wholes = _buffers_sent_by_shard(unsharded.grouped, unsharded.experts[0])
             for (name, part), values in zip(parts.items(), locations.typed(flat), strict=True):
                 each = values.shape[-1]
-                one, target = part.tensor, getattr(unsharded.grouped, name)
-                source = values.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
+                sent, target = part.tensor, getattr(unsharded.grouped, name)
+                source = values.as_strided(
+                    (experts, ranks, *sent.shape), (ranks * each, each, *sent.stride())
+                )
                 into = wholes[name].tensor
                 strides = (target.numel() // experts, *into.stride())
                 stack = target.as_strided((experts, *into.shape), strides, target.storage_offset())
                 if part.block is None:
                     stack.copy_(source[:, 0])  # one value of the unsharded weight, identical on all ranks
                 else:
-                    stack.unflatten(metadata.dim, (ranks, one.shape[metadata.dim - 1])).copy_(
+                    stack.unflatten(metadata.dim, (ranks, sent.shape[metadata.dim - 1])).copy_(
                         source.movedim(1, metadata.dim)
                     )
             unsharded.derive_transposes()

@@ -290,12 +290,12 @@ def native_meshes(
             )
         sizes |= {"dp_shard": expert_shards, "ep": shards // expert_shards}
     meshes = Meshes.build(**sizes, device_type=device_mesh.device_type)
-    mine = list(meshes.device_mesh.get_coordinate() or ())
+    coordinate = list(meshes.device_mesh.get_coordinate() or ())
     if meshes.expert_mesh is not None:
-        mine.append(meshes.expert_mesh["dp_shard"].get_local_rank())
+        coordinate.append(meshes.expert_mesh["dp_shard"].get_local_rank())
         positions.append(index)
     # The order may be right for some ranks by chance, and all must raise.
-    if on_any_rank(mine != positions):
+    if on_any_rank(coordinate != positions):
         raise MeshError(
             "fully_shard: device_mesh or expt_device_mesh",
             expected="ranks in the order (outer, shard, tp), for experts (outer, shard, ep, tp), with the last axis "

@@ -241,8 +241,8 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
                 before[name].__dict__[BRIDGED] = parameter
     for group in optimizer.param_groups:
         replaced = [p.__dict__.get(BRIDGED) for p in group["params"]]
-        now = zip(group["params"], replaced, strict=True)
-        group["params"][:] = [new if isinstance(new, nn.Parameter) else p for p, new in now]
+        pairs = zip(group["params"], replaced, strict=True)
+        group["params"][:] = [new if isinstance(new, nn.Parameter) else p for p, new in pairs]
     first_fully_shard_optimizer(optimizer)
 
 
