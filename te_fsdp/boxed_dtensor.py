@@ -98,8 +98,8 @@ def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -
 
 def boxed(tensor: torch.Tensor | None, rule: ParameterRule | None, *, has_tp: bool) -> None:
     """Change the class of a bound parameter, in place, if its placements do not describe its shards. Local."""
-    # Only rows of a stacked layout that tensor parallelism cuts need it. Other tensors keep their class, because every
-    # access to an attribute of this one costs a call.
+    # Only stacked rows that tensor parallelism shards need this class. Other tensors keep their class, because each
+    # attribute access of this one costs a call.
     if type(tensor) is DTensor and rule is not None and has_tp and is_reordered(tensor, rule):
         _mark(tensor, BoxMap(rule, has_tp, False, tuple(tensor.placements)))
 
@@ -130,7 +130,8 @@ def place_full_tensors() -> None:
             uneven: dict[str, Any] = {
                 key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
             }
-            # The others are left to torch, whose one rectangle is wrong for stacked rows and for uneven strides.
+            # torch places the other tensors. It uses one rectangle per shard, which is wrong for stacked rows and
+            # uneven strides.
             others = {key: value for key, value in full.items() if key not in boxes and key not in uneven}
             stock(others, local, *args, **kwargs)
             for key, tensor in boxes.items():
@@ -305,7 +306,7 @@ class BoxedDTensor(DTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self._map is None:
             return super().__create_chunk_list__()
-        # DCP calls this one for a load only, and the same method returns the shards for both.
+        # DCP calls this method for loads only, but asks one method for the shards of saves and loads.
         self.__dict__[_KEY] = replace(self._map, to_write=False)
         return self._chunks()
 
@@ -345,13 +346,13 @@ class BoxedDTensor(DTensor):
 
     @property
     def _map(self) -> BoxMap | None:
-        """The mapping, if it is valid for the present placements."""
+        """Return the mapping if it is valid for the present placements, else ``None``."""
         box_map = self.__dict__.get(_KEY)
         return box_map if box_map is not None and tuple(self._spec.placements) == box_map.placements else None
 
     @property
     def _stacked(self) -> BoxMap | None:
-        """The mapping, if rows are not in the order that the placements describe."""
+        """Return the mapping if rows are not in the order that the placements describe, else ``None``."""
         mapping = self._map
         return (
             mapping if mapping is not None and mapping.has_tp and is_reordered(self, mapping.rule) else None
@@ -378,15 +379,15 @@ class BoxedDTensor(DTensor):
         )
 
     def _plain_values(self) -> DTensor:
-        """A DTensor of high-precision values."""
+        """Return a DTensor of high-precision values."""
         return self
 
     def _needs_values(self) -> bool:
-        """Whether torch's own ``redistribute`` would return something else than the original tensor."""
+        """Return whether torch's own ``redistribute`` would return anything but the original tensor."""
         return self._stacked is not None
 
     def _shard_of(self, box: Box, *, to_write: bool) -> torch.Tensor:
-        """The rectangle of the local tensor that DCP writes into the files, or reads into."""
+        """Return the rectangle of the local tensor that DCP writes into the files, or reads into."""
         return self._local_tensor[box.local_slices()]
 
     def fill(self, original: torch.Tensor) -> DTensor:

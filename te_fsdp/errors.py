@@ -109,7 +109,7 @@ def message(what: str, *, expected: object = None, got: object = None, why: str 
 
 
 def suggest(word: object, options: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
-    """Return the option that a word probably means, for an error message. Callers never use it as the value.
+    """Return the option that a misspelled value probably means, for an error message, never as the value.
 
     Args:
         word: The given value: a word in any case, with hyphens or underscores, or an enum member.

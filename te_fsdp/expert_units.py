@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from te_fsdp.records import ParamOwner
 
 
-# [Note: units of the user's DTensors] FSDP2 shards a parameter over ``ep`` over other ranks than a dense one. A unit
-# has one mesh, and FSDP2's outer units skip all modules inside of an inner unit. Therefore the module that reads the
-# parameter becomes a unit of its own, its children become units of the dense mesh, and small dense parameters of the
-# module itself are replicated.
+# [Note: units of the user's DTensors] FSDP2 shards a parameter over fewer ranks if ``ep`` distributes it. A unit has
+# one mesh, and FSDP2's outer units skip all modules of an inner unit. Therefore the module that reads the parameter
+# becomes a unit of its own, its children become units of the dense mesh, and small dense parameters of the module
+# itself are replicated.
 def expert_units(
     model: nn.Module, meshes: Meshes, experts: Selection, requested: Collection[str]
 ) -> set[str]:
     """Return the names of the modules that become units because of parameters over ``ep``. Local operation.
 
-    These are the ``GroupedLinear`` modules of ``experts``, and what the user's DTensors over ``ep`` need. A requested
-    unit whose parameters all belong to such modules is one unit for all of them: one all-gather, one reduce-scatter.
+    These are the ``GroupedLinear`` modules of ``experts``, and the modules in [Note: units of the user's DTensors]. A
+    requested unit whose parameters all belong to such modules is one unit for all of them: one all-gather, one
+    reduce-scatter.
     """
     modules = dict(model.named_modules())
     owners = list(_sharded_over_ep(model, meshes))
@@ -70,7 +71,7 @@ def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
 def _reading_module(modules: Mapping[str, nn.Module], path: str) -> str:
     """Return the name of the innermost module around a parameter whose forward may read it. FSDP2 needs its hooks."""
     while path:
-        # TE's own forward reads no such parameter: the module that calls TE's does.
+        # TE's own forward does not read the parameter. The module that calls TE's module does.
         is_of_te = type(modules[path]).__module__.partition(".")[0] == "transformer_engine"
         if _has_forward(modules[path]) and not is_of_te:
             break
@@ -95,7 +96,7 @@ def _children(module: nn.Module, name: str) -> Iterator[str]:
 def dense_params_in_expert_units(
     model: nn.Module, meshes: Meshes, units: Mapping[str, Storage], experts: Selection
 ) -> set[int]:
-    """Return the ``id`` of each dense parameter to replicate: those in units that FSDP2 shards over experts' ranks.
+    """Return the ``id`` of each dense parameter in a unit of experts, which must be replicated.
 
     Raises PlacementError if they are too large to replicate.
     """

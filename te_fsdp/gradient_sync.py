@@ -238,7 +238,7 @@ def _in_sync_mode(model: nn.Module, mode: SyncMode, where: str, *, last: bool = 
 def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool = False) -> None:
     """Set how FSDP2, and the reduction of replicated parameters, treat the next backwards. Local operation.
 
-    Only ``last_microbatch`` says that the optimizer's step follows. With ``SyncMode.LAST`` more backwards may follow.
+    ``last_microbatch``: the optimizer's step follows. With ``SyncMode.LAST`` alone, more backwards may follow.
     """
     state.sync.last_microbatch = last_microbatch
     if mode is state.sync.mode:

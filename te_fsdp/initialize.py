@@ -147,7 +147,7 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             versions[id(parameter)] = _torch.version_of(full_params[id(parameter)])
             copy_param_attrs(parameter, full_params[id(parameter)], leave_out=(PARAMETER,))
         module._parameters[name] = full_params[id(parameter)]
-    # Buffers already on the device keep their values, including NaN.
+    # Buffers on the device keep their values, including NaN.
     pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
     for name, buffer in pending.items():
         module._buffers[name] = sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))

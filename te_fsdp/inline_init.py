@@ -21,9 +21,9 @@ _log = logging.getLogger("te_fsdp")
 
 #: Packages whose modules are initialized by ``reset_parameters``.
 STOCK = ("torch", "transformer_engine", "te_fsdp")
-#: Methods of tensors that end like in-place operations but write no values.
+#: Tensor methods with a trailing underscore that write no values.
 _NO_VALUES = ("requires_grad_", "share_memory_", "rename_", "detach_", "resize_")
-#: Calls that are followed from a constructor.
+#: Depth of calls that are followed from a constructor.
 _DEPTH = 4
 _FIX = (
     "move the code to init_weights(self) of the model or reset_parameters(self) of the module, and call that in the "
@@ -32,9 +32,9 @@ _FIX = (
 
 
 # [Note: writes on meta] ``nn.init.normal_(self.proj.weight)`` in ``__init__`` writes nothing on meta, and nothing
-# records the call. Torch counts in-place writes to each tensor there too. ``materialize`` counts the writes that it
-# repeats: those of each ``reset_parameters``, and of the model's own initialization. A parameter with other writes
-# than these would get values that differ from the constructor's.
+# records the call. On meta, torch also counts in-place writes to each tensor. ``materialize`` counts the writes that
+# it repeats: those of each ``reset_parameters``, and of the model's own initialization. A parameter with further
+# writes would get values that differ from the constructor's.
 def record_writes(model: nn.Module) -> None:
     """Record how often each parameter on meta was written to, before parameters are replaced. Local operation."""
     for owner in iter_param_owners(model):
@@ -67,7 +67,7 @@ def refuse_lost_writes(model: nn.Module, contained: Iterable[Callable[[str], boo
             continue
         writes, repeated = record.writes, record.rewrites  # of a tied parameter: one count for each owner
         record.writes, record.rewrites = 0, ()
-        # reset_parameters that was called several times draws again, which changes no distribution.
+        # A repeated reset_parameters only draws again, which does not change the distribution.
         is_multiple = any(count and writes % count == 0 for count in repeated)
         parts = owner.path.split(".") if owner.path else []
         around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
@@ -79,7 +79,7 @@ def refuse_lost_writes(model: nn.Module, contained: Iterable[Callable[[str], boo
             f"materialize: {shorten(lost, 3)}: initialized by code that ran on meta, in a constructor or after it",
             expected="initialization in reset_parameters or init_weights, which materialize can run",
             got=f"{len(lost)} parameter(s) with in-place writes that had no effect",
-            why="They would keep the values of their modules' reset_parameters, which are those of a different model",
+            why="They would get the values of reset_parameters instead of the constructor's",
             fix=_FIX,
         )
     # Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.

@@ -379,7 +379,7 @@ class SyncMode(Enum):
     LAST = "last"
     #: Not the last one: gradients are reduced if the strategy shards them, weights stay unsharded if it keeps them.
     ACCUMULATE = "accumulate"
-    NO_SYNC = "no_sync"  #: Not the last one, and none of its gradients is reduced
+    NO_SYNC = "no_sync"  #: Not the last one: no gradient is reduced
 
 
 @dataclass(frozen=True)

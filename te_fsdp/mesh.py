@@ -421,7 +421,7 @@ class _PartOf:
 
 
 def as_meshes(passed: object, where: str) -> Meshes:
-    """Return the :class:`Meshes` for what a user passed as ``meshes``; raise ``MeshError`` otherwise.
+    """Return the :class:`Meshes` of a ``meshes`` argument; raise ``MeshError`` for other types.
 
     A torch mesh is adopted. :attr:`Meshes.fsdp` is resolved to the :class:`Meshes` that it belongs to.
     """

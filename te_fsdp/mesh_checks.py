@@ -88,7 +88,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
                 expected=f"axes out of {ALL_AXES}",
                 got=axis_names,
                 why="te_fsdp binds axes by name: gradients are not reduced over an axis that it ignores",
-                fix=f"names={{{name!r}: {guess!r}}} for its meaning, or names={{{name!r}: None}} if ranks along it "
+                fix=f"names={{{name!r}: {guess!r}}} if that is its role, or names={{{name!r}: None}} if ranks along it "
                 "have different weights, as pipeline stages do",
             )
         if internal is not None and internal in axes:

@@ -44,7 +44,7 @@ _DONE = "_is_hf_initialized"
 
 @dataclass(frozen=True)
 class Initializer:
-    """A module's own initialization, of all modules in it."""
+    """Initialization that a module defines for itself and its submodules."""
 
     name: str  #: Name of the module in the model
     module: nn.Module
@@ -52,7 +52,7 @@ class Initializer:
     is_reset: bool = False  #: Whether it is ``reset_parameters`` of a module with children
 
     def contains(self, name: str) -> bool:
-        """Return whether the module of a name is this one, or is in it."""
+        """Return whether the named module is this one or one of its submodules."""
         return not self.name or f"{name}.".startswith(f"{self.name}.")
 
     def run(self, modules: list[nn.Module]) -> None:
@@ -85,8 +85,8 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
     for name, module in model.named_modules():
         if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             continue
-        # A constructor that has made children may call reset_parameters, which may write to their parameters, as those
-        # of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
+        # A constructor may call reset_parameters after it has built children, and so initialize their parameters, as
+        # ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
         direct = sum(1 for _ in module.parameters(recurse=False))
         if _te.kind_of(module) is None and direct != sum(1 for _ in module.parameters()):
             method = next((method for method in _RESETS if callable(getattr(type(module), method, None))), "")
@@ -147,7 +147,7 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
             f"materialize: {name or type(module).__name__}: an initialization of its own that cannot be called",
             expected=f"{' or '.join(METHODS)} without required arguments, or _init_weights(module)",
             got=f"{type(module).__name__}.{refused[0]}",
-            why="The model would train from other values than its own initialization gives",
+            why="The model would start from values other than those of its own initialization",
             fix="give its arguments defaults, or define init_weights(self) on the model, which calls it",
         )
     return None
@@ -155,7 +155,7 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
 
 def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
     """Return (id of a module, name) of parameters that Hugging Face's ``_tied_weights_keys`` replaces. Local."""
-    # Such a module draws values for its own parameter, and the model then ties it to another module's.
+    # The module draws values for such a parameter before the model ties it to the parameter of another module.
     dropped = set()
     for module in model.modules():
         keys = getattr(module, "_tied_weights_keys", None)  # names or patterns; a dict maps them to sources
@@ -175,7 +175,7 @@ def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
 
 @contextmanager
 def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
-    """Let each ``_init_weights(module)`` leave the parameters alone that a tie replaces by others."""
+    """Make each ``_init_weights(module)`` keep the values of parameters that a tie replaces."""
     dropped = dropped_by_ties(root)
     stock = {module: getattr(module, "_init_weights", None) for module in root.modules() if dropped}
 
@@ -290,9 +290,9 @@ class _Unsharded(TorchFunctionMode):
         if binding is not None and binding.ep.mesh is not None and binding.ep.mesh.size() > 1:
             raise InitError(
                 f"materialize: {binding.label(name)}: written by {type(self.root).__name__}'s own initialization",
-                expected="experts that every rank holds",
+                expected="experts that are on every rank",
                 got="experts distributed over ep",
-                why="The ranks would draw different numbers for all that follows",
+                why="Afterwards the random states of the ranks would differ",
                 fix="leave experts to their init_method, and skip them in the model's own initialization",
             )
         if not isinstance(tensor, torch.nn.Parameter):

@@ -43,7 +43,7 @@ class PeerMemory:
         self.parts, self.local, self.group, self._handle = parts, parts[group.rank()], group, handle
 
     def barrier(self) -> None:
-        """Let the current stream, or the caller on the CPU, wait for all ranks.
+        """Make the current stream (on the CPU: the caller) wait for all ranks.
 
         Collective over the group. If a rank does not arrive within :func:`te_fsdp.set_collective_timeout`, the barrier
         of the others fails: on the CPU with an error, on a GPU with a trap that ends the process.

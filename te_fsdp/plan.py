@@ -104,7 +104,7 @@ class ModelPlan:
         return self.request.mp_policy or Fsdp2Policy()
 
     def settings(self) -> str:
-        """Return all decisions except parameter storage as a string. It is equal on ranks that agree."""
+        """Return all decisions except parameter storage as a string, which checks compare over ranks."""
         request = self.request
         units = ", ".join(f"{name or 'root'}={row}" for name, row in self.units.items())
         # without numbers, because ranks may have different numbers of experts

@@ -22,5 +22,5 @@ def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]
 
 def modules_of_process() -> Iterator[nn.Module]:
     """Yield all modules of this process that the garbage collector tracks. For setup and errors only."""
-    # By type, because isinstance has side effects on some proxies.
+    # Compare types, because isinstance has side effects on some proxies.
     return (candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module))

@@ -124,7 +124,8 @@ class WeightRecord:
     gathers: Any = None
     #: Rectangles that a load has read so far, each with its values or bytes (:mod:`te_fsdp.quantized.boxed`).
     arrived: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    pending: torch.Tensor | None = None  #: Loaded values that wait for the scale of the unsharded weight
+    #: Loaded values that wait for the amax of all ranks (:mod:`te_fsdp.quantized.boxed`).
+    pending: torch.Tensor | None = None
     #: Whether a load has written the weight, until :func:`te_fsdp.quantized.boxed.take_written` is called.
     is_loaded: bool = False
 

@@ -40,7 +40,7 @@ def recover_from_exception(state: ShardedModel) -> None:
     for recover in state.components.recover:
         lost |= recover()
     if lost:
-        # Without microbatches they belong to the failed backward, so that any clearing of gradients clears all.
+        # Unreduced gradients of earlier microbatches are dropped as well. No ``.grad`` shows that they are missing.
         waiting = state.sync.waiting and bool(state.pending())
         for unit in state.modules.values():
             _fsdp2_gradients.drop_unreduced_gradients(unit)

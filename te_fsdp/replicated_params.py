@@ -202,13 +202,13 @@ class Bucket:
 
     @functools.cached_property
     def buffer(self) -> PackedLayout:
-        """Layout of the gradients, followed by one flag per gradient."""
+        """Return the layout of the gradients, followed by one flag per gradient."""
         sizes = tuple(shape.numel() for _, shape in self.members)
         return PackedLayout(sizes, _ALIGNED, trailing=len(sizes))
 
     @torch.no_grad()
     def start(self, comm: GradComm | None, take: Take | None) -> Pending[Reduced]:
-        """Start to all-reduce the bucket. Flags say which gradients each rank has, because ranks can differ in that.
+        """Start to all-reduce the bucket. Flags mark the gradients that a rank has, because ranks can differ in that.
 
         Collective over data parallel (once), and over tp if it has partial gradients (once, and the current stream
         waits for it). Gradients from ``take`` are freed after they are copied to the bucket, unless the caller keeps

@@ -66,11 +66,11 @@ class ForwardRecord:
 class GradientSync:
     """How the next backwards reduce gradients, and the state of the existing gradients."""
 
-    mode: SyncMode = SyncMode.LAST  #: How the next backwards count
+    mode: SyncMode = SyncMode.LAST  #: Role of the next backwards in their step
     comm: GradComm | None = None  #: How gradients are sent; ``None`` without a precision policy
     #: Whether the loop has marked the next backward as the last one of its step. Otherwise others may follow.
     last_microbatch: bool = False
-    last_microbatches: int = 0  #: Number of microbatches that were marked so
+    last_microbatches: int = 0  #: Number of microbatches so marked since the model was sharded
     unfinished: bool = False  #: Whether reductions may be in flight
     waiting: bool = False  #: Whether there may be unreduced gradients
     #: Whether a backward since, or an explicit reduction, has completed the gradients of earlier microbatches.

@@ -30,7 +30,7 @@ class TensorVersion(NamedTuple):
     def are_same(
         versions: Sequence[TensorVersion | None], gradients: Sequence[torch.Tensor | None]
     ) -> list[bool]:
-        """Return for each gradient whether it is the one that was seen, unchanged (``None``: still missing). Local."""
+        """Return for each gradient whether it is the recorded tensor, unwritten, or still ``None``. Local operation."""
         together = zip(versions, gradients, _torch.versions_of(gradients), strict=True)
         return [
             gradient is None if seen is None else seen.gradient() is gradient and seen.version == version

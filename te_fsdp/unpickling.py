@@ -1,4 +1,4 @@
-"""Read pickles without running anything in them: each name that a pickle may use is in a table."""
+"""Read pickles without running code in them: a pickle may only use the names in a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def check_numbers(data: bytes) -> None:
-    """UnpicklingError for a number of an object beyond the pickle's bytes: of that length Python makes its table."""
+    """Raise UnpicklingError for an object number above the pickle's size, which is the length of Python's memo."""
     for code, number, _ in pickletools.genops(data):
         if code.name in ("PUT", "LONG_BINPUT") and number > len(data):  # type: ignore[operator]
             raise pickle.UnpicklingError(f"object number {number:,} in a pickle of {len(data):,} bytes")
@@ -25,7 +25,7 @@ def check_numbers(data: bytes) -> None:
 # All other releases of 3.10 to 3.12 pickle it by value, as ``class(value)``. Torch pickles DCP's metadata with these
 # defaults. Readers here accept both forms for the enums in their tables, and refuse ``getattr`` of anything else.
 def get_member_of_class(enum: Any, name: Any) -> Enum:
-    """Replace ``builtins.getattr`` in pickles that name enums themselves: return a member, and nothing else."""
+    """Return a member of an enum, in place of ``builtins.getattr`` in pickles; raise UnpicklingError otherwise."""
     is_enum = isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str)
     if not is_enum or name not in enum.__members__:
         raise pickle.UnpicklingError(f"getattr of {name!r}, which is not a member of an enum")
@@ -33,10 +33,10 @@ def get_member_of_class(enum: Any, name: Any) -> Enum:
 
 
 class TableUnpickler(pickle.Unpickler):
-    """Unpickle with the objects of a table by their full names, and dtypes; ``what`` names the pickle in errors.
+    """Unpickle with the objects of a table, by full name, and torch's dtypes. Errors call the pickle ``what``.
 
-    ``None`` in the table is the object that has the name. Damaged data may raise any exception. UnpicklingError for
-    other names, for attributes that the pickle sets of classes, and from :func:`check_numbers`.
+    ``None`` in the table stands for the object of that name. Other names, attributes that the pickle sets on classes,
+    and :func:`check_numbers` raise UnpicklingError. Damaged data may raise any exception.
     """
 
     def __init__(self, data: bytes, allowed: Mapping[str, Any], what: str) -> None:
@@ -54,19 +54,19 @@ class TableUnpickler(pickle.Unpickler):
             entry = self.allowed[full]
             entry = super().find_class(module, name) if entry is None else entry
         elif module != "torch" or not isinstance(entry := getattr(torch, name, None), torch.dtype):
-            raise pickle.UnpicklingError(f"{full} has no place in {self.what}")
+            raise pickle.UnpicklingError(f"{full} is not allowed in {self.what}")
         if isinstance(entry, type):
             self.named.setdefault(entry, dict(vars(entry)))
         elif isinstance(entry, FunctionType):
-            entry = partial(entry)  # attributes are set on this one, then
+            entry = partial(entry)  # a pickle then sets attributes on this object
         return entry
 
     def load(self) -> Any:
-        """Return the object of the pickle."""
+        """Return the unpickled object; undo attributes that the pickle has set on classes, then raise."""
         changed, nothing = [], object()
         try:
             result = super().load()
-        finally:  # a pickle may set attributes of the classes that it names: that is undone
+        finally:  # a pickle may set attributes on the classes that it names
             for cls, before in self.named.items():
                 for name in [n for n, value in vars(cls).items() if before.get(n, nothing) is not value]:
                     changed.append(f"{cls.__name__}.{name}")
@@ -75,5 +75,7 @@ class TableUnpickler(pickle.Unpickler):
                     else:
                         delattr(cls, name)
         if changed:
-            raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which {self.what} never does")
+            raise pickle.UnpicklingError(
+                f"it sets attributes {', '.join(changed)}, which {self.what} never contains"
+            )
         return result

@@ -37,9 +37,9 @@ def check_order(model: nn.Module) -> None:
         if isinstance(module, (DataParallel, DistributedDataParallel, FullyShardedDataParallel)):
             raise OrderError(
                 f"{name or 'model'}: fully_shard of a {type(module).__name__}",
-                expected="the model that it was made of",
-                got="a wrapper that reduces gradients, or cuts parameters, itself",
-                fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps unsharded weights on each rank",
+                expected="the wrapped model",
+                got="a wrapper that reduces gradients or shards parameters itself",
+                fix="use te_fsdp.fully_shard instead; strategy='no_shard' keeps unsharded weights on each rank",
             )
         if fsdp2_units.is_fsdp_module(module):
             raise OrderError(
@@ -91,7 +91,7 @@ def check_accepted(model: nn.Module, units: Iterable[str], replicated: Collectio
         if parameter.ndim == 0 and id(parameter) not in replicated:
             raise PlacementError(
                 f"{name}: fully_shard of a scalar parameter",
-                expected="at least one dim to cut",
+                expected="at least one dim to shard",
                 got="shape ()",
                 fix="make it a tensor of shape (1,), or call te_fsdp.fsdp_no_shard(parameter)",
             )
@@ -120,7 +120,7 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
             expected="register_post_accumulate_grad_hook, after te_fsdp.fully_shard and te_fsdp.materialize",
             got=f"{len(hooked)} parameter(s) with hooks"
             + (" by register_hook" if sharded else " from before fully_shard"),
-            why="FSDP2 puts a new parameter in each one's place, and autograd gives gradients to the gathered ones: "
+            why="FSDP2 replaces each parameter, and autograd accumulates gradients on the unsharded parameters, so that "
             "the hook would never run",
             fix="parameter.register_post_accumulate_grad_hook(hook), which sees the reduced gradient in parameter.grad",
         )
@@ -164,14 +164,15 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
 
 # [Note: odd parameters] FSDP2 gathers and reduces the trained parameters of a unit in one dtype, and cannot reduce
 # empty ones (torch 2.11 to 2.14). Examples are TE's ``softmax_offset``, fp32 in a bf16 model, and an fp32 vector of
-# the user's. Small ones stay unsharded, as by ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard`` raises.
+# the user's. Small parameters stay unsharded, as with ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard``
+# raises.
 def find_unshardable(
     units: Mapping[str, list[ParamOwner]], *, one_dtype: bool, with_frozen: bool = False
 ) -> set[int]:
-    """Return the ``id`` of each parameter to replicate, of the sharded units' places. Local operation.
+    """Return the ``id`` of each parameter in ``units`` that FSDP2 cannot shard with its unit. Local operation.
 
-    With ``one_dtype`` the trained parameters of a unit must have one dtype, ``with_frozen`` the frozen ones too. Raises
-    PlacementError if parameters of another dtype than the rest of their unit are too large to replicate.
+    ``one_dtype``: the trained parameters of a unit must have one dtype; ``with_frozen``: the frozen ones as well.
+    Raises PlacementError if parameters that differ in dtype from the rest of their unit are too large to replicate.
     """
     unshardable: set[int] = set()
     for unit, owners in units.items():

@@ -117,8 +117,8 @@ def _versions(facts: Environment) -> Iterable[tuple[str, str]]:
     copies = f"possible between all {len(facts.gpus)} GPUs"
     if not facts.symmetric_memory or len(facts.gpus) < 2:
         copies = "no: it needs symmetric memory and two GPUs"
-    elif facts.apart:
-        copies = f"no: GPUs {facts.apart} cannot address the memory of all others"
+    elif facts.unreachable_gpus:
+        copies = f"no: GPUs {facts.unreachable_gpus} cannot address the memory of all others"
     yield "transport copy_engine", copies
 
 

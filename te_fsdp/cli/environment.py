@@ -75,8 +75,8 @@ class Environment:
     variables: dict[str, str] = field(default_factory=dict)  #: Environment variables that affect training
 
     @property
-    def apart(self) -> str:
-        """Return the ordinals of GPUs that cannot access the memory of all others."""
+    def unreachable_gpus(self) -> str:
+        """Return the ordinals of GPUs that cannot access the memory of all other GPUs, as a string."""
         return ", ".join(str(at) for at, gpu in enumerate(self.gpus) if len(gpu.peers) < len(self.gpus) - 1)
 
 

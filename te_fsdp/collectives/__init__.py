@@ -1,1 +1,1 @@
-"""Agreement of ranks, rendezvous, and moves of tensors between placements."""
+"""Agreement of ranks, rendezvous, and collectives on parameters and gradients."""

@@ -1,10 +1,10 @@
-"""Asynchronous moves: collectives that are started now and waited for later.
+"""Asynchronous operations: collectives, with packing and unpacking, that are started now and waited for later.
 
-Moves that start during a backward start in the same order on all ranks (:class:`UnitOrder`):
+Operations that start during a backward start in the same order on all ranks (:class:`UnitOrder`):
 
-    first backward    nothing starts early; the ranks agree on the units that backward leaves, and on their order
-    later backwards   a unit's moves start when the unit is complete and all units before it have started
-    end of backward   the remaining moves start in the same order
+    first backward    nothing starts early; the ranks agree on the order in which backward completes units
+    later backwards   a unit's operations start when it is complete and those of all units before it have started
+    end of backward   the remaining operations start in the same order
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ U = TypeVar("U")
 
 @dataclass(eq=False)
 class Pending(Generic[T]):
-    """A move that has started.
+    """An operation that has started.
 
     Attributes:
         finish: Returns the result from the received data: casts, divides, unpacks. It issues no collective, except for
             the all-gather of an fp32-summed all-reduce.
-        work: The transport's handle. ``None`` if the stream that started the move already waits.
+        work: The transport's handle. ``None`` if the stream that started the operation already waits.
         stream: The stream that owns the result's memory. ``None`` if the device has no streams.
         event: Recorded after the result is available. ``None`` if ``work`` reports completion.
     """
@@ -63,12 +63,12 @@ class Pending(Generic[T]):
         return result
 
     def then(self, finish: Callable[[T], U]) -> Pending[U]:
-        """Return the same move with a further final function."""
+        """Return the same operation with a further final function."""
         return Pending(lambda: finish(self.wait()))
 
 
 def all_of(moves: Sequence[Pending[Any]]) -> Pending[None]:
-    """Combine several moves into one that waits for each in this order."""
+    """Combine several operations into one that waits for each in this order."""
 
     def finish() -> None:
         for move in moves:
@@ -83,7 +83,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 class SideStream:
-    """A stream next to the compute stream that runs complete moves, including packing and unpacking.
+    """A stream next to the compute stream that runs complete operations, including packing and unpacking.
 
     The CPU has no streams: transports work in the background, and the wait unpacks the received data.
     """
@@ -110,9 +110,9 @@ class SideStream:
     def start(
         self, begin: Callable[[], Pending[T]], touched: Iterable[torch.Tensor | None] = ()
     ) -> Pending[T]:
-        """Start a move within :meth:`after_current`. Collective if the move is.
+        """Start an operation within :meth:`after_current`. Collective if the operation is.
 
-        ``touched`` are tensors of other streams that the move uses: their memory is not reused before it ends.
+        ``touched`` are tensors of other streams that the operation uses: their memory is not reused before it ends.
         """
         pending = begin()
         if self._stream is None:
@@ -129,15 +129,15 @@ class SideStream:
 # this backward. Autograd first accumulates all uses of a parameter in one graph. However, activation
 # checkpoints with ``use_reentrant=True`` run nested backwards: a parameter used in several of them receives
 # several gradients. A unit for which this happens in the first backward never starts early.
-# [Note: same order on all ranks] Thus every rank issues the same collectives in the same order, whatever
-# units it has used. If a rank has not used a unit, or only a part of it, this unit and the later ones start
-# at the end of the backward. No move is waited for before the end. Otherwise a rank could wait for a unit
-# that a different rank starts at its end, and keep that rank from reaching it.
+# [Note: same order on all ranks] Every rank issues the same collectives in the same order, whatever units it has
+# used. If a rank has not used a unit, or only a part of it, this unit and the later ones start at the end of the
+# backward. No rank waits for an operation before the end. Otherwise a rank could wait for a unit that a different
+# rank starts at its end, and keep that rank from reaching it.
 class UnitOrder:
-    """The order in which backwards leave units while the set of trained parameters stays the same.
+    """The order in which backwards complete units, for a constant set of trained parameters.
 
     Args:
-        units: Unit names. This order decides between units that backward leaves at the same time.
+        units: Unit names. This order decides between units that are completed at the same time.
 
     Attributes:
         agreed: The units that may start early, in order. ``None`` before the ranks have agreed.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Wrap the imports of a framework. A failing import raises an ImportError that names the pip extra to install."""
+    """Wrap the imports of a framework. If one fails, raise an ImportError that names the pip extra to install."""
     try:
         yield
     except ImportError as error:

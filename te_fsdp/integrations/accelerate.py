@@ -220,7 +220,7 @@ class TeFsdpAccelerator(_Accelerator):
     clip_grad_value_ = raising_method(
         PlacementError,
         "Accelerator.clip_grad_value_",
-        why="A gradient may still wait for its average over dp_replicate",
+        why="Gradients may not be averaged over dp_replicate yet",
         fix="accelerator.clip_grad_norm_(model.parameters(), max_norm)",
     )
     join_uneven_inputs = raising_method(
@@ -344,7 +344,7 @@ def _check_precision(requested: Any) -> None:
             f"TeFsdpAccelerator(mixed_precision={str(requested)!r})",
             expected="no",
             got=requested,
-            why="Its autocast and loss scaling do not support weights that FSDP2 casts and shards",
+            why="accelerate's autocast and loss scaling do not support weights that FSDP2 casts and shards",
             fix='mixed_precision="no", also for accelerate launch; te.autocast in the forward of the model; '
             'sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, with the policy '
             "of FSDP2",

@@ -123,7 +123,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                 f"Fabric(precision={getattr(self.precision, 'precision', self.precision)!r})",
                 expected="32-true, bf16-true, 16-true or TransformerEnginePrecision(...)",
                 got=type(self.precision).__name__,
-                why="Its autocast and loss scaling do not support weights that FSDP2 casts and shards",
+                why="Fabric's autocast and loss scaling do not support weights that FSDP2 casts and shards",
                 fix="TeFsdpStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), with the policy class "
                 "of FSDP2",
             )
@@ -202,7 +202,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
     clip_gradients_value = raising_method(
         PlacementError,
         "Fabric.clip_gradients(clip_val=...)",
-        why="A gradient may still wait for its average over dp_replicate",
+        why="Gradients may not be averaged over dp_replicate yet",
         fix="clip_gradients(model, optimizer, max_norm=...)",
     )
 

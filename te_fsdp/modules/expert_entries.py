@@ -1,10 +1,9 @@
 """Load experts through plain DCP from either form of a ``GroupedLinear``: a tensor for each expert, or one for all."""
 
-# [Note: two forms of experts] The two forms have different names in state dicts, and DCP loads by name. A
-# bound module therefore marks its entries with an :class:`ExpertMark`. If a checkpoint has only the different
-# form, the load plan reads that form into views of the entries: 2-D views of the tensor of all experts, or
-# 3-D views of each expert's tensor. Names alone decide nothing. An entry without a mark is loaded as torch
-# loads it.
+# [Note: two forms of experts] The two forms have different names in state dicts, and DCP loads by name. A bound
+# module therefore marks its entries with an :class:`ExpertMark`. If a checkpoint has only the different form, the
+# load plan reads that form into views of the entries: 2-D views of the tensor of all experts, or 3-D views of each
+# expert's tensor. Names alone do not identify experts. An entry without a mark is loaded as torch loads it.
 
 from __future__ import annotations
 
@@ -225,7 +224,7 @@ def _place_entries(planner: Any) -> None:
 
 
 def _holder(planner: Any, key: str) -> tuple[Any, Any]:
-    """Return the container of the state dict that has the entry of a flat key, and the entry's key in it."""
+    """Return the nested container of a flat key's entry, and the entry's key in that container."""
     *path, last = planner.mappings.get(key, (key,))
     holder: Any = planner.original_state_dict
     for step in path:

@@ -118,7 +118,7 @@ def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
     }
     keeps, group = not to_cpu or rank() == 0, experts.mesh.get_group()
     device = torch.device(experts.mesh.device_type)
-    # All experts are inserted below in the order of the ranks. With ``to_cpu`` this rank may keep none.
+    # The experts of all ranks are inserted below, in rank order. With ``to_cpu``, ranks other than 0 keep none.
     for path in local:
         _holder(state, path).pop(path[-1])
     by_rank = gather((described, rows), group)

@@ -155,7 +155,7 @@ def user_dtensors(module: Any) -> dict[str, DTensor]:
 def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
     """Raise PlacementError for a tied parameter that tp shards for one of its modules only, or differently. Local.
 
-    User-defined modules may compute with shards.
+    User-defined modules are not checked, because they may compute with shards.
     """
     planned = {id(item.module): item for item in items}
     rules_of: dict[int, dict[str, tuple[int | None, Layout]]] = {}
@@ -243,7 +243,7 @@ def _check_item(item: ModulePlan) -> None:
 
 
 def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> None:
-    """A second call may only repeat the first."""
+    """Raise OrderError if a repeated ``set_device_mesh`` passes different meshes."""
     bound = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep.mesh)
     has_same_axes = bound.tp_mesh == meshes.tp_mesh and bound.ep_mesh == meshes.ep_mesh
     # Without tp, FSDP2's shard axis was taken as the mesh.

@@ -38,7 +38,7 @@ def _before_load(
     """Check all modules below the loaded module before anything changes."""
     assign = bool(metadata.get(_ASSIGN))
     drop_other_experts(module, state_dict, prefix)
-    # `load_state_dict` would copy weights that still have their previous data.
+    # Pending values must be in the weights, because `load_state_dict` copies their data.
     quantize_pending(module, state_dict, prefix)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)

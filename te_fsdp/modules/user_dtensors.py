@@ -56,7 +56,7 @@ def place_user_dtensor(
     placements = placements or [Replicate()] * mesh.ndim
     tp_dim = _torch.shard_dim_of(by_axis["tp"]) if "tp" in by_axis else None
     user_dtensor = UserDTensor(mesh, tuple(placements), "ep" in by_axis, tp_dim)
-    # The rows of a local tensor have a defined position only if torch.chunk would make it.
+    # The position of a local tensor's rows is known only if the shard is the one of torch.chunk.
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     dims = enumerate(map(_torch.shard_dim_of, placements))
     cuts = [(dim, mesh.size(axis), coordinate[axis]) for axis, dim in dims if dim is not None]
@@ -127,7 +127,7 @@ def _check_placements(
 
 
 def dim_to_shard(label: str, parameter: DTensor, placed: UserDTensor, ranks: int) -> int:
-    """Return the first dim of which every rank's part divides evenly by ``ranks``, or 0. The same on all ranks.
+    """Return the first dim that FSDP2 can shard evenly over ``ranks`` on every rank, else 0. The same on all ranks.
 
     Raises:
         PlacementError: Some ranks have no elements of a trained parameter.
@@ -138,7 +138,7 @@ def dim_to_shard(label: str, parameter: DTensor, placed: UserDTensor, ranks: int
         for axis, placement in enumerate(placed.placements):
             if _torch.shard_dim_of(placement) == dim:
                 size = placed.mesh.size(axis)
-                # The parts of an uneven dim have different lengths, and all ranks must choose the same dim.
+                # Uneven shards have different lengths, and all ranks must choose the same dim.
                 ends = (chunk_range(n, size, index) for n in lengths for index in range(size))
                 lengths = {high - low for low, high in ends}
         if length and 0 in lengths and parameter.requires_grad:

@@ -108,7 +108,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
     """Return the cost of one parameter. ``passes``: whether a single-rank gradient is passed on."""
     label, module, name, parameter = owner
     plan, precision = plan_of(parameter), state.precision
-    assert plan is not None  # fully_shard has noted it on each
+    assert plan is not None  # set by fully_shard
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
     shape, replicated = _without_fsdp(parameter), plan.storage.is_replicated
     dtype = precision.compute.get(plan.unit) if precision is not None else None

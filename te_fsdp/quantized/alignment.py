@@ -152,7 +152,7 @@ def check_fit(
         expected = f"each of the {len(parts)} tensors stacked in it to have a multiple of {block} rows"
         got = f"{heights} rows"
         why = "A scale would span rows that are not adjacent in the unsharded weight, so checkpoints could not store it"
-    elif weight.format.has_one_scale:  # raised only if the caller chose the dim
+    elif weight.format.has_one_scale:  # used only if the caller chose the dim
         expected = f"dim {dim} divisible by the {count} FSDP rank(s) that shard it"
         why = "FSDP2 shards dims other than the first only if they divide evenly"
     elif count == 1:

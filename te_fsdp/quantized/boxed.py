@@ -3,7 +3,8 @@
 A save writes each rectangle of the original weight as one of TE's quantized tensors: data and scales. If a
 rectangle splits a block of scales, its high-precision values are written.
 
-A load reads rectangles written by a different mesh (:class:`QuantizedSlice`).
+A load reads rectangles written by a different mesh (:class:`QuantizedSlice`). *Pending values* are values that a load
+has read for a weight with one scale. They are quantized when the amax of all ranks is available.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ class QuantizedDTensor(BoxedDTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function as for any DTensor, on values that wait for their scale instead of older bytes."""
+        """Run the function as for any DTensor, on pending values instead of older bytes."""
         name = func.__name__
         if name in ("__get__", "__set__") or not any(map(_has_pending_values, args)):
             return super().__torch_function__(func, types, args, kwargs)
         if name == "detach":
             return _attach_pending(super().__torch_function__(func, types, args, kwargs), args[0])
-        # Functions in place change the waiting values. Sources of `copy_` are not rounded to the weight's dtype.
+        # In-place functions change the pending values. Sources of `copy_` are not rounded to the weight's dtype.
         is_in_place = name.endswith("_")
         newest = (_pending_or_same(arg, in_fp32=is_in_place) for arg in args)
         result = super().__torch_function__(func, types, tuple(newest), kwargs)
@@ -89,13 +90,13 @@ class QuantizedDTensor(BoxedDTensor):
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._plain_values()
-        # After a load, values may still lack their scale. They are newer than the bytes.
+        # After a load, pending values are newer than the bytes.
         waiting = pending_values(local)
         values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
         return _torch.dtensor(values, self._spec)
 
     def to_local(self, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
-        """Return the local tensor, or the FP32 values that wait for its scale. Writes to either are kept."""
+        """Return the local tensor, or its pending FP32 values. Writes to either are kept."""
         waiting = pending_values(self._local_tensor) if _has_pending_values(self) else None
         return super().to_local(**options) if waiting is None else waiting
 
@@ -157,7 +158,7 @@ class QuantizedParameter(QuantizedDTensor):
     __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
 
     def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # Copies are of the newest values. A detached parameter shares those that wait.
+        # Copies have the newest values. A detached parameter shares pending values.
         newest = self if name == "detach" else _pending_or_same(self)
         copied = getattr(torch.Tensor, name)(newest, *args, **kwargs)
         if type(copied) is DTensor:
@@ -187,7 +188,7 @@ def weights_of(local: torch.Tensor) -> list[torch.Tensor]:
 
 
 def pending_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
-    """Return the values that wait for their scale, if there are any; ``take``: they wait no longer."""
+    """Return the pending values of a weight, or ``None``. ``take`` also removes them from its record."""
     weights = weights_of(local)
     records = [weight_record(weight) for weight in weights]
     if all(record.pending is None for record in records):
@@ -198,12 +199,12 @@ def pending_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor |
     ]
     values = torch.stack(waiting) if _te.is_grouped(local) else waiting[0]
     for record, value in zip(records, values if _te.is_grouped(local) else waiting, strict=True):
-        record.pending = None if take else value  # writes to the result change what waits
+        record.pending = None if take else value  # writes to the result change the pending values
     return values
 
 
 def _has_pending_values(entry: Any) -> bool:
-    """Return whether a tensor has values that wait for their scale. Local operation."""
+    """Return whether a tensor has pending values. Local operation."""
     local = _torch.local_of(entry) if isinstance(entry, QuantizedDTensor) else None
     return (
         local is not None
@@ -215,7 +216,7 @@ def _has_pending_values(entry: Any) -> bool:
 
 
 def _pending_or_same(tensor: Any, *, in_fp32: bool = False) -> Any:
-    """Return the values that wait for the tensor's scale, in its dtype or FP32; return other tensors unchanged."""
+    """Return a tensor's pending values, in its dtype or FP32; return tensors without any unchanged."""
     if not _has_pending_values(tensor):
         return tensor
     values = pending_values(_torch.local_of(tensor))
@@ -225,7 +226,7 @@ def _pending_or_same(tensor: Any, *, in_fp32: bool = False) -> Any:
 
 
 def _attach_pending(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
-    """Attach the values that wait in ``source`` to a tensor derived from it. Local operation."""
+    """Attach the pending values of ``source`` to a tensor derived from it. Local operation."""
     if not _has_pending_values(source):
         return result
     weights = (weights_of(_torch.local_of(tensor)) for tensor in (result, source))
@@ -272,7 +273,7 @@ class QuantizedSlice(torch.Tensor):
 
     base: torch.Tensor
     box: tuple[tuple[int, ...], tuple[int, ...]]
-    waits: bool = False  #: Whether values wait for ``load_state_dict`` of a bound module
+    waits: bool = False  #: Whether values stay pending until ``load_state_dict`` of a bound module
     is_stacked: bool  #: Whether a first dim of one expert precedes the dims of the rectangle
 
     @staticmethod
@@ -391,7 +392,7 @@ class QuantizedSlice(torch.Tensor):
         if sum(math.prod(rectangle.box[1]) for rectangle, _ in arrived) < base.numel():
             return
         record.arrived = []
-        record.pending = None  # of an earlier load
+        record.pending = None  # pending values of an earlier load
         if write_bytes(base, arrived):
             return
         values = torch.empty(base.shape, dtype=torch.float32, device=base.device)
@@ -433,7 +434,7 @@ def write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Te
             if component.block is None and not torch.equal(once.setdefault(name, value), value):
                 return False  # shards with different scales
             copies.append((component.tensor[target_boxes[name]], value))
-    # After all checks, so that a refusal leaves the weight as it was.
+    # After all checks, so that an error leaves the weight unchanged.
     for into, value in copies:
         into.copy_(value)
     weight_record(base).is_loaded = True

@@ -69,7 +69,7 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
 def _finish(
     entry: tuple[Any, Any], loaded: torch.Tensor, owner: tuple[nn.Module, str], values: torch.Tensor | None
 ) -> None:
-    """Drop what a weight derived from overwritten bytes, and quantize values that wait. Collective if there are values.
+    """Drop buffers derived from overwritten bytes, and quantize pending values. Collective if there are values.
 
     ``entry`` is the container and key of the tensor ``loaded``, ``owner`` the owner and name of the parameter.
     """
@@ -79,7 +79,7 @@ def _finish(
     local = _torch.local_of(parameter)
     is_quantized = _te.is_quantized(local)
     if take_written(loaded) and is_quantized:
-        drop_derived(loaded)  # both have the same memory, and derived data of their own
+        drop_derived(loaded)  # both have the same memory, but separate derived buffers
         drop_derived(local)
     if values is not None and is_quantized:
         quantize_with_shared_scale(module, name, local, values)
@@ -176,7 +176,7 @@ def _owner_of(value: QuantizedDTensor) -> tuple[nn.Module, str, torch.Tensor] | 
 
 
 class _Unscaled(NamedTuple):
-    """A weight of which this rank has read its own values only, so that it does not have the common scale."""
+    """A weight whose common scale is unknown, because this rank has read only its own values."""
 
     path: tuple[Any, ...]  #: In the state dict
     value: QuantizedDTensor
@@ -188,7 +188,9 @@ class _Unscaled(NamedTuple):
 def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], None]) -> None:
     """Read unsharded weights, quantize them, and copy this rank's bytes. Local operation."""
     state_dict: dict[str, Any] = {}
-    wholes: list[dict[tuple[int, ...], torch.Tensor]] = []  # by the offsets in the entry, of each expert
+    wholes: list[
+        dict[tuple[int, ...], torch.Tensor]
+    ] = []  # by offsets in the entry; one rectangle for each expert
     for path, value, _, _, local in weights:
         boxes = value.boxes_here()
         stack = value.ndim - 2

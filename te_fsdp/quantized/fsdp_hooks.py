@@ -78,7 +78,7 @@ def release_function_of(
     if _te.is_grouped(local):
         return local.release  # type: ignore[missing-attribute]
     row = record.unsharded_format
-    # Is it sharded along a dim other than the first?
+    # FSDP2 may shard along a dim other than the first.
     if shard is None or not any(map(_torch.shard_dim_of, _fsdp_placements(shard, binding))):
         return functools.partial(drop_derived_buffers, local, row)
 

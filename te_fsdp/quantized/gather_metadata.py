@@ -104,7 +104,7 @@ def replay_gather(
         or not gathers.replays
         or binding is None
         or gathers[:3] != (id(binding.weight_mesh), id(mesh), orig_size)
-        # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
+        # TE's own recomputation (LayerNormMLP(checkpoint=True)) does not call forward, which sets ``recomputed``.
         or binding.fsdp.recomputed
         or module.__dict__.get("checkpoint") is True
     ):

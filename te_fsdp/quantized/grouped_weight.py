@@ -426,7 +426,7 @@ def grouped_shard_dim(
 
 
 def _buffers_sent_by_shard(grouped: Any, expert: Any) -> dict[str, Component]:
-    """Return the buffers sent of a shard along a dim of its experts, with their components of the first expert."""
+    """Map the buffers that an all-gather sends, if experts are sharded within, to components of the first expert."""
     # Buffers without a component can be recomputed from the others.
     first: dict[int, str] = {}
     for name, buffer in _buffers(grouped):

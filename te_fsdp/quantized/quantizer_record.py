@@ -38,11 +38,11 @@ class QuantizerRecord:
     writes: list[int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerRecord:
-        """Return a copy that counts on its own."""
+        """Return a copy with a separate counter."""
         return replace(self, writes=None if self.writes is None else [*self.writes])
 
     def __reduce__(self) -> Any:
-        """Return an empty dict, which processes without te_fsdp can read. There the name may be of other ranks."""
+        """Return an empty dict, readable without te_fsdp. A group name is valid in this process only."""
         return OrderedDict, ()
 
 

@@ -78,7 +78,7 @@ def _quantized(part: torch.Tensor) -> RoundedValues:
     value = part.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
     names = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
     data_of = {name: data for name in names if (data := getattr(part, name, None)) is not None}
-    # The scale of each value is what the tensor has if all its data bytes are those of 1.0.
+    # If all data bytes are those of 1.0, dequantization returns the scale of each value.
     try:
         for name, data in data_of.items():
             setattr(part, name, torch.full_like(data, element.one))
@@ -114,7 +114,7 @@ def _with_distances(
     inward = torch.where(is_power, half / 2, half)
     # Quantization multiplies by the scale, dequantization by its inverse: both round in fp32, relative to the value.
     error = value.abs().nan_to_num() * (_FP32_ERROR / 4 if element.one else 0.0)
-    # A scale that is zero itself rounds all values to zero.
+    # With a scale of zero all values round to zero.
     is_open = ((number >= element.largest) & saturates) | (scale == 0)
     outward = (half + error).masked_fill(is_open, math.inf)
     return RoundedValues(value, outward, inward + error)

@@ -203,7 +203,7 @@ def test_no_code_of_a_file_is_run(
     monkeypatch.chdir(tmp_path)
     dcp.save({"w": torch.ones(2)}, checkpoint_id="d", no_dist=True)
     Path("d/.metadata").write_bytes(pickle.dumps(Runs()))
-    assert "mkdir has no place in the metadata" in refuse(capsys, "inspect", "d")
+    assert "mkdir is not allowed in the metadata" in refuse(capsys, "inspect", "d")
     torch.save({"w": torch.ones(2), "evil": Runs()}, "evil.pt")
     assert f"an object of {os.mkdir.__module__}.mkdir" in refuse(capsys, "inspect", "evil.pt")
     pickled = torch.frombuffer(bytearray(pickle.dumps(Runs())), dtype=torch.uint8)

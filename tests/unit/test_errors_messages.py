@@ -285,7 +285,7 @@ MISTAKES = {
     "a scalar": (
         lambda job: te_fsdp.fully_shard(Model(nn.ParameterList([torch.ones(())])), job.dp),
         PlacementError,
-        "up.0: fully_shard of a scalar parameter: expected at least one dim to cut, got shape (). Fix: "
+        "up.0: fully_shard of a scalar parameter: expected at least one dim to shard, got shape (). Fix: "
         "make it a "
         "tensor of shape (1,), or call te_fsdp.fsdp_no_shard(parameter).",
     ),

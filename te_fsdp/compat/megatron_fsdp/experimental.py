@@ -184,7 +184,7 @@ def fully_shard(
             fix="slice the mesh to its data-parallel axes; for other placements use te_fsdp.fully_shard",
         )
     strategy, outer = _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
-    # Without sharding the model would run, and train on every rank by itself.
+    # Without sharding the model would run, but each rank would train separately.
     guard = module.register_forward_pre_hook(_raise_in_forward)
     note = _Note(module, mesh, strategy, outer, mixed_precision_policy or MixedPrecisionPolicy(), guard)
     module.__dict__[BRIDGED] = note
