@@ -120,7 +120,7 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
             expected="register_post_accumulate_grad_hook, after te_fsdp.fully_shard and te_fsdp.materialize",
             got=f"{len(hooked)} parameter(s) with hooks"
             + (" by register_hook" if sharded else " from before fully_shard"),
-            why="FSDP2 replaces each parameter, and autograd accumulates gradients on the unsharded parameters, so that "
+            why="FSDP2 replaces each parameter, and autograd accumulates gradients on the unsharded parameters, so "
             "the hook would never run",
             fix="parameter.register_post_accumulate_grad_hook(hook), which sees the reduced gradient in parameter.grad",
         )

@@ -317,7 +317,7 @@ def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
     before = dict(vars(owner))
     with pytest.raises(
         pickle.UnpicklingError,
-        match=f"it sets {owner.__name__}.{name}, which the metadata of a checkpoint never",
+        match=f"it sets attributes {owner.__name__}.{name}, which the metadata of a checkpoint never",
     ):
         unpickle_metadata(b"\x80\x02" + named + state + b"b.")
     with pytest.raises(
