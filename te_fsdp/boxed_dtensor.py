@@ -130,8 +130,7 @@ def place_full_tensors() -> None:
             uneven: dict[str, Any] = {
                 key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
             }
-            # torch places the other tensors. It uses one rectangle per shard, which is wrong for stacked rows and
-            # uneven strides.
+            # torch places the others. Its one rectangle is wrong for stacked rows and uneven strides.
             others = {key: value for key, value in full.items() if key not in boxes and key not in uneven}
             stock(others, local, *args, **kwargs)
             for key, tensor in boxes.items():

@@ -243,8 +243,8 @@ def test_build_refuses(fake_world, mistake):
             ("data", "tp"),
             "Meshes.from_device_mesh: axis 'data' of size 2: expected axes out of ('dp_replicate', 'dp_shard', 'cp', "
             "'ep', 'tp'), got ('data', 'tp'). te_fsdp binds axes by name: gradients are not reduced "
-            "over an axis that it ignores. Fix: names={'data': 'dp_shard'} if that is its role, or names={'data': None} "
-            "if ranks along it have different weights, as pipeline stages do.",
+            "over an axis that it ignores. Fix: names={'data': 'dp_shard'} if that is its role, or names={'data': "
+            "None} if ranks along it have different weights, as pipeline stages do.",
         ),
         (
             (2, 2),
