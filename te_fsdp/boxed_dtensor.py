@@ -305,7 +305,7 @@ class BoxedDTensor(DTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self._map is None:
             return super().__create_chunk_list__()
-        # DCP calls this method for loads only, but asks one method for the shards of saves and loads.
+        # DCP calls this method for loads only, and reads the shards of saves and loads by one method.
         self.__dict__[_KEY] = replace(self._map, to_write=False)
         return self._chunks()
 
