@@ -211,11 +211,11 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     """Return the medians over rounds, and ratios."""
 
     def ratio(above: str, below: str) -> dict[str, float]:
-        found = {"of medians": median(above) / median(below)}
-        found["of the best rounds"] = min(r[above] for r in rounds) / min(r[below] for r in rounds)
+        results = {"of medians": median(above) / median(below)}
+        results["of the best rounds"] = min(r[above] for r in rounds) / min(r[below] for r in rounds)
         if f"{above} (CPU)" in rounds[0]:
-            found["of CPU time"] = median(f"{above} (CPU)") / median(f"{below} (CPU)")
-        return found
+            results["of CPU time"] = median(f"{above} (CPU)") / median(f"{below} (CPU)")
+        return results
 
     def median(key: str) -> float:
         return statistics.median(r[key] for r in rounds)

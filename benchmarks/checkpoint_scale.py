@@ -50,13 +50,13 @@ def dense() -> Shapes:
         "layernorm_mlp.fc1_weight": (2 * ffn, hidden),
         "layernorm_mlp.fc2_weight": (hidden, ffn),
     }
-    found = {f"layers.{n}.{name}": shape for n in range(126) for name, shape in layer.items()}
+    results = {f"layers.{n}.{name}": shape for n in range(126) for name, shape in layer.items()}
     ends = {
         "embedding.weight": (vocabulary, hidden),
         "norm.weight": (hidden,),
         "head.weight": (vocabulary, hidden),
     }
-    return {**found, **ends}
+    return {**results, **ends}
 
 
 def moe() -> Shapes:
@@ -82,13 +82,13 @@ def moe() -> Shapes:
         "experts.fc2.weight": (EXPERTS, hidden, expert),
     }
     layers = [{**attention, **(mlp if n < 3 else experts)} for n in range(61)]
-    found = {f"layers.{n}.{name}": shape for n, layer in enumerate(layers) for name, shape in layer.items()}
+    results = {f"layers.{n}.{name}": shape for n, layer in enumerate(layers) for name, shape in layer.items()}
     ends = {
         "embedding.weight": (vocabulary, hidden),
         "norm.weight": (hidden,),
         "head.weight": (vocabulary, hidden),
     }
-    return {**found, **ends}
+    return {**results, **ends}
 
 
 def places(shape: tuple[int, ...], rank: int, ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -114,15 +114,15 @@ def places(shape: tuple[int, ...], rank: int, ranks: int) -> list[tuple[tuple[in
 
 def entries(shapes: Shapes, rank: int, ranks: int) -> dict[str, Entry]:
     """Return the entries of one rank: rows of weights and moments, and every step."""
-    found = {}
+    results = {}
     for name, shape in shapes.items():
         boxes = places(shape, rank, ranks)
         pieces = tuple(Piece(begin, torch.empty(sizes, device="meta")) for begin, sizes in boxes)
         for key in (f"model.{name}", f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"):
-            found[key] = Entry(shape, torch.float32, pieces)
+            results[key] = Entry(shape, torch.float32, pieces)
         step = Piece((), torch.empty((), device="meta"))
-        found[f"optimizer.state.{name}.step"] = Entry((), torch.float32, (step,))
-    return found
+        results[f"optimizer.state.{name}.step"] = Entry((), torch.float32, (step,))
+    return results
 
 
 def pieces_of(shape: tuple[int, ...], ranks: int) -> int:
@@ -146,7 +146,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 def manifest_bytes(shapes: Shapes) -> int:
     """Return the bytes of the manifest's two large parts, which do not depend on the number of ranks."""
     tensor = {name: {"shape": list(shape), "dtype": "float32"} for name, shape in shapes.items()}
-    weights = {name: {**one, "layout": "plain", "format": None} for name, one in tensor.items()}
+    weights = {name: {**item, "layout": "plain", "format": None} for name, item in tensor.items()}
     state = {
         n: {"exp_avg": t, "exp_avg_sq": t, "step": {"shape": [], "dtype": "float32"}}
         for n, t in tensor.items()
@@ -178,12 +178,12 @@ def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
     own = entries(shapes, 0, measured)
     signature = planner.signature_of(own)
     again = min(timed(lambda: planner.signature_of(own) == signature)[0] for _ in range(3))
-    found: dict[str, Any] = {"measured on ranks": measured, "manifest bytes": manifest_bytes(shapes)}
+    results: dict[str, Any] = {"measured on ranks": measured, "manifest bytes": manifest_bytes(shapes)}
     for ranks in all_ranks:
         # Steps are written once, by some rank; but each rank tells of them.
         all_stored = sum(3 * pieces_of(shape, ranks) + 1 for shape in shapes.values())
         scale = all_stored / stored
-        found[f"{ranks} ranks"] = {
+        results[f"{ranks} ranks"] = {
             "stored pieces": all_stored,
             "files": ranks + 3,
             f"{DCP_METADATA} bytes": round(len(found_bytes.metadata) * scale),
@@ -197,7 +197,7 @@ def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
             f"seconds of reading {DCP_METADATA} as a whole": loaded * scale,
             **measure_index(model, ranks),
         }
-    return found
+    return results
 
 
 def all_pieces(shapes: Shapes, ranks: int) -> Iterator[tuple[str, tuple[int, ...], index.Rows]]:
@@ -213,18 +213,18 @@ def all_pieces(shapes: Shapes, ranks: int) -> Iterator[tuple[str, tuple[int, ...
         first = np.minimum(group * height, last[0])
         rows = np.minimum(first + height, last[0]) - first
         for key in (f"model.{name}", f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"):
-            found = []
+            results = []
             for expert in range(own):
                 length = rows * int(np.prod(last[1:])) * 4 + FRAME
                 lead = [(everyone % EXPERT_RANKS) * own + expert] if len(shape) == 3 else []
                 zeros, ones = [0 * everyone for _ in last[1:]], [0 * everyone + 1 for _ in lead]
                 sizes = [0 * everyone + n for n in last[1:]]
-                found.append(
+                results.append(
                     np.stack([everyone, ends, length, *lead, first, *zeros, *ones, rows, *sizes], axis=1)
                 )
                 ends = ends + np.where(rows > 0, length, 0)
             # As ranks hold them: rank by rank, expert by expert.
-            together = np.stack(found, axis=1).reshape(ranks * own, -1)
+            together = np.stack(results, axis=1).reshape(ranks * own, -1)
             yield key, shape, together[np.repeat(rows > 0, own)]
         step = f"optimizer.state.{name}.step"
         yield step, (), np.array([[0, ends[0], FRAME + 4]])
@@ -233,7 +233,7 @@ def all_pieces(shapes: Shapes, ranks: int) -> Iterator[tuple[str, tuple[int, ...
 
 def measure_index(model: str, ranks: int) -> dict[str, Any]:
     """Return the size of the index of all ranks, and the cost of reading it."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         files = [planner.file_of(rank) for rank in range(ranks)]
         # As index.encode, without DCP's metadata, which would not fit into memory.
@@ -253,7 +253,7 @@ def measure_index(model: str, ranks: int) -> dict[str, Any]:
         mark = manifest.identity
         index.Encoded(mark.encode(), mark, packed).write(Path(directory), manifest)
         Path(directory, "manifest").write_bytes(pickle.dumps(manifest))
-        found[f"{INDEX} bytes"] = Path(directory, INDEX).stat().st_size
+        results[f"{INDEX} bytes"] = Path(directory, INDEX).stat().st_size
         for name, readers in (("as many ranks", ranks), ("3/4 as many", ranks * 3 // 4)):
             command = [
                 sys.executable,
@@ -266,8 +266,8 @@ def measure_index(model: str, ranks: int) -> dict[str, Any]:
                 str(readers),
             ]
             ran = subprocess.run(command, check=True, capture_output=True, text=True)
-            found[f"load on {name}, seconds, MiB more, pieces of a rank"] = json.loads(ran.stdout)
-    return found
+            results[f"load on {name}, seconds, MiB more, pieces of a rank"] = json.loads(ran.stdout)
+    return results
 
 
 def read(model: str, directory: Path, ranks: int) -> list[float]:
@@ -277,10 +277,10 @@ def read(model: str, directory: Path, ranks: int) -> list[float]:
     wanted = [reading.rectangle(key, piece) for key, entry in own.items() for piece in entry.pieces]
     memory()
     before = memory()
-    spent, found = timed(
+    spent, result = timed(
         lambda: reading.pieces_to_read(directory, manifest, index.read_index(directory, manifest), wanted)
     )
-    return [round(spent, 2), round((memory() - before) / 1024), sum(map(len, found.values()))]
+    return [round(spent, 2), round((memory() - before) / 1024), sum(map(len, result.values()))]
 
 
 def memory() -> int:

@@ -81,18 +81,18 @@ def runs_of(recipe: str, ranks: int) -> dict[str, Run]:
     zero3 = (("dp_shard", ranks),)
     tp = (("dp_shard", ranks // 2), ("tp", 2))
     hybrid = (("dp_replicate", 2), ("dp_shard", ranks // 2))
-    found = {}
+    results = {}
     for kind, label in (("none", "bf16"), (recipe, recipe)):
-        found[f"{label} one"] = Run(kind)
-        found[f"{label} one, seed 1"] = Run(kind, seed=1)
+        results[f"{label} one"] = Run(kind)
+        results[f"{label} one, seed 1"] = Run(kind, seed=1)
     for kind, label in ((recipe, recipe), ("none", "bf16")):
-        found[f"{label} zero3"] = Run(kind, zero3)
-        found[f"{label} tp"] = Run(kind, tp)
-        found[f"{label} HFSDP"] = Run(kind, hybrid, outer="optim")
+        results[f"{label} zero3"] = Run(kind, zero3)
+        results[f"{label} tp"] = Run(kind, tp)
+        results[f"{label} HFSDP"] = Run(kind, hybrid, outer="optim")
         if kind != "none":
-            found[f"{label} zero3, weights"] = Run(kind, zero3, weights=True, saves=True)
-            found[f"{label} tp, weights, resumed"] = Run(kind, tp, weights=True, resumes=True)
-    return found
+            results[f"{label} zero3, weights"] = Run(kind, zero3, weights=True, saves=True)
+            results[f"{label} tp, weights, resumed"] = Run(kind, tp, weights=True, resumes=True)
+    return results
 
 
 def arguments() -> argparse.Namespace:
@@ -261,17 +261,17 @@ def trained(
         saved = te_fsdp.checkpoint.load(where / "half", trainer.model, trainer.optimizer)
         begins = saved["step"]
         trainer.schedule.load_state_dict(saved["schedule"])
-    found, began = torch.zeros(steps, dtype=torch.float64, device=trainer.device), time.perf_counter()
+    result, began = torch.zeros(steps, dtype=torch.float64, device=trainer.device), time.perf_counter()
     for step in range(begins, steps):
         if run.recipe == "nvfp4":  # rounds stochastically
             torch.manual_seed(7919 * step + trainer.first)
-        found[step] = trainer.step(trainer.batch(data, step))
+        result[step] = trainer.step(trainer.batch(data, step))
         trainer.schedule.step()
         if run.saves and step + 1 == steps // 2:
             progress = {"step": step + 1, "schedule": trainer.schedule.state_dict()}
             te_fsdp.checkpoint.save(where / "half", trainer.model, trainer.optimizer, extra=progress)
         if (step + 1) % FLUSH == 0:
-            values = found[step + 1 - FLUSH : step + 1].clone()
+            values = result[step + 1 - FLUSH : step + 1].clone()
             late = torch.tensor([float(time.time() > deadline)], device=trainer.device)
             if run.mesh:
                 dist.all_reduce(values)
@@ -320,11 +320,11 @@ def write(options: argparse.Namespace, device: torch.device, names: list[str], d
         for step in steps:
             table.writerow([step, *(f"{v[step]:.5f}" if step in v else "" for v in losses.values())])
     shape = SIZES[options.size] | {"steps": options.steps, "lr": options.lr, "text": digest}
-    found = summary(losses)
+    result = summary(losses)
     for name, about in done.items():
-        found.get(name, {}).update(about)
+        result.get(name, {}).update(about)
     emulated = te_fsdp.emulation.active()
-    results = {"machine": machine(device), "emulated": emulated, "model": shape, "runs": found}
+    results = {"machine": machine(device), "emulated": emulated, "model": shape, "runs": result}
     text = json.dumps(results, indent=1)
     (options.out / "summary.json").write_text(text + "\n", encoding="utf-8")
     where = (

@@ -24,13 +24,13 @@ def moving(values: dict[int, float]) -> dict[int, float]:
 
 def gaps(losses: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
     """Return each run's smoothed loss minus that of one process with the same recipe and seed 0."""
-    found = {}
+    results = {}
     for name, values in losses.items():
         reference = f"{name.split()[0]} one"
         if name != reference and reference in losses:
             common = values.keys() & losses[reference].keys()
-            found[name] = moving({step: values[step] - losses[reference][step] for step in common})
-    return found
+            results[name] = moving({step: values[step] - losses[reference][step] for step in common})
+    return results
 
 
 def yardstick(apart: dict[int, float]) -> dict[int, float]:
@@ -41,7 +41,7 @@ def yardstick(apart: dict[int, float]) -> dict[int, float]:
 
 def summary(losses: dict[str, dict[int, float]]) -> dict[str, Any]:
     """Return final losses and differences, and whether each curve is inside of the spread of two seeds."""
-    apart, found = gaps(losses), {}
+    apart, results = gaps(losses), {}
     for name, values in losses.items():
         about: dict[str, Any] = {
             "last step": max(values),
@@ -56,8 +56,8 @@ def summary(losses: dict[str, dict[int, float]]) -> dict[str, Any]:
             if common:
                 inside = [abs(apart[name][step]) <= band[step] for step in common]
                 about["part inside the spread of two seeds"] = sum(inside) / len(inside)
-        found[name] = about
-    return found
+        results[name] = about
+    return results
 
 
 def draw(losses: dict[str, dict[int, float]], title: str, path: Path) -> None:

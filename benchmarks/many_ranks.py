@@ -242,8 +242,8 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
     show(rows)
     if options.out:
-        whole = {"machine": machine(torch.device("cpu")), "rows": rows}
-        options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        document = {"machine": machine(torch.device("cpu")), "rows": rows}
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

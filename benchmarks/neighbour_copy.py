@@ -66,7 +66,7 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
     state, group = State(mib), dist.new_group(backend="gloo")
     flat = torch.empty(mib << 18)
     theirs = torch.empty_like(flat)
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
 
     def timed(name: str, call: Any) -> None:
         dist.barrier()
@@ -74,7 +74,7 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
         call()
         slowest = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        found.setdefault(name, []).append(float(slowest))
+        results.setdefault(name, []).append(float(slowest))
 
     def during_exchange() -> None:
         thread = threading.Thread(target=exchange, args=(group, flat, theirs))
@@ -83,13 +83,13 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
         while thread.is_alive():
             taken.append(step())
         thread.join()
-        found.setdefault("step during it", []).append(median(taken))
+        results.setdefault("step during it", []).append(median(taken))
 
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
         for number in range(rounds + 1):  # the first of each touches fresh memory
-            found.setdefault("step alone", []).append(median(step() for _ in range(20)))
+            results.setdefault("step alone", []).append(median(step() for _ in range(20)))
             timed(
                 "copy to own memory", lambda: torch.cat([part.flatten() for part in state.locals()], out=flat)
             )
@@ -100,7 +100,7 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
             timed("save", lambda path=path: te_fsdp.checkpoint.save(path, state, keep_last=1))
             timed("load", lambda path=path: te_fsdp.checkpoint.load(path, state))
         dist.barrier()
-    return {name: median(values[1:]) for name, values in found.items()}
+    return {name: median(values[1:]) for name, values in results.items()}
 
 
 def scatter(flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
@@ -131,8 +131,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps(row, indent=1))
         if options.out:
-            whole = {"machine": machine(device), **row}
-            options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            document = {"machine": machine(device), **row}
+            options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

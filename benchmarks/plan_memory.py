@@ -126,14 +126,14 @@ def train(job: Job, options: argparse.Namespace, device: torch.device, trace: Pa
         x = torch.randint(options.vocabulary, shape, device=device)
     else:
         x = torch.randn(*shape, options.hidden, device=device, dtype=torch.bfloat16)
-    found: dict[str, int] = {"before": before, "report": te_fsdp.report(model).total_bytes}
+    results: dict[str, int] = {"before": before, "report": te_fsdp.report(model).total_bytes}
 
     def mark(name: str) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
-            found[f"{name} peak"] = torch.cuda.max_memory_allocated() - before
+            results[f"{name} peak"] = torch.cuda.max_memory_allocated() - before
             torch.cuda.reset_peak_memory_stats()
-        found[name] = allocated(device) - before
+        results[name] = allocated(device) - before
 
     for number in range(4):
         if number == 3 and trace is not None:
@@ -153,9 +153,9 @@ def train(job: Job, options: argparse.Namespace, device: torch.device, trace: Pa
         if number == 3 and trace is not None:
             trace.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()["device_traces"][device.index or 0]))
             torch.cuda.memory._record_memory_history(enabled=None)
-    found["held"] = found["between steps"]
-    found["peak"] = max((size for name, size in found.items() if name.endswith("peak")), default=0)
-    return found
+    results["held"] = results["between steps"]
+    results["peak"] = max((size for name, size in results.items() if name.endswith("peak")), default=0)
+    return results
 
 
 def allocated(device: torch.device) -> int:
@@ -171,15 +171,15 @@ def ranks(options: argparse.Namespace) -> None:
         job, shape = job_of(ROWS[number], device.type == "cuda")
         trace = options.traces / f"trace{number}.pickle" if options.traces and dist.get_rank() == 0 else None
         try:
-            found: dict[str, Any] = train(job, shape, device, trace)
+            result: dict[str, Any] = train(job, shape, device, trace)
         except Exception as error:
-            found = {"reason": f"{type(error).__name__}: {error}"[:300]}
+            result = {"reason": f"{type(error).__name__}: {error}"[:300]}
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:
             with options.found.open("a", encoding="utf-8") as out:
-                print(json.dumps([number, found]), file=out)
+                print(json.dumps([number, result]), file=out)
     dist.destroy_process_group()
 
 
@@ -203,8 +203,8 @@ def main() -> None:
         ranks(options)
         return
     large = torch.cuda.is_available() or options.measured is not None
-    found = options.out.with_suffix(".lines")
-    found.unlink(missing_ok=True)
+    result = options.out.with_suffix(".lines")
+    result.unlink(missing_ok=True)
     plans = {}
     for number in options.rows:
         plans[number] = plan(job_of(ROWS[number], large)[0], Sizes(dp_shard=options.ranks)).as_json()
@@ -212,8 +212,8 @@ def main() -> None:
     if options.measured is not None:
         again(options, plans)
         return
-    words = ["--rows", *map(str, options.rows), "--found", str(found)]
-    words += ["--traces", str(options.traces)] if options.traces else []
+    args = ["--rows", *map(str, options.rows), "--found", str(result)]
+    args += ["--traces", str(options.traces)] if options.traces else []
     command = [
         sys.executable,
         "-m",
@@ -223,10 +223,10 @@ def main() -> None:
         str(options.ranks),
     ]
     try:
-        subprocess.run([*command, __file__, *words], timeout=options.seconds, check=False)
+        subprocess.run([*command, __file__, *args], timeout=options.seconds, check=False)
     except subprocess.TimeoutExpired:
         print("out of time")
-    measured = dict(map(json.loads, found.read_text().splitlines())) if found.exists() else {}
+    measured = dict(map(json.loads, result.read_text().splitlines())) if result.exists() else {}
     device = torch.device("cuda" if large else "cpu")
     write(options, plans, measured, {"machine": machine(device) | {"ranks": options.ranks}})
 

@@ -179,8 +179,8 @@ def main() -> None:
         model = build(config, quantized, device)
         for format in ("fp8-block", "bf16") if quantized else ("native", "bf16", "fp8-block"):
             for to in ("all ranks", "rank 0"):
-                found = row(model, meter, options, config, format, to)
-                rows.append({"weights": "Float8BlockScaling" if quantized else "bf16", **found})
+                result = row(model, meter, options, config, format, to)
+                rows.append({"weights": "Float8BlockScaling" if quantized else "bf16", **result})
                 if dist.get_rank() == 0:
                     print(json.dumps(rows[-1]), flush=True)
         del model

@@ -129,8 +129,8 @@ def main() -> None:
     for model in options.models:
         # Few milliseconds, on machines that others use: the best of rounds that take turns.
         rounds = [[run(model, ranks) for ranks in options.ranks] for _ in range(3 if model == "step" else 1)]
-        for ranks, *found in zip(options.ranks, *rounds, strict=True):
-            row = min(found, key=lambda one: one.get("own_seconds", 0.0))
+        for ranks, *result in zip(options.ranks, *rounds, strict=True):
+            row = min(result, key=lambda one: one.get("own_seconds", 0.0))
             if model != "step":
                 materialize = run(model, ranks, "materialize")
                 row["seconds"]["materialize"] = materialize["seconds"]
@@ -147,8 +147,8 @@ def main() -> None:
         rows = [{"commit": before["machine"]["commit"], **row} for row in kept] + rows
     table(rows)
     if options.out:
-        whole = {"machine": about, "rows": rows}
-        options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        document = {"machine": about, "rows": rows}
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if options.plot:  # all rows of the file, with those that were not measured now
         plot(rows, options.plot)
 

@@ -92,9 +92,9 @@ class ExpertLayer(nn.Module):
         self.norm = te.RMSNorm(hidden, dtype=torch.bfloat16, device="meta")
         self.router = nn.Linear(hidden, experts, bias=False, device="meta", dtype=torch.bfloat16)
         self.shared = te.LayerNormMLP(hidden, ffn, activation="swiglu", normalization="RMSNorm", **common)
-        mine = len(meshes.experts(experts))
-        self.fc1 = te.GroupedLinear(mine, hidden, 2 * ffn, **common)
-        self.fc2 = te.GroupedLinear(mine, ffn, hidden, **common)
+        num_local = len(meshes.experts(experts))
+        self.fc1 = te.GroupedLinear(num_local, hidden, 2 * ffn, **common)
+        self.fc2 = te.GroupedLinear(num_local, ffn, hidden, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Raise: only shapes are measured."""

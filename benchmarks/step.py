@@ -91,16 +91,16 @@ def _settings() -> dict[str, Setting]:
         "ep4": Setting(ep=4),
         "ep8": Setting(ep=8),
     }
-    found = dict(plain)
+    results = dict(plain)
     for name in ("zero3", "optim_grads", "hsdp", "hfsdp", "tp", "tp4", "ep", "ep4", "ep8"):
         for words in ("copy_engine", "zero_copy", "copy_engine zero_copy"):
             transport: Literal["nccl", "copy_engine"] = "copy_engine" if "copy_engine" in words else "nccl"
             zero_copy = "zero_copy" in words
-            found[f"{name} {words}"] = replace(plain[name], transport=transport, zero_copy=zero_copy)
+            results[f"{name} {words}"] = replace(plain[name], transport=transport, zero_copy=zero_copy)
         # Arguments that te_fsdp.fully_shard has without being given any.
-        found[f"{name} default"] = replace(plain[name], transport="auto", zero_copy="auto")
-    found["hfsdp no overlap"] = replace(plain["hfsdp"], overlaps=False)
-    return found
+        results[f"{name} default"] = replace(plain[name], transport="auto", zero_copy="auto")
+    results["hfsdp no overlap"] = replace(plain["hfsdp"], overlaps=False)
+    return results
 
 
 SETTINGS = _settings()
@@ -235,9 +235,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     options.channels = options.channels or options.hidden // options.heads
     options.top_k = options.top_k or 2
     asked = [SETTINGS[name] for name in options.settings]
-    if any(one.tp > 1 for one in asked) and (options.vocabulary or options.experts):
+    if any(item.tp > 1 for item in asked) and (options.vocabulary or options.experts):
         parser.error("embedding, head and experts are not cut over tp: choose --model layers8")
-    if any(options.experts % one.ep or (one.ep > 1 and not options.experts) for one in asked):
+    if any(options.experts % item.ep or (item.ep > 1 and not options.experts) for item in asked):
         parser.error("ep distributes experts: choose a model with a number of --experts that ep divides")
     return options
 
@@ -256,10 +256,10 @@ def summary(
     row: dict[str, str], found: list[dict[str, Any]], options: argparse.Namespace
 ) -> dict[str, Any] | None:
     """Return a row of the results, of its rounds so far."""
-    measured = [one for one in found if "reason" not in one]
+    measured = [item for item in found if "reason" not in item]
     if not measured:
         return {**row, "reason": found[0]["reason"]} if found else None
-    times = [ms for one in measured for ms in one["times_ms"]]
+    times = [ms for item in measured for ms in item["times_ms"]]
     median = statistics.median(times)
     tp = SETTINGS[row["setting"].removesuffix(" graph").removesuffix(" units")].tp
     tokens = options.sequence * options.batch * options.microbatches / tp
@@ -268,11 +268,11 @@ def summary(
         **row,
         "ms": median,
         "best_ms": min(times),
-        "host_ms": min(one["host_ms"] for one in measured),
-        "peak_gib": max(one["peak_gib"] for one in measured),
+        "host_ms": min(item["host_ms"] for item in measured),
+        "peak_gib": max(item["peak_gib"] for item in measured),
         "tokens_per_s_gpu": speed,
         "model_tflops_gpu": speed * flops_per_token(options) / 1e12,
-        "rounds": [statistics.median(one["times_ms"]) for one in measured],
+        "rounds": [statistics.median(item["times_ms"]) for item in measured],
     }
     if measured[0].get("optimizer_eager"):
         whole["optimizer_eager"] = measured[0]["optimizer_eager"]
@@ -285,7 +285,7 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.began = options, time.time()
         rows = variants(options.libraries, options.weights, options.settings)
-        self.rows = [one for one in rows if re.search(options.only, " ".join(one.row().values()))]
+        self.rows = [item for item in rows if re.search(options.only, " ".join(item.row().values()))]
         self.found: list[list[dict[str, Any]]] = [[] for _ in self.rows]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.machine = machine(device) | {"ranks": options.ranks}
@@ -295,22 +295,22 @@ class Run:
     def results(self) -> list[dict[str, Any]]:
         """Return the rows so far. Rows without a measurement contain the reason."""
         pairs, late = zip(self.rows, self.found, strict=True), {"reason": "the time was up before"}
-        return [summary(one.row(), found, self.options) or one.row() | late for one, found in pairs]
+        return [summary(item.row(), result, self.options) or item.row() | late for item, result in pairs]
 
     def write(self) -> None:
         """Write the results as JSON."""
         if self.options.profile:
             profiles = [
-                text(" ".join(variant.row().values()), one["profile"])
-                for variant, found in zip(self.rows, self.found, strict=True)
-                for one in found[-1:]
-                if "profile" in one
+                text(" ".join(variant.row().values()), item["profile"])
+                for variant, result in zip(self.rows, self.found, strict=True)
+                for item in result[-1:]
+                if "profile" in item
             ]
             self.options.profile.write_text("\n".join(profiles), encoding="utf-8")
         if self.options.out:
             given = {k: v for k, v in vars(self.options).items() if k not in FILES}
-            whole = {"machine": self.machine, "options": given, "rows": self.results()}
-            self.options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            document = {"machine": self.machine, "options": given, "rows": self.results()}
+            self.options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def measure(self) -> None:
         """Return all rounds, group by group; processes that hang or die are begun again after the row at fault."""
@@ -340,7 +340,7 @@ class Run:
         return self.began + self.options.seconds * share
 
     def _hopeless(self, place: int) -> bool:
-        return any("reason" in one for one in self.found[place])
+        return any("reason" in item for item in self.found[place])
 
     def _part(self, queue: list[tuple[int, int]], deadline: float, progress: Progress, task: Any) -> int:
         """Measure rows in new processes. Return the number of finished rows."""
@@ -372,13 +372,13 @@ class Run:
             ended = process.poll() is not None
             lines = file.read_text(encoding="utf-8").splitlines()
             for line in lines[seen:]:
-                found, since = json.loads(line), time.time()
-                if "begins" in found:
-                    begun = found["begins"]
+                result, since = json.loads(line), time.time()
+                if "begins" in result:
+                    begun = result["begins"]
                     words = self.rows[queue[begun][0]].row().values()
                     progress.update(task, description=" ".join(words))
                     continue
-                self.found[queue[found.pop("place")][0]].append(found)
+                self.found[queue[result.pop("place")][0]].append(result)
                 begun = -1
                 progress.advance(task)
                 self.write()

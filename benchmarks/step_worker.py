@@ -117,16 +117,16 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
     worst = torch.tensor([*times, statistics.median(hosts), peak], dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     *times, host, peak = worst.tolist()
-    found = {"times_ms": times, "host_ms": host, "peak_gib": peak}
+    results = {"times_ms": times, "host_ms": host, "peak_gib": peak}
     if options.profiled:
-        found["profile"] = profile(step)
+        results["profile"] = profile(step)
         synchronize(device)
     if recorded is not None:
-        found["optimizer_eager"] = recorded.why_step_eager
+        results["optimizer_eager"] = recorded.why_step_eager
         recorded.forget()
     if trained.graphed is not None:
         trained.graphed.forget()
-    return found
+    return results
 
 
 def timed(step: Callable[[], Any], count: int, device: torch.device) -> list[float]:
@@ -154,15 +154,15 @@ def timed(step: Callable[[], Any], count: int, device: torch.device) -> list[flo
 
 def issued(step: Callable[[], Any], device: torch.device, count: int = 3) -> list[float]:
     """Return the milliseconds that Python needs to issue a step, from an idle device. Collective over the world."""
-    found = []
+    results = []
     for _ in range(count):
         synchronize(device)
         dist.barrier()
         began = time.perf_counter()
         step()
-        found.append(1e3 * (time.perf_counter() - began))
+        results.append(1e3 * (time.perf_counter() - began))
     synchronize(device)
-    return found
+    return results
 
 
 def synchronize(device: torch.device) -> None:
@@ -174,17 +174,17 @@ def synchronize(device: torch.device) -> None:
 def attempt(variant: Variant, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return a measurement, or a reason on which all ranks agree."""
     try:
-        found = measure(variant, options, device)
+        result = measure(variant, options, device)
     except Exception as error:
         lines = str(error).splitlines() or [""]
-        found = {"reason": f"{type(error).__name__}: {lines[0]}"[:300]}
+        result = {"reason": f"{type(error).__name__}: {lines[0]}"[:300]}
     gc.enable()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return next((other for other in everyone if "reason" in other), found)
+    dist.all_gather_object(everyone, result)
+    return next((other for other in everyone if "reason" in other), result)
 
 
 def main() -> None:

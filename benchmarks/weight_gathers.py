@@ -248,9 +248,9 @@ def measure(row: str, options: argparse.Namespace, device: torch.device) -> dict
     peak = (torch.cuda.max_memory_allocated() - base) / 2**30 if cuda else 0.0
     if row.startswith("units"):  # torch does not count memory that other ranks read
         peak += te_fsdp.report(model).shared_bytes / 2**30
-    found = torch.tensor([*times, statistics.median(hosts), peak], dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    *times, host, peak = found.tolist()
+    result = torch.tensor([*times, statistics.median(hosts), peak], dtype=torch.float64, device=device)
+    dist.all_reduce(result, op=dist.ReduceOp.MAX)
+    *times, host, peak = result.tolist()
     return {"times_ms": times, "host_ms": host, "peak_gib": peak}
 
 
@@ -271,24 +271,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the results, JSON")
     options = parser.parse_args()
     device = join()
-    found: dict[str, list[dict[str, Any]]] = {row: [] for row in ROWS}
+    results: dict[str, list[dict[str, Any]]] = {row: [] for row in ROWS}
     for number in range(options.rounds):
         for row in ROWS[:: -1 if number % 2 else 1]:
-            found[row].append(measure(row, options, device))
+            results[row].append(measure(row, options, device))
     rows = []
-    for row, measured in found.items():
-        times = [ms for one in measured for ms in one["times_ms"]]
+    for row, measured in results.items():
+        times = [ms for entry in measured for ms in entry["times_ms"]]
         summary = {"row": row, "ms": statistics.median(times), "best_ms": min(times)}
-        summary |= {key: statistics.median(one[key] for one in measured) for key in ("host_ms", "peak_gib")}
-        rows.append({**summary, "rounds": [statistics.median(one["times_ms"]) for one in measured]})
+        summary |= {
+            key: statistics.median(entry[key] for entry in measured) for key in ("host_ms", "peak_gib")
+        }
+        rows.append({**summary, "rounds": [statistics.median(entry["times_ms"]) for entry in measured]})
     if dist.get_rank() == 0:
-        for one in rows:
-            print(*(f"{value:.2f}" if isinstance(value, float) else value for value in one.values()))
+        for item in rows:
+            print(*(f"{value:.2f}" if isinstance(value, float) else value for value in item.values()))
         if options.out:
             sizes = {key: value for key, value in vars(options).items() if key != "out"}
             ranks = {"ranks": dist.get_world_size()}
-            whole = {"machine": machine(device) | ranks, "options": sizes, "rows": rows}
-            options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            document = {"machine": machine(device) | ranks, "options": sizes, "rows": rows}
+            options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 

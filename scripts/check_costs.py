@@ -86,7 +86,7 @@ def count(cost: list[int]) -> Iterator[None]:
 def _tensors(given: Any) -> list[torch.Tensor]:
     if isinstance(given, torch.Tensor):
         return [given]
-    return [tensor for one in given for tensor in _tensors(one)] if isinstance(given, (list, tuple)) else []
+    return [tensor for item in given for tensor in _tensors(item)] if isinstance(given, (list, tuple)) else []
 
 
 def measure(axes: dict[str, int], checks: str) -> tuple[Cost, Cost]:

@@ -210,8 +210,8 @@ def send(number: signal.Signals, pids: list[int]) -> None:
 
 def example_options(options: Options, steps: int) -> list[str]:
     """Return the options shared with the runs by hand."""
-    words = [*TINY.split(), "--recipe", options.recipe, "--tp", str(options.tp), "--steps", str(steps)]
-    return [*words, "--save-every", str(options.save_every), "--patience", str(options.patience)]
+    args = [*TINY.split(), "--recipe", options.recipe, "--tp", str(options.tp), "--steps", str(steps)]
+    return [*args, "--save-every", str(options.save_every), "--patience", str(options.patience)]
 
 
 class Killer:
@@ -311,14 +311,14 @@ class Killer:
 
 def lineage(starts: list[dict], last: str) -> list[tuple[int, int]]:
     """Return (ranks, last step) of each start that led to a checkpoint, in order."""
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     name: str | None = last
     while name is not None:
         start, step = map(int, re.fullmatch(r"start-(\d+)-step-(\d+)", name).groups())  # type: ignore[union-attr]
         row = starts[start - 1]
-        found.append((row["ranks"], step))
+        results.append((row["ranks"], step))
         name = row["from"]
-    return found[::-1]
+    return results[::-1]
 
 
 def by_hand(options: Options, parts: list[tuple[int, int]]) -> Path:
@@ -383,8 +383,8 @@ def main(options: Options) -> int:
     assert newest is not None
     last = newest.name
     parts = lineage(job.starts(), last)
-    found = json.dumps({"last": last, "parts": parts, "kills": [asdict(kill) for kill in killer.kills]})
-    (options.out / "result.json").write_text(found + "\n")
+    result = json.dumps({"last": last, "parts": parts, "kills": [asdict(kill) for kill in killer.kills]})
+    (options.out / "result.json").write_text(result + "\n")
     if not options.by_hand:
         report(killer, parts, "not compared")
         return 0

@@ -22,12 +22,12 @@ NAMES = {"one": "", "ep2": "", "ep2-tp2": "", "ep4": "resumed: ", "back": "resum
 
 def read(runs: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """Run -> step -> row, runs in the order of NAMES."""
-    found = {}
+    results = {}
     for name in NAMES:
         path = runs / name / "metrics.jsonl"
         if path.exists():
-            found[name] = {row["step"]: row for row in map(json.loads, path.read_text().splitlines())}
-    return found
+            results[name] = {row["step"]: row for row in map(json.loads, path.read_text().splitlines())}
+    return results
 
 
 def label(name: str, rows: dict[int, dict[str, Any]]) -> str:

@@ -139,15 +139,15 @@ def rows(rooms: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
     unknown = [area for area in wanted if not (folder / f"{area}.toml").is_file()]
     if unknown:
         raise SystemExit(f"mutants: no table {', '.join(unknown)}; there are {', '.join(_areas(folder))}")
-    found = []
+    results = []
     for area in wanted or _areas(folder):
         with (folder / f"{area}.toml").open("rb") as file:
             for row in tomllib.load(file)["mutant"]:
                 try:
-                    found.append(Mutant(area, **{**row, "tests": tuple(row["tests"])}))
+                    results.append(Mutant(area, **{**row, "tests": tuple(row["tests"])}))
                 except (KeyError, TypeError) as error:
                     raise SystemExit(f"mutants: {area}.toml, row {row.get('fault')!r}: {error}") from None
-    return found
+    return results
 
 
 def without_absent(mutants: Sequence[Mutant]) -> tuple[list[Mutant], list[str]]:
@@ -171,9 +171,9 @@ def _areas(folder: Path) -> list[str]:
 
 def run_tests(tree: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
     """Return the pytest's exit status over some tests of a tree, and the end of what it printed."""
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more]
+    args = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more]
     if any("pytorch/distributed" in test for test in tests):
-        words += ["--matrix", "full", "--pool-durations", "0"]  # the row names the cases
+        args += ["--matrix", "full", "--pool-durations", "0"]  # the row names the cases
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),
@@ -182,7 +182,7 @@ def run_tests(tree: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
     }
     try:
         done = subprocess.run(
-            [*words, *tests], cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+            [*args, *tests], cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT
         )
     except subprocess.TimeoutExpired:
         return FAILED, f"no end within {TIMEOUT} s"
@@ -216,9 +216,9 @@ class Forked:
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        words = [sys.executable, "-c", _SERVER]
+        args = [sys.executable, "-c", _SERVER]
         self.process = subprocess.Popen(
-            words,
+            args,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -231,8 +231,8 @@ class Forked:
         assert self.process.stdin is not None and self.process.stdout is not None
         output = tree / "output.txt"
         output.unlink(missing_ok=True)
-        words = ["-q", "-x", "-p", "no:cacheprovider", *tests]
-        self.process.stdin.write(json.dumps([str(tree), words, str(output)]) + "\n")
+        args = ["-q", "-x", "-p", "no:cacheprovider", *tests]
+        self.process.stdin.write(json.dumps([str(tree), args, str(output)]) + "\n")
         self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], TIMEOUT)[0]:
             self.close()
@@ -358,7 +358,7 @@ def _run(chosen: Sequence[Mutant], jobs: int, console: Console) -> list[Result]:
             trees.put((copy_tree(Path(folder, str(number))), server))
         task = progress.add_task("mutants", total=len(chosen))
 
-        def one(mutant: Mutant) -> Result:
+        def judge_and_report(mutant: Mutant) -> Result:
             tree, server = trees.get()
             try:
                 result = judge(mutant, tree, server)
@@ -375,7 +375,7 @@ def _run(chosen: Sequence[Mutant], jobs: int, console: Console) -> list[Result]:
 
         try:
             with ThreadPoolExecutor(jobs) as pool:
-                return list(pool.map(one, chosen))
+                return list(pool.map(judge_and_report, chosen))
         finally:
             for server in servers:
                 server.close()

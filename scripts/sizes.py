@@ -47,12 +47,12 @@ def main(root: Path) -> int:
 
 def sources(root: Path) -> dict[str, str]:
     """Return the text of each module by its dotted name, without the emulation."""
-    found = {}
+    results = {}
     for path in sorted((root / "te_fsdp").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if "emulation" not in parts:
-            found[".".join(parts).removesuffix(".__init__")] = path.read_text()
-    return found
+            results[".".join(parts).removesuffix(".__init__")] = path.read_text()
+    return results
 
 
 def measure(root: Path, files: dict[str, str]) -> list[Size]:
@@ -96,48 +96,48 @@ def fields_of(text: str, name: str) -> tuple[int, int]:
 def helpers_used_once(files: dict[str, str]) -> dict[str, int]:
     """Return the lines of each private function or method whose name occurs once besides its definition."""
     words = Counter(word for text in files.values() for word in re.findall(r"\b_\w+\b", text))
-    found = {}
+    results = {}
     for module, text in files.items():
         for node in ast.walk(ast.parse(text)):
             is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             if is_function and re.match(r"_[a-z]", node.name) and words[node.name] == 2:
-                found[f"{module}.{node.name}"] = (node.end_lineno or node.lineno) - node.lineno + 1
-    return found
+                results[f"{module}.{node.name}"] = (node.end_lineno or node.lineno) - node.lineno + 1
+    return results
 
 
 def imports_of(module: str, files: dict[str, str]) -> set[str]:
     """Return the modules that a module imports anywhere in its text."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(files[module])):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names & files.keys() or {node.module}
-    return (found & files.keys()) - {module}
+            results |= names & files.keys() or {node.module}
+    return (results & files.keys()) - {module}
 
 
 def circles(files: dict[str, str]) -> list[list[str]]:
     """Return the sets of modules that import each other: strongly connected components of several modules."""
     imports = {module: imports_of(module, files) for module in files}
     reached = {module: _reachable(module, imports) for module in files}
-    found = {
+    results = {
         tuple(sorted(other for other in reached[module] if module in reached[other]))
         for module in files
         if module in reached[module]
     }
-    return [list(circle) for circle in sorted(found)]
+    return [list(circle) for circle in sorted(results)]
 
 
 def _reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
-    found: set[str] = set()
+    results: set[str] = set()
     waiting = list(imports[start])
     while waiting:
         module = waiting.pop()
-        if module not in found:
-            found.add(module)
+        if module not in results:
+            results.add(module)
             waiting += imports[module]
-    return found
+    return results
 
 
 def comment_lines(files: dict[str, str]) -> int:

@@ -163,14 +163,14 @@ def _tested() -> list[str]:
 
 def _tested_cell(area: Area, gpus: int, counts: dict[tuple[str, int, str], Counter[str]]) -> str:
     """Return results such as `H100: 12 of 13`, else the card of an earlier version, else an empty cell."""
-    found = []
+    results = []
     for (name, number, card), outcomes in sorted(counts.items()):
         run = outcomes["passed"] + outcomes["failed"]
         if (name, number) == (area.name, gpus) and run:
-            found.append(f"{card}: {outcomes['passed']} of {run}")
-    if not found and gpus in area.earlier:
-        found.append(area.earlier[gpus])
-    return ", ".join(found)
+            results.append(f"{card}: {outcomes['passed']} of {run}")
+    if not results and gpus in area.earlier:
+        results.append(area.earlier[gpus])
+    return ", ".join(results)
 
 
 def _row(recipe: str, weights: str, notes: dict[Refusal, int]) -> list[str]:
@@ -190,7 +190,7 @@ def _cell(recipe: str, weights: str, module: str, archs: list[str], notes: dict[
         kind: any(refusal(case) is None for case in cases if (MESHES[case.mesh].tp > 1) == (kind == "tp"))
         for kind in ("dp", "tp")
     }
-    met = sorted({_number(found, notes) for case in cases if (found := refusal(case)) is not None})
+    met = sorted({_number(result, notes) for case in cases if (result := refusal(case)) is not None})
     words = "yes" if all(kinds.values()) else "data parallel" if kinds["dp"] else "no"
     return words + "".join(f" [{number}]" for number in met)
 

@@ -48,17 +48,17 @@ def main(
     """
     wanted = [case for case in cases() if re.search(only, str(case))]
     old = recorded(before, wanted) if Path(before).is_file() else train_commit(before, wanted, jobs)
-    found = {"before": old, "now": train(ROOT, wanted, jobs)}
+    results = {"before": old, "now": train(ROOT, wanted, jobs)}
     if out is not None:
-        out.write_text(json.dumps(found, indent=1))
-    different = {name: difference(found["before"][name], found["now"][name]) for name in found["now"]}
-    sys.exit(show({name: what for name, what in different.items() if what}, expected, found["now"]))
+        out.write_text(json.dumps(results, indent=1))
+    different = {name: difference(results["before"][name], results["now"][name]) for name in results["now"]}
+    sys.exit(show({name: what for name, what in different.items() if what}, expected, results["now"]))
 
 
 def recorded(file: str, wanted: list[Case]) -> dict[str, list[dict[str, str]]]:
     """Read the digests that an earlier run recorded for its own tree."""
-    found = json.loads(Path(file).read_text())["now"]
-    return {str(case): found[str(case)] for case in wanted}
+    result = json.loads(Path(file).read_text())["now"]
+    return {str(case): result[str(case)] for case in wanted}
 
 
 def train_commit(commit: str, wanted: list[Case], jobs: int) -> dict[str, list[dict[str, str]]]:

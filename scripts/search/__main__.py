@@ -61,16 +61,16 @@ def main() -> int:
         while len(tried) < options.count and time.monotonic() - started < options.seconds:
             drawn = draw(options.seed, number)
             if drawn.ranks <= options.ranks:
-                found = try_one(pool, drawn)
+                result = try_one(pool, drawn)
                 tried.append(drawn)
-                word = "DEVIATES" if found else "equal"
+                word = "DEVIATES" if result else "equal"
                 seconds = time.monotonic() - started
                 print(
                     f"[{seconds:6.0f} s] {len(tried)}/{options.count} {word:8} {number}: {drawn}", flush=True
                 )
-                if found:
-                    deviations[number] = found
-                    print("\n".join(line[:600] for line in found.splitlines()[:12]), flush=True)
+                if result:
+                    deviations[number] = result
+                    print("\n".join(line[:600] for line in result.splitlines()[:12]), flush=True)
             number += 1
     print(f"\n{len(tried)} configurations of seed {options.seed} in {time.monotonic() - started:.0f} s:")
     print(table(tried))

@@ -112,7 +112,7 @@ def parts(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             if getattr(value, key, None) is not None:
                 yield name + "." + key[1:], getattr(value, key)
         held = [getattr(value, key, None) for key in ("_data", "_transpose")]
-        if any(one is not None and one.numel() for one in held):
+        if any(item is not None and item.numel() for item in held):
             yield name + ".scale_inv", value._scale_inv  # that of an empty tensor stays as it was allocated
     elif isinstance(value, torch.Tensor):
         yield name, value

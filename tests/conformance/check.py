@@ -31,7 +31,7 @@ def difference(got: torch.Tensor, recorded: Any, bound: Bound) -> str | None:
 
 
 def _bits(got: torch.Tensor, recorded: torch.Tensor) -> str | None:
-    left, right = (golden.canonical(one).reshape(-1).view(torch.uint8) for one in (got, recorded))
+    left, right = (golden.canonical(item).reshape(-1).view(torch.uint8) for item in (got, recorded))
     wrong = int((left != right).sum())
     if not wrong:
         return None
@@ -97,12 +97,12 @@ def differences(
     """One line for each output of a case that is not what was recorded."""
     if inputs != recorded["inputs"]:
         return [f"{case.name}: the inputs are not those that were recorded"]
-    wanted = recorded["outputs"]
-    if set(outputs) != set(wanted):
-        return [f"{case.name}: outputs {sorted(outputs)}, recorded {sorted(wanted)}"]
+    expected = recorded["outputs"]
+    if set(outputs) != set(expected):
+        return [f"{case.name}: outputs {sorted(outputs)}, recorded {sorted(expected)}"]
     lines = []
     for key, value in outputs.items():
-        line = difference(value, wanted[key], case.bound_of(key))
+        line = difference(value, expected[key], case.bound_of(key))
         if line is not None:
             lines.append(f"{case.name} {key}: {line}")
     return lines

@@ -49,7 +49,7 @@ def write(path: Path, about: dict[str, Any], cases: dict[str, Recorded]) -> None
 
     def described(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: described(one) for key, one in value.items()}
+            return {key: described(item) for key, item in value.items()}
         if not isinstance(value, torch.Tensor):
             return value
         at = len(payload)
@@ -72,7 +72,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Recorded]]:
         return (
             _tensor(value, payload)
             if "tensor" in value
-            else {key: restored(one) for key, one in value.items()}
+            else {key: restored(item) for key, item in value.items()}
         )
 
     content = restored(json.loads(stream[8 : 8 + length]))

@@ -108,12 +108,14 @@ def test_codes_beyond_their_bound_are_found():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_result_that_is_changed_is_found(env, recorded, kind):
     """Of every output of one case, a value in the middle is moved, and the case fails."""
-    case = next(one for one in every_case() if one.kind == kind and "outputs" in recorded.get(one.name, {}))
+    case = next(
+        item for item in every_case() if item.kind == kind and "outputs" in recorded.get(item.name, {})
+    )
     outputs, inputs = run_case(case, env)
-    wanted = recorded[case.name]
-    assert differences(case, outputs, inputs, wanted) == []
-    for key, value in wanted["outputs"].items():
-        changed = {**wanted, "outputs": {**wanted["outputs"], key: _changed(value)}}
+    expected = recorded[case.name]
+    assert differences(case, outputs, inputs, expected) == []
+    for key, value in expected["outputs"].items():
+        changed = {**expected, "outputs": {**expected["outputs"], key: _changed(value)}}
         lines = differences(case, outputs, inputs, changed)
         assert len(lines) == 1 and key in lines[0], f"{case.name} {key}: {lines}"
 

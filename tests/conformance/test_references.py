@@ -35,8 +35,8 @@ OLD_NAMES = {
 
 def _reference(name: str):
     package = "transformer_engine.pytorch.custom_recipes"
-    found = importlib.util.find_spec(f"{package}.{name}")
-    return importlib.import_module(f"{package}.{name if found else OLD_NAMES[name]}")
+    result = importlib.util.find_spec(f"{package}.{name}")
+    return importlib.import_module(f"{package}.{name if result else OLD_NAMES[name]}")
 
 
 def _input(name: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

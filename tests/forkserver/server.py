@@ -106,8 +106,8 @@ def serve(folder: str) -> dict[str, Any]:
 def _tell_of_ended(launchers: dict[int, socket.socket], watched: selectors.BaseSelector) -> None:
     """Let launchers end as their processes did."""
     for pid in list(launchers):
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        result, status = os.waitpid(pid, os.WNOHANG)
+        if result:
             launcher = launchers.pop(pid)
             with contextlib.suppress(KeyError):
                 watched.unregister(launcher)

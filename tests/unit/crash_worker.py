@@ -125,13 +125,13 @@ def moments(seed: int, trials: int) -> list[tuple[int, int]]:
     """Victim and number of events of each trial: random ones of equal parts of what may come, for each way to save."""
     chance = random.Random(seed)
     victims = [VICTIMS[number // 2 % len(VICTIMS)] for number in range(trials)]
-    found = [(0, 0)] * trials
+    results = [(0, 0)] * trials
     for victim in range(RANKS):
         for asynchronous in range(2):
             own = [n for n in range(asynchronous, trials, 2) if victims[n] == victim]
             for part, number in enumerate(own):
-                found[number] = victim, int((part + chance.random()) * EVENTS[victim] / len(own))
-    return found
+                results[number] = victim, int((part + chance.random()) * EVENTS[victim] / len(own))
+    return results
 
 
 def trial(directory: Path, victim: int, events: int, asynchronous: bool) -> dict[str, object]:

@@ -68,8 +68,8 @@ def why_not(page: str, command: str) -> list[tuple[str, str]]:
 
 def to_run(page: str) -> list[list[str]]:
     """Of each `sh` block of a page the commands that its test runs; blocks of which nothing is run are left out."""
-    found = [[line for line in lines(block) if not why_not(page, line)] for block in blocks(page, "sh")]
-    return [commands for commands in found if commands]
+    results = [[line for line in lines(block) if not why_not(page, line)] for block in blocks(page, "sh")]
+    return [commands for commands in results if commands]
 
 
 def words(command: str) -> list[str]:

@@ -108,12 +108,12 @@ def test_all_differences_at_once(tmp_path: Path) -> None:
     before = {k: v.clone() for k, v in other.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(tmp_path / "a", other, OPTIMIZERS["momentum"](other.parameters()))
-    text = str(caught.value)
-    assert "2 missing in the checkpoint (more.bias, more.weight)" in text
-    assert "1 only in the checkpoint (frozen)" in text
-    assert "5 with another shape (embedding.weight: saved (5, 6), model has (5, 4)" in text
-    assert "optimizer: saved AdamW, this one is SGD" in text
-    assert "optimizer group 0: 1 only in the checkpoint (frozen)" in text
+    message = str(caught.value)
+    assert "2 missing in the checkpoint (more.bias, more.weight)" in message
+    assert "1 only in the checkpoint (frozen)" in message
+    assert "5 with another shape (embedding.weight: saved (5, 6), model has (5, 4)" in message
+    assert "optimizer: saved AdamW, this one is SGD" in message
+    assert "optimizer group 0: 1 only in the checkpoint (frozen)" in message
     torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
 
 

@@ -43,11 +43,11 @@ def small_model(count: int = 40, seed: int = 0) -> tuple[nn.Module, torch.optim.
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Every tensor of a model and its optimizer, copied."""
-    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    results = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter].items()
-        found |= {f"{name}.{key}": value.detach().clone() for key, value in state if torch.is_tensor(value)}
-    return found
+        results |= {f"{name}.{key}": value.detach().clone() for key, value in state if torch.is_tensor(value)}
+    return results
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -82,11 +82,11 @@ def test_a_plain_directory_is_not_unpickled_tensor_by_tensor(
     # The options of the group alone; there are 160 tensors.
     assert len(calls) < 30 and len(metadata) == 1
     [file] = (tmp_path / "plain").glob("*.distcp")
-    whole, third = file.read_bytes(), small_model(seed=2)
+    data, third = file.read_bytes(), small_model(seed=2)
     before = values(*third)
     for value in (other["p1"], its_optimizer.state[other["p2"]]["exp_avg"]):
-        at = whole.index(value.detach().numpy().tobytes()) + 17
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        at = data.index(value.detach().numpy().tobytes()) + 17
+        file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
         with pytest.raises(CheckpointError, match=r"its contents have changed \(CRC-32\)"):
             checkpoint.load(tmp_path / "plain", *third)
         assert_equal(values(*third), before)
@@ -125,11 +125,11 @@ def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
     for name, parameter in model.named_parameters():
         expected |= {f"optimizer.state.{name}.{k}": v for k, v in optimizer.state[parameter].items()}
     for name in ("now", "later"):
-        found = read_plainly(tmp_path / name)
-        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+        result = read_plainly(tmp_path / name)
+        assert [key for key in expected if not torch.equal(result[key], expected[key])] == []
         loaded = checkpoint.load(tmp_path / name, *small_model(seed=1))
         for key in ("large", "number", "bits", "complex"):
-            assert torch.equal(loaded[key], extra[key]) and torch.equal(found[f"extra/{key}"], extra[key])
+            assert torch.equal(loaded[key], extra[key]) and torch.equal(result[f"extra/{key}"], extra[key])
         assert torch.equal(loaded["bytes"].view(torch.uint8), extra["bytes"].view(torch.uint8))
         for got, value in zip(loaded["halves"], extra["halves"], strict=True):
             assert got.dtype == value.dtype and torch.equal(got, value)
@@ -416,4 +416,4 @@ def test_a_load_takes_the_memory_that_saves_keep_while_none_needs_it(
         goes_on.set()
         second.result()
     checkpoint.load(tmp_path / "second", model)
-    assert all(torch.equal(weight, -one) for weight, one in zip(model, first, strict=True))
+    assert all(torch.equal(weight, -item) for weight, item in zip(model, first, strict=True))

@@ -16,10 +16,10 @@ from te_fsdp.errors import CheckpointError
 def stage(layer: int, rope: float, *, persistent: bool = True) -> nn.Module:
     """A stage under the names of the unsplit model, with the table that all stages have."""
     torch.manual_seed(layer)
-    found = nn.Module()
-    found.layers = nn.ModuleDict({str(layer): nn.Linear(3, 3)})
-    found.register_buffer("rope", torch.full((4,), rope), persistent=persistent)
-    return found
+    result = nn.Module()
+    result.layers = nn.ModuleDict({str(layer): nn.Linear(3, 3)})
+    result.register_buffer("rope", torch.full((4,), rope), persistent=persistent)
+    return result
 
 
 def test_stages_of_a_rank_have_a_buffer_that_is_not_saved(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_stages_of_a_rank_share_what_is_named(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "a", stages)
     checkpoint.save(tmp_path / "a", stages, shared=["ro*"])
     checkpoint.load(tmp_path / "a", others)
-    assert [one.rope.tolist() for one in others] == [[1.0] * 4] * 2
+    assert [item.rope.tolist() for item in others] == [[1.0] * 4] * 2
     stages[1].rope[2] = 3.0
     with pytest.raises(CheckpointError, match=r"model\.rope differs between stages of one rank"):
         checkpoint.save(tmp_path / "b", stages, shared=["ro*"])
@@ -47,9 +47,9 @@ def test_stages_of_a_rank_share_a_trained_parameter(tmp_path: Path) -> None:
     def made(seed: int) -> tuple[list[nn.Module], torch.optim.Optimizer]:
         torch.manual_seed(seed)
         stages, value = [nn.Module(), nn.Module()], torch.randn(3)
-        for one in stages:
-            one.weight = nn.Parameter(value.clone())
-        return stages, torch.optim.AdamW([one.weight for one in stages])
+        for item in stages:
+            item.weight = nn.Parameter(value.clone())
+        return stages, torch.optim.AdamW([entry.weight for entry in stages])
 
     (stages, adam), (others, other_adam) = made(0), made(1)
     for one in stages:

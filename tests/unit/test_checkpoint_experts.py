@@ -69,12 +69,12 @@ class Run:
         return self
 
     def state(self) -> dict[str, torch.Tensor]:
-        found = {}
+        results = {}
         for name, parameter in self.model.named_parameters():
-            found[name] = parameter.dequantize().detach()
+            results[name] = parameter.dequantize().detach()
             states = self.optimizer.state.get(parameter, {}).items()
-            found |= {f"{name}.{key}": value for key, value in states}
-        return {name: value.clone() for name, value in found.items()}
+            results |= {f"{name}.{key}": value for key, value in states}
+        return {name: value.clone() for name, value in results.items()}
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -110,8 +110,8 @@ def test_one_tensor_for_all_experts(te: Any, recipe: str, tmp_path: Path) -> Non
     assert loaded.is_complete and not loaded.converted and not loaded.notes
     assert differing(run.state(), other.state()) == []
     assert torch.equal(run.output(), other.output())
-    whole = open_any(tmp_path / "c").value("experts.weight").whole()
-    assert torch.equal(whole, torch.stack([run.state()[f"experts.weight{i}"] for i in range(EXPERTS)]))
+    full = open_any(tmp_path / "c").value("experts.weight").whole()
+    assert torch.equal(full, torch.stack([run.state()[f"experts.weight{i}"] for i in range(EXPERTS)]))
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"], indirect=True)
@@ -124,8 +124,8 @@ def test_state_dicts_of_te(te: Any, recipe: str, tmp_path: Path, capsys: pytest.
         main(["ckpt", "convert", str(tmp_path / "te.pt"), str(tmp_path / "converted"), "--to", "checkpoint"])
         == 0
     )
-    words = ["diff", str(tmp_path / "ours"), str(tmp_path / "converted"), "--strict", "--weights-only"]
-    assert main(["ckpt", *words]) == 0
+    args = ["diff", str(tmp_path / "ours"), str(tmp_path / "converted"), "--strict", "--weights-only"]
+    assert main(["ckpt", *args]) == 0
     delayed = [open_any(tmp_path / name).manifest.delayed for name in ("ours", "converted")]
     assert delayed[0] == delayed[1] and bool(delayed[0]) == (recipe == "delayed")
     if recipe != "delayed":  # DCP's own code cannot flatten its state
@@ -184,18 +184,18 @@ def test_a_script_reads_experts_by_the_keys_of_the_page(te: Any, tmp_path: Path)
     )
     names: dict[str, Any] = {"path": tmp_path / "a", "torch": torch}
     exec(block, names)
-    weights, want = names["weights"], {n: p.detach() for n, p in run.model.named_parameters()}
+    weights, expected = names["weights"], {n: p.detach() for n, p in run.model.named_parameters()}
     for kind in ("weight", "bias"):
         for expert in range(EXPERTS):
             value = weights[f"model.experts.{kind}"][expert]
-            assert torch.equal(value, want[f"experts.{kind}{expert}"]), (kind, expert)
+            assert torch.equal(value, expected[f"experts.{kind}{expert}"]), (kind, expert)
     # The rest, and optimizer states, by the names of the model.
     own = {
         "model": {"out.weight": torch.zeros(32, FFN)},
         "optimizer": {"state": {"out.weight": {"exp_avg": torch.zeros(32, FFN)}}},
     }
     dcp.load(own, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert torch.equal(own["model"]["out.weight"], want["out.weight"])
+    assert torch.equal(own["model"]["out.weight"], expected["out.weight"])
     moment = run.optimizer.state[run.model.out.weight]["exp_avg"]
     assert torch.equal(own["optimizer"]["state"]["out.weight"]["exp_avg"], moment) and moment.any()
 

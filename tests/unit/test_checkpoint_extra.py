@@ -17,8 +17,8 @@ def test_strided_nested_tensors(tmp_path: Path) -> None:
     """They have no sizes (kind: torch's internal error without the name of the value)."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"nested": nested})
-    found = checkpoint.load(tmp_path / "a", nn.Linear(2, 2))["nested"]
-    assert all(torch.equal(*pair) for pair in zip(found.unbind(), nested.unbind(), strict=True))
+    result = checkpoint.load(tmp_path / "a", nn.Linear(2, 2))["nested"]
+    assert all(torch.equal(*pair) for pair in zip(result.unbind(), nested.unbind(), strict=True))
 
 
 def test_containers_in_themselves(tmp_path: Path) -> None:

@@ -70,14 +70,14 @@ def test_it_says_what_the_metadata_says(tmp_path: Path, monkeypatch: pytest.Monk
     blocks: list[int] = []
     unpack = index._unpack
     monkeypatch.setattr(index, "_unpack", lambda *given: blocks.append(1) or unpack(*given))
-    found = read_index(tmp_path, manifest)
+    result = read_index(tmp_path, manifest)
     keys = [*described.tensors]
-    assert found.tensors == described.tensors and len(keys) == 40
-    assert by_name(found, keys) == by_name(described, keys)
+    assert result.tensors == described.tensors and len(keys) == 40
+    assert by_name(result, keys) == by_name(described, keys)
     assert len(blocks) > 5
     blocks.clear()
     some = ["k3", "k38", "none"]
-    assert by_name(found, some) == by_name(described, some)
+    assert by_name(result, some) == by_name(described, some)
     assert len(blocks) == 2, "no more than requested"
 
 
@@ -187,6 +187,6 @@ def test_a_checkpoint_from_before_there_was_one(saves: tuple[Path, Path], tmp_pa
     body = json.loads((path / MANIFEST).read_text())
     del body["files"][INDEX], body["digest"]
     (path / MANIFEST).write_bytes(sealed(body))
-    (model, optimizer), (want, _) = training(1), training(0)
+    (model, optimizer), (expected, _) = training(1), training(0)
     checkpoint.load(path, model, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))

@@ -223,10 +223,10 @@ def test_checkpoints_without_sums_of_pieces(
     assert [r.message for r in caplog.records].count(
         f"{path}: format without checksums of pieces: only load(..., verify=True) finds damaged tensors"
     ) == 1
-    want, want_optimizer = training(0)
-    assert digest(model, optimizer) == digest(want, want_optimizer)
+    expected, want_optimizer = training(0)
+    assert digest(model, optimizer) == digest(expected, want_optimizer)
     data = bytearray((path / DATA).read_bytes())
-    at = data.index(next(want.parameters()).detach().numpy().tobytes())
+    at = data.index(next(expected.parameters()).detach().numpy().tobytes())
     data[at] ^= 1
     (path / DATA).write_bytes(data)
     assert loaded_or_error(path, model, optimizer) == "", "why pieces have checksums"
@@ -281,8 +281,8 @@ def test_only_pieces_as_torch_writes_them_now_are_taken_as_such(
         stream = io.BytesIO()
         torch.save(value, stream)
         piece = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
-        found = shard_files.elements_of(piece, torch.float32, (4, 4))
-        assert torch.equal(found, value) if value is values else found is None
+        result = shard_files.elements_of(piece, torch.float32, (4, 4))
+        assert torch.equal(result, value) if value is values else result is None
     model, fresh = nn.Linear(4, 4), nn.Linear(4, 4)
     checkpoint.save(tmp_path / "a", model)
     monkeypatch.setattr(lazy_tensors, "elements_of", lambda *_, **how: None)
@@ -359,16 +359,16 @@ def test_nothing_changes_in_quantized_models(te: Any, tmp_path: Path, saved: str
         return model, optimizer
 
     def state(model: nn.Module, optimizer: Any) -> list[Any]:
-        found: list[Any] = []
+        results: list[Any] = []
         for module in model:
             metas = [
                 (k, getattr(v, "scale", v)) for k, v in module.fp8_meta.items() if k.startswith("scaling")
             ]
-            found.append({k: v.clone() for k, v in metas if isinstance(v, torch.Tensor)})
+            results.append({k: v.clone() for k, v in metas if isinstance(v, torch.Tensor)})
         for p in model.parameters():
-            found.append(p.dequantize().clone() if hasattr(p, "dequantize") else p.clone())
-            found.append({k: v.clone() for k, v in optimizer.state.get(p, {}).items()})
-        return found
+            results.append(p.dequantize().clone() if hasattr(p, "dequantize") else p.clone())
+            results.append({k: v.clone() for k, v in optimizer.state.get(p, {}).items()})
+        return results
 
     path = tmp_path / "a"
     checkpoint.save(path, *build(saved, 0, 2))

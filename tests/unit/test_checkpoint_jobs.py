@@ -91,13 +91,13 @@ def test_a_target_that_is_replaced_while_a_job_saves_to_it(
 ) -> None:
     """`--force` onto an empty directory that a job is saving to: the first rename wins here too."""
     checkpoint.save(tmp_path / "other", nn.Linear(2, 2))
-    target, words = tmp_path / "x", ["--to", "checkpoint", "--force"]
+    target, args = tmp_path / "x", ["--to", "checkpoint", "--force"]
     target.mkdir()
     blocks, codes = planner.Writing.blocks, []
 
     def meanwhile(self: Any) -> Any:
         monkeypatch.setattr(planner.Writing, "blocks", blocks)
-        codes.append(main(["ckpt", "convert", str(tmp_path / "other"), str(target), *words]))
+        codes.append(main(["ckpt", "convert", str(tmp_path / "other"), str(target), *args]))
         return blocks(self)
 
     monkeypatch.setattr(planner.Writing, "blocks", meanwhile)

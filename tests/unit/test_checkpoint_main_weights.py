@@ -261,8 +261,8 @@ def test_an_optimizer_within_a_wrapper_is_the_given_one(
             step(model, [own])
         loaded = checkpoint.load(tmp_path / "a", model, Accelerated(Accelerated(own)))
         assert not [note for note in loaded.notes if "not given" in note]
-        found = [state[MAIN] for state in own.state.values()]
-        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+        results = [state[MAIN] for state in own.state.values()]
+        assert len(results) == len(expected) and all(map(torch.equal, results, expected))
     checkpoint.load(tmp_path / "a", model)
     assert not any(map(torch.equal, (state[MAIN] for state in own.state.values()), expected))
     scaled = fused(source, master_weight_dtype=torch.float16)
@@ -279,8 +279,8 @@ def test_a_wrapper_that_nobody_sees_through(te: Any, recipe: Any, tmp_path: Path
     model, (own,) = trained(te, recipe, "fused")
     step(model, [own])
     checkpoint.load(tmp_path / "a", model, Accelerated(own, "hidden"))
-    found, expected = ([state[MAIN] for state in one.state.values()] for one in (own, optimizer))
-    assert all(map(torch.equal, found, expected))
+    result, expected = ([state[MAIN] for state in item.state.values()] for item in (own, optimizer))
+    assert all(map(torch.equal, result, expected))
 
 
 def _stop(*args: Any, **how: Any) -> None:

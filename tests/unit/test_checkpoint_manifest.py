@@ -50,14 +50,14 @@ def formats(
     saves: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[Path, Any]]:
     """A copy of a save to edit, as this te_fsdp writes it and as an older one did, with the manifest."""
-    found = {}
+    results = {}
     for version in (2, 3):
         path = tmp_path_factory.mktemp("formats") / "a"
         shutil.copytree(saves[0], path)
         body = as_format_2(path) if version == 2 else json.loads((path / MANIFEST).read_text())
         body.pop("digest", None)
-        found[version] = path, body
-    return found
+        results[version] = path, body
+    return results
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

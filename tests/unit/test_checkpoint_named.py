@@ -40,19 +40,19 @@ class Job:
                 optimizer.zero_grad()
 
     def values(self) -> dict[str, torch.Tensor]:
-        found = {
+        results = {
             f"{m}.{n}": p.detach().clone()
-            for m, one in self.models.items()
-            for n, p in one.named_parameters()
+            for m, item in self.models.items()
+            for n, p in item.named_parameters()
         }
         for name, optimizer in self.optimizers.items():
             for index, state in enumerate(optimizer.state.values()):
-                found |= {
+                results |= {
                     f"{name}.{index}.{key}": v.clone()
                     for key, v in state.items()
                     if isinstance(v, torch.Tensor)
                 }
-        return found
+        return results
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -150,8 +150,8 @@ def test_an_optimizer_may_be_left_by_name(tmp_path: Path) -> None:
 )
 def test_wrong_names(tmp_path: Path, models: Any, optimizers: Any, words: str) -> None:
     job = Job(0)
-    given = {name: job.models.get(one, one) for name, one in models.items()}
-    held = optimizers and {name: job.optimizers.get(one, one) for name, one in optimizers.items()}
+    given = {name: job.models.get(item, item) for name, item in models.items()}
+    held = optimizers and {name: job.optimizers.get(item, item) for name, item in optimizers.items()}
     with pytest.raises(TeFsdpError, match=words):
         checkpoint.save(tmp_path / "a", given, held)
     assert list(tmp_path.iterdir()) == []

@@ -132,7 +132,7 @@ def test_what_killed_jobs_left(tmp_path: Path) -> None:
     """Removed if its process is dead, or unknown and a day old; never what a living process writes."""
     here = Owner.new()
     dead, elsewhere = Owner(here.machine, DEAD, "1", 0, "0"), Owner("node7-12345678", 1, "1", 0, "0")
-    mine = directory.begin(tmp_path / "step-1")
+    actual = directory.begin(tmp_path / "step-1")
     left = {
         f".step-2.te_fsdp-saving.{dead}": False,
         f".step-2.te_fsdp-lock.{dead}": False,  # of an earlier version
@@ -154,8 +154,8 @@ def test_what_killed_jobs_left(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     checkpoint.save(tmp_path / "step-5", model())
     stays = [name for name, expected in left.items() if expected]
-    assert set(names(tmp_path)) == {"step-5", mine.name, *stays}
-    directory.discard(mine)
+    assert set(names(tmp_path)) == {"step-5", actual.name, *stays}
+    directory.discard(actual)
 
 
 def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +164,10 @@ def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert storage._machine() == here
 
     def other_container(path: Any, **how: Any) -> Any:
-        found = stat(path, **how)
+        result = stat(path, **how)
         if str(path) != "/proc/self/ns/pid":
-            return found
-        return os.stat_result((found.st_mode, found.st_ino + 1, *found[2:]))
+            return result
+        return os.stat_result((result.st_mode, result.st_ino + 1, *result[2:]))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", other_container)
@@ -390,9 +390,9 @@ def test_a_limit_that_the_system_sets(tmp_path: Path, python: str) -> None:
     command = [python, "-c", LIMIT, str(tmp_path)]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
-    told = [line for line in (ran.stdout + ran.stderr).splitlines() if "too large (File too large)" in line]
-    assert len([line for line in told if "save failed" in line]) >= 3, ran.stdout + ran.stderr
-    assert len([line for line in told if "te-fsdp: error:" in line and "263,168 bytes of" in line]) == 4, (
+    output = [line for line in (ran.stdout + ran.stderr).splitlines() if "too large (File too large)" in line]
+    assert len([line for line in output if "save failed" in line]) >= 3, ran.stdout + ran.stderr
+    assert len([line for line in output if "te-fsdp: error:" in line and "263,168 bytes of" in line]) == 4, (
         ran.stderr
     )
     assert names(tmp_path) == ["a"]

@@ -243,10 +243,10 @@ if child:
             status = ran.wait(60)
         finally:
             os.kill(stopped, signal.SIGKILL)
-        told = ran.stderr.read()
+        output = ran.stderr.read()
     assert status == 0
     text = "a: save failed on rank(s) 1: the rank has ended, or was silent for 1 s: "
-    assert text in told and "Timed out waiting 1000ms" in told, told
+    assert text in output and "Timed out waiting 1000ms" in output, output
     assert checkpoint.latest(tmp_path) is None
 
 
@@ -335,10 +335,10 @@ def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
 
 def swap_in(path: Path, file: str) -> None:
     """Make the metadata of a directory take a piece from another file."""
-    found = pickle.loads((path / ".metadata").read_bytes())
-    place = next(iter(found.storage_data.values()))
+    result = pickle.loads((path / ".metadata").read_bytes())
+    place = next(iter(result.storage_data.values()))
     place.relative_path, place.offset, place.length = file, 0, (path / file).stat().st_size
-    (path / ".metadata").write_bytes(pickle.dumps(found))
+    (path / ".metadata").write_bytes(pickle.dumps(result))
 
 
 @pytest.mark.parametrize("kind", ["plain", "te_fsdp"])
@@ -386,11 +386,11 @@ def test_values_per_rank() -> None:
     parts = [{"extra/a/0": rank, "extra/b/1": {"r": [rank]}} for rank in range(2)]
     joined = join_ranks(encoded, parts)
     mesh = {"ranks": 2, "dp_shard": 2, "tp": 1}
-    found, lost = for_rank(joined, mesh, {"ranks": 2, "dp_shard": 2}, 1)
-    assert found == {"a": [1], "b": {"te_fsdp.tuple": [1, {"r": [1]}]}} and not lost
+    result, lost = for_rank(joined, mesh, {"ranks": 2, "dp_shard": 2}, 1)
+    assert result == {"a": [1], "b": {"te_fsdp.tuple": [1, {"r": [1]}]}} and not lost
     for other in ({"ranks": 1}, {"ranks": 2, "tp": 2}, {"ranks": 4, "dp_shard": 4}):
-        found, lost = for_rank(joined, mesh, other, 0)
-        assert found == {"a": [None], "b": {"te_fsdp.tuple": [1, None]}} and lost == [
+        result, lost = for_rank(joined, mesh, other, 0)
+        assert result == {"a": [None], "b": {"te_fsdp.tuple": [1, None]}} and lost == [
             "extra/a/0",
             "extra/b/1",
         ]

@@ -20,11 +20,11 @@ from te_fsdp.cli import main
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     """Paths that cannot be opened."""
-    found: set[Path] = set()
+    results: set[Path] = set()
 
     def refuse(stock: Any) -> Any:
         def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(path, int) and Path(path) in found:
+            if not isinstance(path, int) and Path(path) in results:
                 raise PermissionError(13, os.strerror(13), str(path))
             return stock(path, *args, **kwargs)
 
@@ -33,7 +33,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     monkeypatch.setattr(io, "open", refuse(io.open))
     monkeypatch.setattr("builtins.open", refuse(open))
     monkeypatch.setattr(os, "open", refuse(os.open))
-    return found
+    return results
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])

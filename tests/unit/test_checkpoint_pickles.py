@@ -106,10 +106,10 @@ def test_the_recorded_kinds_differ() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_metadata_of_every_release(kind: str) -> None:
     data = recorded(METADATA[kind])
-    found = unpickle_metadata(data)
-    assert found == pickle.loads(data), "plain DCP reads the same"
-    assert found.state_dict_metadata["w"].properties.memory_format == torch.contiguous_format
-    assert found.state_dict_metadata["w"].size == torch.Size([3])
+    result = unpickle_metadata(data)
+    assert result == pickle.loads(data), "plain DCP reads the same"
+    assert result.state_dict_metadata["w"].properties.memory_format == torch.contiguous_format
+    assert result.state_dict_metadata["w"].size == torch.Size([3])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,8 +52,8 @@ STACKED = ("mlp.fc1_weight", "mlp.fc1_bias", "qkv.weight")
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_pieces_tell_tensor_parallelism(shards: int, tp: int) -> None:
     """By columns, which FSDP never cuts, whether or not the rows divide evenly."""
-    found = cut_by_tp(layer(shards, tp))
-    assert found.issuperset(f"model.{name}" for name in STACKED) if tp > 1 else not found
+    result = cut_by_tp(layer(shards, tp))
+    assert result.issuperset(f"model.{name}" for name in STACKED) if tp > 1 else not result
 
 
 def contents_of(tmp_path: Path, tensors: dict[str, Lazy], extras: list[str]) -> Contents:
@@ -81,12 +81,12 @@ def test_stacked_weights_of_plain_directories(
     """In pieces of tensor parallelism: a difference. A module's entry excludes it, else a note says so."""
     tensors = layer(shards, tp)
     contents = contents_of(tmp_path, tensors, extras)
-    source, found = Source(tmp_path, contents.manifest, tensors), Differences()
+    source, result = Source(tmp_path, contents.manifest, tensors), Differences()
     described = {name: {"layout": "stacked(1, 1)"} for name in STACKED} | {
         "mlp.fc2_weight": {"layout": "plain"}
     }
-    compare_stacked(found, source, described)
-    assert sorted(found.names()) == sorted(refused)
+    compare_stacked(result, source, described)
+    assert sorted(result.names()) == sorted(refused)
     assert [("were they saved with tensor parallelism?" in note) for note in source.notes] == [True] * asked
 
 
@@ -95,9 +95,9 @@ def test_a_recorded_order_confirms_the_rows(tmp_path: Path, recorded: bool) -> N
     """Of a directory that dcp.save wrote from a te_fsdp model whose state dict drops ``_extra_state``."""
     tensors = layer(2, 2)
     tensors["model.mlp.fc1_weight"].in_original_order = recorded  # type: ignore[missing-attribute]
-    source, found = Source(tmp_path, contents_of(tmp_path, tensors, []).manifest, tensors), Differences()
-    compare_stacked(found, source, {name: {"layout": "stacked(1, 1)"} for name in STACKED})
-    assert source.notes == [] and bool(found) is not recorded
+    source, result = Source(tmp_path, contents_of(tmp_path, tensors, []).manifest, tensors), Differences()
+    compare_stacked(result, source, {name: {"layout": "stacked(1, 1)"} for name in STACKED})
+    assert source.notes == [] and bool(result) is not recorded
 
 
 def test_without_a_model_pieces_of_tensor_parallelism_are_refused(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    results = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        found |= {f"{name}.{key}": v.clone() for key, v in optimizer.state[parameter].items()}
-    return found
+        results |= {f"{name}.{key}": v.clone() for key, v in optimizer.state[parameter].items()}
+    return results
 
 
 class App:
@@ -71,8 +71,8 @@ def test_forms_of_stock_scripts(tmp_path: Path, form: str) -> None:
     target = trained(1)
     assert not torch.equal(values(*target)["0.weight.exp_avg"], expected["0.weight.exp_avg"]), "the control"
     loaded = checkpoint.load(tmp_path / "a", *target)
-    found = values(*target)
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    result = values(*target)
+    assert [name for name in expected if not torch.equal(result[name], expected[name])] == []
     assert target[1].param_groups[0]["lr"] == 0.01
     left = {"weights on top": "left: epoch, names, train_state"}.get(form, "left: step")
     assert left in loaded.notes and any(n.startswith("optimizer: taken") for n in loaded.notes)

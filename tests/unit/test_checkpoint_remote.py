@@ -80,8 +80,8 @@ def save_and_load(root: str) -> None:
     states = [o.state[m.weight]["exp_avg"] for o, m in ((other, again), (optimizer, model))]
     assert torch.equal(*states) and states[0].abs().sum() > 0
     assert "exists already" in text_of(checkpoint.save, f"{root}/step-3", model)
-    text = text_of(loaded, f"{root}/step-9")
-    assert "no such checkpoint" in text and "step-2" in text
+    message = text_of(loaded, f"{root}/step-9")
+    assert "no such checkpoint" in message and "step-2" in message
 
 
 def test_saved_loaded_found_and_removed(memory: str, tmp_path: Path) -> None:
@@ -148,11 +148,11 @@ def test_damage_is_found(memory: str) -> None:
     path = resolve_path(f"{memory}/a")
     checkpoint.save(path, trained()[0])
     file = read_manifest(path).at(path) / "__0_0.distcp"
-    whole = file.read_bytes()
-    at = whole.index(trained()[0].weight.detach().numpy().tobytes())
+    contents = file.read_bytes()
+    at = contents.index(trained()[0].weight.detach().numpy().tobytes())
     for data, text in (
-        (whole[:at] + b"\xff" + whole[at + 1 :], "its contents have changed (CRC-32"),
-        (whole[:-1], f"expected {len(whole)} bytes, got {len(whole) - 1}"),
+        (contents[:at] + b"\xff" + contents[at + 1 :], "its contents have changed (CRC-32"),
+        (contents[:-1], f"expected {len(contents)} bytes, got {len(contents) - 1}"),
         (None, "__0_0.distcp is missing"),
     ):
         file.unlink() if data is None else file.write_bytes(data)
@@ -237,19 +237,19 @@ def test_killed_at_any_moment(slow: str) -> None:
 def test_two_jobs_at_one_path(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = resolve_path(f"{memory}/a")
     monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
-    theirs = directory.begin(path)
+    expected = directory.begin(path)
     monkeypatch.undo()
     checkpoint.save(f"{memory}/mine", trained(1.0)[0])
     mine = resolve_path(f"{memory}/mine")
-    (theirs / "te_fsdp.json").write_bytes((mine / "te_fsdp.json").read_bytes())
+    (expected / "te_fsdp.json").write_bytes((mine / "te_fsdp.json").read_bytes())
     checkpoint.save(path, trained(5.0)[0])  # we end first
-    assert "exists already" in text_of(directory.commit, theirs, path)
-    directory.discard(theirs)
-    assert not theirs.exists() and torch.equal(loaded_weights(path), trained(5.0)[0].weight)
+    assert "exists already" in text_of(directory.commit, expected, path)
+    directory.discard(expected)
+    assert not expected.exists() and torch.equal(loaded_weights(path), trained(5.0)[0].weight)
 
     other = resolve_path(f"{memory}/b")
     monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
-    theirs = directory.begin(other)
+    expected = directory.begin(other)
     monkeypatch.undo()
     # After a day without a write, by the clock of the storage, its job counts as dead. Folders that te_fsdp did not
     # write stay.
@@ -257,11 +257,11 @@ def test_two_jobs_at_one_path(memory: str, monkeypatch: pytest.MonkeyPatch) -> N
     foreign.write_bytes(b"x")
     written = directory.last_written
     for seconds, stays in ((86000, True), (86500, False)):
-        later = lambda folder, s=seconds: written(folder) + s * (folder.name != theirs.name)  # noqa: E731
+        later = lambda folder, s=seconds: written(folder) + s * (folder.name != expected.name)  # noqa: E731
         monkeypatch.setattr(directory, "last_written", later)
         checkpoint.save(f"{memory}/c-{stays}", trained()[0])
-        assert theirs.exists() == stays
-    assert not theirs.exists() and foreign.exists()
+        assert expected.exists() == stays
+    assert not expected.exists() and foreign.exists()
 
 
 def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +283,8 @@ def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch:
 
     # It was whole by then: what has begun to be seen is not removed.
     monkeypatch.setattr(RemotePath, "create", failing)
-    text = text_of(checkpoint.save, f"{memory}/b", trained(2.0)[0])
-    assert "LostError: no answer" in text and "The checkpoint was complete by then, and exists" in text
+    message = text_of(checkpoint.save, f"{memory}/b", trained(2.0)[0])
+    assert "LostError: no answer" in message and "The checkpoint was complete by then, and exists" in message
     monkeypatch.undo()
     assert torch.equal(loaded_weights(f"{memory}/b"), trained(2.0)[0].weight)
 

@@ -81,9 +81,9 @@ def test_files_that_may_not_be_read_are_not_damaged(
     monkeypatch.setattr(manifests, "open_checked", refused)
     may = number != errno.EIO
     words = "files that this user may not read: .*check the permissions" if may else "damaged checkpoint"
-    with pytest.raises(CheckpointError, match=words) as found:
+    with pytest.raises(CheckpointError, match=words) as result:
         checkpoint.verify(tmp_path / "a")
-    assert ("damaged" in str(found.value)) != may
+    assert ("damaged" in str(result.value)) != may
 
 
 def test_an_index_without_files(tmp_path: Path) -> None:
@@ -104,17 +104,17 @@ def test_an_index_without_files(tmp_path: Path) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(indexes.json, "loads", without)
-            found = read_index(tmp_path / "a", manifest)
+            result = read_index(tmp_path / "a", manifest)
             with pytest.raises(CheckpointError, match="model.weight is in a file that it does not name"):
-                dict(found.rows(["model.weight"]))
+                dict(result.rows(["model.weight"]))
     assert file.is_file()
 
 
 def test_folders_of_safetensors_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="a folder without weights.*hf download NAME") as found:
+    with pytest.raises(CheckpointError, match="a folder without weights.*hf download NAME") as result:
         open_safetensors(tmp_path)
-    assert "add the index" not in str(found.value)
+    assert "add the index" not in str(result.value)
     with pytest.raises(CheckpointError, match="a folder without weights"):  # names the same as its folder
         checkpoint.load_huggingface(tmp_path / "config.json", nn.Linear(2, 2))
     (tmp_path / "pytorch_model.bin").touch()
@@ -129,8 +129,8 @@ def test_the_model_has_other_names(tmp_path: Path) -> None:
     """The error names ``names=TeNames(...)`` with the layers' prefix, and does not advise the call that has failed."""
     model = nn.ModuleDict({"decoder": nn.ModuleList([nn.ModuleDict({"self_attention": nn.Linear(2, 2)})])})
     config = {"model_type": "llama"}
-    with pytest.raises(CheckpointError) as found:
+    with pytest.raises(CheckpointError) as result:
         checkpoint.save_huggingface(tmp_path / "a", model, config=config)
-    text = str(found.value)
+    text = str(result.value)
     assert 'names=TeNames(layer="decoder.{layer}.")' in text and "save_huggingface(path" not in text, text
     assert torch.is_tensor(model["decoder"][0]["self_attention"].weight)

@@ -20,12 +20,12 @@ def test_delayed_scaling_of_a_module_with_two_names(te: Any, tmp_path: Path, kin
     from transformer_engine.common.recipe import DelayedScaling
 
     def model() -> nn.Module:
-        found = nn.Module()
+        result = nn.Module()
         with te.quantized_model_init(recipe=DelayedScaling()):
-            found.first = found.second = te.Linear(32, 32, device="cpu")
+            result.first = result.second = te.Linear(32, 32, device="cpu")
         with te.autocast(recipe=DelayedScaling()):
-            found.first(torch.randn(32, 32, dtype=found.first.weight.dtype)).sum().backward()
-        return found
+            result.first(torch.randn(32, 32, dtype=result.first.weight.dtype)).sum().backward()
+        return result
 
     torch.manual_seed(1)
     saved, target = model(), model()
@@ -34,9 +34,9 @@ def test_delayed_scaling_of_a_module_with_two_names(te: Any, tmp_path: Path, kin
     else:
         checkpoint.save(tmp_path / "a", saved)
         assert [*read_manifest(tmp_path / "a").delayed] == ["first"]
-    weights = [one.first.weight.dequantize() for one in (saved, target)]
+    weights = [item.first.weight.dequantize() for item in (saved, target)]
     assert not torch.equal(*weights)
     checkpoint.load(tmp_path / "a", target)
     assert torch.equal(saved.first.weight.dequantize(), target.first.weight.dequantize())
-    states = [one.first.fp8_meta["scaling_fwd"] for one in (saved, target)]
+    states = [item.first.fp8_meta["scaling_fwd"] for item in (saved, target)]
     assert states[0].amax_history.any() and torch.equal(states[0].amax_history, states[1].amax_history)

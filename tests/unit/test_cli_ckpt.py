@@ -38,9 +38,9 @@ def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False, **extr
 def run_json(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
     """Run in this process with --json; check the exit code, and that stdout is one JSON document."""
     capsys.readouterr()
-    found = main(["ckpt", *words, "--json"])
+    result = main(["ckpt", *words, "--json"])
     out = capsys.readouterr().out
-    assert found == code, out
+    assert result == code, out
     return json.loads(out)
 
 
@@ -80,9 +80,9 @@ def test_a_reader_of_stdout_may_exit(tmp_path: Path, python: str) -> None:
     for command in [*light, *heavy]:
         unread, stdout = os.pipe()
         os.close(unread)
-        words = [sys.executable if command in light else python, "-m", "te_fsdp.cli", *command.split()]
+        args = [sys.executable if command in light else python, "-m", "te_fsdp.cli", *command.split()]
         done = subprocess.run(
-            words,
+            args,
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=stdout,
@@ -119,10 +119,10 @@ def test_the_page_of_the_documentation(
     assert len(listed) >= 10
     for line in listed:
         program, *words = documented.words(line)
-        found = main(words)
-        said = capsys.readouterr()
+        result = main(words)
+        output = capsys.readouterr()
         code = int((re.findall(r"# exit code (\d)", line) or ["0"])[0])
-        assert (program, found) == ("te-fsdp", code), f"{line}\n{said.out}\n{said.err}"
+        assert (program, result) == ("te-fsdp", code), f"{line}\n{output.out}\n{output.err}"
     ran = " ".join(listed)
     assert all(name in ran for name in ("inspect", "verify", "diff", "convert", "export"))
 
@@ -133,18 +133,18 @@ def test_the_page_of_the_documentation(
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "step-100", step=100)
     path = make(tmp_path / "step-200", step=200)
-    found = run_json(["inspect", str(tmp_path)], capsys)
-    assert set(found) == {
+    result = run_json(["inspect", str(tmp_path)], capsys)
+    assert set(result) == {
         *("ok", "path", "kind", "step", "saved_at", "versions", "mesh", "parameters", "buffers"),
         *("optimizer", "delayed", "semantics", "extra", "bytes", "notes"),
     }
-    assert found["path"] == str(path), "the newest of the folder"
+    assert result["path"] == str(path), "the newest of the folder"
     assert (
-        found["step"] == 200
-        and found["mesh"] == {"ranks": 1}
-        and set(found["versions"]) >= {"te_fsdp", "torch"}
+        result["step"] == 200
+        and result["mesh"] == {"ranks": 1}
+        and set(result["versions"]) >= {"te_fsdp", "torch"}
     )
-    weight = next(p for p in found["parameters"] if p["name"] == "2.weight")
+    weight = next(p for p in result["parameters"] if p["name"] == "2.weight")
     assert weight == {
         "name": "2.weight",
         "shape": [8, 40],
@@ -154,12 +154,12 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "components": None,
         "bytes": 640,
     }
-    assert [b["name"] for b in found["buffers"]] == [
+    assert [b["name"] for b in result["buffers"]] == [
         "1.running_mean",
         "1.running_var",
         "1.num_batches_tracked",
     ]
-    states = {state["name"]: state for state in found["optimizer"]["states"]}
+    states = {state["name"]: state for state in result["optimizer"]["states"]}
     assert states["exp_avg"] == {
         "name": "exp_avg",
         "dtype": "float32",
@@ -167,8 +167,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "bytes": 4 * (24 * 40 + 40),
     }
     parts = ("model", "optimizer", "delayed", "extra")
-    assert found["bytes"]["total"] == sum(found["bytes"][part] for part in parts) > 0
-    assert found["bytes"]["extra"] == 24
+    assert result["bytes"]["total"] == sum(result["bytes"][part] for part in parts) > 0
+    assert result["bytes"]["extra"] == 24
     assert main(["ckpt", "inspect", str(path), "--filter", "0.*"]) == 0
     text = capsys.readouterr().out
     assert "0.weight" in text and "2.weight" not in text and "step 200" in text and "AdamW" in text
@@ -184,8 +184,8 @@ def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.Captur
         good = file.read_bytes()
         for bad in (good[:-1], good[: len(good) // 2] + b"\0\1" + good[len(good) // 2 + 2 :], b""):
             file.write_bytes(bad)
-            found = run_json(["verify", str(path)], capsys, code=1)
-            assert not found["ok"] and found.get("problems", found.get("error")), (file, len(bad))
+            result = run_json(["verify", str(path)], capsys, code=1)
+            assert not result["ok"] and result.get("problems", result.get("error")), (file, len(bad))
         file.unlink()
         run_json(["verify", str(path)], capsys, code=1)
         file.write_bytes(good)
@@ -198,19 +198,19 @@ def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.Captur
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, same = make(tmp_path / "a"), make(tmp_path / "same")
     spoilt, other = make(tmp_path / "spoilt", spoil=True), make(tmp_path / "other", seed=1, step=101)
-    found = run_json(["diff", str(a), str(same)], capsys)
-    assert found["same"] and found["compared"] == found["equal"] > 10 and found["differences"] == []
-    found = run_json(["diff", str(a), str(spoilt)], capsys, code=1)
-    assert [(d["name"], d["kind"], d["elements"]) for d in found["differences"]] == [
+    result = run_json(["diff", str(a), str(same)], capsys)
+    assert result["same"] and result["compared"] == result["equal"] > 10 and result["differences"] == []
+    result = run_json(["diff", str(a), str(spoilt)], capsys, code=1)
+    assert [(d["name"], d["kind"], d["elements"]) for d in result["differences"]] == [
         ("0.weight", "values", 1),
         ("2.bias", "values", 1),
     ]
-    assert found["differences"][0]["max_abs"] == pytest.approx(0.5, rel=1e-6)
-    assert found["differences"][1]["max_abs"] == "inf", "NaN on one side is beyond any tolerance"
-    found = run_json(["diff", str(a), str(spoilt), "--atol", "1"], capsys, code=1)
-    assert [d["name"] for d in found["differences"]] == ["2.bias"]
-    found = run_json(["diff", str(a), str(other)], capsys, code=1)
-    assert found["others"] == ["extra: step is 100 / 101"] and len(found["differences"]) > 5
+    assert result["differences"][0]["max_abs"] == pytest.approx(0.5, rel=1e-6)
+    assert result["differences"][1]["max_abs"] == "inf", "NaN on one side is beyond any tolerance"
+    result = run_json(["diff", str(a), str(spoilt), "--atol", "1"], capsys, code=1)
+    assert [d["name"] for d in result["differences"]] == ["2.bias"]
+    result = run_json(["diff", str(a), str(other)], capsys, code=1)
+    assert result["others"] == ["extra: step is 100 / 101"] and len(result["differences"]) > 5
     main(["ckpt", "diff", str(a), str(spoilt)])
     assert "max abs 0.5" in capsys.readouterr().out
 
@@ -268,22 +268,22 @@ def test_diff_of_options_and_extra(
 ) -> None:
     """Differences of values other than tensors count, for any tolerance; not with --weights-only."""
     a, b = compared(tmp_path / "a"), compared(tmp_path / "b", **changes)
-    words = ["diff", str(a), str(b), "--atol", "1e9"]
-    found = run_json(words, capsys, code=int(bool(changes)))
-    assert found["same"] is not bool(changes)
+    args = ["diff", str(a), str(b), "--atol", "1e9"]
+    result = run_json(args, capsys, code=int(bool(changes)))
+    assert result["same"] is not bool(changes)
     if others is not None:
-        assert (found["others"], found["differences"]) == (others, [])
-    assert found["others"] or not changes
+        assert (result["others"], result["differences"]) == (others, [])
+    assert result["others"] or not changes
     there = run_json(["diff", str(b), str(a), "--atol", "1e9"], capsys, code=int(bool(changes)))
-    assert len(there["others"]) == len(found["others"]), "the same, whichever is named first"
-    assert run_json([*words, "--weights-only"], capsys)["others"] == []
+    assert len(there["others"]) == len(result["others"]), "the same, whichever is named first"
+    assert run_json([*args, "--weights-only"], capsys)["others"] == []
 
 
 def test_diff_of_what_modules_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, eps, momentum in (("a", 1e-5, 0.1), ("b", 1e-3, 0.1), ("c", 1e-5, 0.2)):
         checkpoint.save(tmp_path / name, nn.Sequential(*(nn.BatchNorm1d(4, eps, momentum) for _ in range(5))))
-    found = run_json(["diff", str(tmp_path / "a"), str(tmp_path / "b")], capsys, code=1)
-    assert (found["others"], found["differences"]) == (["eps: 1e-05 / 0.001 (*: 5 modules)"], [])
+    result = run_json(["diff", str(tmp_path / "a"), str(tmp_path / "b")], capsys, code=1)
+    assert (result["others"], result["differences"]) == (["eps: 1e-05 / 0.001 (*: 5 modules)"], [])
     assert run_json(["diff", str(tmp_path / "a"), str(tmp_path / "c")], capsys)["same"], "training alone"
 
 
@@ -303,8 +303,8 @@ def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureF
         return target
 
     words = ["diff", convert(left, "a"), convert(right, "b")]
-    found = run_json(words, capsys, code=1)
-    kinds = {(d["name"], d["kind"]) for d in found["differences"]}
+    result = run_json(words, capsys, code=1)
+    kinds = {(d["name"], d["kind"]) for d in result["differences"]}
     assert kinds == {("w", "dtype"), ("x", "shape"), ("y", "only in A"), ("z", "only in B"), ("n", "values")}
     words = ["diff", convert({"w": left["w"]}, "c"), convert({"w": right["w"]}, "d")]
     run_json(words, capsys)
@@ -336,8 +336,8 @@ def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureF
 )
 def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    said = capsys.readouterr()
-    assert said.err or said.out
+    output = capsys.readouterr()
+    assert output.err or output.out
 
 
 def test_an_option_without_effect_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -411,7 +411,7 @@ def test_inspect_prints_extra_in_python_notation(tmp_path: Path, capsys: pytest.
 
 
 def test_a_size_needs_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["ckpt", "convert", str(make(tmp_path / "a")), str(tmp_path / "b"), "--to", "safetensors"]
-    assert main([*words, "--max-shard-size", "5000"]) == 2
+    args = ["ckpt", "convert", str(make(tmp_path / "a")), str(tmp_path / "b"), "--to", "safetensors"]
+    assert main([*args, "--max-shard-size", "5000"]) == 2
     assert "expected a size with a unit" in capsys.readouterr().err
-    assert main([*words, "--max-shard-size", "5kB"]) == 0
+    assert main([*args, "--max-shard-size", "5kB"]) == 0

@@ -110,9 +110,9 @@ def test_torch_reads_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     everything = torch.load(tmp_path / "all.pt", weights_only=True)
     other = trained(seed=1)[1]
     other.load_state_dict(everything["optimizer"])
-    got, want = other.state_dict(), optimizer.state_dict()
-    torch.testing.assert_close(got["state"], want["state"], rtol=0, atol=0)
-    assert got["param_groups"] == want["param_groups"]
+    got, expected = other.state_dict(), optimizer.state_dict()
+    torch.testing.assert_close(got["state"], expected["state"], rtol=0, atol=0)
+    assert got["param_groups"] == expected["param_groups"]
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -122,12 +122,12 @@ def test_the_safetensors_package_reads_what_is_written(tmp_path: Path, folder: b
     target = tmp_path / ("x" if folder else "x.safetensors")
     run("convert", source, target, "--max-shard-size", "4kB", *(["--to", "safetensors"] if folder else []))
     files = sorted(target.glob("*.safetensors")) if folder else [target]
-    found = {key: tensor for file in files for key, tensor in package.load_file(file).items()}
-    want = {k: t for k, t in trained()[0].state_dict().items() if not k.startswith("tied")}
-    torch.testing.assert_close(found, want, rtol=0, atol=0)
-    package.save_file(found, tmp_path / "theirs.safetensors")
+    results = {key: tensor for file in files for key, tensor in package.load_file(file).items()}
+    expected = {k: t for k, t in trained()[0].state_dict().items() if not k.startswith("tied")}
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    package.save_file(results, tmp_path / "theirs.safetensors")
     theirs = open_any(tmp_path / "theirs.safetensors")
-    torch.testing.assert_close({n: theirs.value(n).whole() for n in theirs.names}, want, rtol=0, atol=0)
+    torch.testing.assert_close({n: theirs.value(n).whole() for n in theirs.names}, expected, rtol=0, atol=0)
 
 
 def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +159,7 @@ def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         del state[extra]
     torch.save({"state": {"net": state}, "optimizer": optimizer.state_dict()}, tmp_path / "deep.pt")
     run("convert", tmp_path / "deep.pt", tmp_path / "c", "--to", "checkpoint", "--key", "state.net")
-    (fresh, fresh_optimizer), want = trained(seed=1), optimizer.state_dict()["state"]
+    (fresh, fresh_optimizer), expected = trained(seed=1), optimizer.state_dict()["state"]
     checkpoint.load(tmp_path / "c", fresh)
     torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0, atol=0)
     weights, states = get_state_dict(model, optimizer)
@@ -168,7 +168,7 @@ def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     run("convert", tmp_path / "s", tmp_path / "e", "--to", "checkpoint")
     assert "optimizer: taken, AdamW with 7 states" in json.loads(capsys.readouterr().out)["notes"]
     checkpoint.load(tmp_path / "e", fresh, fresh_optimizer, strict=False)
-    torch.testing.assert_close(fresh_optimizer.state_dict()["state"], want, rtol=0, atol=0)
+    torch.testing.assert_close(fresh_optimizer.state_dict()["state"], expected, rtol=0, atol=0)
 
 
 def test_an_optimizer_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

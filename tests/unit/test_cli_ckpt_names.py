@@ -99,9 +99,9 @@ def test_what_convert_writes_can_be_loaded(
     before = weights(other)
     assert any(not torch.equal(before[name], expected[name]) for name in expected), "the control"
     checkpoint.load(tmp_path / "c", other)
-    found = weights(other)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    result = weights(other)
+    assert result.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(result[name], expected[name])] == []
     if kind == "tied":
         assert other.head.weight is other.wte.weight
 
@@ -160,10 +160,10 @@ def test_convert_opens_what_it_has_written(
 ) -> None:
     """A target that does not hold what it should is exit code 1; with --force the previous target stays, else none."""
     torch.save(Tied(0).state_dict(), tmp_path / "a.pt")
-    words = ["--to", "checkpoint"] if target == "c" else []
+    arguments = ["--to", "checkpoint"] if target == "c" else []
     if force:
-        assert convert(tmp_path / "a.pt", tmp_path / target, *words) == 0, "the control"
-        words.append("--force")
+        assert convert(tmp_path / "a.pt", tmp_path / target, *arguments) == 0, "the control"
+        arguments.append("--force")
     for writer in ("write_checkpoint", "write_pt", "write_safetensors"):
         right = getattr(ckpt, writer)
 
@@ -175,7 +175,7 @@ def test_convert_opens_what_it_has_written(
             return right(place, replace(contents, tensors=lost, manifest=manifest), *args, **kwargs)
 
         monkeypatch.setattr(ckpt, writer, wrong)
-    assert convert(tmp_path / "a.pt", tmp_path / target, *words) == 1
+    assert convert(tmp_path / "a.pt", tmp_path / target, *arguments) == 1
     error = capsys.readouterr().err
     assert "1 tensor(s) differ from what was to be written: model.a.weight" in error
     assert force == (tmp_path / target).exists()

@@ -73,12 +73,12 @@ def test_what_is_replaced_stays_until_the_new_one_is_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, other = saved(tmp_path / "a"), saved(tmp_path / "b", seed=1)
-    target, words = tmp_path / "x", ["--to", "checkpoint"]
+    target, args = tmp_path / "x", ["--to", "checkpoint"]
     for before in ("nothing", "something"):
-        assert main(["ckpt", "convert", str(source), str(target), *words, "--force"]) == 0, before
+        assert main(["ckpt", "convert", str(source), str(target), *args, "--force"]) == 0, before
     with monkeypatch.context() as patch:
         patch.setattr(lazy_tensors.Lazy, "blocks", lambda self: iter([(0, self.height + 1)]))
-        refuse(capsys, "convert", other, target, *words, "--force")
+        refuse(capsys, "convert", other, target, *args, "--force")
     assert main(["ckpt", "diff", str(source), str(target)]) == 0
     assert listing(tmp_path) == {"a", "b", "x"}, "nothing is left of what failed"
 
@@ -174,8 +174,8 @@ def test_unfinished_and_foreign_places(tmp_path: Path, capsys: pytest.CaptureFix
     shutil.copytree(path, tmp_path / "lost")
     (tmp_path / "lost/te_fsdp.json").unlink()  # what is left is read by plain DCP, under other names
     for words in (["inspect"], ["convert", tmp_path / "x.pt"], ["diff", path], ["export", tmp_path / "x.pt"]):
-        told = refuse(capsys, words[0], tmp_path / "lost", *words[1:])
-        assert "lost: te_fsdp.json is missing next to its .metadata" in told
+        message = refuse(capsys, words[0], tmp_path / "lost", *words[1:])
+        assert "lost: te_fsdp.json is missing next to its .metadata" in message
     (tmp_path / "empty").mkdir()
     assert "no such checkpoint" in refuse(capsys, "inspect", tmp_path / "empty")
     assert "path does not exist" in refuse(capsys, "inspect", tmp_path / "none")
@@ -266,8 +266,8 @@ def test_damaged_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_shards_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "x"
-    words = ["--to", "safetensors", "--max-shard-size", "100B"]
-    assert main(["ckpt", "convert", str(saved(tmp_path / "a")), str(folder), *words]) == 0
+    args = ["--to", "safetensors", "--max-shard-size", "100B"]
+    assert main(["ckpt", "convert", str(saved(tmp_path / "a")), str(folder), *args]) == 0
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) == 4
     kept = files[1].read_bytes()
@@ -294,10 +294,10 @@ def test_state_dicts_of_sharded_modules(tmp_path: Path, capsys: pytest.CaptureFi
             "fc1.weight": torch.ones(4, 2),
             "fc1._extra_state": {condition: torch.empty(0, dtype=torch.uint8)},
         }
-        place = tmp_path / str(abs(hash(condition)))
-        torch.save(state, f"{place}.pt")
-        dcp.save(state, checkpoint_id=place, no_dist=True)
-        for source in (f"{place}.pt", place):
+        path = tmp_path / str(abs(hash(condition)))
+        torch.save(state, f"{path}.pt")
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+        for source in (f"{path}.pt", path):
             if fits:
                 assert main(["ckpt", "inspect", str(source)]) == 0
             else:

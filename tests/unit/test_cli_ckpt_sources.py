@@ -43,15 +43,15 @@ def places(file: Path, count: int) -> list[int]:
     """Bytes of the data in a file of torch.save, spread over all of its members."""
     with zipfile.ZipFile(file) as archive:
         members = [m for m in archive.infolist() if "/data/" in m.filename or m.filename.endswith("data.pkl")]
-    found = []
+    results = []
     content = file.read_bytes()
     for member in members:
         at = member.header_offset
         begin = at + 30 + int.from_bytes(content[at + 26 : at + 28], "little")
         begin += int.from_bytes(content[at + 28 : at + 30], "little")
         step = max(1, member.file_size // count)
-        found += [begin + k for k in range(0, member.file_size, step)]
-    return found
+        results += [begin + k for k in range(0, member.file_size, step)]
+    return results
 
 
 @pytest.mark.parametrize("kind", ["torch", "te_fsdp"])
@@ -128,12 +128,12 @@ def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
         data[at] ^= 1 << (3 if at % 3 else 1)
         file.write_bytes(data)
         try:
-            found = read()
+            result = read()
         except CheckpointError:
             refused += 1
             continue
-        assert found.keys() == whole.keys(), at
-        assert all(torch.equal(found[name], whole[name]) for name in whole), at
+        assert result.keys() == whole.keys(), at
+        assert all(torch.equal(result[name], whole[name]) for name in whole), at
     assert refused > len(good) / 2
     metadata.state_dict_metadata["model.w"].chunks[1] = rows[0]
     file.write_bytes(pickle.dumps(metadata))
@@ -335,7 +335,7 @@ def test_what_is_no_optimizer_is_left(tmp_path: Path, optimizer: object) -> None
         contents = open_any(tmp_path / name)
         assert contents.manifest.optimizer is None and contents.names == ["w"]
         if name == "a.pt" or optimizer != {"param_groups": [{}]}:  # of which DCP writes nothing
-            assert any(one.startswith(note) for one in contents.notes), contents.notes
+            assert any(item.startswith(note) for item in contents.notes), contents.notes
 
 
 def test_names_of_any_script(tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def recipe(request: pytest.FixtureRequest, te: Any) -> Any:
 def run(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
     capsys.readouterr()
     code = main(["ckpt", *map(str, words), "--json"])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return json.loads(said.out)
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return json.loads(output.out)
 
 
 def buffers(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -146,11 +146,11 @@ def test_nothing_is_wrong_where_nothing_is():
 @pytest.mark.parametrize("case", WRONG)
 def test_a_fault_has_a_cure(case):
     change, what, cure = WRONG[case]
-    found = faults(dataclasses.replace(SOUND, **change))
-    assert len(found) == 1, found
-    assert what in found[0].what
-    assert cure in found[0].cure
-    assert found[0].why
+    result = faults(dataclasses.replace(SOUND, **change))
+    assert len(result) == 1, result
+    assert what in result[0].what
+    assert cure in result[0].cure
+    assert result[0].why
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ def test_exit_code_and_text(monkeypatch, capsys):
     change, what, cure = WRONG["two cudnn"]
     monkeypatch.setattr(env, "gather", lambda: dataclasses.replace(SOUND, **change))
     assert main(["env"]) == 1
-    said = capsys.readouterr().out
-    assert f"Fault 1: {what}" in said
-    assert f"fix:  {cure}" in said
+    output = capsys.readouterr().out
+    assert f"Fault 1: {what}" in output
+    assert f"fix:  {cure}" in output
     monkeypatch.setattr(
         env, "gather", lambda: dataclasses.replace(SOUND, **WRONG["flash-attn of another version"][0])
     )
@@ -237,13 +237,13 @@ def test_why_a_backend_of_attention_is_taken(monkeypatch, capsys, backend, reaso
 def test_the_emulation_is_not_taken_for_bindings(monkeypatch):
     """An imported module has no spec; the check finds the module that a different process would import."""
     monkeypatch.setattr(environment, "te_capabilities", lambda parts, bindings: None)
-    found = []
+    results = []
     for module in (None, types.ModuleType("transformer_engine_torch")):
         monkeypatch.delitem(sys.modules, "transformer_engine_torch", raising=False)
         if module is not None:
             monkeypatch.setitem(sys.modules, "transformer_engine_torch", module)
-        found.append(environment.gather().te_bindings)
-    assert found[0] == found[1]
+        results.append(environment.gather().te_bindings)
+    assert results[0] == results[1]
 
 
 # ----------------------------------------------------------------------------- faults, found where they really are
@@ -335,9 +335,9 @@ def test_bindings_for_another_torch_are_found(site, monkeypatch, python):
 def test_this_environment(python, tmp_path):
     """As a user starts it: TransformerEngine's own words, patches as the tables have them, one JSON document."""
     done = start(python, "te_fsdp.cli", ["env", "--json"], tmp_path)
-    found = json.loads(done.stdout)
-    assert done.returncode == (0 if found["ok"] else 1), done.stderr
-    assert found["te_says"]["recipes"]["float8"] == ""
-    assert found["te_says"]["attention"]["backend"] in ("flash", "fused", "unfused")
+    result = json.loads(done.stdout)
+    assert done.returncode == (0 if result["ok"] else 1), done.stderr
+    assert result["te_says"]["recipes"]["float8"] == ""
+    assert result["te_says"]["attention"]["backend"] in ("flash", "fused", "unfused")
     rows = [*_patches.PATCHES.values(), *_patches.FSDP2]
-    assert [row["why"] for row in found["patches"]] == [row.why for row in rows]
+    assert [row["why"] for row in result["patches"]] == [row.why for row in rows]

@@ -37,11 +37,11 @@ def _losses():
 
 
 def test_a_curve_outside_of_the_spread_is_found(curves):
-    found = curves.summary(_losses())
-    inside = {name: about.get("part inside the spread of two seeds") for name, about in found.items()}
+    result = curves.summary(_losses())
+    inside = {name: about.get("part inside the spread of two seeds") for name, about in result.items()}
     assert inside["bf16 zero3"] == inside["bf16 resumed"] == inside["bf16 one, seed 1"] == 1.0
     assert 0.3 < inside["bf16 wrong"] < 0.7
     assert inside["bf16 one"] is inside["fp8 zero3"] is None
     # The mean over the last ten values of 0.02 * step / 2000.
-    assert found["bf16 wrong"]["final difference"] == pytest.approx(0.02 * (1990 - 45) / 2000)
-    assert found["bf16 resumed"]["final difference"] == pytest.approx(0.004)
+    assert result["bf16 wrong"]["final difference"] == pytest.approx(0.02 * (1990 - 45) / 2000)
+    assert result["bf16 resumed"]["final difference"] == pytest.approx(0.004)

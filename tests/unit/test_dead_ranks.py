@@ -32,38 +32,38 @@ def ran(tmp_path: Path, python: str, kind: str, victim: int) -> list[dict[str, A
 @pytest.mark.parametrize(("kind", "victim"), [("killed", 2), ("killed", 1), ("exited", 2), ("killed", 0)])
 def test_a_rank_that_has_ended_is_named(tmp_path: Path, python: str, kind: str, victim: int) -> None:
     """The kind: a process that is gone, by a signal or by its own end, the one that keeps the store included."""
-    found = ran(tmp_path, python, kind, victim)
-    assert [one["rank"] for one in found] == [rank for rank in range(3) if rank != victim]
-    for one in found:
-        assert one["text"].startswith(f"CollectiveError: te_fsdp.checkpoint.save: rank {victim}"), one
-        assert "has ended" in one["text"] and one["seconds"] < LIMIT, one
+    result = ran(tmp_path, python, kind, victim)
+    assert [entry["rank"] for entry in result] == [rank for rank in range(3) if rank != victim]
+    for item in result:
+        assert item["text"].startswith(f"CollectiveError: te_fsdp.checkpoint.save: rank {victim}"), item
+        assert "has ended" in item["text"] and item["seconds"] < LIMIT, item
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["first"]
 
 
 @pytest.mark.parametrize("kind", ["late", "stopped"])
 def test_a_rank_that_lives_is_waited_for(tmp_path: Path, python: str, kind: str) -> None:
     """Skew is legitimate: a rank that computes for longer than the others, or whose process is stopped for a while."""
-    found = ran(tmp_path, python, kind, 2)
-    assert [(one["rank"], one["text"]) for one in found] == [(0, ""), (1, ""), (2, "")]
-    assert found[0]["seconds"] > 6, "the control: it has waited for longer than it takes to ask"
+    result = ran(tmp_path, python, kind, 2)
+    assert [(item["rank"], item["text"]) for item in result] == [(0, ""), (1, ""), (2, "")]
+    assert result[0]["seconds"] > 6, "the control: it has waited for longer than it takes to ask"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
 
 def test_a_rank_that_stops_within_a_save_is_named_in_the_log(tmp_path: Path, python: str) -> None:
     """It is waited for, at most the timeout for collectives, and rank 0 says for whom (kind: silent waits)."""
-    found = ran(tmp_path, python, "stopped within", 2)
-    assert [(one["rank"], one["text"]) for one in found] == [(0, ""), (1, ""), (2, "")]
-    waits = [[text for text in one["log"] if "for a message from" in text] for one in found]
-    assert waits[0][0].startswith("rank 0 has waited 2 s for a message from rank 2. "), found[0]
-    assert "The limit is 1800 s per message" in waits[0][0], found[0]
+    result = ran(tmp_path, python, "stopped within", 2)
+    assert [(item["rank"], item["text"]) for item in result] == [(0, ""), (1, ""), (2, "")]
+    waits = [[text for text in item["log"] if "for a message from" in text] for item in result]
+    assert waits[0][0].startswith("rank 0 has waited 2 s for a message from rank 2. "), result[0]
+    assert "The limit is 1800 s per message" in waits[0][0], result[0]
     assert waits[1] == [], "others report rank 0 only if they have waited for four times as long"
 
 
 @pytest.mark.parametrize("victim", [2, 0])
 def test_a_rank_that_ends_while_ranks_exchange_data(tmp_path: Path, python: str, victim: int) -> None:
     """``load(read="once")`` names it on all ranks (kind: an error of gloo that names no rank)."""
-    found = ran(tmp_path, python, "killed in the exchange", victim)
-    assert [one["rank"] for one in found] == [rank for rank in range(3) if rank != victim]
-    for one in found:
-        assert one["text"].startswith("CheckpointError: ") and f"rank(s) {victim}" in one["text"], one
-        assert one["seconds"] < LIMIT, one
+    result = ran(tmp_path, python, "killed in the exchange", victim)
+    assert [entry["rank"] for entry in result] == [rank for rank in range(3) if rank != victim]
+    for item in result:
+        assert item["text"].startswith("CheckpointError: ") and f"rank(s) {victim}" in item["text"], item
+        assert item["seconds"] < LIMIT, item

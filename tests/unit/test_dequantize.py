@@ -29,7 +29,7 @@ def weights(te) -> dict[str, torch.Tensor]:
     """A quantized weight per recipe, with magnitudes that differ from block to block."""
     from transformer_engine.common import recipe as recipes
 
-    found = {}
+    results = {}
     for name, kind in RECIPES.items():
         torch.manual_seed(0)
         with te.quantized_model_init(enabled=True, recipe=getattr(recipes, kind)()):
@@ -37,8 +37,8 @@ def weights(te) -> dict[str, torch.Tensor]:
         scale = torch.logspace(-3, 3, ROWS).reshape(ROWS, 1) * torch.logspace(1, -1, COLUMNS)
         with torch.no_grad():
             weight.quantize_(torch.randn(ROWS, COLUMNS) * scale)
-        found[name] = weight.detach()
-    return found
+        results[name] = weight.detach()
+    return results
 
 
 def parts_of(weight: torch.Tensor, direction: str = "") -> dict[str, torch.Tensor]:
@@ -62,13 +62,13 @@ def test_it_is_what_te_says(weights, name):
 def test_columnwise_values_are_near_the_rowwise_ones(weights, name):
     """Quantized independently (MXFP8) or with the same 2-D blocks; an orientation mixed up would be far off."""
     weight = weights[name]
-    values, whole = whole_of(weight, "columnwise"), weight.dequantize(dtype=torch.float32)
+    values, full = whole_of(weight, "columnwise"), weight.dequantize(dtype=torch.float32)
     if name == "mxfp8":
         # Two roundings of 1/16 relative each, or of the blocks' smallest steps.
-        assert (values - whole).abs().max() <= whole.abs().max() / 8
-        assert torch.corrcoef(torch.stack((values.flatten(), whole.flatten())))[0, 1] > 0.99
+        assert (values - full).abs().max() <= full.abs().max() / 8
+        assert torch.corrcoef(torch.stack((values.flatten(), full.flatten())))[0, 1] > 0.99
     else:
-        assert torch.equal(values, whole)
+        assert torch.equal(values, full)
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,11 +118,11 @@ def test_scales_at_the_ends_of_their_range(direction):
     for byte, values in ((ones, expected), (zeros, expected * 0)):
         parts = {f"{direction}_data": byte.expand(shape).contiguous(), f"{direction}_scale_inv": scales}
         described = "mxfp8 kFloat8E4M3"
-        found = dequantize_box(
+        result = dequantize_box(
             described, parts, needed_components(described, list(parts), "w"), (0, 0), shape
         )
         wanted = (values.reshape(1, -1) if down else values.reshape(-1, 1)).expand(shape)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_option_that_no_file_tells(weights):

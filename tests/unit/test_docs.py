@@ -86,9 +86,9 @@ def test_train_a_model_runs(tmp_path, python):
     if gpus:
         commands = [command.replace(" -m te_fsdp.emulation", "") for command in commands]
     printed = [run(python, command, tmp_path) for command in commands]
-    found = [dict(re.findall(r"^step (\d+): loss ([\d.]+),", text, re.MULTILINE)) for text in printed]
-    assert [list(map(int, steps)) for steps in found] == [list(range(10)), list(range(10, 20))], printed
-    losses = [float(loss) for steps in found for loss in steps.values()]
+    results = [dict(re.findall(r"^step (\d+): loss ([\d.]+),", text, re.MULTILINE)) for text in printed]
+    assert [list(map(int, steps)) for steps in results] == [list(range(10)), list(range(10, 20))], printed
+    losses = [float(loss) for steps in results for loss in steps.values()]
     # Learnt in 20 steps: 5.6 nats to 2.2. A resume without weights or main weights would start at 5.6 again.
     assert losses[10] < losses[9] + 0.1 and losses[19] < 0.6 * losses[0], losses
     assert all("evaluation: loss" in text for text in printed)
@@ -151,13 +151,13 @@ def broken_anchors(page: Path, text: str) -> list[str]:
 @functools.cache
 def anchors(page: Path) -> set[str]:
     """GitHub's anchors of a page: lower case, punctuation left out, hyphens for spaces, a number for the second."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for heading in re.findall(r"^#{1,3} (.+?)\s*$", text, re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return {f"{slug}-{n}" if n else slug for slug, last in found.items() for n in range(last + 1)}
+        results[slug] = results.get(slug, -1) + 1
+    return {f"{slug}-{n}" if n else slug for slug, last in results.items() for n in range(last + 1)}
 
 
 def test_a_broken_anchor_is_noticed():
@@ -219,7 +219,7 @@ def test_what_runs_commands_and_what_excuses_them_is_there():
         for key in documented.why_not(page, line)
     }
     assert used == documented.NOT_RUN.keys()
-    named = [found for why in documented.NOT_RUN.values() for found in re.findall(r"tests/\S+\.py", why)]
+    named = [result for why in documented.NOT_RUN.values() for result in re.findall(r"tests/\S+\.py", why)]
     assert named and all((ROOT / path).exists() for path in named)
 
 
@@ -274,14 +274,14 @@ def calls(block: str) -> Iterator[tuple[str, list[None], list[str]]]:
 def find(name: str) -> object:
     """The module or attribute of a dotted name of te_fsdp."""
     first, *rest = name.split(".")
-    found = importlib.import_module(first)
+    result = importlib.import_module(first)
     if rest[0] in te_fsdp._MODULES:  # subclasses of TransformerEngine's, which may be absent
         return object
     for n, part in enumerate(rest, 1):
-        if not hasattr(found, part):
+        if not hasattr(result, part):
             importlib.import_module(".".join([first, *rest[:n]]))
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result
 
 
 def test_wrong_names_and_arguments_are_noticed():

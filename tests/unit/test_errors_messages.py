@@ -41,9 +41,9 @@ def test_errors_build_their_texts():
     parts = {"expected": 2, "got": 4, "why": "It matters", "fix": "do this"}
     error = MeshError("up: wrong", **parts)
     assert str(error) == message("up: wrong", **parts) and error.args == (str(error),)
-    for one in (error, MeshError("up: wrong"), TeFsdpError()):
-        again = pickle.loads(pickle.dumps(one))
-        assert type(again) is type(one) and again.args == one.args
+    for item in (error, MeshError("up: wrong"), TeFsdpError()):
+        again = pickle.loads(pickle.dumps(item))
+        assert type(again) is type(item) and again.args == item.args
     assert str(MeshError("up: wrong")) == "up: wrong" and str(MeshError("up", got=0)) == "up: got 0."
 
 

@@ -73,8 +73,11 @@ def test_no_flag(call, value):
         pytest.skip("None is the default of a deprecated flag")
     with pytest.raises(te_fsdp.TeFsdpError) as raised:
         make(value)
-    text = str(raised.value)
-    assert f"{call.split(':')[0]}: {flag}: expected True or False, got {value!r}" in text and "Fix: " in text
+    message = str(raised.value)
+    assert (
+        f"{call.split(':')[0]}: {flag}: expected True or False, got {value!r}" in message
+        and "Fix: " in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,10 +95,10 @@ def test_unknown_levels_of_checks(given, near):
     """The error has the levels, and the one that is probably meant."""
     with pytest.raises(te_fsdp.PlacementError) as raised:
         _sharded(checks=given)
-    text = str(raised.value)
+    message = str(raised.value)
     expected = "fully_shard: checks: expected one of ('off', 'setup', 'first_steps', 'full'), got "
-    assert text.startswith(f"{expected}{given!r}"), text
-    assert f"Fix: checks={near or 'first_steps'!r}" in text
+    assert message.startswith(f"{expected}{given!r}"), message
+    assert f"Fix: checks={near or 'first_steps'!r}" in message
     with pytest.raises(te_fsdp.PlacementError, match="check_inputs and checks: expected one of them"):
         _sharded(checks="off", check_inputs=False)
 

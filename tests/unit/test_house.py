@@ -40,8 +40,8 @@ EMULATION = "te_fsdp/emulation/"
 
 def sources(*folders: str) -> list[str]:
     """Paths of the Python files under `folders`, relative to the repository's root."""
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path.relative_to(ROOT).as_posix() for path in found]
+    results = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path.relative_to(ROOT).as_posix() for path in results]
 
 
 EVERYWHERE = sources("te_fsdp", "tests", "examples", "benchmarks", "scripts")
@@ -87,14 +87,14 @@ def not_ascii(text: str) -> list[str]:
 
 def unfinished(text: str) -> list[str]:
     """Marks of work that is left, and functions that only say so."""
-    found = [
+    results = [
         f"line {n}: {line.strip()}"
         for n, line in enumerate(text.splitlines(), 1)
         if re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", line)
     ]
     raised = [node for node in nodes(text) if isinstance(node, ast.Raise) and node.exc is not None]
     names = [(node.lineno, dotted(getattr(node.exc, "func", node.exc))) for node in raised]
-    return found + [f"line {line}: {name}" for line, name in names if name == "NotImplementedError"]
+    return results + [f"line {line}: {name}" for line, name in names if name == "NotImplementedError"]
 
 
 def paths_of_one_machine(text: str) -> list[str]:
@@ -149,7 +149,7 @@ def private_torch_names(text: str) -> list[str]:
 
 def te_imports(text: str) -> list[str]:
     """Imports of TransformerEngine, written out or through importlib."""
-    found = [
+    results = [
         (line, name) for line, name in imported(text) if name.split(".")[0].startswith("transformer_engine")
     ]
     for node in nodes(text):
@@ -159,8 +159,8 @@ def te_imports(text: str) -> list[str]:
         ):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and str(first.value).startswith("transformer_engine"):
-                found.append((node.lineno, str(first.value)))
-    return [f"line {line}: {name}" for line, name in sorted(found)]
+                results.append((node.lineno, str(first.value)))
+    return [f"line {line}: {name}" for line, name in sorted(results)]
 
 
 # Attributes of FSDP2's records (`FSDPState`, `FSDPParamGroup`, `FSDPParam`), none of which is public.
@@ -190,15 +190,15 @@ PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
 
 def names_of(names: set[str], text: str) -> list[str]:
     """Where a source reads, writes, defines or spells (for `getattr`) one of some names; but for those of `self`."""
-    found = []
+    results = []
     for node in nodes(text):
         if isinstance(node, ast.Attribute) and dotted(node.value) != "self":
-            found.append((node.lineno, node.attr))
+            results.append((node.lineno, node.attr))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append((node.lineno, node.value))
+            results.append((node.lineno, node.value))
         elif isinstance(node, ast.FunctionDef):
-            found.append((node.lineno, node.name))
-    return [f"line {line}: {name}" for line, name in sorted(found) if name in names]
+            results.append((node.lineno, node.name))
+    return [f"line {line}: {name}" for line, name in sorted(results) if name in names]
 
 
 def fsdp2_names(text: str) -> list[str]:
@@ -230,8 +230,8 @@ def patches(text: str) -> list[str]:
 
 def lists_of_names(text: str) -> list[str]:
     """`__all__`, which says again, and not always truly, what an underscore says."""
-    found = [node for node in nodes(text) if isinstance(node, ast.Name) and node.id == "__all__"]
-    return [f"line {node.lineno}: __all__" for node in found]
+    results = [node for node in nodes(text) if isinstance(node, ast.Name) and node.id == "__all__"]
+    return [f"line {node.lineno}: __all__" for node in results]
 
 
 def names_of_other_files(text: str) -> list[str]:
@@ -322,14 +322,14 @@ RULES = {
 @functools.cache
 def offences() -> dict[Callable[[str], list[str]], list[str]]:
     """Of every file, by rule: each source is parsed once."""
-    found: dict[Callable[[str], list[str]], list[str]] = {rule: [] for rule in RULES}
+    results: dict[Callable[[str], list[str]], list[str]] = {rule: [] for rule in RULES}
     wanted = {rule: {*paths} for rule, paths in RULES.items()}
     for path in EVERYWHERE + PAGES:
         text = (ROOT / path).read_text(encoding="utf-8")
         for rule, paths in wanted.items():
             if path in paths:
-                found[rule] += [f"{path}: {offence}" for offence in rule(text)]
-    return found
+                results[rule] += [f"{path}: {offence}" for offence in rule(text)]
+    return results
 
 
 def check(rule) -> None:

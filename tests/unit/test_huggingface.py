@@ -370,7 +370,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.living = {key: one for key, one in self.living.items() if not one[0].expired()}
+        self.living = {key: item for key, item in self.living.items() if not item[0].expired()}
         given = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
         }
@@ -413,20 +413,20 @@ def test_the_page_runs(
     (folder / "tokenizer.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
-    found: dict[str, Any] = {}
-    exec(compile(code, PAGE.name, "exec"), found)
+    results: dict[str, Any] = {}
+    exec(compile(code, PAGE.name, "exec"), results)
 
     with torch.no_grad():
         expected = originals["llama-tied-biased"](torch.arange(16).view(2, 8)).logits
     _, bound = rounding(originals["llama-tied-biased"])
-    assert (found["logits"] - expected).abs().max() <= 2 * bound  # both are rounded
+    assert (results["logits"] - expected).abs().max() <= 2 * bound  # both are rounded
     trained_config = json.loads((tmp_path / "my-llama-trained/config.json").read_text())
     assert trained_config == json.loads((folder / "config.json").read_text())
     assert (tmp_path / "my-llama-trained/tokenizer.json").exists()
     trained = safetensors.torch.load_file(tmp_path / "my-llama-trained/model.safetensors")
     before = safetensors.torch.load_file(folder / "model.safetensors")
     assert trained.keys() == before.keys() and all(torch.equal(trained[k], before[k]) for k in before)
-    assert found["names"].head is None
+    assert results["names"].head is None
 
 
 def test_tied_weights_that_turn_out_to_differ(te: Any, originals: dict[str, nn.Module]) -> None:

@@ -78,10 +78,12 @@ def test_each_layer_lies_as_it_does(te: Any, folders: Callable[..., Path], tmp_p
     checkpoint.save(tmp_path / "checkpoint", other)
     arguments = [str(tmp_path / "checkpoint"), str(tmp_path / "exported"), "--like", str(folder)]
     assert main(["ckpt", "export", *arguments]) == 0
-    wanted = tensors(folder)
+    expected = tensors(folder)
     for name in ("saved", "exported"):
-        found = tensors(tmp_path / name)
-        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+        result = tensors(tmp_path / name)
+        assert result.keys() == expected.keys() and all(
+            torch.equal(result[key], expected[key]) for key in expected
+        )
 
 
 def tie(te: Any, made: TeModel) -> None:
@@ -183,8 +185,8 @@ def test_layers_of_torch(te: Any, folders: Callable[..., Path], tmp_path: Path) 
     """Attention of torch under the names of TransformerEngine's is named, not an error of ours."""
 
     def replace(te: Any, made: TeModel) -> None:
-        for one in made.layers:
-            one.self_attention = nn.MultiheadAttention(32, 4)
+        for item in made.layers:
+            item.self_attention = nn.MultiheadAttention(32, 4)
 
     with pytest.raises(
         CheckpointError,

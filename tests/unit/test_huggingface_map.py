@@ -224,11 +224,11 @@ def test_everything_wrong_is_named_at_once():
     source["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of old versions, ignored
     with pytest.raises(CheckpointError) as error:
         to_te(weights, source)
-    text = str(error.value)
-    assert "missing: model.layers.1.mlp.up_proj.weight, lm_head.weight. " in text
-    assert "unexpected: model.layers.2.mlp.up_proj.weight. " in text
-    assert "q_proj.weight has shape [4, 4], not [8, 8]. " in text
-    assert "inv_freq" not in text
+    message = str(error.value)
+    assert "missing: model.layers.1.mlp.up_proj.weight, lm_head.weight. " in message
+    assert "unexpected: model.layers.2.mlp.up_proj.weight. " in message
+    assert "q_proj.weight has shape [4, 4], not [8, 8]. " in message
+    assert "inv_freq" not in message
 
 
 @pytest.mark.parametrize(
@@ -452,8 +452,8 @@ def test_scaled_frequencies_are_asked_for() -> None:
     scaled = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     for more, is_right in (({}, False), (BOTH, True), ({**BOTH, "seq_len_interpolation_factor": 4}, False)):
         here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **more})}
-        found = layer_differences(ModelDescription((), here, {}), scaled, hf.TeNames())
-        assert (found == []) == is_right
+        result = layer_differences(ModelDescription((), here, {}), scaled, hf.TeNames())
+        assert (result == []) == is_right
         assert (
-            is_right or "not of the frequencies by {'rope_theta': 10000.0, 'rope_type': 'linear'" in found[0]
+            is_right or "not of the frequencies by {'rope_theta': 10000.0, 'rope_type': 'linear'" in result[0]
         )

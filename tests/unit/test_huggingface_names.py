@@ -29,12 +29,12 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def model(te: Any, folder: Path) -> nn.Module:
     described = huggingface.read_config(folder)
-    found = nn.Module()
-    found.tok = nn.Embedding(described.vocabulary, described.hidden)
+    result = nn.Module()
+    result.tok = nn.Embedding(described.vocabulary, described.hidden)
     layers = [te.TransformerLayer(**described.te_kwargs(), device="cpu") for _ in range(described.layers)]
-    found.blocks, found.last = nn.ModuleList(layers), te.RMSNorm(described.hidden, device="cpu")
-    found.out = nn.Linear(described.hidden, described.vocabulary, bias=False)
-    return found
+    result.blocks, result.last = nn.ModuleList(layers), te.RMSNorm(described.hidden, device="cpu")
+    result.out = nn.Linear(described.hidden, described.vocabulary, bias=False)
+    return result
 
 
 def test_names_of_another_kind(tmp_path: Path, folder: Path, model: nn.Module) -> None:

@@ -29,7 +29,7 @@ def rows(name, height, width, ranks, rank):
 
 def holders(seen):
     describe_shares(seen)
-    held = [[(name, one.shape, one.values, [*one.places]) for name, one in own.items()] for own in seen]
+    held = [[(name, item.shape, item.values, [*item.places]) for name, item in own.items()] for own in seen]
     return holders_of("iter_weights", held)
 
 

@@ -42,7 +42,7 @@ def test_component_boxes_tile_the_original_once_or_are_refused(cut, block):
             for value, step in zip(values, block, strict=True)
         )
         try:
-            found = component.boxes(boxes, "w")
+            result = component.boxes(boxes, "w")
         except PlacementError:
             assert cuts_blocks
             refused += 1
@@ -51,7 +51,7 @@ def test_component_boxes_tile_the_original_once_or_are_refused(cut, block):
         filled = torch.zeros(
             tuple(-(-n // s) for n, s in zip(local_shape, block, strict=True)), dtype=torch.long
         )
-        for box in found:
+        for box in result:
             written[box.original_slices()] += 1
             filled[box.local_slices()] += 1
         assert (filled == 1).all()

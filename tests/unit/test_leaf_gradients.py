@@ -22,8 +22,8 @@ class _Twice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        found = [gradient * 2 for gradient in gradients]
-        return tuple(assign_to_leaves(ctx, found) if _Twice.assigns else found)
+        results = [gradient * 2 for gradient in gradients]
+        return tuple(assign_to_leaves(ctx, results) if _Twice.assigns else results)
 
 
 def _plain(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
@@ -77,14 +77,14 @@ def _derived(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("use", [_plain, _again, _hooks, _returned, _some, _frozen, _frozen_later, _derived])
 def test_as_autograd(monkeypatch: pytest.MonkeyPatch, use: Callable[..., list[Any]]) -> None:
-    found = []
+    outcomes = []
     for assigns in (True, False):
         monkeypatch.setattr(_Twice, "assigns", assigns)
         leaves = [torch.full((2, 3), float(number), requires_grad=True) for number in (1, 2)]
         results = use(*leaves)
-        found.append([*results, *[leaf.grad for leaf in leaves]])
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours is theirs
+        outcomes.append([*results, *[leaf.grad for leaf in leaves]])
+    for actual, expected in zip(*outcomes, strict=True):
+        assert torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual is expected
 
 
 def test_nothing_is_left_to_autograd() -> None:

@@ -49,8 +49,8 @@ def expected(world: int, replicate: int, shard: int, tp: int, rank: int) -> dict
 
 
 def found(meshes: Meshes) -> dict[str, list | None]:
-    found = {name: ranks(getattr(meshes, name)) for name in ("fsdp", "fsdp_with_size_one", "weight")}
-    return {"tp": ranks(meshes.tp_or_none), **found}
+    results = {name: ranks(getattr(meshes, name)) for name in ("fsdp", "fsdp_with_size_one", "weight")}
+    return {"tp": ranks(meshes.tp_or_none), **results}
 
 
 SIZES = [

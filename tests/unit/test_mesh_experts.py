@@ -46,9 +46,9 @@ def test_who_shares_what_with_experts(fake_world, sizes):
             (meshes.weight, "dp_shard cp ep tp"),
             (meshes.expert_weight, "dp_shard cp tp"),
         ):
-            want = same(sizes, rank, free)
-            assert (members(mesh) or [rank]) == want, free
-            assert (ranks(mesh) or [rank]) == want, free
+            expected = same(sizes, rank, free)
+            assert (members(mesh) or [rank]) == expected, free
+            assert (ranks(mesh) or [rank]) == expected, free
         for mesh, free in (
             (meshes.fsdp_with_size_one, "dp_shard cp ep"),
             (meshes.expert_fsdp_with_size_one, "dp_shard cp"),

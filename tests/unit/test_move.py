@@ -74,13 +74,13 @@ def test_nothing_is_done_before_the_wait() -> None:
 @pytest.mark.parametrize(("arrivals", "begun"), [("ab", ["a", "b"]), ("b", []), ("ba", ["a", "b"])])
 def test_units_begin_in_the_agreed_order(arrivals: str, begun: list[str]) -> None:
     """A unit that is complete waits for those before it."""
-    order, found = UnitOrder(["a", "b"]), list[str]()
+    order, results = UnitOrder(["a", "b"]), list[str]()
     order.agreed = ("a", "b")
     order.begin("aabb")
     for unit in arrivals:
         for key in (1, 2):
             order.arrived(unit, (unit, key))
             order.arrived(unit, (unit, key))  # again: counts once
-            while (complete := order.next(len(found))) is not None:
-                found.append(complete)
-    assert found == begun
+            while (complete := order.next(len(results))) is not None:
+                results.append(complete)
+    assert results == begun

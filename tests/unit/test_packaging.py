@@ -25,8 +25,8 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]
-EXTRAS = {name: list(map(Requirement, found)) for name, found in PROJECT["optional-dependencies"].items()}
-REQUIRED = {found.name: found.specifier for found in map(Requirement, PROJECT["dependencies"])}
+EXTRAS = {name: list(map(Requirement, result)) for name, result in PROJECT["optional-dependencies"].items()}
+REQUIRED = {result.name: result.specifier for result in map(Requirement, PROJECT["dependencies"])}
 
 
 # ------------------------------------------------------------------------------------------------- requirements
@@ -58,16 +58,16 @@ def test_versions_are_the_same_everywhere():
     for specifier, tested in (
         (REQUIRED["torch"], versions.TORCH),
         *(
-            (found[0].specifier, versions.TRANSFORMER_ENGINE)
-            for found in (EXTRAS["emulation"], EXTRAS["gpu"], EXTRAS["gpu-cu12"])
+            (result[0].specifier, versions.TRANSFORMER_ENGINE)
+            for result in (EXTRAS["emulation"], EXTRAS["gpu"], EXTRAS["gpu-cu12"])
         ),
     ):
         major = tested.first[0]
         inside = [minor for minor in range(60) if specifier.contains(f"{major}.{minor}.0")]
         assert inside == list(range(tested.first[1], 60)), specifier
     pythons = range(versions.PYTHON.first[1], versions.PYTHON.last[1] + 1)
-    wanted = SpecifierSet(PROJECT["requires-python"])
-    assert [minor for minor in range(60) if wanted.contains(f"3.{minor}.0")] == list(pythons)
+    expected = SpecifierSet(PROJECT["requires-python"])
+    assert [minor for minor in range(60) if expected.contains(f"3.{minor}.0")] == list(pythons)
     listed = re.findall(r":: Python :: 3\.(\d+)", "\n".join(PROJECT["classifiers"]))
     assert list(map(int, listed)) == list(pythons)
 
@@ -95,11 +95,11 @@ def test_untested_versions_are_named_once(caplog):
 def test_a_laptop_gets_nothing_of_cuda():
     """TransformerEngine's compiled parts come with the extras for GPUs alone."""
     for name in ("emulation", "test", "lint", "docs", "integrations"):
-        told = [*REQUIRED, *(found.name for found in EXTRAS[name])]
-        assert not [one for one in told if re.search(r"nvidia|cuda|flash|transformer[-_]engine[-_]", one)], (
-            name
-        )
-        assert not [one for one in EXTRAS[name] if one.name == "transformer-engine" and one.extras], name
+        told = [*REQUIRED, *(result.name for result in EXTRAS[name])]
+        assert not [
+            item for item in told if re.search(r"nvidia|cuda|flash|transformer[-_]engine[-_]", item)
+        ], name
+        assert not [item for item in EXTRAS[name] if item.name == "transformer-engine" and item.extras], name
     assert "transformer-engine" not in REQUIRED
     for name, core in (("gpu", "core_cu13"), ("gpu-cu12", "core_cu12")):
         assert EXTRAS[name][0].extras == {core, "pytorch"}
@@ -197,18 +197,18 @@ IMPORTED_AS = {"transformer-engine": "transformer_engine", "zlib-ng": "zlib_ng"}
 
 def imports(text: str) -> set[str]:
     """Modules that a source imports from elsewhere, by their dotted names."""
-    found: set[str] = set()
+    results: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module)
-    return {name for name in found if name.partition(".")[0] not in {*sys.stdlib_module_names, "te_fsdp"}}
+            results.add(node.module)
+    return {name for name in results if name.partition(".")[0] not in {*sys.stdlib_module_names, "te_fsdp"}}
 
 
 def unknown_to_lint(replaced: list[str]) -> list[str]:
     """Imports of te_fsdp that pyrefly would not find where `make lint` has installed what it needs and nothing more."""
-    told = [*REQUIRED, *(found.name for extra in ("emulation", "lint") for found in EXTRAS[extra])]
+    told = [*REQUIRED, *(result.name for extra in ("emulation", "lint") for result in EXTRAS[extra])]
     there = {IMPORTED_AS.get(name, name) for name in told}
     sources = [path for kind in ("*.py", "*.pyi") for path in (ROOT / "te_fsdp").rglob(kind)]
     used = set().union(*(imports(path.read_text()) for path in sources))
@@ -269,6 +269,6 @@ def test_earlier_public_paths(path, names):
     """Modules that docs/api.md has listed stay importable, and have the same objects as the new ones."""
     module = importlib.import_module(path)
     for name in names.split():
-        found = getattr(module, name)
-        assert found is getattr(importlib.import_module(found.__module__), name)
+        result = getattr(module, name)
+        assert result is getattr(importlib.import_module(result.__module__), name)
     assert not hasattr(module, "GraphedModel")

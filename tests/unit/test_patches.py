@@ -51,19 +51,19 @@ def test_patches_of_classes_are_installed_once(te):
     patch_quantize()
     patch_block_copies()
     _patches.pickle_element_types_by_value()  # of Python 3.11.0 to 3.11.4 alone
-    found = {}
+    results = {}
     for name, owners in _patches._OWNERS.items():
         for owner in owners():
             attribute = _patches.PATCHES[name].attribute
             assert (owner, attribute) in _patches.patched_attributes()
-            found[owner, attribute] = owner.__dict__[attribute]
+            results[owner, attribute] = owner.__dict__[attribute]
     keep_amax_group_in_copies()
     patch_fsdp_hooks()
     patch_fused_adam()
     patch_quantize()
     patch_block_copies()
-    assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
-    assert len({attribute for _, attribute in found} - {"__reduce_ex__"}) == 13
+    assert {(owner, name): owner.__dict__[name] for owner, name in results} == results
+    assert len({attribute for _, attribute in results} - {"__reduce_ex__"}) == 13
 
 
 # --------------------------------------------------------------------------- faults of stock TE, in one process
@@ -175,6 +175,8 @@ def test_pieces_of_all_ranks(rows, dim):
         assert isinstance(_fsdp_param._chunk_with_empty(quantized, 8, dim=dim), list)
     assert isinstance(_fsdp_param._chunk_with_empty(whole, 8, dim=dim), list)
     for rank, piece in enumerate(stock):
-        ours = pieces[rank]
-        assert ours.shape == piece.shape and ours.stride() == piece.stride() and torch.equal(ours, piece)
-        assert not piece.numel() or ours.data_ptr() == piece.data_ptr()
+        actual = pieces[rank]
+        assert (
+            actual.shape == piece.shape and actual.stride() == piece.stride() and torch.equal(actual, piece)
+        )
+        assert not piece.numel() or actual.data_ptr() == piece.data_ptr()

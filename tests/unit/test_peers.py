@@ -25,11 +25,11 @@ def test_numbers_of_a_group():
 def test_alias():
     """The alias has its own storage of exactly its bytes, which cannot be resized; it is the same memory."""
     memory = torch.zeros(1024, dtype=torch.uint8)
-    found = peers.alias(memory, 256, torch.empty(8, dtype=torch.bfloat16))
-    found.fill_(1)
+    result = peers.alias(memory, 256, torch.empty(8, dtype=torch.bfloat16))
+    result.fill_(1)
     assert memory.view(torch.bfloat16).nonzero().flatten().tolist() == list(range(128, 136))
-    assert found.untyped_storage().nbytes() == 16 and found.storage_offset() == 0
-    assert not found.untyped_storage().resizable()
+    assert result.untyped_storage().nbytes() == 16 and result.storage_offset() == 0
+    assert not result.untyped_storage().resizable()
 
 
 @pytest.mark.parametrize(

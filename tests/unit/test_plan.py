@@ -100,10 +100,10 @@ def test_the_dim_is_the_one_that_te_divides(build, case):
     parts = dict(module.named_parameters())
     assert rules.keys() == parts.keys() == whole.keys()
     for name, rule in rules.items():
-        want = list(whole[name].shape)
+        expected = list(whole[name].shape)
         if rule.shard_dim is not None:
-            want[rule.shard_dim] //= TP
-        assert list(parts[name].shape) == want, (name, rule)
+            expected[rule.shard_dim] //= TP
+        assert list(parts[name].shape) == expected, (name, rule)
     assert {n: str(r.layout) for n, r in rules.items() if r.layout.is_stacked} == CASES[case][3]
     assert all(rules[name].quantizable == (part.dim() == 2) for name, part in parts.items())
 
@@ -274,8 +274,8 @@ def test_parameters_of_the_users_own_on_a_te_module(te):
 def test_te_modules_without_rules(te):
     """Refused under tensor parallelism; without it FSDP2 alone is right for them."""
     operation = te.ops.Bias(4, device="cpu")
-    text = refusal(PlacementError, nn.ModuleDict({"shift": operation}), TP)
-    assert text == (
+    message = refusal(PlacementError, nn.ModuleDict({"shift": operation}), TP)
+    assert message == (
         "shift: transformer_engine.pytorch.ops.basic.bias.Bias has no placement rule: expected one of "
         "te.LayerNormLinear, te.LayerNormMLP, te.GroupedLinear, te.Linear, te.LayerNorm, te.RMSNorm, "
         "te.DotProductAttention, te.MultiheadAttention, te.TransformerLayer. Its parameters "

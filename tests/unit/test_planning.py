@@ -43,25 +43,25 @@ def traffic(found: Plan) -> dict[tuple[str, str], int]:
 def test_closed_forms(te):
     """bf16 on four ranks, two microbatches: nothing is left over where numbers divide."""
     job = Job(CONFIG, sequence=64, microbatches=2)
-    found = plan(job, Sizes(dp_shard=4))
-    assert found.parameters == ALL
-    assert found.report.total_bytes == found.held["weights, 16 bits"] == 2 * ALL // 4
-    assert found.held == {
+    result = plan(job, Sizes(dp_shard=4))
+    assert result.parameters == ALL
+    assert result.report.total_bytes == result.held["weights, 16 bits"] == 2 * ALL // 4
+    assert result.held == {
         "weights, 16 bits": ALL // 2,
         "optimizer states": 8 * ALL // 4,
         "main weights in the optimizer": ALL,
     }
-    assert found.gradients == 2 * ALL // 4 and found.largest_unit == 2 * (LAYER + 2 * HIDDEN)
-    assert found.checkpoint == {"model": 2 * ALL, "optimizer": 12 * ALL}
+    assert result.gradients == 2 * ALL // 4 and result.largest_unit == 2 * (LAYER + 2 * HIDDEN)
+    assert result.checkpoint == {"model": 2 * ALL, "optimizer": 12 * ALL}
     # Two gathers and one reduction a microbatch, three quarters of each from other ranks.
-    assert traffic(found) == {
+    assert traffic(result) == {
         ("weights", "all-gather"): 2 * 2 * 2 * ALL * 3 // 4,
         ("gradients", "reduce-scatter"): 2 * 2 * ALL * 3 // 4,
     }
     kept = LAYERS * (8 * HIDDEN + 8 + 2 * WIDTH * 2 * (HEADS + GROUPS) + 4 * HEADS + 6 * FFN)
     outside = 8 + 2 * HIDDEN + 4 + 2 * HIDDEN + 4 * VOCABULARY
-    assert found.activations == 64 * (kept + outside)
-    assert found.peak.bytes == sum(found.peak.parts.values()) > found.held_bytes and not found.notes
+    assert result.activations == 64 * (kept + outside)
+    assert result.peak.bytes == sum(result.peak.parts.values()) > result.held_bytes and not result.notes
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_closed_forms(te):
 )
 def test_strategies(te, changes, gathers, reductions):
     """How often a step of three microbatches gathers and reduces: docs/strategies.md."""
-    found = plan(Job(CONFIG, sequence=64, microbatches=3, **changes), Sizes(dp_shard=2))
-    assert traffic(found) == {
+    result = plan(Job(CONFIG, sequence=64, microbatches=3, **changes), Sizes(dp_shard=2))
+    assert traffic(result) == {
         ("weights", "all-gather"): gathers * ALL,
         ("gradients", "reduce-scatter"): reductions * ALL,
     }
@@ -95,51 +95,51 @@ def test_replicas(te):
 def test_tensor_parallel_in_mxfp8(te):
     """Two bytes and two scales of 32 for each weight of a product; a layer's collectives over tp."""
     job = Job(CONFIG, recipe="mxfp8", quantized_weights=True, optimizer="fused-adam", sequence=64, batch=2)
-    found = plan(job, Sizes(dp_shard=2, tp=2))
-    assert found.held["weights, mxfp8"] == pytest.approx(
+    result = plan(job, Sizes(dp_shard=2, tp=2))
+    assert result.held["weights, mxfp8"] == pytest.approx(
         LAYERS * LAYER // 4 * 2 * (1 + 1 / 32), rel=0.05
     )  # padding
-    row = {row.name: row for row in found.report}["layers.0.layernorm_mlp.fc1_weight"]
+    row = {row.name: row for row in result.report}["layers.0.layernorm_mlp.fc1_weight"]
     assert (row.shape, row.local_shape) == ((2 * FFN, HIDDEN), (FFN // 2, HIDDEN))
     assert row.dtype == "mxfp8 (bfloat16)" and row.placements == "dp_shard:_S(0, 2) tp:S(0)"
     tokens, byte = 128, 1 + 1 / 32
     # A layer has two products by columns, and two by rows.
     gathers = LAYERS * 2 * HIDDEN * (2 * byte + byte)
-    assert traffic(found)["activations", "all-gather"] == pytest.approx(tokens * gathers / 2, abs=LAYERS * 4)
-    assert traffic(found)["activations", "reduce-scatter"] == tokens * LAYERS * 2 * HIDDEN * 2 * 2 / 2
-    assert found.checkpoint["model"] == pytest.approx(2 * (ALL - LAYERS * LAYER) + 2 * byte * LAYERS * LAYER)
+    assert traffic(result)["activations", "all-gather"] == pytest.approx(tokens * gathers / 2, abs=LAYERS * 4)
+    assert traffic(result)["activations", "reduce-scatter"] == tokens * LAYERS * 2 * HIDDEN * 2 * 2 / 2
+    assert result.checkpoint["model"] == pytest.approx(2 * (ALL - LAYERS * LAYER) + 2 * byte * LAYERS * LAYER)
 
 
 def test_experts(te):
-    found = plan(Job(MIXTRAL, sequence=64), Sizes(dp_shard=2, ep=2))
-    rows = {row.name: row for row in found.report}
+    result = plan(Job(MIXTRAL, sequence=64), Sizes(dp_shard=2, ep=2))
+    rows = {row.name: row for row in result.report}
     assert rows["layers.0.experts_fc1.weight"].shape == (4, 2 * FFN, HIDDEN)
     assert rows["layers.0.experts_fc1.weight"].local_shape == (2, FFN, HIDDEN)
-    assert found.parameters == ALL - LAYERS * 3 * HIDDEN * FFN + LAYERS * (4 * 3 * HIDDEN * FFN + 4 * HIDDEN)
+    assert result.parameters == ALL - LAYERS * 3 * HIDDEN * FFN + LAYERS * (4 * 3 * HIDDEN * FFN + 4 * HIDDEN)
     # Two experts for each token, there and back, forward and backward, half of them on the other rank.
-    assert traffic(found)["tokens", "all-to-all"] == LAYERS * 64 * 2 * HIDDEN * 2 * 4 // 2
-    assert "experts as the first one" in found.notes[0]
+    assert traffic(result)["tokens", "all-to-all"] == LAYERS * 64 * 2 * HIDDEN * 2 * 4 // 2
+    assert "experts as the first one" in result.notes[0]
     attention = 4 * HIDDEN + 4 + 2 * WIDTH * 2 * (HEADS + GROUPS) + 4 * HEADS
     # Norm and router; for each of two experts the inputs of its products, the intermediate, and the output.
     experts = 2 * HIDDEN + 4 + 2 * HIDDEN + 2 * (2 * HIDDEN + 2 * 3 * FFN + 2 * HIDDEN + 2 * FFN)
     outside = 8 + 2 * HIDDEN + 4 + 2 * HIDDEN + 4 * VOCABULARY
-    assert found.activations == 64 * (LAYERS * (attention + experts) + outside)
+    assert result.activations == 64 * (LAYERS * (attention + experts) + outside)
 
 
 def test_context_parallel(te):
     """A rank has half of each sequence; keys and values go round once in forward, twice in backward."""
     sizes = Sizes(dp_shard=2), Sizes(dp_shard=1, cp=2)
-    whole, half = (plan(Job(CONFIG, sequence=64), one) for one in sizes)
+    whole, half = (plan(Job(CONFIG, sequence=64), item) for item in sizes)
     assert half.activations == whole.activations // 2 and half.held == whole.held
     assert half.sent()["cp"] == LAYERS * 32 * 2 * GROUPS * WIDTH * 2 * 3
     assert half.sent()["dp_shard"] == whole.sent()["dp_shard"]
 
 
 def test_a_strategy_for_each(te):
-    found = plan(Job(CONFIG, sequence=64, strategy={"": "optim", "head": "no_shard"}), Sizes(dp_shard=2))
-    assert found.job["strategy"] == {"": "optim", "head": "no_shard"} and json.dumps(found.as_json())
-    head = {row.name: row for row in found.report}["head.weight"]
-    assert head.local_shape == head.shape and found.sent()["dp"] == 2 * 2 * VOCABULARY * HIDDEN // 2
+    result = plan(Job(CONFIG, sequence=64, strategy={"": "optim", "head": "no_shard"}), Sizes(dp_shard=2))
+    assert result.job["strategy"] == {"": "optim", "head": "no_shard"} and json.dumps(result.as_json())
+    head = {row.name: row for row in result.report}["head.weight"]
+    assert head.local_shape == head.shape and result.sent()["dp"] == 2 * 2 * VOCABULARY * HIDDEN // 2
 
 
 WIDE = {"hidden_size": 16384, "num_attention_heads": 128, "num_key_value_heads": 8}
@@ -156,7 +156,7 @@ def test_1024_ranks(te):
 def test_405_billion_parameters_on_1024_ranks(tmp_path):
     """A minute of one core and 2 GiB, torch's import included; measured: 5 s, 0.4 GiB."""
     (tmp_path / "config.json").write_text(json.dumps({**WIDE, "num_hidden_layers": 126}))
-    words = [
+    args = [
         "plan",
         ".",
         "--gpus",
@@ -170,16 +170,16 @@ def test_405_billion_parameters_on_1024_ranks(tmp_path):
         "--json",
     ]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "plan.json").open("w") as out:
         planning = subprocess.Popen(
-            [sys.executable, "-m", "te_fsdp.cli", *words], cwd=tmp_path, env=given, stdout=out
+            [sys.executable, "-m", "te_fsdp.cli", *args], cwd=tmp_path, env=env, stdout=out
         )
         _, status, used = os.wait4(planning.pid, 0)  # ru_maxrss: KiB
         planning.returncode = os.waitstatus_to_exitcode(status)
     assert planning.returncode == 0 and used.ru_utime + used.ru_stime < 60 and used.ru_maxrss < 2 * 2**20
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["parameters"] == pytest.approx(405.85e9, rel=1e-4)
+    result = json.loads((tmp_path / "plan.json").read_text())
+    assert result["parameters"] == pytest.approx(405.85e9, rel=1e-4)
 
 
 MY_MODEL = """
@@ -309,40 +309,40 @@ def test_not_in_a_running_job(te, fake_world):
 
 
 def test_a_model_of_ones_own(te):
-    found = plan(
+    result = plan(
         Job(f"{__name__}:Own" if __name__ != "__main__" else Own, vocabulary=None), Sizes(dp_shard=2)
     )
-    assert found.parameters == 96 * 96 + 4 and found.notes == ()
-    assert found.report.rows[0].name == "scale"
+    assert result.parameters == 96 * 96 + 4 and result.notes == ()
+    assert result.report.rows[0].name == "scale"
 
 
 def test_search(te):
     """Meshes that fit come first, cheapest first; the others say why not."""
     job = Job(MIXTRAL, sequence=64)
-    found = search(job, gpus=4, memory=2**40, node=2)
-    assert {str(one.sizes) for one in found} >= {
+    result = search(job, gpus=4, memory=2**40, node=2)
+    assert {str(item.sizes) for item in result} >= {
         "dp_shard=4",
         "dp_replicate=4",
         "dp_shard=2 x tp=2",
         "dp_shard=2 x ep=2",
     }
-    costs = [one.cost for one in found]
+    costs = [item.cost for item in result]
     assert (
         costs == sorted(costs)
-        and not any(one.reason for one in found)
-        and all(one.sizes.tp <= 2 for one in found)
+        and not any(item.reason for item in result)
+        and all(item.sizes.tp <= 2 for item in result)
     )
-    one = next(one for one in found if str(one.sizes) == "dp_shard=2 x tp=2")
+    one = next(item for item in result if str(item.sizes) == "dp_shard=2 x tp=2")
     assert one.plan is not None and (one.within, one.between) == (
         one.plan.sent()["tp"],
         one.plan.sent()["dp_shard"],
     )
     assert one.tokens == 32
-    peaks = sorted(one.plan.peak.bytes for one in found)
+    peaks = sorted(item.plan.peak.bytes for item in result)
     tight = search(job, gpus=4, memory=peaks[1], node=2)
-    assert [bool(one.reason) for one in tight] == sorted(bool(one.reason) for one in tight)
-    large = [one for one in tight if one.plan is not None and one.plan.peak.bytes > peaks[1]]
-    assert large and all("GiB over the limit" in one.reason for one in large)
+    assert [bool(item.reason) for item in tight] == sorted(bool(one.reason) for one in tight)
+    large = [item for item in tight if item.plan is not None and item.plan.peak.bytes > peaks[1]]
+    assert large and all("GiB over the limit" in item.reason for item in large)
 
 
 def test_peaks_on_h200(hopper, monkeypatch):
@@ -351,9 +351,9 @@ def test_peaks_on_h200(hopper, monkeypatch):
     import plan_memory
 
     recorded = json.loads((ROOT / "benchmarks/results/plan-h200x2.json").read_text())
-    for row, found in zip(plan_memory.ROWS, recorded["rows"], strict=True):
+    for row, result in zip(plan_memory.ROWS, recorded["rows"], strict=True):
         planned = plan(plan_memory.job_of(row, True)[0], Sizes(dp_shard=2))
-        real = {name: found[name]["measured"] for name in ("report", "held", "peak")}
+        real = {name: result[name]["measured"] for name in ("report", "held", "peak")}
         assert planned.report.total_bytes == real["report"], row
         # Workspaces of cuBLAS, up to 64 MiB, in addition to the model.
         assert planned.held_bytes == pytest.approx(real["held"], abs=2**26 + 2**20), row
@@ -365,10 +365,10 @@ def test_transposes_of_whole_shards(hopper):
     job = Job(
         CONFIG, recipe="current", quantized_weights=True, optimizer="fused-adam", sequence=512, vocabulary=0
     )
-    found = plan(job, Sizes())
-    assert found.largest_unit == 0 and not any(found.sent().values()), found.sent()
-    assert "gathered weights" not in found.peak.parts and min(found.peak.parts.values()) > 0
-    assert 0 < found.peak.parts["transposes of gathered weights"] <= LAYER, found.peak
+    result = plan(job, Sizes())
+    assert result.largest_unit == 0 and not any(result.sent().values()), result.sent()
+    assert "gathered weights" not in result.peak.parts and min(result.peak.parts.values()) > 0
+    assert 0 < result.peak.parts["transposes of gathered weights"] <= LAYER, result.peak
 
 
 @pytest.fixture
@@ -378,24 +378,24 @@ def folder(tmp_path):
 
 
 def test_the_command(te, folder, capsys):
-    words = ["plan", str(folder), "--gpus", "8", "--tp", "2", "--arch", "10.0", "--sequence", "64"]
-    words += ["--main-grads", "float32", "--grad-comm", "bfloat16", "--main-params", "model"]
-    assert main([*words, "--json"]) == 0
+    args = ["plan", str(folder), "--gpus", "8", "--tp", "2", "--arch", "10.0", "--sequence", "64"]
+    args += ["--main-grads", "float32", "--grad-comm", "bfloat16", "--main-params", "model"]
+    assert main([*args, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    found = Plan.from_json(printed)
-    assert found.sizes == Sizes(dp_shard=4, tp=2) and json.loads(json.dumps(found.as_json())) == printed
-    assert found.gradients == 2 * found.report.total_bytes  # fp32 gradients of bf16 weights
+    result = Plan.from_json(printed)
+    assert result.sizes == Sizes(dp_shard=4, tp=2) and json.loads(json.dumps(result.as_json())) == printed
+    assert result.gradients == 2 * result.report.total_bytes  # fp32 gradients of bf16 weights
     (folder / "plan.json").write_text(json.dumps(printed))
     assert main(["report", str(folder / "plan.json")]) == 0
     shown = capsys.readouterr().out
     assert "layers.2.layernorm_mlp.fc2_weight" in shown and "checkpoint:" in shown and "fits" not in shown
-    assert main([*words, "--memory", "1MiB"]) == 1
+    assert main([*args, "--memory", "1MiB"]) == 1
     assert "does NOT fit into 0.00 GiB" in capsys.readouterr().out
-    assert main([*words, "--dp-shard", "2"]) == 1 and main(["plan", str(folder), "--search"]) == 1
-    said = capsys.readouterr().err
+    assert main([*args, "--dp-shard", "2"]) == 1 and main(["plan", str(folder), "--search"]) == 1
+    output = capsys.readouterr().err
     assert (
         "sizes whose product is --gpus 8, got dp_shard=2 x tp=2"
-    ) in said and "add --gpus with the number of GPUs" in said
+    ) in output and "add --gpus with the number of GPUs" in output
     for wrong, text in (
         (["--dp-shard", "0"], "plan: dp_shard: expected 1 or more, got 0"),
         (["--gpus", "0"], "plan: gpus: expected 1 or more, got 0"),
@@ -404,7 +404,7 @@ def test_the_command(te, folder, capsys):
         assert main(["plan", str(folder), *wrong]) == 1 and text in capsys.readouterr().err
     assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64", "--json"]) == 0
     meshes = json.loads(capsys.readouterr().out)["candidates"]
-    assert [one["sizes"]["tp"] for one in meshes].count(2) == 1 and all(one["fits"] for one in meshes)
+    assert [item["sizes"]["tp"] for item in meshes].count(2) == 1 and all(one["fits"] for one in meshes)
     assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64", "--tp", "2"]) == 0
     assert "tp=2" in (shown := capsys.readouterr().out) and "dp_shard=2" not in shown
     assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64"]) == 0
@@ -423,7 +423,7 @@ def test_the_command(te, folder, capsys):
         "0.1",
     ]
     assert main([*timed, "--json"]) == 0
-    by_time = [one["seconds"] / one["tokens"] for one in json.loads(capsys.readouterr().out)["candidates"]]
+    by_time = [item["seconds"] / item["tokens"] for item in json.loads(capsys.readouterr().out)["candidates"]]
     assert by_time == sorted(by_time) and len(set(by_time)) == len(by_time) == 3
     assert main(timed) == 0 and " ms " in capsys.readouterr().out
 
@@ -435,7 +435,8 @@ def test_what_is_no_plan(te, folder, capsys):
     (folder / "broken.json").write_text("{")
     assert main(["report", str(folder / "broken.json")]) == 1
     assert (
-        "not valid JSON" in (said := capsys.readouterr().err) and "Fix: a file of te-fsdp plan --json" in said
+        "not valid JSON" in (output := capsys.readouterr().err)
+        and "Fix: a file of te-fsdp plan --json" in output
     )
     with pytest.raises(CheckpointError, match="not a plan"):
         Plan.from_json({"te_fsdp_plan": 1})

@@ -59,6 +59,6 @@ def test_what_modules_keep(te, kind, recipe):
     enabled = recipe != "none"
     with te.autocast(enabled=enabled, recipe=getattr(recipes, RECIPES[recipe])() if enabled else None):
         module(x)  # the first one has buffers of its own
-        found = saved(module, x)
+        result = saved(module, x)
     # Amaxes and scales are a few numbers each.
-    assert found == pytest.approx(stage.saved, abs=200, rel=0.001) and not notes, (found, stage.saved)
+    assert result == pytest.approx(stage.saved, abs=200, rel=0.001) and not notes, (result, stage.saved)

@@ -21,14 +21,14 @@ def folder(tmp_path):
 
 def test_a_timed_plan_is_read_back(te, folder, capsys):
     """Kind: what the command adds to a plan's file must not keep the file from being read."""
-    words = ["plan", str(folder), "--gpus", "2", "--sequence", "64", "--arch", "10.0", "--json"]
+    args = ["plan", str(folder), "--gpus", "2", "--sequence", "64", "--arch", "10.0", "--json"]
     printed = []
     for more in ([], ["--tflops", "400"], ["--tflops", "400", "--host-ms", "3"]):
-        assert main([*words, *more]) == 0
+        assert main([*args, *more]) == 0
         printed.append(json.loads(capsys.readouterr().out))
     assert "step" not in printed[0] and printed[1]["step"]["seconds"] > 0
     plain, *timed = [Plan.from_json(value) for value in printed]
-    assert all(one == plain for one in timed)
+    assert all(item == plain for item in timed)
     (folder / "timed.json").write_text(json.dumps(printed[1]))
     assert main(["report", str(folder / "timed.json")]) == 0
     assert "checkpoint:" in capsys.readouterr().out
@@ -40,8 +40,8 @@ def test_a_timed_plan_is_read_back(te, folder, capsys):
 def test_a_size_of_memory_needs_its_unit(capsys: pytest.CaptureFixture[str], text: str):
     """Kind: a number whose unit is guessed. A plan for 80 bytes helps no one."""
     assert main(["plan", "config.json", "--memory", text]) == 1
-    said = " ".join(capsys.readouterr().err.split())
-    assert "expected a size with a unit" in said and f"Fix: --memory {text.strip()}GiB" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "expected a size with a unit" in output and f"Fix: --memory {text.strip()}GiB" in output
     assert main(["plan", "config.json", "--gpus", "2", "--search", "--memory", text]) == 1
     assert "expected a size with a unit" in " ".join(capsys.readouterr().err.split())
     assert bytes_of(text, unit=True) is None and bytes_of(f"{text}GiB", unit=True) == bytes_of(f"{text}GiB")
@@ -72,7 +72,7 @@ def test_recipes_that_the_device_does_not_have(te, arch, recipe, quantized):
 
 def test_the_command_refuses_a_recipe(te, folder, capsys):
     """As above, from the command line; the negative control is the same job on Blackwell."""
-    words = ["plan", str(folder), "--recipe", "mxfp8", "--sequence", "64"]
-    assert main([*words, "--arch", "9.0"]) == 1
+    args = ["plan", str(folder), "--recipe", "mxfp8", "--sequence", "64"]
+    assert main([*args, "--arch", "9.0"]) == 1
     assert "compute capability 9.0" in " ".join(capsys.readouterr().err.split())
-    assert main([*words, "--arch", "10.0"]) == 0
+    assert main([*args, "--arch", "10.0"]) == 0

@@ -85,13 +85,13 @@ def test_beside_two_h200s(hopper, monkeypatch):
     page, rates = (ROOT / "benchmarks/README.md").read_text(), {}
     for (weights, setting), (options, axes, measured, estimate) in ROWS.items():
         job = Job(build, optimizer="fused-adam", units=("layers.*",), **options)
-        found = plan(job, Sizes(**{"dp_shard": 2, **axes}))
+        result = plan(job, Sizes(**{"dp_shard": 2, **axes}))
         if not rates:  # the optimizer of the rows without communication is that of this one
-            optimizer = found.time(Machine(1)).optimizer
-            flops = sum(found.flops.values()) / 1e12
+            optimizer = result.time(Machine(1)).optimizer
+            flops = sum(result.flops.values()) / 1e12
             rates = {recipe: flops / (ms / 1e3 - optimizer) for recipe, ms in LIMIT.items()}
         machine = Machine(rates[job.recipe], contention=CONTENTION, host=HOSTS.get(weights, 0.0))
-        got = 1e3 * found.time(machine).seconds
+        got = 1e3 * result.time(machine).seconds
         assert got == pytest.approx(estimate, abs=0.06), (weights, setting, got)
         assert abs(got / measured - 1) < 0.15
         assert (
@@ -110,8 +110,8 @@ def test_measured_numbers_are_those_of_the_files():
     earlier = json.loads((ROOT / "benchmarks/results/strategies-h200x2.json").read_text())["results"]
 
     def ms(rows, library, weights, setting="zero3", key="ms"):
-        wanted = library, weights, setting
-        return next(round(r[key], 1) for r in rows if (r["library"], r["weights"], r["setting"]) == wanted)
+        expected = library, weights, setting
+        return next(round(r[key], 1) for r in rows if (r["library"], r["weights"], r["setting"]) == expected)
 
     assert {"none": ms(rows, "limit", "bf16"), "current": ms(rows, "limit", "fp8-compute")} == LIMIT
     hosts = {
@@ -137,31 +137,31 @@ def test_measured_numbers_are_those_of_the_files():
 def test_closed_forms(te):
     """Two microbatches on two nodes of two: tp within one, dp_shard between them."""
     job = Job(CONFIG, sequence=TOKENS, microbatches=2, recompute=True)
-    found = plan(job, Sizes(dp_shard=2, tp=2))
+    result = plan(job, Sizes(dp_shard=2, tp=2))
     # A rank of tp has half of each product in layers, and the head for half of the tokens; three times, and once again.
-    assert found.flops["products"] == 2 * 4 * 2 * TOKENS * (LAYERS * LAYER // 2 + VOCABULARY * HIDDEN // 2)
-    assert found.flops["attention"] == 2 * 4.5 * LAYERS * 4 * TOKENS * TOKENS / 2 * WIDTH * HEADS / 2
+    assert result.flops["products"] == 2 * 4 * 2 * TOKENS * (LAYERS * LAYER // 2 + VOCABULARY * HIDDEN // 2)
+    assert result.flops["attention"] == 2 * 4.5 * LAYERS * 4 * TOKENS * TOKENS / 2 * WIDTH * HEADS / 2
     machine = Machine(1e-3, 2e-3, within=2.0, between=1.0, memory=10.0, node=2, contention=0.5)
-    step, sent = found.time(machine), found.sent()
-    compute = found.flops["products"] / 1e9 + found.flops["attention"] / 2e9
+    step, sent = result.time(machine), result.sent()
+    compute = result.flops["products"] / 1e9 + result.flops["attention"] / 2e9
     assert step.compute == pytest.approx(compute)
     assert step.links == pytest.approx({"dp_shard": sent["dp_shard"] / 1e9, "tp": sent["tp"] / 2e9})
-    edge = 2 * found.largest_unit / 2 / 1e9
+    edge = 2 * result.largest_unit / 2 / 1e9
     assert step.exposed == pytest.approx({"dp_shard": edge, "tp": sent["tp"] / 2e9})
     assert step.contended == pytest.approx(0.5 * (sent["dp_shard"] / 1e9 - edge))
-    states = found.held_bytes - found.held["weights, 16 bits"]
-    updated = 2 * states + found.gradients + found.held["weights, 16 bits"]
+    states = result.held_bytes - result.held["weights, 16 bits"]
+    updated = 2 * states + result.gradients + result.held["weights, 16 bits"]
     assert step.optimizer == pytest.approx(updated / 1e10)
     assert step.seconds == pytest.approx(compute + edge + sent["tp"] / 2e9 + step.contended + step.optimizer)
-    slow = found.time(Machine(1e-3, host=1e9))
+    slow = result.time(Machine(1e-3, host=1e9))
     assert slow.seconds == pytest.approx(1e6) and slow.waits > 0 and step.waits == 0
-    fast = found.time(Machine(1e9, between=1.0, node=2))  # what no computation hides, the step waits for
+    fast = result.time(Machine(1e9, between=1.0, node=2))  # what no computation hides, the step waits for
     assert fast.exposed["dp_shard"] == pytest.approx(sent["dp_shard"] / 1e9, rel=1e-3)
 
 
 def test_context_parallel(te):
     whole, half = (
-        plan(Job(CONFIG, sequence=TOKENS), one) for one in (Sizes(dp_shard=2), Sizes(dp_shard=1, cp=2))
+        plan(Job(CONFIG, sequence=TOKENS), item) for item in (Sizes(dp_shard=2), Sizes(dp_shard=1, cp=2))
     )
     assert {name: 2 * value for name, value in half.flops.items()} == whole.flops
     step = half.time(Machine(1e-3))
@@ -184,8 +184,8 @@ def test_refused(wrong, text):
 
 
 def test_an_old_plan_has_no_time(te):
-    found = plan(Job(CONFIG, sequence=TOKENS), Sizes())
-    old = json.loads(json.dumps(found.as_json()))
+    result = plan(Job(CONFIG, sequence=TOKENS), Sizes())
+    old = json.loads(json.dumps(result.as_json()))
     del old["flops"]
     with pytest.raises(CheckpointError, match="contains no operation counts"):
         Plan.from_json(old).time(Machine(1.0))

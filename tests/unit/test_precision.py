@@ -62,8 +62,8 @@ def test_frozen_and_comparable():
 def test_a_wrong_field_is_named(field, value, expected):
     with pytest.raises(PrecisionError) as error:
         MixedPrecisionPolicy(**{field: value})
-    text = str(error.value)
-    assert f"MixedPrecisionPolicy: {field}" in text and expected in text and "Fix:" in text
+    message = str(error.value)
+    assert f"MixedPrecisionPolicy: {field}" in message and expected in message and "Fix:" in message
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,16 @@ def half_of(weight: torch.Tensor, at: tuple[int, int], size: tuple[int, int] = (
 def test_components_of_pieces_are_joined(te, tmp_path, recipe):
     """Bit for bit those of the weight that was cut."""
     weight = weight_of(te, recipe, 0)
-    found = quantized_or_plain(
+    result = quantized_or_plain(
         "w", chunked(tmp_path, [half_of(weight, at) for at in HALVES]), scrambled=False
     )
-    assert isinstance(found, Quantized) and (found.shape, found.dtype) == (SHAPE, torch.bfloat16)
+    assert isinstance(result, Quantized) and (result.shape, result.dtype) == (SHAPE, torch.bfloat16)
     own = {component.name: component.tensor for component in components_of(weight, "w")}
-    assert found.components.keys() == own.keys()
-    assert [name for name, part in found.components.items() if not torch.equal(part.whole(), own[name])] == []
-    assert torch.equal(found.values("w").whole().bfloat16(), values_of(weight, torch.bfloat16))
+    assert result.components.keys() == own.keys()
+    assert [
+        name for name, part in result.components.items() if not torch.equal(part.whole(), own[name])
+    ] == []
+    assert torch.equal(result.values("w").whole().bfloat16(), values_of(weight, torch.bfloat16))
 
 
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
@@ -69,10 +71,10 @@ def test_pieces_with_scales_of_their_own_are_values(te, tmp_path, recipe):
     """One scale of several is wrong for the rest of the weight, so the values are quantized again in a load."""
     one, other = weight_of(te, recipe, 0), weight_of(te, recipe, 1)
     pieces = [half_of(one, HALVES[0]), half_of(other, HALVES[1])]
-    found = quantized_or_plain("w", chunked(tmp_path, pieces), scrambled=False)
-    assert isinstance(found, Chunked) and found.dtype is torch.float32
-    assert torch.equal(found.whole(), torch.cat([values_of(one)[:128], values_of(other)[128:]]))
-    assert not torch.equal(found.whole(), values_of(one)), "the control"
+    result = quantized_or_plain("w", chunked(tmp_path, pieces), scrambled=False)
+    assert isinstance(result, Chunked) and result.dtype is torch.float32
+    assert torch.equal(result.whole(), torch.cat([values_of(one)[:128], values_of(other)[128:]]))
+    assert not torch.equal(result.whole(), values_of(one)), "the control"
 
 
 def test_values_next_to_components(te, tmp_path):
@@ -80,9 +82,9 @@ def test_values_next_to_components(te, tmp_path):
     weight, offsets = weight_of(te, "nvfp4", 0), [(0, 0), (128, 0), (136, 0)]
     pieces = [half_of(weight, at, (n, 128)) for at, n in zip(offsets, (128, 8, 120), strict=True)]
     assert list(map(_te.is_quantized, pieces)) == [True, False, False]
-    found = quantized_or_plain("w", chunked(tmp_path, pieces, offsets=offsets), scrambled=False)
-    assert found.dtype is torch.float32 and torch.equal(
-        found.whole().bfloat16(), values_of(weight, torch.bfloat16)
+    result = quantized_or_plain("w", chunked(tmp_path, pieces, offsets=offsets), scrambled=False)
+    assert result.dtype is torch.float32 and torch.equal(
+        result.whole().bfloat16(), values_of(weight, torch.bfloat16)
     )
 
 

@@ -258,16 +258,16 @@ def test_what_an_error_proposes_fits(fmt, rows, columns, shard, tp_log):
         return
     with pytest.raises(PlacementError) as caught:
         check_fit(made, grid)
-    text = str(caught.value)
-    mesh = re.search(r"dp_replicate=(\d+), dp_shard=(\d+), tp=(\d+)", text)
+    message = str(caught.value)
+    mesh = re.search(r"dp_replicate=(\d+), dp_shard=(\d+), tp=(\d+)", message)
     if mesh:
         sizes = tuple(map(int, mesh.groups()))
         assert sizes[0] * sizes[1] * sizes[2] == shard * tp
         assert fitting_dim(made.over(sizes[2]), sizes[1]) is not None
     else:
-        assert "no mesh of these ranks fits" in text
+        assert "no mesh of these ranks fits" in message
         assert all(fitting_dim(made.over(t), 1) is None for t in (1, 2, 4) if t <= tp)
-    shape = tuple(map(int, re.search(r"a weight of \w* ?shape \((\d+), (\d+)\)", text).groups()))
+    shape = tuple(map(int, re.search(r"a weight of \w* ?shape \((\d+), (\d+)\)", message).groups()))
     assert shape != (rows * 16 * tp, columns * 16)
     assert fitting_dim(weight(shape, fmt, ParameterRule(0)).over(tp), shard) is not None
 

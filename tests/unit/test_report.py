@@ -77,7 +77,7 @@ def test_every_rank(world, shape, device):
         model = te_fsdp.fully_shard(Model(world, meshes, device), meshes)
         step = -(-10 // shard)
         head = max(0, min(step, 10 - step * (place // tp % shard)))
-        want = {
+        expected = {
             **dict.fromkeys(NORMS, ((64,), "plain", copies, (64 // shard,))),
             "mlp.fc1_weight": ((256, 64), "stacked(1, 1)", first, (256 // shard // tp, 64)),
             "mlp.fc1_bias": ((256,), "stacked(1, 1)", first, (256 // shard // tp,)),
@@ -86,7 +86,7 @@ def test_every_rank(world, shape, device):
             "head.weight": ((10, 64), "plain", copies, (head, 64)),
         }
         report = te_fsdp.report(model)
-        assert {r.name: (r.shape, r.layout, r.placements, r.local_shape) for r in report} == want
+        assert {r.name: (r.shape, r.layout, r.placements, r.local_shape) for r in report} == expected
         for row in report:
             size = math.prod(row.local_shape) * 2
             assert row.bytes == (0 if device == "meta" else size), row

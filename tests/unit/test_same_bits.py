@@ -65,10 +65,10 @@ def test_a_difference_is_told_by_rank_and_name():
 
 
 def test_the_exit_status_knows_what_was_expected(capsys):
-    found = {"linear": [{"loss": "a"}], "grouped": [{"error": "MeshError"}]}
-    assert same_bits.show({}, "", found) == 0
-    assert same_bits.show({"linear": "rank 0: loss"}, "", found) == 1
-    assert same_bits.show({"linear": "rank 0: loss"}, "line", found) == 0
+    results = {"linear": [{"loss": "a"}], "grouped": [{"error": "MeshError"}]}
+    assert same_bits.show({}, "", results) == 0
+    assert same_bits.show({"linear": "rank 0: loss"}, "", results) == 1
+    assert same_bits.show({"linear": "rank 0: loss"}, "line", results) == 0
     assert "1 of them refused" in capsys.readouterr().out
 
 
@@ -77,11 +77,11 @@ def test_a_recording_replaces_the_commit_to_compare_with(tmp_path):
     digests = {str(case): [{"loss 0.0": "a", "collective 0": "allreduce_"}], str(other): [{"loss 0.0": "b"}]}
     file = tmp_path / "recorded.json"
     file.write_text(json.dumps({"before": {}, "now": digests}))
-    found = same_bits.recorded(str(file), [case])
-    assert found == {str(case): digests[str(case)]}
+    result = same_bits.recorded(str(file), [case])
+    assert result == {str(case): digests[str(case)]}
     now = [{"loss 0.0": "a", "collective 0": "broadcast_"}]
     assert (
-        same_bits.difference(found[str(case)], now)
+        same_bits.difference(result[str(case)], now)
         == "rank 0: collective 0: allreduce_ before, broadcast_ now"
     )
 

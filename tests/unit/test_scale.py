@@ -54,14 +54,14 @@ def _bytes(row, phase):
 
 def _text_chunks(path: Path) -> dict[str, str]:
     """Return the text chunks of a PNG file: keyword -> text."""
-    data, at, found = path.read_bytes(), 8, {}
+    data, at, results = path.read_bytes(), 8, {}
     while at < len(data):
         (length,) = struct.unpack(">I", data[at : at + 4])
         if data[at + 4 : at + 8] == b"tEXt":
             key, _, text = data[at + 8 : at + 8 + length].partition(b"\0")
-            found[key.decode()] = text.decode("latin-1")
+            results[key.decode()] = text.decode("latin-1")
         at += length + 12
-    return found
+    return results
 
 
 def test_the_plot_of_the_page_shows_the_recorded_rows(monkeypatch, tmp_path):

@@ -42,41 +42,43 @@ def model(te: Any, **kwargs: Any) -> nn.Module:
 
 
 def test_what_is_recorded(te: Any) -> None:
-    found = semantics_of(model(te, zero_centered_gamma=True, layernorm_epsilon=1e-6, qk_norm_type="RMSNorm"))
-    assert found["1.self_attention"].settings["num_gqa_groups"] == 2
+    result = semantics_of(model(te, zero_centered_gamma=True, layernorm_epsilon=1e-6, qk_norm_type="RMSNorm"))
+    assert result["1.self_attention"].settings["num_gqa_groups"] == 2
     assert (
-        found["1.self_attention"]["qkv_weight_interleaved"]
-        and found["1.self_attention"]["qk_norm_eps"] == 1e-6
+        result["1.self_attention"]["qkv_weight_interleaved"]
+        and result["1.self_attention"]["qk_norm_eps"] == 1e-6
     )
-    assert found["1.layernorm_mlp"]["zero_centered_gamma"] and found["1.layernorm_mlp"]["eps"] == 1e-6
-    assert found["1.layernorm_mlp"]["activation"] == "swiglu" and found["2"]["zero_centered_gamma"] is False
-    assert found["1.self_attention.core_attention"]["window_size"] == [-1, 0]
-    assert found["3"] == Semantics("Linear", "torch", {}) and found["3"]["zero_centered_gamma"] is False
-    assert not any("flash" in name or "fused" in name for name in found), "backends of attention"
+    assert result["1.layernorm_mlp"]["zero_centered_gamma"] and result["1.layernorm_mlp"]["eps"] == 1e-6
+    assert result["1.layernorm_mlp"]["activation"] == "swiglu" and result["2"]["zero_centered_gamma"] is False
+    assert result["1.self_attention.core_attention"]["window_size"] == [-1, 0]
+    assert result["3"] == Semantics("Linear", "torch", {}) and result["3"]["zero_centered_gamma"] is False
+    assert not any("flash" in name or "fused" in name for name in result), "backends of attention"
 
 
 def test_a_record_survives_json(te: Any) -> None:
-    wanted = model(te)
-    text = json.dumps(record(wanted), allow_nan=False)
-    assert differences(from_json(json.loads(text)), semantics_of(wanted)) == []
-    assert from_json(json.loads(text)) == semantics_of(wanted)
+    expected = model(te)
+    text = json.dumps(record(expected), allow_nan=False)
+    assert differences(from_json(json.loads(text)), semantics_of(expected)) == []
+    assert from_json(json.loads(text)) == semantics_of(expected)
     twice = nn.ModuleList([model(te), model(te)])
-    assert len(record(twice)["kinds"]) == len(record(wanted)["kinds"]), "what modules share stands there once"
+    assert len(record(twice)["kinds"]) == len(record(expected)["kinds"]), (
+        "what modules share stands there once"
+    )
 
 
 def test_wrappers_bindings_and_shards_change_nothing(te: Any, fake_world: Any) -> None:
-    wanted = semantics_of(model(te))
+    expected = semantics_of(model(te))
     wrapped = model(te)
     wrapped[1] = checkpoint_wrapper(wrapped[1])
-    assert semantics_of(torch.compile(wrapped)) == wanted
+    assert semantics_of(torch.compile(wrapped)) == expected
     fake_world(2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     sharded = model(te)
     te_fsdp.set_device_mesh(sharded)
     for layer in sharded:
         fully_shard(layer, mesh=mesh)
-    assert semantics_of(fully_shard(sharded, mesh=mesh)) == wanted
-    assert semantics_of(Renamed(*model(te))) == wanted
+    assert semantics_of(fully_shard(sharded, mesh=mesh)) == expected
+    assert semantics_of(Renamed(*model(te))) == expected
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -363,8 +363,8 @@ def test_all_differences_in_one_text(te: Any, saved: Any) -> None:
         )
 
     path, here = saved(stack, {})[1], stack(te, eps=1e-3)
-    for one in here["layers"]:
-        one.layernorm_mlp.zero_centered_gamma = True
+    for item in here["layers"]:
+        item.layernorm_mlp.zero_centered_gamma = True
     here["layers"][2].layernorm_mlp.eps = 1e-3
     gamma = r"zero_centered_gamma: saved False, model has True \(layers.\*.layernorm_mlp: 4 modules\)"
     every = rf"fit: {gamma}; eps: saved 1e-05, model has 0.001 \(layers.2.layernorm_mlp, norm\). Nothing"
@@ -385,8 +385,8 @@ def test_checkpoints_without_a_record(te: Any, tmp_path: Path, monkeypatch: pyte
     model, plain, torchs = layer(te), nn.Linear(4, 4), nn.LayerNorm(4)
     describe = saving._describe
     monkeypatch.setattr(saving, "_describe", lambda *args: replace(describe(*args), semantics=None))
-    for name, one in (("a", model), ("plain", plain), ("torch", torchs)):
-        checkpoint.save(tmp_path / name, one)
+    for name, item in (("a", model), ("plain", plain), ("torch", torchs)):
+        checkpoint.save(tmp_path / name, item)
     assert (
         main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "converted"), "--to", "checkpoint"]) == 0
     )
@@ -420,15 +420,15 @@ def test_versions_of_te_that_lack_a_setting(te: Any, saved: Any) -> None:
     needs_2_20(te)
     path = saved(layer, {})[1]
     old = manifest.read_manifest(path)
-    for one in old.semantics["kinds"]:
-        one["settings"].pop("softcap", None)
+    for item in old.semantics["kinds"]:
+        item["settings"].pop("softcap", None)
     here = semantics_of(layer(te))
     assert differences(from_json(old.semantics), here) == []
     capped = layer(te)
     capped.softcap = 2.0
-    found = differences(from_json(old.semantics), semantics_of(capped))
-    assert [(d.name, d.then, d.now, d.effect) for d in found] == [("softcap", 0.0, 2.0, "error")]
-    for one in old.semantics["kinds"]:
-        one["settings"].pop("attention_type", None)
-    found = differences(from_json(old.semantics), here)
-    assert {d.effect for d in found} == {"note"} and {d.then for d in found} == {"not known"}
+    result = differences(from_json(old.semantics), semantics_of(capped))
+    assert [(d.name, d.then, d.now, d.effect) for d in result] == [("softcap", 0.0, 2.0, "error")]
+    for item in old.semantics["kinds"]:
+        item["settings"].pop("attention_type", None)
+    result = differences(from_json(old.semantics), here)
+    assert {d.effect for d in result} == {"note"} and {d.then for d in result} == {"not known"}

@@ -187,9 +187,9 @@ def test_another_class_of_a_module_with_weights_is_noted(tmp_path: Path) -> None
 def test_a_configuration_is_told_once() -> None:
     """By the first of the modules that hold it; what is large, such as a vocabulary, by none."""
     config, words = Config(1.0), {str(n): n for n in range(1000)}
-    found = user_settings(Own(config=config, part=Own(config=config, words=words)))
-    assert found[""].settings == {"class": "Own", "config.scale": 1.0, "config.layers": 2}
-    assert found["part"].settings == {"class": "Own"}
+    result = user_settings(Own(config=config, part=Own(config=config, words=words)))
+    assert result[""].settings == {"class": "Own", "config.scale": 1.0, "config.layers": 2}
+    assert result["part"].settings == {"class": "Own"}
 
 
 @pytest.mark.parametrize("make", [lambda eps: nn.LayerNorm(4, eps=eps), lambda eps: nn.RMSNorm(4, eps=eps)])

@@ -33,10 +33,10 @@ TABLE = {
 
 
 def test_the_table():
-    found = {
+    results = {
         key: f"{r.parameter} {r.gradient} {r.optimizer} {r.gather} {r.reduce}" for key, r in STORAGE.items()
     }
-    assert found == TABLE
+    assert results == TABLE
     assert STORAGE.keys() == {
         (strategy, outer) for strategy in (*STRATEGIES, REPLICATED) for outer in OUTER_STRATEGIES
     }
@@ -99,13 +99,13 @@ class Net(nn.Module):
 
 def shown(plan: ModelPlan) -> dict[str, str]:
     """Return label -> unit, storage over (dp_replicate, dp_shard), tp's dim, FSDP2's dim."""
-    found = {}
+    results = {}
     for row in plan.parameters.values():
         storage = f"{row.storage.parameter}/{row.storage.gradient}/{row.storage.optimizer}"
         tp = "-" if row.rule is None or row.rule.shard_dim is None else row.rule.shard_dim
         cut = "-" if row.fsdp_dim is None else row.fsdp_dim
-        found[row.label] = f"{row.unit or 'root'} {storage} tp={tp} cut={cut}" + " expert" * row.experts
-    return found
+        results[row.label] = f"{row.unit or 'root'} {storage} tp={tp} cut={cut}" + " expert" * row.experts
+    return results
 
 
 def untouched(model: nn.Module, make) -> None:

@@ -61,9 +61,9 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    found = Device([])
-    monkeypatch.setattr(async_work.torch, "get_device_module", lambda kind: found)
-    return found
+    result = Device([])
+    monkeypatch.setattr(async_work.torch, "get_device_module", lambda kind: result)
+    return result
 
 
 def test_a_stream_aside(device: Device) -> None:

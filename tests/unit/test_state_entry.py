@@ -37,15 +37,15 @@ def state() -> dict[str, Any]:
 
 
 def state_of_experts() -> dict[str, Any]:
-    found = state()
-    return {**found, "recipe": {**found["recipe"], "num_gemms": 3}}
+    result = state()
+    return {**result, "recipe": {**result["recipe"], "num_gemms": 3}}
 
 
 def check_same(found: dict[str, Any] | None) -> None:
-    want = state()
-    assert found is not None and found.keys() == want.keys() and found["recipe"] == want["recipe"]
-    for key in want.keys() - {"recipe"}:
-        assert torch.equal(found[key], want[key]), key
+    expected = state()
+    assert found is not None and found.keys() == expected.keys() and found["recipe"] == expected["recipe"]
+    for key in expected.keys() - {"recipe"}:
+        assert torch.equal(found[key], expected[key]), key
 
 
 def saved(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,9 +142,9 @@ def test_rows_of_experts_come_back(dtype):
     own = state_of_experts()
     entry = pack_experts(own, 7).to(dtype)
     assert len(entry) == 3 and has_expert_rows(entry)
-    marks, found = unpack(entry)
-    assert marks == () and found["recipe"] == own["recipe"]
-    assert all(torch.equal(found[key], own[key]) for key in own if key != "recipe")
+    marks, result = unpack(entry)
+    assert marks == () and result["recipe"] == own["recipe"]
+    assert all(torch.equal(result[key], own[key]) for key in own if key != "recipe")
     assert not has_expert_rows(pack((), own)) and not has_expert_rows(pack((2,), own))
 
 

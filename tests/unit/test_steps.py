@@ -174,14 +174,14 @@ def test_names_on_the_page_exist():
 
 def check_list():
     """One line for each level and error: its checks, with the ranks that communicate."""
-    found = {}
+    results = {}
     for level in LEVELS:
         for check in CHECKS:
             if check.when.level == level:
                 error = "a warning in the log" if check.error is None else f"`{check.error.__name__}`"
                 name = f"{check.name} ({check.mesh})" if check.mesh else check.name
-                found.setdefault((level, error), {})[name] = None
-    return "\n".join(f"- `{level}`, {error}: {'; '.join(names)}" for (level, error), names in found.items())
+                results.setdefault((level, error), {})[name] = None
+    return "\n".join(f"- `{level}`, {error}: {'; '.join(names)}" for (level, error), names in results.items())
 
 
 def test_the_page_has_every_check():

@@ -54,9 +54,11 @@ WORDS = {
 def test_the_word_meant(ours, word):
     with pytest.raises(PlacementError) as caught:
         check_option("strategy", word)
-    text = str(caught.value)
-    assert text.startswith("fully_shard: strategy: expected one of ('no_shard', ") and repr(word) in text
-    assert text.endswith(f"Fix: strategy='{ours}'.")
+    message = str(caught.value)
+    assert (
+        message.startswith("fully_shard: strategy: expected one of ('no_shard', ") and repr(word) in message
+    )
+    assert message.endswith(f"Fix: strategy='{ours}'.")
 
 
 @pytest.mark.parametrize("ours", STRATEGIES)

@@ -42,11 +42,11 @@ def page_rows(page: str) -> list[list[str]]:
 
 def quoted_errors(page: str) -> list[str]:
     """Return each text that the page's table quotes from errors."""
-    found = []
+    results = []
     for mistake, errors in page_rows(page):
         assert mistake and re.fullmatch(r'"[^"]+"(, "[^"]+")*', errors), errors
-        found += errors.strip('"').split('", "')
-    return found
+        results += errors.strip('"').split('", "')
+    return results
 
 
 def sources_of(test: str) -> list[str]:

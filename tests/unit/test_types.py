@@ -32,17 +32,21 @@ def test_signatures_are_those_of_transformer_engine(te, kind):
     stub = STUBS[kind]
     assert [ast.unparse(base) for base in stub.bases] == [mesh_class(kind).__mro__[1].__name__, f"te.{kind}"]
     (init,) = [node for node in stub.body if isinstance(node, ast.FunctionDef)]
-    ours = [argument.arg for argument in init.args.args[1:]]
+    actual = [argument.arg for argument in init.args.args[1:]]
     defaults = dict(
-        zip(reversed(ours), (ast.literal_eval(value) for value in reversed(init.args.defaults)), strict=False)
+        zip(
+            reversed(actual),
+            (ast.literal_eval(value) for value in reversed(init.args.defaults)),
+            strict=False,
+        )
     )
-    theirs = inspect.signature(getattr(te, kind)).parameters
-    named = {name: value for name, value in theirs.items() if value.kind is not value.VAR_KEYWORD}
-    assert [name for name in ours if name in named] == list(named), "arguments, in their order"
+    expected = inspect.signature(getattr(te, kind)).parameters
+    named = {name: value for name, value in expected.items() if value.kind is not value.VAR_KEYWORD}
+    assert [name for name in actual if name in named] == list(named), "arguments, in their order"
     for name, value in named.items():
         assert defaults.get(name, inspect.Parameter.empty) == value.default, name
     keywords = {argument.arg for argument in init.args.kwonlyargs}
-    assert keywords == {"tp_mesh", "weight_mesh"} | (HANDED_ON if len(named) < len(theirs) else set())
+    assert keywords == {"tp_mesh", "weight_mesh"} | (HANDED_ON if len(named) < len(expected) else set())
 
 
 #: Lines with an error that a checker must find; it must find none on other lines.
@@ -82,13 +86,13 @@ def test_a_checker_finds_the_mistakes_of_a_script_and_no_others(tmp_path):
     names = "\n".join(f"te_fsdp.{name}" for name in te_fsdp.__all__)
     (tmp_path / "script.py").write_text(SCRIPT + names + "\n")
     (tmp_path / "pyrefly.toml").write_text('preset = "default"\n')
-    words = ["check", "script.py", "--python-interpreter-path", sys.executable, "--search-path", str(ROOT)]
-    command = [sys.executable, "-m", "pyrefly", *words, "--output-format", "json"]
+    args = ["check", "script.py", "--python-interpreter-path", sys.executable, "--search-path", str(ROOT)]
+    command = [sys.executable, "-m", "pyrefly", *args, "--output-format", "json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    found = {}
-    for one in json.loads(done.stdout)["errors"]:
+    results = {}
+    for item in json.loads(done.stdout)["errors"]:
         # reveal_type tells the type as a message of its own kind.
-        told = one["description"].removeprefix("revealed type: ")
-        found[one["line"]] = told if one["name"] == "reveal-type" else one["name"]
+        told = item["description"].removeprefix("revealed type: ")
+        results[item["line"]] = told if item["name"] == "reveal-type" else item["name"]
     said = ((at, re.search(r"  # (\S+)$", line)) for at, line in enumerate(SCRIPT.splitlines(), 1))
-    assert found == {at: match[1] for at, match in said if match}, done.stderr
+    assert results == {at: match[1] for at, match in said if match}, done.stderr

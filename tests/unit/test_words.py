@@ -66,13 +66,13 @@ def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 def private_words(path: Path) -> list[str]:
     """Line, word and replacement of every word of a file that the table lists."""
-    found = []
+    results = []
     for number, text in prose(path):
         for pattern, instead in PATTERNS.items():
-            found += [f"{number}: {hit[0]!r}: write {instead}" for hit in pattern.finditer(text)]
+            results += [f"{number}: {hit[0]!r}: write {instead}" for hit in pattern.finditer(text)]
         if OPENING.match(text):
-            found.append(f"{number}: {text[:40]!r}: begin with a verb or a noun")
-    return found
+            results.append(f"{number}: {text[:40]!r}: begin with a verb or a noun")
+    return results
 
 
 def files() -> list[Path]:
@@ -89,8 +89,8 @@ def files() -> list[Path]:
 
 
 def test_plain_words():
-    found = {p.relative_to(ROOT).as_posix(): private_words(p) for p in files()}
-    assert {name: hits for name, hits in found.items() if hits} == {}
+    results = {p.relative_to(ROOT).as_posix(): private_words(p) for p in files()}
+    assert {name: hits for name, hits in results.items() if hits} == {}
 
 
 def test_the_rule_finds_words(tmp_path):

@@ -99,7 +99,7 @@ def _grouped(name: str, single: bool, accumulate: bool, dtype: torch.dtype) -> C
             accumulate=accumulate,
             use_split_accumulator=True,
         )
-        return {f"d{i}": one for i, one in enumerate(out)}
+        return {f"d{i}": item for i, item in enumerate(out)}
 
     return run
 

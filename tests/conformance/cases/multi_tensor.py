@@ -26,13 +26,13 @@ def _flag(env: Env) -> torch.Tensor:
 def _scale(source: torch.dtype, target: torch.dtype, pattern: str, tensor: bool) -> Callable[[Env], Outputs]:
     def run(env: Env) -> Outputs:
         flag, inputs = _flag(env), _lists(env, source, pattern)
-        outputs = [torch.zeros(one.shape, dtype=target, device=env.device) for one in inputs]
+        outputs = [torch.zeros(item.shape, dtype=target, device=env.device) for item in inputs]
         if tensor:
             factor = torch.full((1,), 0.3, device=env.device)
             env.tex.multi_tensor_scale_tensor(CHUNK, flag, [inputs, outputs], factor)
         else:
             env.tex.multi_tensor_scale(CHUNK, flag, [inputs, outputs], 0.3)
-        return {"flag": flag, **{f"y{i}": one for i, one in enumerate(outputs)}}
+        return {"flag": flag, **{f"y{i}": item for i, item in enumerate(outputs)}}
 
     return run
 
@@ -70,8 +70,8 @@ def _sgd(dtype: torch.dtype, nesterov: bool, first: bool) -> Callable[[Env], Out
         momenta = [env.x(330 + i, shape, dtype) for i, shape in enumerate(SHAPES)]
         options = (0.01, 0.9, 0.0 if nesterov else 0.1, 0.05, nesterov, first, False, 0.5)
         env.tex.multi_tensor_sgd(CHUNK, _flag(env), [grads, params, momenta], *options)
-        outputs = {f"p{i}": one for i, one in enumerate(params)}
-        return {**outputs, **{f"m{i}": one for i, one in enumerate(momenta)}}
+        outputs = {f"p{i}": item for i, item in enumerate(params)}
+        return {**outputs, **{f"m{i}": item for i, item in enumerate(momenta)}}
 
     return run
 

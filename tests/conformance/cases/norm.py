@@ -116,7 +116,7 @@ def cases() -> Iterator[Case]:
                 ("y", OUTPUT[dtype]),
                 ("mu", STATISTICS),
                 ("rsigma", STATISTICS),
-                *((one, gradients[dtype]) for one in ("dx", "dgamma", "dbeta")),
+                *((item, gradients[dtype]) for item in ("dx", "dgamma", "dbeta")),
             )
             for shape in ((24, 64), (9, 1024), (5, 83), (17, 272)):
                 for centered in (False, True):

@@ -123,7 +123,7 @@ def cases() -> Iterator[Case]:
             state_limits = tuple((f"master_param{i}", REMAINDER) for i in range(3))
         else:
             state_limits = tuple((f"master_param{i}", state) for i in range(3))
-        moments = tuple((f"{one}{i}", state) for one in ("exp_avg", "exp_avg_sq") for i in range(3))
+        moments = tuple((f"{item}{i}", state) for item in ("exp_avg", "exp_avg_sq") for i in range(3))
         run = _plain(DTYPES[dtype], DTYPES[grad], options)
         yield Case(f"optimizer/{name}/{dtype}", run, param, bounds=(*state_limits, *moments))
     remainders = {"master_weights": True, "store_param_remainders": True}

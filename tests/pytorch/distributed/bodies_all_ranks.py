@@ -241,7 +241,7 @@ def raised_on_rank_0_alone() -> list[tuple[str, str]]:
     from te_fsdp.collectives.agreement import from_rank_0
     from te_fsdp.errors import OrderError
 
-    found = []
+    results = []
     for error in (OrderError("rows"), KeyError("key"), CheckpointException("plan", {})):
 
         def fail(error: BaseException = error) -> None:
@@ -251,5 +251,5 @@ def raised_on_rank_0_alone() -> list[tuple[str, str]]:
         try:
             from_rank_0(fail)
         except Exception as raised:
-            found.append((type(raised).__name__, str(raised)))
-    return found
+            results.append((type(raised).__name__, str(raised)))
+    return results

@@ -210,9 +210,9 @@ def cut(axes: dict[str, int]) -> None:
     size, rank = meshes.size("cp"), meshes.cp.get_local_rank()
     lengths = torch.tensor([0, 2 * size, 8 * size, 12 * size], dtype=torch.int32)
     packed = [torch.randint(99, (1, 12 * size)) for _ in range(3)]
-    theirs = te_cp.get_batch_on_this_cp_rank(lengths, *packed, cp_group=meshes.cp.get_group())
-    ours = te_fsdp.context_parallel_shard(packed, meshes, cu_seqlens=lengths)
-    assert all(map(torch.equal, ours, theirs)) and len(ours) == 3
+    expected = te_cp.get_batch_on_this_cp_rank(lengths, *packed, cp_group=meshes.cp.get_group())
+    actual = te_fsdp.context_parallel_shard(packed, meshes, cu_seqlens=lengths)
+    assert all(map(torch.equal, actual, expected)) and len(actual) == 3
     nested = te_fsdp.context_parallel_shard({"a": (packed[0], "text"), "b": [packed[1]]}, meshes)
     chunks = packed[0].chunk(2 * size, 1)
     assert torch.equal(nested["a"][0], torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], 1))

@@ -166,12 +166,12 @@ def again(door: str) -> list[tuple[int, str]]:
     """Comparisons and error of each of several forwards."""
     meshes = _meshes(1)
     own = meshes.tp.get_local_rank()
-    model, found = _bound(Model(meshes), meshes, door), []
+    model, results = _bound(Model(meshes), meshes, door), []
 
     def forward(rows: int, seed: int) -> None:
         with _gathers() as seen:
             kind, _ = _error(model, _draw(seed, rows, integer=True))
-        found.append((seen[0], kind))
+        results.append((seen[0], kind))
 
     forward(4, 0)
     forward(4, 1)
@@ -180,7 +180,7 @@ def again(door: str) -> list[tuple[int, str]]:
     forward(6, 3)
     model.eval()
     forward(4, 4 + own)  # evaluation has data of its own
-    return found
+    return results
 
 
 def method() -> list[str]:
@@ -194,8 +194,8 @@ def method() -> list[str]:
     te_fsdp.register_forward_method(model, "norm")
     same, other = _draw(0, ROWS, integer=True), _draw(own, ROWS, integer=True)
     calls = (model, same), (model.score, other), (model.norm, other)
-    found = [_error(*call) for call in calls]
-    return [kind if "tokens (int64" in text or not text else text for kind, text in found]
+    results = [_error(*call) for call in calls]
+    return [kind if "tokens (int64" in text or not text else text for kind, text in results]
 
 
 def recomputed() -> int:
@@ -247,8 +247,8 @@ def switched_later() -> list[str]:
     te_fsdp.set_device_mesh(outer[0], meshes.tp, meshes.weight)
     other = copy.deepcopy(outer)
     te_fsdp.fully_shard(outer, meshes, units=[], check_inputs=False)
-    found = []
+    results = []
     for model in (outer, other):
         te_fsdp.materialize(model, seed=3)
-        found.append(_error(model, _draw(dist.get_rank(), ROWS, integer=True))[0])
-    return found
+        results.append(_error(model, _draw(dist.get_rank(), ROWS, integer=True))[0])
+    return results

@@ -429,13 +429,13 @@ def all_mistakes(
     """Class and text of the error of each."""
     import te_fsdp
 
-    found = {}
+    results = {}
     for make in mistakes:
         try:
             make(directory) if inspect.signature(make).parameters else make()
         except te_fsdp.TeFsdpError as error:
-            found[make.__name__] = type(error).__name__, str(error)
-    return found
+            results[make.__name__] = type(error).__name__, str(error)
+    return results
 
 
 def weights_that_one_rank_saved(directory: str) -> tuple[str, bool]:
@@ -458,8 +458,8 @@ def weights_that_one_rank_saved(directory: str) -> tuple[str, bool]:
 
 def one_batch_for_all() -> tuple[list[str], list[str]]:
     """Return the log of two steps with the same data on all ranks, and of a model with different data per rank."""
-    found: list[list[str]] = [[], []]
-    for texts, seed in zip(found, (0, None), strict=True):
+    results: list[list[str]] = [[], []]
+    for texts, seed in zip(results, (0, None), strict=True):
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record, texts=texts: texts.append(record.getMessage())  # type: ignore[method-assign, misc]
         logging.getLogger("te_fsdp").addHandler(handler)
@@ -469,7 +469,7 @@ def one_batch_for_all() -> tuple[list[str], list[str]]:
         for _ in range(2):
             model(draw_batch(seed)).square().mean().backward()
         logging.getLogger("te_fsdp").removeHandler(handler)
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def evaluation_on_one_rank() -> str:

@@ -131,7 +131,7 @@ def hooks_after_accumulation() -> bool:
 def counts_and_groups() -> bool:
     """Sizes of sharded parameters are those of the whole model, and so are their dims."""
     model, plain = make_sharded(), Model(make_meshes())
-    sizes = [[(name, p.numel(), p.ndim) for name, p in one.named_parameters()] for one in (model, plain)]
+    sizes = [[(name, p.numel(), p.ndim) for name, p in item.named_parameters()] for item in (model, plain)]
     return sizes[0] == sizes[1]
 
 
@@ -160,14 +160,14 @@ def a_layer_that_is_marked() -> bool:
     model(tokens).square().sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.step()
-    found = {name: _whole(p.grad) for name, p in model.named_parameters()}
+    results = {name: _whole(p.grad) for name, p in model.named_parameters()}
     whole = draw_batch(0)
     weights = {name: value.requires_grad_() for name, value in _weights(model).items()}
     for name in ("up", "down", "plain"):
         whole = nn.functional.linear(whole, weights[f"{name}.weight"], weights[f"{name}.bias"])
     whole.square().sum().backward()
     # Sums of up to 32 fp32 products in another order; gradients around 1.
-    return all(torch.allclose(found[name], w.grad, rtol=1e-4, atol=1e-4) for name, w in weights.items())
+    return all(torch.allclose(results[name], w.grad, rtol=1e-4, atol=1e-4) for name, w in weights.items())
 
 
 def what_shall_differ() -> bool:
@@ -204,7 +204,7 @@ def microbatches_that_are_given_up() -> bool:
     """By ``zero_grad`` of the optimizer, of the model or of a module around it, before a first step and later."""
     import te_fsdp
 
-    found = []
+    results = []
     for strategy, ways in (
         ("no_shard", "ozw"),
         ("optim", "zm"),
@@ -226,9 +226,9 @@ def microbatches_that_are_given_up() -> bool:
                 take_step(model, optimizer)
             for _ in () if way else range(2):
                 take_step(model, optimizer)
-            found.append(_weights(model))
+            results.append(_weights(model))
     # Strategies add the same two ranks' gradients, whose sum knows no order.
-    return all(torch.equal(w, found[0][name]) for one in found for name, w in one.items())
+    return all(torch.equal(w, results[0][name]) for item in results for name, w in item.items())
 
 
 def optimizers_that_step_in_backward() -> bool:
@@ -251,7 +251,7 @@ def optimizers_that_step_in_backward() -> bool:
 
 def parameters_after_an_evaluation() -> bool:
     """Read, written to, clipped and given to an optimizer while weights stay gathered: as where none do (ZeRO-3)."""
-    found = []
+    results = []
     for strategy in ("optim_grads_params", "optim", "optim_grads"):
         model, losses = make_sharded(strategy), []
 
@@ -286,9 +286,9 @@ def parameters_after_an_evaluation() -> bool:
                     return False
                 model.reshard()
         values = [*losses, *map(_whole, average)]
-        found.append({**_weights(model), **{str(place): value for place, value in enumerate(values)}})
+        results.append({**_weights(model), **{str(place): value for place, value in enumerate(values)}})
     # Strategies add the same two ranks' gradients, whose sum knows no order.
-    return all(torch.equal(value, found[0][name]) for one in found for name, value in one.items())
+    return all(torch.equal(value, results[0][name]) for item in results for name, value in item.items())
 
 
 def backwards_that_raise() -> bool:
@@ -297,7 +297,7 @@ def backwards_that_raise() -> bool:
     def fail(*unused: object) -> None:
         raise ValueError("a bad batch")
 
-    found = []
+    results = []
     for strategy in ("optim_grads_params", "optim", "no_shard"):
         for bad in (None, 0, 1):
             model = make_sharded(strategy)
@@ -310,9 +310,9 @@ def backwards_that_raise() -> bool:
                     hook.remove()
                     optimizer.zero_grad()
                 take_step(model, optimizer)
-            found.append(_weights(model))
+            results.append(_weights(model))
     # Strategies add the same two ranks' gradients, whose sum knows no order.
-    return all(torch.equal(w, found[0][name]) for one in found for name, w in one.items())
+    return all(torch.equal(w, results[0][name]) for item in results for name, w in item.items())
 
 
 MEANT: list[Callable[[], bool]] = [

@@ -155,7 +155,7 @@ def changes_alone() -> dict[str, str]:
 
     import te_fsdp
 
-    model, found = make_sharded(), {}
+    model, results = make_sharded(), {}
     model.eval()(draw_batch())
     model.train()
     _train(model)
@@ -169,8 +169,8 @@ def changes_alone() -> dict[str, str]:
         try:
             change()
         except te_fsdp.CollectiveError as error:
-            found[what] = str(error)
+            results[what] = str(error)
     te_fsdp.set_collective_timeout(1800)
     if dist.get_rank():
         time.sleep(4)  # the store of a terminated rank does not answer
-    return found
+    return results

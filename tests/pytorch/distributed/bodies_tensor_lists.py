@@ -78,23 +78,23 @@ def lists_by_value(axes: dict[str, int], strategy: str) -> dict[str, list[str]]:
     flat = torch.cat([gradient.flatten() for gradient in before])
     for norm_type in (2.0, math.inf, 1.0):
         norm = torch.linalg.vector_norm(flat, norm_type)
-        ours = te_fsdp.clip_grad_norm_(model, math.inf, norm_type)
+        actual = te_fsdp.clip_grad_norm_(model, math.inf, norm_type)
         factor, limit, value = 0.5, 0.5 * float(norm), float(flat.abs().median())
         for foreach in FOREACH:
             calls = _calls(parameters, limit, value, norm_type, norm, foreach)
             for name, call in calls.items():
-                found = call()
+                result = call()
                 label = f"{name} {norm_type} {foreach}"
                 after = [whole(p.grad) for p in parameters]
-                if found is not None:
-                    total = whole(found)
-                    same = torch.allclose(total, norm, **CLOSE) and torch.allclose(total, ours, **CLOSE)
+                if result is not None:
+                    total = whole(result)
+                    same = torch.allclose(total, norm, **CLOSE) and torch.allclose(total, actual, **CLOSE)
                     wrong += [] if same else [f"{label}: {total} in place of {norm}"]
-                wanted = {
+                expected = {
                     "get_total_norm": before,
                     "clip_grad_value_": [g.clamp(-value, value) for g in before],
                 }.get(name, [factor * g for g in before])
-                equal = all(torch.allclose(a, b, **CLOSE) for a, b in zip(after, wanted, strict=True))
+                equal = all(torch.allclose(a, b, **CLOSE) for a, b in zip(after, expected, strict=True))
                 wrong += [] if equal else [label]
                 for tensor, own in zip(locals_of, saved, strict=True):
                     tensor.copy_(own)
@@ -124,7 +124,7 @@ def norms_of_other_meshes(axes: dict[str, int], strategy: str) -> dict[str, list
             for chosen in (parameters, others):
                 utils.clip_grads_with_norm_(iter(chosen), limit, norm, foreach=foreach)
                 for parameter, gradient in zip(parameters, before, strict=True):
-                    factor = 0.5 if any(parameter is one for one in chosen) else 1.0
+                    factor = 0.5 if any(parameter is item for item in chosen) else 1.0
                     if not torch.allclose(whole(parameter.grad), factor * gradient, **CLOSE):
                         wrong.append(f"{foreach} {tuple(gradient.shape)}")
                 for tensor, own in zip(locals_of, saved, strict=True):
@@ -150,28 +150,28 @@ def _flattened(model: nn.Module) -> list[torch.Tensor]:
 def refused_lists(axes: dict[str, int], strategy: str) -> dict[str, str]:
     """Return the errors of functions that torch cannot compute over the model's parameters."""
     model = trained(axes, strategy, "mixed")
-    found = {"parameters_to_vector": _error(lambda: utils.parameters_to_vector(_flattened(model)))}
-    found["gradients"] = _error(lambda: utils.parameters_to_vector([p.grad for p in _flattened(model)]))
+    results = {"parameters_to_vector": _error(lambda: utils.parameters_to_vector(_flattened(model)))}
+    results["gradients"] = _error(lambda: utils.parameters_to_vector([p.grad for p in _flattened(model)]))
     vector = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
 
     def write() -> None:
         utils.vector_to_parameters(vector + 1, model.parameters())
         model(draw_batch())
 
-    found["vector_to_parameters"] = _error(write)
-    return found
+    results["vector_to_parameters"] = _error(write)
+    return results
 
 
 def vectors(axes: dict[str, int], strategy: str) -> dict[str, bool]:
     """Join parameters and gradients on one mesh, some of them stacked, in the order of the unsharded module."""
     model = trained(axes, strategy, "one mesh")
     parameters = _flattened(model)
-    found = {}
+    results = {}
     for name, tensors in (("parameters", parameters), ("gradients", [p.grad for p in parameters])):
-        wanted = torch.cat([whole(t.detach()).flatten() for t in tensors])
+        expected = torch.cat([whole(t.detach()).flatten() for t in tensors])
         vector = whole(utils.parameters_to_vector(tensors).detach())
-        found[name] = torch.equal(vector, wanted)
-        found[f"{name}: control"] = not torch.equal(vector.flip(0), wanted)
+        results[name] = torch.equal(vector, expected)
+        results[f"{name}: control"] = not torch.equal(vector.flip(0), expected)
     # The gradient of a penalty
     before = [whole(p.grad).clone() for p in parameters]
     penalty = utils.parameters_to_vector(parameters)
@@ -179,8 +179,8 @@ def vectors(axes: dict[str, int], strategy: str) -> dict[str, bool]:
     (whole(penalty) * weights).sum().backward()
     added = torch.cat([(whole(p.grad) - b).flatten() for p, b in zip(parameters, before, strict=True)])
     # Rounding of sums of fp32 with values below 4096
-    found["penalty"] = torch.allclose(added, weights, atol=1e-3)
-    return found
+    results["penalty"] = torch.allclose(added, weights, atol=1e-3)
+    return results
 
 
 def vectors_of_quantized(axes: dict[str, int], recipe: str) -> dict[str, bool]:
@@ -201,9 +201,9 @@ def vectors_of_quantized(axes: dict[str, int], recipe: str) -> dict[str, bool]:
         model = nn.Sequential(te.LayerNormMLP(128, 128, set_parallel_mode=True, **options))
     te_fsdp.materialize(te_fsdp.fully_shard(model, meshes, units=["0"]), seed=0)
     parameters = _flattened(model)
-    wanted = torch.cat([whole(p.detach()).flatten() for p in parameters])
+    expected = torch.cat([whole(p.detach()).flatten() for p in parameters])
     vector = whole(utils.parameters_to_vector(parameters).detach())
-    return {"equal": torch.equal(vector, wanted), "control": not torch.equal(vector.flip(0), wanted)}
+    return {"equal": torch.equal(vector, expected), "control": not torch.equal(vector.flip(0), expected)}
 
 
 def norms_of_experts(axes: dict[str, int], strategy: str) -> dict[str, str]:
@@ -214,11 +214,11 @@ def norms_of_experts(axes: dict[str, int], strategy: str) -> dict[str, str]:
         utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=foreach)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    found = {f"foreach={foreach}": _error(functools.partial(step, foreach)) for foreach in FOREACH}
+    results = {f"foreach={foreach}": _error(functools.partial(step, foreach)) for foreach in FOREACH}
     import te_fsdp
 
     model = trained(axes, strategy, "experts")
     te_fsdp.clip_grad_norm_(model, 1e-3)
-    found["control"] = _error(torch.optim.SGD(model.parameters(), lr=0.1).step)
+    results["control"] = _error(torch.optim.SGD(model.parameters(), lr=0.1).step)
     dist.barrier()
-    return found
+    return results

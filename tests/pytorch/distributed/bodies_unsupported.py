@@ -57,8 +57,8 @@ class Chain(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.unit(self.first(x))
-        return self.last(found.take() if isinstance(found, Hidden) else found.parts["tensor"])
+        result = self.unit(self.first(x))
+        return self.last(result.take() if isinstance(result, Hidden) else result.parts["tensor"])
 
 
 class Sharing(nn.Module):

@@ -46,11 +46,11 @@ def same_gradients(
 def gradients_are_equal(sharded: nn.Module, plain: nn.Module) -> bool:
     wanted = dict(plain.named_parameters())
     for name, parameter in sharded.named_parameters():
-        mine, own = parameter.grad, wanted[name].grad
-        if mine is None or own is None or not own.any() or not torch.allclose(whole(mine), own, **CLOSE):
+        actual, own = parameter.grad, wanted[name].grad
+        if actual is None or own is None or not own.any() or not torch.allclose(whole(actual), own, **CLOSE):
             return False
         # The negative control: this rank's own gradient, or twice the mean, would be noticed.
-        assert not torch.allclose(2 * whole(mine), own, **CLOSE)
+        assert not torch.allclose(2 * whole(actual), own, **CLOSE)
     return True
 
 
@@ -120,11 +120,11 @@ def a_shared_unit(strategy: str) -> bool:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()
 
-    found = []
+    results = []
     for name in ("left.0", "right.0"):  # either name of it
         sharded = make_of_torch(Sharing(), ["left", "right", name], strategy)
-        found.append(same_gradients(sharded, loss, plain_copy(sharded, Sharing())))
-    return all(found)
+        results.append(same_gradients(sharded, loss, plain_copy(sharded, Sharing())))
+    return all(results)
 
 
 def a_penalty_of_replicated_layers(strategy: str) -> bool:
@@ -176,10 +176,10 @@ def an_average_in_a_loop(strategy: str) -> bool:
     sharded = make_sharded(strategy)
     plain = plain_copy(sharded, Model(make_meshes()))
     decay = 0.9
-    wanted = torch.optim.swa_utils.AveragedModel(
+    expected = torch.optim.swa_utils.AveragedModel(
         plain, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
     )
-    wanted.update_parameters(plain)  # the first update copies
+    expected.update_parameters(plain)  # the first update copies
     parameters = list(sharded.parameters())
     average = [p.detach().float().clone() for p in parameters]
     optimizers = make_sgd(sharded), make_sgd(plain)
@@ -190,13 +190,13 @@ def an_average_in_a_loop(strategy: str) -> bool:
         (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
         optimizers[1].step()
         optimizers[1].zero_grad()
-        wanted.update_parameters(plain)
+        expected.update_parameters(plain)
         with torch.no_grad():
             torch._foreach_lerp_(average, [p.detach().float() for p in parameters], 1 - decay)
             kept = [p.detach().clone() for p in parameters]
             for p, mean in zip(parameters, average, strict=True):
                 p.copy_(mean)
-            seen.append(torch.allclose(sharded(draw_batch()), wanted(draw_batch()), **CLOSE))
+            seen.append(torch.allclose(sharded(draw_batch()), expected(draw_batch()), **CLOSE))
             seen.append(
                 not torch.allclose(sharded(draw_batch()), plain(draw_batch()), **CLOSE)
             )  # the control
@@ -212,15 +212,15 @@ def two_models_in_a_module_dict(directory: str, strategy: str) -> bool:
     """One optimizer with main weights; saved and loaded into other models of the same kind."""
     import te_fsdp
 
-    found = []
+    results = []
     for _ in range(2):
         models = nn.ModuleDict(
             {k: make_sharded(strategy, model=Model(make_meshes()).bfloat16()) for k in ("one", "other")}
         )
         optimizer = torch.optim.SGD(models.parameters(), lr=0.1, momentum=0.9)
         te_fsdp.main_weights(models, optimizer)
-        found.append((models, optimizer))
-    (models, optimizer), (others, loaded) = found
+        results.append((models, optimizer))
+    (models, optimizer), (others, loaded) = results
     models["other"](models["one"](draw_batch().bfloat16())).float().square().mean().backward()
     before = [whole(p.detach()).clone() for p in models.parameters()]
     te_fsdp.clip_grad_norm_(models, 1.0)
@@ -276,10 +276,10 @@ def scaled_losses(axes: dict[str, int], mixed: bool, infinite: bool) -> tuple[bo
     take_one = plain(draw_batch(meshes.data_rank)).square().mean()
     take_one.backward()
     optimizers[1].step()
-    wanted = before if infinite else [whole(p.detach()) for p in plain.parameters()]
+    expected = before if infinite else [whole(p.detach()) for p in plain.parameters()]
     other = [whole(p.detach()) for p in plain.parameters()] if infinite else before
     now = [whole(p.detach()) for p in scaled.parameters()]
-    as_wanted = all(torch.allclose(a, b, **CLOSE) for a, b in zip(now, wanted, strict=True))
+    as_wanted = all(torch.allclose(a, b, **CLOSE) for a, b in zip(now, expected, strict=True))
     return as_wanted and not torch.allclose(now[0], other[0], **CLOSE), scaler.get_scale()
 
 
@@ -314,13 +314,13 @@ def conversions(strategy: str, when: str) -> dict[str, bool]:
     def bits(main: torch.Tensor) -> torch.Tensor:
         return main.to_local() if isinstance(main, DTensor) else main
 
-    wanted = [bits(main) for main in train(lambda model: model)]
+    expected = [bits(main) for main in train(lambda model: model)]
     ways: dict[str, Callable[[nn.Module], Any]] = {
         "to": lambda model: model.to(harness.device()),
         "cpu_float": lambda model: model.to("cpu").float().to(harness.device()),
     }
     return {
-        name: all(torch.equal(a, bits(b)) for a, b in zip(wanted, train(way), strict=True))
+        name: all(torch.equal(a, bits(b)) for a, b in zip(expected, train(way), strict=True))
         for name, way in ways.items()
     }
 

@@ -13,7 +13,7 @@ BF16 = 2**-8
 
 def _plain(q, k, v, window, bottom_right):
     """Attention of (batch, sequence, heads, channels) in float64, and the logarithms of the rows' sums."""
-    k, v = (one.repeat_interleave(q.shape[2] // one.shape[2], dim=2) for one in (k, v))
+    k, v = (item.repeat_interleave(q.shape[2] // item.shape[2], dim=2) for item in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3
     shift = k.shape[1] - q.shape[1] if bottom_right else 0
     distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - shift
@@ -37,7 +37,7 @@ def test_fused_attention_and_its_backward(te, layout, mask, window, keys):
 
     q, grad = (torch.randn(2, 8, 4, 16).bfloat16() for _ in range(2))
     k, v = (torch.randn(2, keys, 2, 16).bfloat16() for _ in range(2))
-    expected = [one.double().requires_grad_() for one in (q, k, v)]
+    expected = [item.double().requires_grad_() for item in (q, k, v)]
     out, sums = _plain(*expected, window, "bottom" in mask)
     out.backward(grad.double())
 
@@ -55,7 +55,7 @@ def test_fused_attention_and_its_backward(te, layout, mask, window, keys):
         "bottom_right_diagonal": "bottom" in mask,
     }
     lengths = [torch.arange(3, dtype=torch.int32) * n for n in (8, keys)]
-    inputs = [turned(one) for one in (q, k, v)]
+    inputs = [turned(item) for item in (q, k, v)]
     got, (stats, state) = fused_attn.fused_attn_fwd(
         True, 8, keys, *lengths, *inputs, torch.bfloat16, **options
     )
@@ -66,8 +66,8 @@ def test_fused_attention_and_its_backward(te, layout, mask, window, keys):
         8, keys, *lengths, *inputs, got, turned(grad), torch.bfloat16, [stats, state],
         options.pop("fused_attention_backend"), **options,
     )  # fmt: skip
-    for name, mine, leaf in zip("qkv", grads, expected, strict=False):
-        assert ref.distance(turned(mine), leaf.grad) <= 2 * BF16, name
+    for name, actual, leaf in zip("qkv", grads, expected, strict=False):
+        assert ref.distance(turned(actual), leaf.grad) <= 2 * BF16, name
 
 
 def test_attention_that_is_not_emulated_has_no_backend(te):

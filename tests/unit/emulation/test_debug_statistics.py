@@ -67,7 +67,7 @@ def test_statistics_are_those_of_the_tensors(tmp_path):
     assert done.returncode == 0, done.stderr
     mean, norm, largest = map(float, done.stdout.split()[-3:])
     log = next(tmp_path.glob("nvdlfw_inspect_statistics_logs/*.log")).read_text()
-    found = {name: float(value) for name, value in re.findall(r"INFO - \w+?_(\S+)\s.*value=(\S+)", log)}
+    results = {name: float(value) for name, value in re.findall(r"INFO - \w+?_(\S+)\s.*value=(\S+)", log)}
     # the log has four decimals; sums are fp32, in another order
     expected = {
         "activation_mean": mean,
@@ -75,5 +75,5 @@ def test_statistics_are_those_of_the_tensors(tmp_path):
         "activation_max": largest,
         "gradient_mean": 2.0,
     }
-    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-3, rel=1e-5)
-    assert 0 < found["activation_mse"] < 0.01
+    assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-3, rel=1e-5)
+    assert 0 < results["activation_mse"] < 0.01

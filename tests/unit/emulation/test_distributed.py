@@ -12,7 +12,9 @@ from tests.unit.emulation import reference as ref, two_processes
 
 def cases(table):
     return [
-        (arch, *(one if isinstance(one, tuple) else (one,))) for arch, ones in table.items() for one in ones
+        (arch, *(item if isinstance(item, tuple) else (item,)))
+        for arch, ones in table.items()
+        for item in ones
     ]
 
 

@@ -126,8 +126,8 @@ def test_dequantize_dtypes_and_refusals():
     x = make("normal", SHAPE, torch.bfloat16)
     y = build("current")(x)
     full = formats.dequantize(y, torch.float32)
-    for wanted in (DType.kBFloat16, torch.bfloat16):
-        assert torch.equal(formats.dequantize(y, wanted), full.to(torch.bfloat16))
+    for expected in (DType.kBFloat16, torch.bfloat16):
+        assert torch.equal(formats.dequantize(y, expected), full.to(torch.bfloat16))
     with pytest.raises(EmulationError, match="does not dequantize Float8BlockwiseQTensor"):
         formats.dequantize(build("block1")(x), torch.float32)
     with pytest.raises(EmulationError, match="Tensor is not a quantized tensor"):
@@ -174,22 +174,22 @@ def _two_ranks(rank: int, store: str, results: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     whole = make("heavy", (128, 96), torch.bfloat16)
     mine = whole.chunk(2)[rank].contiguous()
-    found = {}
+    outcomes = {}
     for name in ("current", "nvfp4"):
         quantizer = build(name)
         alone = snapshot(quantizer(mine))
         quantizer.with_amax_reduction = True
         together = formats.quantize(mine, quantizer)
-        found[name] = (alone, snapshot(together), snapshot(build(name)(whole)))
+        outcomes[name] = (alone, snapshot(together), snapshot(build(name)(whole)))
         # The no-op flag skips the write, not the collective: it must not leave the other rank waiting.
         formats.quantize(mine, quantizer, together, torch.ones(1) if rank == 0 else torch.zeros(1))
-        found[f"{name} noop"] = snapshot(together)
+        outcomes[f"{name} noop"] = snapshot(together)
         if rank == 0:
             try:
                 formats.quantize(mine[:0], quantizer)
             except EmulationError as error:
-                found[f"{name} empty"] = str(error)
-    torch.save(found, f"{results}{rank}")
+                outcomes[f"{name} empty"] = str(error)
+    torch.save(outcomes, f"{results}{rank}")
     torch.distributed.destroy_process_group()
 
 
@@ -197,18 +197,18 @@ def test_amax_reduction_of_two_ranks(tmp_path, python):
     """With reduction the shards' scales are those of the whole tensor, and the data are its rows."""
     run_ranks(python, TWO_RANKS, str(tmp_path / "store"), str(tmp_path / "rank"))
     for rank in range(2):
-        found = torch.load(tmp_path / f"rank{rank}")
-        alone, together, whole = found["current"]
+        result = torch.load(tmp_path / f"rank{rank}")
+        alone, together, whole = result["current"]
         assert torch.equal(together["_scale_inv"], whole["_scale_inv"])
         assert torch.equal(together["_data"], whole["_data"].chunk(2)[rank])
-        alone4, together4, whole4 = found["nvfp4"]
+        alone4, together4, whole4 = result["nvfp4"]
         for amax in ("_amax_rowwise", "_amax_columnwise"):
             assert torch.equal(together4[amax], whole4[amax])
         assert torch.equal(together4["_rowwise_data"], whole4["_rowwise_data"].chunk(2)[rank])
         for name in ("current", "nvfp4"):
-            assert all(torch.equal(found[f"{name} noop"][k], v) for k, v in found[name][1].items())
+            assert all(torch.equal(result[f"{name} noop"][k], v) for k, v in result[name][1].items())
             if rank == 0:
-                assert "empty input with amax reduction over 2 ranks" in found[f"{name} empty"]
+                assert "empty input with amax reduction over 2 ranks" in result[f"{name} empty"]
         # The control: without reduction the rank that does not hold the largest value gets another scale.
         differs = not torch.equal(alone["_scale_inv"], whole["_scale_inv"])
         assert differs == (

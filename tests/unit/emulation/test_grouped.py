@@ -80,15 +80,15 @@ def step(te, recipe, module):
     with context:
         y = module(x, torch.tensor(SPLITS))
     y.backward(torch.randn(y.shape, generator=generator).bfloat16())
-    found = {"output": y.detach(), "input gradient": x.grad}
+    results = {"output": y.detach(), "input gradient": x.grad}
     for name in ("weight", "bias"):
         whole = getattr(module, name, None)
         one = [getattr(module, f"{name}{i}", None) for i in range(EXPERTS)]
         if whole is not None:
-            found[f"{name} gradient"] = whole.grad
+            results[f"{name} gradient"] = whole.grad
         elif isinstance(one[0], torch.nn.Parameter):
-            found[f"{name} gradient"] = torch.stack([p.grad for p in one])
-    return found
+            results[f"{name} gradient"] = torch.stack([p.grad for p in one])
+    return results
 
 
 @pytest.mark.parametrize(("arch", "name"), CASES)

@@ -245,8 +245,8 @@ def test_dot_product_attention(te, mask_type, softmax_type):
     y64.backward(grad.double())
     bound = ref.fp32_bound(64, 2)
     assert ref.distance(y_seen, y64) <= bound
-    for got, wanted in zip((q, k, v), doubles, strict=True):
-        assert ref.distance(got.grad, wanted.grad) <= 4 * bound
+    for got, expected in zip((q, k, v), doubles, strict=True):
+        assert ref.distance(got.grad, expected.grad) <= 4 * bound
     if offset is not None:
         assert ref.distance(offset.grad.reshape(-1), offset64.grad) <= 4 * bound
 

@@ -44,10 +44,10 @@ def test_fused_adam_fp32_is_torch_adam(te, decoupled, capturable):
 
 
 def test_the_adam_comparison_can_fail(te):
-    ours, theirs = parameters(), parameters()
-    train(te.optimizers.FusedAdam(ours, lr=1e-2, weight_decay=0.1, adam_w_mode=False), ours)
-    train(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs)
-    assert ref.distance(ours[0], theirs[0].detach()) > 100 * ADAM_BOUND
+    actual, expected = parameters(), parameters()
+    train(te.optimizers.FusedAdam(actual, lr=1e-2, weight_decay=0.1, adam_w_mode=False), actual)
+    train(torch.optim.AdamW(expected, lr=1e-2, weight_decay=0.1), expected)
+    assert ref.distance(actual[0], expected[0].detach()) > 100 * ADAM_BOUND
 
 
 def test_master_weights_follow_fp32_adam_and_parameters_are_their_rounding(te):
@@ -172,7 +172,7 @@ def test_capturable_adam_obeys_the_flag(tex):
     lists = [[torch.ones(3)] for _ in range(4)]
     args = (1e-3, 0.9, 0.999, 1e-8, torch.tensor([1]), 1, 1, 0.0, torch.tensor([0.5]))
     tex.multi_tensor_adam_capturable(2048, torch.ones(1, dtype=torch.int), lists, *args)
-    assert all(one[0].tolist() == [1.0] * 3 for one in lists)
+    assert all(item[0].tolist() == [1.0] * 3 for item in lists)
     tex.multi_tensor_adam_capturable(2048, torch.zeros(1, dtype=torch.int), lists, *args)
     assert lists[0][0].tolist() == [0.5] * 3  # the gradient is unscaled in place
     assert lists[1][0][0] < 1.0

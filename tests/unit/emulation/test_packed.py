@@ -28,18 +28,18 @@ def test_attention_of_packed_sequences(te, causal):
     alone = te.DotProductAttention(4, 16, qkv_format="bshd", attention_dropout=0.0)
     inputs = [torch.randn(13, 4, 16, requires_grad=True) for _ in range(3)]
     copies = [one.detach().clone().requires_grad_() for one in inputs]
-    found = packed(*inputs, **_packed(causal))
+    result = packed(*inputs, **_packed(causal))
     mask = "causal" if causal else "no_mask"
     parts = zip(*(one.split(LENGTHS) for one in copies), strict=True)
     expected = torch.cat(
-        [alone(*(one[None].clone() for one in part), attn_mask_type=mask)[0] for part in parts]
+        [alone(*(item[None].clone() for item in part), attn_mask_type=mask)[0] for part in parts]
     )
-    assert ref.distance(found, expected) <= 16 * ref.FP32_UNIT
-    weights = torch.randn_like(found)
-    (found * weights).sum().backward()
+    assert ref.distance(result, expected) <= 16 * ref.FP32_UNIT
+    weights = torch.randn_like(result)
+    (result * weights).sum().backward()
     (expected * weights).sum().backward()
-    for mine, other in zip(inputs, copies, strict=True):
-        assert ref.distance(mine.grad, other.grad) <= 32 * ref.FP32_UNIT
+    for actual, other in zip(inputs, copies, strict=True):
+        assert ref.distance(actual.grad, other.grad) <= 32 * ref.FP32_UNIT
     whole = alone(*(one[None].clone() for one in copies), attn_mask_type=mask)[0]
     assert ref.distance(whole, expected) > 0.1
 
@@ -66,8 +66,8 @@ def test_padding_between_sequences(te, mask, groups):
     inputs = [torch.randn(20, heads, 16).bfloat16().requires_grad_() for heads in (4, groups, groups)]
     options = {"cu_seqlens_q": BOUNDS, "cu_seqlens_kv": BOUNDS, "max_seqlen_q": 8, "max_seqlen_kv": 8}
     options |= {"attn_mask_type": mask, "pad_between_seqs": True}
-    found = attention(*inputs, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, **options)
-    found = found.view(20, 4, 16)
+    result = attention(*inputs, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, **options)
+    result = result.view(20, 4, 16)
     exact = [one.detach().double().requires_grad_() for one in inputs]
     expected = torch.zeros(20, 4, 16).double()
     for start, length in zip(starts, LENGTHS, strict=True):
@@ -78,13 +78,13 @@ def test_padding_between_sequences(te, mask, groups):
             scores = scores + torch.full_like(scores[0], float("-inf")).triu(1)
         expected[start : start + length] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
     # Values are rounded once, to bf16, and so are the output and its gradient that backward takes.
-    assert ref.distance(found, expected) <= 2**-8
+    assert ref.distance(result, expected) <= 2**-8
     weights = torch.randn(20, 4, 16).bfloat16()
-    (found * weights).sum().backward()
+    (result * weights).sum().backward()
     (expected * weights).sum().backward()
-    for mine, other in zip(inputs, exact, strict=True):
-        assert ref.distance(mine.grad, other.grad) <= 2 * 2**-8
-        assert not mine.grad[5:8].any() and not found[9:12].any()
+    for actual, other in zip(inputs, exact, strict=True):
+        assert ref.distance(actual.grad, other.grad) <= 2 * 2**-8
+        assert not actual.grad[5:8].any() and not result[9:12].any()
     other = attention(*inputs, cu_seqlens_q_padded=BOUNDS, cu_seqlens_kv_padded=BOUNDS, **options)
     assert ref.distance(other.view(20, 4, 16), expected) > 0.1
 
@@ -104,17 +104,17 @@ def test_rotary_embedding_of_packed_sequences(te, interleaved):
             tensor, angles, tensor_format=format, interleaved=interleaved, fused=True, **options
         )
 
-    found = apply(tokens, "thd", cu_seqlens=BOUNDS, start_positions=starts)
+    result = apply(tokens, "thd", cu_seqlens=BOUNDS, start_positions=starts)
     expected = torch.cat(
         [
             apply(part[None], "bshd", start_positions=starts[i : i + 1])[0]
             for i, part in enumerate(copy.split(LENGTHS))
         ]
     )
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, apply(tokens, "thd", cu_seqlens=BOUNDS))
-    weights = torch.randn_like(found)
-    (found * weights).sum().backward()
+    assert torch.equal(result, expected)
+    assert not torch.equal(result, apply(tokens, "thd", cu_seqlens=BOUNDS))
+    weights = torch.randn_like(result)
+    (result * weights).sum().backward()
     (expected * weights).sum().backward()
     assert torch.equal(tokens.grad, copy.grad)
 
@@ -148,18 +148,18 @@ def test_layer_on_packed_sequences(te, quantized):
     bounds = torch.tensor([0, 16, 64], dtype=torch.int32)
     tokens = torch.randn(64, 64)
     with te.autocast(enabled=quantized, recipe=Float8CurrentScaling()):
-        found = packed(
+        result = packed(
             tokens, rotary_pos_emb=angles, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=48, max_seqlen_kv=48
         )  # fmt: skip
         expected = torch.cat(
-            [alone(one[None].clone(), rotary_pos_emb=angles)[0] for one in tokens.split(lengths)]
+            [alone(item[None].clone(), rotary_pos_emb=angles)[0] for item in tokens.split(lengths)]
         )
         whole = alone(tokens[None], rotary_pos_emb=angles)[0]
     # one scale for all packed tokens, one for each sequence: four chained products round their inputs on two grids
     bound = 2 * math.sqrt(2) * ref.stage(ref.E4M3_EPS, ref.E4M3_EPS) if quantized else 64 * ref.FP32_UNIT
-    assert ref.distance(found - tokens, expected - tokens) <= bound
+    assert ref.distance(result - tokens, expected - tokens) <= bound
     assert ref.distance(whole - tokens, expected - tokens) > 0.25
-    found.square().sum().backward()
+    result.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in packed.parameters())
 
 
@@ -192,13 +192,13 @@ def test_generation_with_a_cache(te, paged):
             lengths[name] = start + new
         news = torch.tensor([0, *step.values()]).cumsum(0).int()
         with torch.no_grad():
-            found = attention(
+            result = attention(
                 *rows, inference_params=cache, attn_mask_type="padding_causal", cu_seqlens_q=news, max_seqlen_q=width
             )  # fmt: skip
             for at, (name, new) in enumerate(step.items()):
-                whole = [one[None, : lengths[name]].clone() for one in data[name]]
+                whole = [item[None, : lengths[name]].clone() for item in data[name]]
                 expected = alone(*whole, attn_mask_type="causal")[0, -new:]
-                assert ref.distance(found.view(len(step), width, -1)[at, :new], expected) <= 2**-7, (
+                assert ref.distance(result.view(len(step), width, -1)[at, :new], expected) <= 2**-7, (
                     step,
                     name,
                 )

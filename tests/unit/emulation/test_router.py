@@ -75,13 +75,13 @@ def test_formats_of_the_routing_map(te):
 
     arguments = (3, True, None, None, None, "softmax", None)
     logits = torch.randn(TOKENS, 11)
-    found = []
+    results = []
     for options in ({}, {"routing_map_format": "bitmap_u8"}, {"topk_indices": torch.empty(TOKENS, 3).long()}):
         leaf = logits.clone().requires_grad_()
         probs, routing = router.fused_topk_with_score_function(leaf, *arguments, **options)
         probs.square().sum().backward()
-        found.append((probs.detach(), routing, leaf.grad))
-    (probs, mask, grad), (bits_probs, bits, bits_grad), (dense_probs, dense, dense_grad) = found
+        results.append((probs.detach(), routing, leaf.grad))
+    (probs, mask, grad), (bits_probs, bits, bits_grad), (dense_probs, dense, dense_grad) = results
     unpacked = [[bool(bits[t, e // 8] & 1 << e % 8) for e in range(11)] for t in range(TOKENS)]
     assert bits.dtype == torch.uint8 and torch.tensor(unpacked).equal(mask)
     assert torch.zeros_like(mask).scatter(1, dense, True).equal(mask)
@@ -131,7 +131,7 @@ def test_permutation_by_mask(te, dtype):
     assert torch.equal(rows, tokens[order]) and torch.equal(permuted, probs[order, experts])
     assert not torch.equal(rows, tokens[order.flip(0)])
     back = te.moe_unpermute(rows * 2, row_map, merging_probs=probs, restore_shape=tokens.shape)
-    exact, exact_probs = (one.detach().double().requires_grad_() for one in (tokens, probs))
+    exact, exact_probs = (item.detach().double().requires_grad_() for item in (tokens, probs))
     plain = (2 * exact[:, None] * (exact_probs * mask)[..., None]).sum(1)
     unit = FP32 if dtype == torch.float32 else 2**-7
     assert ref.distance(back, plain) <= unit
@@ -146,8 +146,8 @@ def test_permutation_with_padding(te):
     """Groups of rows are padded to a multiple; the padding is zero and leaves no trace in the sum back."""
     mask, probs = _routing(), torch.rand(TOKENS, EXPERTS)
     tokens, counts = torch.randn(TOKENS, HIDDEN), mask.sum(0)
-    found = te.moe_permute_and_pad_with_probs(tokens, probs, mask, counts, 4)
-    rows, permuted, row_map, offsets, padded = found
+    result = te.moe_permute_and_pad_with_probs(tokens, probs, mask, counts, 4)
+    rows, permuted, row_map, offsets, padded = result
     assert padded.tolist() == [-(-int(count) // 4) * 4 for count in counts] and len(rows) == padded.sum()
     starts = (padded.cumsum(0) - padded).tolist()
     for expert, start in enumerate(starts):
@@ -172,7 +172,7 @@ def test_permutation_by_index(te, kept):
     assert torch.equal(rows, tokens[order // 2])
     used = torch.zeros(TOKENS * 2).index_fill(0, order, 1.0).view(TOKENS, 2)
     back = te.moe_unpermute(rows, row_map, merging_probs=probs, map_type="index")
-    exact, exact_probs = (one.detach().double().requires_grad_() for one in (tokens, probs))
+    exact, exact_probs = (item.detach().double().requires_grad_() for item in (tokens, probs))
     plain = exact * (exact_probs * used).sum(1, keepdim=True)
     assert ref.distance(back, plain) <= FP32
     weights = torch.randn(TOKENS, HIDDEN)
@@ -188,8 +188,8 @@ def test_chunks_change_their_order(te):
     tokens, probs = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS)
     chunks = torch.arange(TOKENS).split(sizes.tolist())
     moved = torch.cat([chunks[i] for i in order])
-    found, found_probs = te.moe_sort_chunks_by_index_with_probs(tokens, probs, sizes, order)
-    assert torch.equal(found, tokens[moved]) and torch.equal(found_probs, probs[moved])
+    result, found_probs = te.moe_sort_chunks_by_index_with_probs(tokens, probs, sizes, order)
+    assert torch.equal(result, tokens[moved]) and torch.equal(found_probs, probs[moved])
     weights = torch.randn(TOKENS, HIDDEN)
-    (found * weights).sum().backward()
+    (result * weights).sum().backward()
     assert torch.equal(tokens.grad[moved], weights)

@@ -112,8 +112,8 @@ def losses(te, name, primary, mesh, meta):
             *(layer(te, dtype, width, device="meta" if meta else "cpu") for _ in range(2))
         )
     if mesh is not None:
-        for one in model:
-            fully_shard(one, mesh=mesh)
+        for item in model:
+            fully_shard(item, mesh=mesh)
         fully_shard(model, mesh=mesh)
     if meta:
         for module in model.modules():
@@ -121,7 +121,7 @@ def losses(te, name, primary, mesh, meta):
                 module.reset_parameters()
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-3, master_weights=dtype != torch.float32)
     torch.manual_seed(1)
-    x, target, found = torch.randn(S, B, width * H, dtype=dtype), torch.randn(S, B, width * H), []
+    x, target, results = torch.randn(S, B, width * H, dtype=dtype), torch.randn(S, B, width * H), []
     for _ in range(STEPS):
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = model(x)
@@ -129,10 +129,10 @@ def losses(te, name, primary, mesh, meta):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
+        results.append(loss.item())
     weight = model[0].layernorm_mlp.fc1_weight
     local = weight.to_local() if hasattr(weight, "to_local") else weight
-    return found, type(local).__name__
+    return results, type(local).__name__
 
 
 def checkpoint(te, name, mesh, folder):

@@ -69,8 +69,8 @@ else:
 def bits(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's values in FP32."""
     local = getattr(tensor, "_local_tensor", tensor)
-    whole = local.dequantize() if hasattr(local, "dequantize") and type(local) is not torch.Tensor else local
-    return hashlib.sha256(whole.detach().float().contiguous().numpy().tobytes()).hexdigest()[:16]
+    full = local.dequantize() if hasattr(local, "dequantize") and type(local) is not torch.Tensor else local
+    return hashlib.sha256(full.detach().float().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
 if ranks == 1:

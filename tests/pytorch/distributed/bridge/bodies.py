@@ -161,8 +161,8 @@ def methods() -> dict[str, Any]:
         net, fsdp_unit_modules=[torch.nn.Linear], nccl_ub=True, use_decoupled_grad=True
     )
     optimizer = megatron_fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
-    index, found = model.get_distributed_index(), {}
-    found["groups"] = [
+    index, results = model.get_distributed_index(), {}
+    results["groups"] = [
         index.get_fsdp_group().size(),
         index.get_dp_group().size(),
         index.get_outer_fsdp_group(),
@@ -174,31 +174,31 @@ def methods() -> dict[str, Any]:
     model.finish_grad_sync()
     before = [p.grad.full_tensor().clone() for p in net.parameters()]
     model.scale_gradients(0.5)
-    found["scaled"] = all(
+    results["scaled"] = all(
         torch.equal(p.grad.full_tensor(), g / 2) for p, g in zip(net.parameters(), before, strict=True)
     )
     with model.mixed_precision_context(megatron_fsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)):
-        found["inside"] = str(model.mp_policy.grad_comm_dtype)
+        results["inside"] = str(model.mp_policy.grad_comm_dtype)
         model.zero_grad_buffer()
         model(batch(0, 0, dist.get_rank())).square().mean().backward()
         coarse = [p.grad.full_tensor().clone() for p in net.parameters()]
     # The wire rounds to 8 bits: near, and not the same.
-    found["rounded"] = any(not torch.equal(a, b) for a, b in zip(coarse, before, strict=True))
-    found["near"] = all(
+    results["rounded"] = any(not torch.equal(a, b) for a, b in zip(coarse, before, strict=True))
+    results["near"] = all(
         torch.allclose(a, b, rtol=2**-6, atol=2**-6) for a, b in zip(coarse, before, strict=True)
     )
-    found["restored"] = model.mp_policy == policy
+    results["restored"] = model.mp_policy == policy
     state = optimizer.state_dict()
     optimizer.zero_grad(zero_grad_buffer=True)
     state = optimizer.state_dict()
-    found["state"] = sorted({float(s["step"]) for s in state["state"].values()})
+    results["state"] = sorted({float(s["step"]) for s in state["state"].values()})
     optimizer.step(sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)
     model.install_optimized_model_weights()
     model.synchronize_param_gather()
     model.broadcast_params()
-    found["messages"] = messages
+    results["messages"] = messages
     logging.getLogger("te_fsdp").removeHandler(handler)
-    return found
+    return results
 
 
 def te_model(recipe: str, tp: int, meta: bool) -> dict[str, Any]:
@@ -287,31 +287,31 @@ def corners() -> dict[str, Any]:
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.errors import InitError
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     policy = megatron_fsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
     net = make_net().to(torch.bfloat16)
     model, optimizer = megatron_fsdp.fully_shard(
         net, torch.optim.RMSprop(net.parameters()), zero_dp_strategy=0, mixed_precision_policy=policy
     )
-    found["state"] = sorted({float(s["step"]) for s in optimizer.state_dict()["state"].values()})
+    results["state"] = sorted({float(s["step"]) for s in optimizer.state_dict()["state"].values()})
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     model(batch(0, 0, dist.get_rank()).to(torch.bfloat16)).float().square().mean().backward()
     optimizer.step(sync_grad_before_optimizer_step=True)
     scheduler.step()
-    found["lr"] = optimizer.param_groups[0]["lr"]
+    results["lr"] = optimizer.param_groups[0]["lr"]
     optimizer.zero_grad(set_to_none=False)
-    found["gradients"] = [float(p.grad.abs().max()) for p in net.parameters()]
+    results["gradients"] = [float(p.grad.abs().max()) for p in net.parameters()]
     optimizer.zero_grad()
-    found["none"] = [p.grad for p in net.parameters()]
+    results["none"] = [p.grad for p in net.parameters()]
     before = [p.detach().clone() for p in net.parameters()]
     if dist.get_rank() == 1:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.add_(1.0)
     model.broadcast_params()
-    found["copies"] = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    results["copies"] = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     try:
         megatron_fsdp.fully_shard_model(torch.nn.Linear(2, 2, device="meta"))
     except InitError as error:
-        found["error"] = str(error)
-    return found
+        results["error"] = str(error)
+    return results

@@ -79,23 +79,23 @@ def constructed(outer: str | None) -> dict[str, Any]:
     )
     net = make_net()
     model = megatron_fsdp.MegatronFSDP(net, index, config, fsdp_unit_modules=[torch.nn.Linear])
-    found: dict[str, Any] = {"worst": trained(model, net), "auto": model.model_auto_sync}
-    found["same"] = model.get_distributed_index() is index and model.ddp_config is config
-    found["cut"] = net[0].weight.to_local().shape[0]
-    return found
+    results: dict[str, Any] = {"worst": trained(model, net), "auto": model.model_auto_sync}
+    results["same"] = model.get_distributed_index() is index and model.ddp_config is config
+    results["cut"] = net[0].weight.to_local().shape[0]
+    return results
 
 
 def alone() -> dict[str, Any]:
     """`MegatronFSDP(module)` with nothing else but options; the defaults of its configuration."""
     from te_fsdp.compat import megatron_fsdp
 
-    net, found = make_net(), {}
+    net, results = make_net(), {}
     with logged() as messages:
         model = megatron_fsdp.MegatronFSDP(net, fsdp_unit_modules=["torch.nn.Linear"], nccl_ub=True)
-    found["worst"], found["messages"] = trained(model, net), list(messages)
+    results["worst"], results["messages"] = trained(model, net), list(messages)
     index = model.get_distributed_index()
-    found["names"] = index.get_root_mesh().mesh_dim_names
-    found["sharded"] = isinstance(net[0].weight, DTensor)
+    results["names"] = index.get_root_mesh().mesh_dim_names
+    results["sharded"] = isinstance(net[0].weight, DTensor)
     config = megatron_fsdp.DistributedDataParallelConfig(
         check_for_nan_in_grad=True,
         overlap_grad_reduce=True,
@@ -105,15 +105,15 @@ def alone() -> dict[str, Any]:
     net = make_net()
     with logged() as messages:
         model = megatron_fsdp.MegatronFSDP(net, ddp_config=config, calculate_per_token_loss=True)
-    found["whole"] = not isinstance(net[0].weight, DTensor)
-    found["sums"], found["config"] = trained(model, net, average=False), list(messages)
+    results["whole"] = not isinstance(net[0].weight, DTensor)
+    results["sums"], results["config"] = trained(model, net, average=False), list(messages)
     optimizer = megatron_fsdp.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model(batch(0, 0, 0) * float("nan")).sum().backward()
     try:
         optimizer.step()
     except Exception as error:
-        found["nan"] = type(error).__name__
-    return found
+        results["nan"] = type(error).__name__
+    return results
 
 
 def index_answers() -> dict[str, Any]:
@@ -126,7 +126,7 @@ def index_answers() -> dict[str, Any]:
     apart = dist.new_group([0, 1, 2, 3])
     index = FSDPDistributedIndex(mesh, "near", "far", "wide", hsdp_outer_dp_shard=True, fsdp_group_ag=apart)
     ranks = dist.get_process_group_ranks
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "near": ranks(index.get_fsdp_group()),
         "far": ranks(index.get_outer_fsdp_group()),
         "dp": sorted(ranks(index.get_dp_group())),
@@ -139,14 +139,14 @@ def index_answers() -> dict[str, Any]:
         "experts": [index.get_root_mesh(True), index.get_fsdp_group(True), index.get_dp_group(True)],
     }
     given = FSDPDistributedIndex(mesh, "near", "far", hybrid_fsdp_group=apart)
-    found["given"] = given.get_dp_group() is apart
+    results["given"] = given.get_dp_group() is apart
     experts = dist.init_device_mesh(kind, (1, 2, 2, 1), mesh_dim_names=("far", "near", "ep", "wide"))
     dense = dist.init_device_mesh(kind, (1, 4, 1), mesh_dim_names=names)
     both = FSDPDistributedIndex(dense, "near", "far", "wide", expt_device_mesh=experts)
-    found["expert_near"] = ranks(both.get_fsdp_group(True))
-    found["expert_dp"] = ranks(both.get_dp_group(True))
-    found["expert_far"] = ranks(both.get_outer_fsdp_group(True))
-    found["expert_mesh"] = both.get_submesh("near", is_expert_parallel=True) == experts["near"]
+    results["expert_near"] = ranks(both.get_fsdp_group(True))
+    results["expert_dp"] = ranks(both.get_dp_group(True))
+    results["expert_far"] = ranks(both.get_outer_fsdp_group(True))
+    results["expert_mesh"] = both.get_submesh("near", is_expert_parallel=True) == experts["near"]
     wrong = {
         "no axis": lambda: FSDPDistributedIndex(device_mesh=mesh),
         "unknown": lambda: FSDPDistributedIndex(mesh, "near", tp_dim="tp"),
@@ -155,13 +155,13 @@ def index_answers() -> dict[str, Any]:
         "no experts": lambda: index.get_submesh("near", is_expert_parallel=True),
         "place": lambda: given.get_logical_hybrid_fsdp_rank(),
     }
-    found["errors"] = {}
+    results["errors"] = {}
     for name, call in wrong.items():
         try:
             call()
         except MeshError as error:
-            found["errors"][name] = str(error)
-    return found
+            results["errors"][name] = str(error)
+    return results
 
 
 def is_unreduced(parameter: torch.nn.Parameter) -> bool:
@@ -179,7 +179,7 @@ def lifecycle() -> dict[str, Any]:
     """Methods by their effects: reductions that wait, gathers, weights that were changed behind the model's back."""
     from te_fsdp.compat import megatron_fsdp
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     options: dict[str, Any] = {"fsdp_unit_modules": [torch.nn.Linear]}
     reference = make_net()
     for rank in range(dist.get_world_size()):
@@ -196,8 +196,8 @@ def lifecycle() -> dict[str, Any]:
         with logged() as messages:
             getattr(model, method)(*([True] if method == "finish_grad_sync" else []))
         pairs = zip(net.parameters(), reference.parameters(), strict=True)
-        found[method] = waits, max((p.grad.full_tensor() - r.grad).abs().max().item() for p, r in pairs)
-        found["messages"] = list(messages)
+        results[method] = waits, max((p.grad.full_tensor() - r.grad).abs().max().item() for p, r in pairs)
+        results["messages"] = list(messages)
     net = make_net()
     model = megatron_fsdp.fully_shard_model(net, zero_dp_strategy="optim_grads", **options)
     data, state = batch(0, 0, 0), deepcopy(model.state_dict())
@@ -207,25 +207,25 @@ def lifecycle() -> dict[str, Any]:
         for parameter in net.parameters():
             parameter.mul_(2.0)
         model.start_param_sync(force_sync=True)
-        found["gathered"] = not isinstance(net[0].weight, DTensor)
+        results["gathered"] = not isinstance(net[0].weight, DTensor)
         doubled = model(data)
         model.load_state_dict(state)
-        found["loaded"] = torch.equal(model(data), before) and not torch.equal(doubled, before)
+        results["loaded"] = torch.equal(model(data), before) and not torch.equal(doubled, before)
         # The values of a state dict are those that the optimizer updates: written while weights are unsharded.
         values = list(model.state_dict().values())  # taking it cuts the weights again
         model.start_param_sync(force_sync=True)
         for value in values:
             value.to_local().mul_(2.0)
         model.install_optimized_model_weights()
-        found["installed"] = torch.equal(model(data), doubled)
+        results["installed"] = torch.equal(model(data), doubled)
     model.synchronize_param_gather()
-    found["released"] = isinstance(net[0].weight, DTensor)
+    results["released"] = isinstance(net[0].weight, DTensor)
     other = megatron_fsdp.MixedPrecisionPolicy(torch.bfloat16, None, torch.bfloat16)
     with logged() as messages:
         model.reset_mixed_precision_policy(other)
-    found["policy"] = [str(model.mp_policy.main_params_dtype), str(model.mp_policy.grad_comm_dtype)]
-    found["messages"] += messages
-    return found
+    results["policy"] = [str(model.mp_policy.main_params_dtype), str(model.mp_policy.grad_comm_dtype)]
+    results["messages"] += messages
+    return results
 
 
 class Root(torch.nn.Module):
@@ -290,13 +290,13 @@ def reset_by_the_other_name() -> dict[str, Any]:
     expected = Attention(harness.device(), False)
     wanted = dict(expected.named_parameters())
     values = full_weights(model.module)
-    found: dict[str, Any] = {"wrong": [n for n, v in values.items() if not torch.equal(v, wanted[n])]}
-    found["tensors"] = len(values)
+    results: dict[str, Any] = {"wrong": [n for n, v in values.items() if not torch.equal(v, wanted[n])]}
+    results["tensors"] = len(values)
     try:
         megatron_fsdp.fully_shard_model(Attention("meta", True), init_model_with_meta_device=True)
     except InitError as error:
-        found["error"] = str(error)
-    return found
+        results["error"] = str(error)
+    return results
 
 
 def whole() -> dict[str, Any]:

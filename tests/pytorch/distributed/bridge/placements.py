@@ -76,10 +76,10 @@ def refusals() -> dict[str, str]:
         "foreign": lambda: v2.fully_shard_optimizer(torch.optim.SGD(make_nested().parameters())),
         "unsharded": lambda: v2.microbatch(net, True).__enter__(),
     }
-    found = {}
+    results = {}
     for name, call in calls.items():
         try:
             call()
         except TeFsdpError as error:
-            found[name] = f"{type(error).__name__} {error}"
-    return found
+            results[name] = f"{type(error).__name__} {error}"
+    return results

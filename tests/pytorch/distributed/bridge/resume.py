@@ -104,7 +104,7 @@ def resume(
         By kind of optimizer what differs: in the state dicts right after loading, and in the weights after the two
         steps more; and the number of states.
     """
-    mesh, found = options_of(strategy, outer), {}
+    mesh, results = options_of(strategy, outer), {}
     dtype = torch.bfloat16 if low else torch.float32
     first = {kind: Case(kind, 1, mesh, dtype) for kind in kinds}
     for case in first.values():
@@ -121,21 +121,21 @@ def resume(
             case.train(range(2, 4))
         trained = differences(full_weights(first[kind].model), full_weights(second[kind].model))
         count = sum(len(s) for s in saved[kind]["optimizer"]["state"].values())
-        found[kind] = {"loaded": loaded, "trained": trained, "states": count}
-    return found
+        results[kind] = {"loaded": loaded, "trained": trained, "states": count}
+    return results
 
 
 def without_state(strategy: str, outer: str | None) -> dict[str, list[str]]:
     """The control: weights alone are taken over, by state dicts, of an optimizer with state and of one without."""
-    mesh, found = options_of(strategy, outer), {}
+    mesh, results = options_of(strategy, outer), {}
     for kind in ("Adam", "SGD"):
         first, second = Case(kind, 1, mesh, torch.float32), Case(kind, 1, mesh, torch.float32)
         first.train(range(2))
         second.model.load_state_dict(first.model.state_dict())
         for case in (first, second):
             case.train(range(2, 4))
-        found[kind] = differences(full_weights(first.model), full_weights(second.model))
-    return found
+        results[kind] = differences(full_weights(first.model), full_weights(second.model))
+    return results
 
 
 def before_the_first_step() -> dict[str, Any]:
@@ -143,29 +143,29 @@ def before_the_first_step() -> dict[str, Any]:
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.errors import CheckpointError, OrderError
 
-    mesh, found = options_of("optim_grads_params", None), {}
+    mesh, results = options_of("optim_grads_params", None), {}
     case = Case("Adam", 1, mesh, torch.float32)
     weights = full_weights(case.model)
     case.model(batch(0, 0, dist.get_rank())).square().mean().backward()
     gradients = {name: p.grad.to_local().clone() for name, p in case.model.named_parameters()}
     state = case.optimizer.state_dict()["state"]
-    found["states"] = [sorted(s) for s in state.values()]
-    found["steps"] = sorted({float(s["step"]) for s in state.values()})
+    results["states"] = [sorted(s) for s in state.values()]
+    results["steps"] = sorted({float(s["step"]) for s in state.values()})
     after = {name: p.grad.to_local() for name, p in case.model.named_parameters()}
-    found["changed"] = differences([weights, gradients], [full_weights(case.model), after])
+    results["changed"] = differences([weights, gradients], [full_weights(case.model), after])
     refused: dict[str, Any] = {"Adamax": {}, "SGD": {"momentum": 0.9, "dampening": 0.5}, "NAdam": {}}
     for name, options in refused.items():
         other = megatron_fsdp.fully_shard_optimizer(
             getattr(torch.optim, name)(case.model.parameters(), lr=0.01, **options)
         )
-        found[name] = error_of(OrderError, other.state_dict)
+        results[name] = error_of(OrderError, other.state_dict)
     adam = torch.optim.Adam(case.model.parameters())
     early = adam.state_dict()
     megatron_fsdp.fully_shard_optimizer(adam)
-    found["early"] = error_of(CheckpointError, lambda: adam.load_state_dict(early))
+    results["early"] = error_of(CheckpointError, lambda: adam.load_state_dict(early))
     plain = torch.optim.SGD(case.model.parameters())
     megatron_fsdp.fully_shard_optimizer(plain).load_state_dict(plain.state_dict())  # keeps none, rightly
-    return found
+    return results
 
 
 def error_of(kind: type[Exception], call: Any) -> str:

@@ -75,8 +75,8 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
             assert extra == {"n": number}
             wrong = differing(saved, local_state(other))
             losses_again = other.steps(1)
-            found = {"wrong": wrong, "tensors": len(saved), "changed": changed, "stall": handle.stall}
-            outcome.append({**found, "bytes": handle.bytes, "same_loss": losses_again == losses})
+            results = {"wrong": wrong, "tensors": len(saved), "changed": changed, "stall": handle.stall}
+            outcome.append({**results, "bytes": handle.bytes, "same_loss": losses_again == losses})
     finally:
         Writing.copy = copy
     return {"saves": outcome}
@@ -113,7 +113,7 @@ def one_after_the_other(directory: str) -> dict[str, Any]:
         if dist.get_rank() == dist.get_world_size() - 1:
             planner.Writing.blocks = broken
         asked = save(f"{directory}/3", model, optimizer, asynchronous=True)
-        told = error_of(asked.result)
+        message = error_of(asked.result)
         unasked = save(f"{directory}/4", model, optimizer, asynchronous=True)
         if dist.get_rank() == 0:  # one rank requests the error: all ranks get it
             error_of(unasked.result)
@@ -130,7 +130,7 @@ def one_after_the_other(directory: str) -> dict[str, Any]:
         "stall": second.stall,
         "held_up": [m for m in messages if "save returned after" in m],
         "errors": [m for m in messages if "No space left" in m],
-        "told": told,
+        "told": message,
         "refused": refused,
         "again": again.done(),
         "left": sorted(p.name for p in Path(directory).iterdir()),
@@ -173,10 +173,10 @@ def out_of_memory(directory: str) -> tuple[str, str]:
         handle = te_fsdp.checkpoint.save(f"{directory}/1", model, asynchronous=True)
     finally:
         Staging.copy = original  # type: ignore[method-assign]
-    found = error_of(handle.result)
+    result = error_of(handle.result)
     dist.barrier()
     assert not list(Path(directory).iterdir())
-    return found
+    return result
 
 
 def planned_again(directory: str) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def planned_again(directory: str) -> dict[str, Any]:
             other = shard(Small())
             other.register_buffer("ours", torch.zeros_like(model.ours))
             loaded = te_fsdp.checkpoint.load(path, other, adam(other), verify=True)
-            found = [p.to_local().detach() for p in other.parameters()]
-            same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            results = [p.to_local().detach() for p in other.parameters()]
+            same = all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
             wrong += [] if same and torch.equal(loaded["own"], own) else [number]
         model.ours += rank
         # With the plan of the previous save, then without further entries, which needs a new plan.

@@ -55,7 +55,7 @@ def local_state(run: Run) -> dict[str, torch.Tensor]:
     """Every tensor that this rank holds, raw: quantized weights as bytes and scales, optimizer state, buffers."""
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     names = {}
     for name, parameter in run.model.named_parameters():
         local, names[id(parameter)] = _torch.local_of(parameter), name
@@ -63,20 +63,20 @@ def local_state(run: Run) -> dict[str, torch.Tensor]:
             buffers = local.get_metadata().items()
             # The cached transpose of float8 is made from the bytes when needed.
             kept = {k: b for k, b in buffers if isinstance(b, torch.Tensor) and k != "data_transpose"}
-            found |= {f"{name}:{k}": _crop(k, b, local).clone() for k, b in kept.items()}
+            results |= {f"{name}:{k}": _crop(k, b, local).clone() for k, b in kept.items()}
         else:
-            found[name] = local.detach().clone()
-    found |= {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+            results[name] = local.detach().clone()
+    results |= {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     for parameter, state in run.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                found[f"{names[id(parameter)]}.{key}"] = _torch.local_of(value).detach().clone()
+                results[f"{names[id(parameter)]}.{key}"] = _torch.local_of(value).detach().clone()
     for name, module in run.model.named_modules():
         for key, state in (_te.delayed_states(module) or {}).items():
-            found[f"{name}:{key}.scale"] = state.scale.clone()
+            results[f"{name}:{key}.scale"] = state.scale.clone()
             # The newest row is each rank's own until the next forward takes the maximum over ranks.
-            found[f"{name}:{key}.amax_history"] = state.amax_history[1:].clone()
-    return found
+            results[f"{name}:{key}.amax_history"] = state.amax_history[1:].clone()
+    return results
 
 
 def _crop(name: str, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def logical_state(run: Any) -> dict[str, torch.Tensor]:
     from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     cut: list[tuple[str, torch.Tensor, Any]] = []
     names = {id(p): n for n, p in run.model.named_parameters()}
     for module in run.model.modules():
@@ -155,10 +155,10 @@ def logical_state(run: Any) -> dict[str, torch.Tensor]:
                     values[f"{name}.{key}"] = _torch.local_of(state).detach()
             for label, value in values.items():
                 if value.shape == torch.Size() or tuple(value.shape) != info.local_shape:
-                    found[label] = value.cpu().clone()
+                    results[label] = value.cpu().clone()
                 else:
                     cut.append((label, value, info))
-    return found | together(cut)
+    return results | together(cut)
 
 
 def together(shards: Iterable[tuple[str, torch.Tensor, Any]]) -> dict[str, torch.Tensor]:

@@ -125,8 +125,8 @@ def logical(run: Run) -> dict[str, torch.Tensor]:
                     mine.setdefault(f"{prefix}.{label}{end}", (shape, []))[1].append(piece)
         _add_delayed(mine, prefix, module)
     everyone = wire.gather(mine)
-    names = sorted({name for found in everyone for name in found})
-    return {name: _together(name, [found[name] for found in everyone if name in found]) for name in names}
+    names = sorted({name for result in everyone for name in result})
+    return {name: _together(name, [result[name] for result in everyone if name in result]) for name in names}
 
 
 def _pieces(
@@ -146,15 +146,15 @@ def _pieces(
         count = module.num_gemms if grouped else 1
         labels = [f"{own}{first + i}" for i in range(count)] if grouped else [own]
         return [(label, tuple(value.shape), ((...,), value.cpu().clone())) for label in labels]
-    found = []
+    results = []
     for box in info.boxes:
         part = value[box.local_slices()].cpu().clone()
         if not grouped:
-            found.append((own, info.original_shape, (box.original_slices(), part)))
+            results.append((own, info.original_shape, (box.original_slices(), part)))
             continue
         for index, expert in enumerate(part, box.original[0]):
-            found.append((f"{own}{index}", info.original_shape[1:], (box.original_slices()[1:], expert)))
-    return found
+            results.append((f"{own}{index}", info.original_shape[1:], (box.original_slices()[1:], expert)))
+    return results
 
 
 def _add_delayed(mine: dict[str, Any], prefix: str, module: Any) -> None:
@@ -208,7 +208,7 @@ def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dic
     """
     import te_fsdp
 
-    found = {}
+    results = {}
     for source, target in pairs:
         expected = torch.load(f"{directory}/{source.name}.pt", weights_only=True)
         run = Run(case, target, seed=1)
@@ -217,8 +217,8 @@ def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dic
         assert loaded.is_complete and not loaded.converted, (loaded.left, loaded.converted)
         outcome = {"wrong": differing(expected, logical(run)), "tensors": len(expected), "fresh": len(fresh)}
         outcome["lr"] = [group["lr"] for group in run.optimizer.param_groups]
-        found[f"{source.name} -> {target.name}"] = outcome
-    return found
+        results[f"{source.name} -> {target.name}"] = outcome
+    return results
 
 
 def convert_on(
@@ -227,7 +227,7 @@ def convert_on(
     """Load what was saved in another format; the first place in one process says what must come."""
     import te_fsdp
 
-    found = {}
+    results = {}
     for place in places:
         run = Run(case, place, seed=1)
         fresh = logical(run)
@@ -238,8 +238,8 @@ def convert_on(
             torch.save(values, f"{directory}/converted.pt")
         expected = torch.load(f"{directory}/converted.pt", weights_only=True)
         outcome = {"wrong": differing(expected, values), "fresh": len(differing(fresh, values))}
-        found[place.name] = {**outcome, "converted": sorted(loaded.converted)}
-    return found
+        results[place.name] = {**outcome, "converted": sorted(loaded.converted)}
+    return results
 
 
 def plain_dcp(case: Case, place: Place, others: list[Place], directory: str) -> dict[str, Any]:
@@ -251,12 +251,12 @@ def plain_dcp(case: Case, place: Place, others: list[Place], directory: str) -> 
     expected = logical(run)
     model, optimizer = get_state_dict(run.model, run.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{directory}/dcp")
-    found = {}
+    results = {}
     for target in others:
         other = Run(case, target, seed=1)
         loaded = te_fsdp.checkpoint.load(f"{directory}/dcp", other.model, other.optimizer)
-        found[target.name] = {"wrong": differing(expected, logical(other)), "left": loaded.left}
-        found[target.name]["lr"] = [group["lr"] for group in other.optimizer.param_groups]
+        results[target.name] = {"wrong": differing(expected, logical(other)), "left": loaded.left}
+        results[target.name]["lr"] = [group["lr"] for group in other.optimizer.param_groups]
         if case.apart:
             continue
         other = Run(case, target, seed=1)
@@ -264,11 +264,11 @@ def plain_dcp(case: Case, place: Place, others: list[Place], directory: str) -> 
         state = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=f"{directory}/dcp")
         set_state_dict(other.model, other.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        found[f"{target.name} by DCP"] = {
+        results[f"{target.name} by DCP"] = {
             "wrong": differing(expected, logical(other)),
             "lr": [group["lr"] for group in other.optimizer.param_groups],
         }
-    return found
+    return results
 
 
 def local_names(case: Case, directory: str) -> dict[str, Any]:

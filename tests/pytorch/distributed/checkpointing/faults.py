@@ -184,10 +184,10 @@ def drifted_replicas(directory: str, axes: dict[str, int], name: str, of: str) -
             local.view(-1)[-1] = torch.nextafter(
                 local.view(-1)[-1], torch.tensor(9.0, dtype=local.dtype).to(local)
             )
-    found = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/bad", run.model, run.optimizer))
+    result = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/bad", run.model, run.optimizer))
     dist.barrier()
     assert sorted(p.name for p in Path(directory).iterdir()) == ["good"]
-    return found
+    return result
 
 
 def bytes_on_disk(directory: str, axes: dict[str, int], case: Case) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def load_plain_dcp(case: Case, axes: dict[str, int], directory: str) -> dict[str
     import te_fsdp
 
     expected = torch.load(f"{directory}/expected.pt", weights_only=True)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("whole", "weights", "stripped"):
         run = Run(case, axes, seed=1)
         fresh = differing(expected, logical_state(run))
@@ -105,8 +105,8 @@ def load_plain_dcp(case: Case, axes: dict[str, int], directory: str) -> dict[str
             loaded = te_fsdp.checkpoint.load(f"{directory}/{name}", run.model, optimizer, verify=True)
         outcome = {"notes": loaded.notes, "left": loaded.left, "converted": loaded.converted}
         outcome["wrong"] = differing(expected, logical_state(run) | _histories(run))
-        found[name] = {**outcome, "fresh": len(fresh), "warnings": len(warnings)}
-    return found
+        results[name] = {**outcome, "fresh": len(fresh), "warnings": len(warnings)}
+    return results
 
 
 def refuse_plain_dcp(case: Case, axes: dict[str, int], directory: str) -> dict[str, tuple[str, str]]:
@@ -128,19 +128,19 @@ def refuse_plain_dcp(case: Case, axes: dict[str, int], directory: str) -> dict[s
         content[len(content) // 2] ^= 4
         data.write_bytes(content)
     dist.barrier()
-    found = {}
+    results = {}
     for name in ("ours", "torn", "missing", "changed"):
         path = f"{directory}/{name}"
         verify = name == "changed"
-        found[name] = error_of(lambda p=path, v=verify: te_fsdp.checkpoint.load(p, run.model, verify=v))
+        results[name] = error_of(lambda p=path, v=verify: te_fsdp.checkpoint.load(p, run.model, verify=v))
     sgd = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
-    found["optimizer"] = error_of(lambda: te_fsdp.checkpoint.load(source, run.model, sgd))
-    found["convert"] = error_of(
+    results["optimizer"] = error_of(lambda: te_fsdp.checkpoint.load(source, run.model, sgd))
+    results["convert"] = error_of(
         lambda: te_fsdp.checkpoint.load(source, run.model.to(torch.float64), convert=False)
     )
     run.model.to(torch.float32)
     assert not differing(before, local_state(run)), "a refused load changes nothing"
-    return found
+    return results
 
 
 def _stock(case: Case, seed: int) -> Run:

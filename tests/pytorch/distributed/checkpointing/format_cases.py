@@ -44,11 +44,11 @@ def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
     loaded = te_fsdp.checkpoint.load(f"{directory}/without", fresh.model, fresh.optimizer)
     wrong = []
     for (name, a), b in zip(run.model.named_parameters(), fresh.model.parameters(), strict=True):
-        ours, theirs = _torch.local_of(a), _torch.local_of(b)
-        if _te.is_quantized(ours):
-            scale = 1.0 / ours.get_metadata()["fp8_scale_inv"].reshape(())
-            same = torch.equal(ours.dequantize(), theirs.dequantize())
-            wrong += [] if same and torch.equal(scale, _te.quantizer_of(theirs).scale) else [name]
+        actual, expected = _torch.local_of(a), _torch.local_of(b)
+        if _te.is_quantized(actual):
+            scale = 1.0 / actual.get_metadata()["fp8_scale_inv"].reshape(())
+            same = torch.equal(actual.dequantize(), expected.dequantize())
+            wrong += [] if same and torch.equal(scale, _te.quantizer_of(expected).scale) else [name]
     return {"refused": refused, "left": json.dumps(left.left), "notes": loaded.notes, "wrong": wrong}
 
 

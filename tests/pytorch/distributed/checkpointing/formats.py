@@ -22,14 +22,14 @@ def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
 
     if not _te.is_quantized(local):
         return {name: local.detach()}
-    found = {name: local.dequantize(dtype=torch.float32)}
+    results = {name: local.dequantize(dtype=torch.float32)}
     parts = {c.name: c.tensor for c in components_of(local, name)}
     columnwise = {k: v for k, v in parts.items() if "columnwise" in k}
     if columnwise:
         described = describe_format(local)
         needed = needed_components(described, list(columnwise), name)
-        found[f"{name} columnwise"] = dequantize_box(described, columnwise, needed, (0, 0), local.shape)
-    return found
+        results[f"{name} columnwise"] = dequantize_box(described, columnwise, needed, (0, 0), local.shape)
+    return results
 
 
 def shards(run: Any) -> Iterator[tuple[str, torch.Tensor, Any]]:

@@ -84,10 +84,10 @@ def load_into_another_model(directory: str, kind: str) -> tuple[str, str]:
         optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
     before = _values(other)
     options = {"convert": kind != "dtype"}
-    found = error_of(lambda: te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer, **options))
+    result = error_of(lambda: te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer, **options))
     assert all(torch.equal(a, b) for a, b in zip(before, _values(other), strict=True))
     assert not optimizer.state and optimizer.param_groups[0]["lr"] != 0.1
-    return found
+    return result
 
 
 def load_in_part(directory: str, allow: list[str] | None) -> dict[str, Any]:
@@ -188,14 +188,14 @@ def optimizer_before_sharding(directory: str, only_rank: int | None) -> list[tup
     late = adam(model)
     te_fsdp.checkpoint.save(f"{directory}/step-1", model, late)
     wrong = early if only_rank in (None, dist.get_rank()) else late
-    found = [
+    results = [
         error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, wrong)),
         error_of(lambda: te_fsdp.checkpoint.load(f"{directory}/step-1", model, wrong)),
         error_of(lambda: check_optimizer(model, early)),
     ]
     check_optimizer(model, late)
     assert not Path(directory, "step-2").exists()
-    return found
+    return results
 
 
 def damaged(directory: str, kind: str) -> tuple[str, str]:
@@ -219,11 +219,11 @@ def damaged(directory: str, kind: str) -> tuple[str, str]:
     dist.barrier()
     target = {"no path": Path(directory, "step-11"), "parent": Path(directory)}.get(kind, path)
     before = _values(model)
-    found = error_of(lambda: te_fsdp.checkpoint.load(target, model))
+    result = error_of(lambda: te_fsdp.checkpoint.load(target, model))
     assert all(torch.equal(a, b) for a, b in zip(before, _values(model), strict=True))
     newest = te_fsdp.checkpoint.latest(directory)
     assert newest == (path if kind in ("no path", "parent") else None)
-    return found
+    return result
 
 
 def failing_write(directory: str) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def failing_write(directory: str) -> dict[str, Any]:
 
     if dist.get_rank() == 1:
         planner.Writing.blocks = broken
-    found = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
+    result = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
     planner.Writing.blocks = original
     dist.barrier()
     left = sorted(p.name for p in Path(directory).iterdir())
@@ -250,7 +250,7 @@ def failing_write(directory: str) -> dict[str, Any]:
     te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer)
     again = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
     after = sorted(p.name for p in Path(directory).iterdir())
-    return {"error": found, "left": left, "newest": str(newest), "again": again, "after": after}
+    return {"error": result, "left": left, "newest": str(newest), "again": again, "after": after}
 
 
 def drifted(directory: str, what: str) -> tuple[str, str]:
@@ -268,9 +268,9 @@ def drifted(directory: str, what: str) -> tuple[str, str]:
         model = Small()
     else:
         model = Small(extra="third" if dist.get_rank() else "")
-    found = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-1", model))
+    result = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-1", model))
     assert not Path(directory, "step-1").exists()
-    return found
+    return result
 
 
 def other_format(directory: str) -> list[tuple[str, str]]:
@@ -280,7 +280,7 @@ def other_format(directory: str) -> list[tuple[str, str]]:
     import te_fsdp
 
     quantized, plain = Case(optimizer="fused", recipe="mxfp8", quantized=True), Case(optimizer="fused")
-    found = []
+    results = []
     for saved, loaded in ((quantized, plain), (plain, quantized)):
         run, other = Run(saved, AXES, seed=0), Run(loaded, AXES, seed=1)
         run.steps(1)
@@ -291,17 +291,17 @@ def other_format(directory: str) -> list[tuple[str, str]]:
         def load(path: str = path, run: Run = other) -> Any:
             return te_fsdp.checkpoint.load(path, run.model, run.optimizer, convert=False)
 
-        found.append(error_of(load))
+        results.append(error_of(load))
         assert not differing(before, local_state(other))
     trained = [p for p in run.model.parameters() if p.requires_grad]
     groups = [{"params": trained[:3]}, {"params": trained[3:]}]
     without = FusedAdam(groups, master_weights=False)
-    found.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, without, convert=False)))
+    results.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, without, convert=False)))
     remainders = FusedAdam(groups, master_weights=True, store_param_remainders=True)
-    found.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, remainders)))
+    results.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, remainders)))
     eight = FusedAdam(groups, exp_avg_dtype=torch.uint8)
-    found.append(error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/x", run.model, eight)))
-    return found
+    results.append(error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/x", run.model, eight)))
+    return results
 
 
 def load_different_ones(directory: str) -> dict[str, tuple[str, str]]:
@@ -309,7 +309,7 @@ def load_different_ones(directory: str) -> dict[str, tuple[str, str]]:
     import te_fsdp
 
     model, rank = shard(Small()), dist.get_rank()
-    found = {}
+    results = {}
     for step in (0, 1):
         te_fsdp.checkpoint.save(f"{directory}/ours-{step}", model)
         dcp.save(get_model_state_dict(model), checkpoint_id=f"{directory}/plain-{step}")
@@ -323,12 +323,12 @@ def load_different_ones(directory: str) -> dict[str, tuple[str, str]]:
         "absent": ("ours-0", "ours-2"),
     }.items():
         path = f"{directory}/{names[rank]}"
-        found[kind] = error_of(lambda path=path: te_fsdp.checkpoint.load(path, model))
+        results[kind] = error_of(lambda path=path: te_fsdp.checkpoint.load(path, model))
     assert all(torch.equal(a, b) for a, b in zip(before, _values(model), strict=True)), "nothing has changed"
     te_fsdp.checkpoint.load(
         f"{directory}/{'.' * (rank + 1)}/{Path(directory).name if rank else ''}/ours-0", model
     )
-    return found
+    return results
 
 
 def save_hybrid_weights(directory: str) -> bool:

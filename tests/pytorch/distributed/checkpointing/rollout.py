@@ -42,7 +42,7 @@ class PeakMemory(TorchDispatchMode):
         return out
 
     def _forget_ended(self) -> None:
-        self.living = {key: one for key, one in self.living.items() if not one[0].expired()}
+        self.living = {key: item for key, item in self.living.items() if not item[0].expired()}
 
     def _bytes(self) -> int:
         return sum(size for _, size in self.living.values())
@@ -100,8 +100,8 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, dtype in (("native", None), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
         hf.save_huggingface(f"{target}-{name}", model, optimizer, config=folder, dtype=dtype)
-        found = open_safetensors(Path(f"{target}-{name}"))[0]
-        files[name] = {key: tensor.whole() for key, tensor in found.items()}
+        result = open_safetensors(Path(f"{target}-{name}"))[0]
+        files[name] = {key: tensor.whole() for key, tensor in result.items()}
     options: dict[str, Any] = {"config": folder, "bucket_bytes": 20_000}
 
     def stream(**more: Any) -> Any:
@@ -126,7 +126,7 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
     again = stream(since=first)
     sent = dict(again)
     hf.save_huggingface(f"{target}-later", model, optimizer, config=folder)
-    later = {key: one.whole() for key, one in open_safetensors(Path(f"{target}-later"))[0].items()}
+    later = {key: item.whole() for key, item in open_safetensors(Path(f"{target}-later"))[0].items()}
     outcome["changed"] = different({**files["native"], **sent}, later), len(sent) / len(later)
     with torch.no_grad():
         parameter = model.norm.weight
@@ -149,7 +149,7 @@ def families(folders: dict[str, tuple[str, dict[str, Any]]], target: str) -> dic
     from te_fsdp.checkpoint.portable import huggingface as hf
 
     def read(folder: str) -> dict[str, torch.Tensor]:
-        return {key: one.whole() for key, one in open_safetensors(Path(folder))[0].items()}
+        return {key: item.whole() for key, item in open_safetensors(Path(folder))[0].items()}
 
     outcomes: dict[str, dict[str, Any]] = {}
     for family, (folder, case) in folders.items():
@@ -249,7 +249,7 @@ def fp8_bytes(
 
 def _against_bytes(whole: Any, kept: dict[str, torch.Tensor]) -> dict[str, list[str]]:
     """Return the streamed weights with the bytes and scales of an unsharded model, and the different ones."""
-    found: dict[str, list[str]] = {"same": [], "different": []}
+    results: dict[str, list[str]] = {"same": [], "different": []}
     for number, layer in enumerate(whole.layers):
         parts = {
             layer.self_attention.layernorm_qkv.weight: [f"self_attn.{part}_proj" for part in "qkv"],
@@ -264,8 +264,8 @@ def _against_bytes(whole: Any, kept: dict[str, torch.Tensor]) -> dict[str, list[
             scales = torch.cat([kept[f"{key}_scale_inv"] for key in keys])
             equal = torch.equal(data, weight._rowwise_data.cpu())
             equal &= torch.equal(scales, weight._rowwise_scale_inv[:rows, :columns].cpu())
-            found["same" if equal else "different"] += names
-    return found
+            results["same" if equal else "different"] += names
+    return results
 
 
 def through_a_group(folder: str, case: dict[str, Any], page: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def other_settings(directory: str) -> dict[str, tuple[str, str]]:
     te_fsdp.checkpoint.save(f"{directory}/a", model(tp=2))
     loaded = te_fsdp.checkpoint.load(f"{directory}/a", model(tp=1))
     assert loaded.is_complete and not loaded.notes, "a mesh is no difference"
-    found = {}
+    results = {}
     for name, settings in {
         "heads": MANY,
         "rows": {"qkv_weight_interleaved": True},
@@ -61,7 +61,7 @@ def other_settings(directory: str) -> dict[str, tuple[str, str]]:
         for tp in (2, 1):
             other = model(tp, **settings)
             before = [harness.full(p).clone() for p in other.parameters()]
-            found[f"{name}, tp={tp}"] = error_of(
+            results[f"{name}, tp={tp}"] = error_of(
                 lambda other=other: te_fsdp.checkpoint.load(f"{directory}/a", other)
             )
             after = [harness.full(p) for p in other.parameters()]
@@ -69,5 +69,5 @@ def other_settings(directory: str) -> dict[str, tuple[str, str]]:
     te_fsdp.checkpoint.save(f"{directory}/own", Own(1.0))
     assert te_fsdp.checkpoint.load(f"{directory}/own", Own(2.0)).notes == ["factor: saved 1.0, model has 2.0"]
     apart = model(2, layernorm_epsilon=1e-3 if dist.get_rank() == 1 else 1e-5)
-    found["save"] = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/b", apart))
-    return found
+    results["save"] = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/b", apart))
+    return results

@@ -50,15 +50,15 @@ class Job:
                 optimizer.zero_grad()
 
     def values(self) -> dict[str, torch.Tensor]:
-        found = {f"{n}.{k}": p for n, model in self.models.items() for k, p in model.named_parameters()}
+        results = {f"{n}.{k}": p for n, model in self.models.items() for k, p in model.named_parameters()}
         for name, optimizer in self.optimizers.items():
             states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-            found |= {
+            results |= {
                 f"{name}.{i}.{k}": v for i, s in enumerate(states) for k, v in s.items() if torch.is_tensor(v)
             }
         return {
             name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
-            for name, v in found.items()
+            for name, v in results.items()
         }
 
 
@@ -73,9 +73,9 @@ def save_several(directory: str, axes: dict[str, int]) -> dict[str, torch.Tensor
     te_fsdp.checkpoint.save(
         f"{directory}/a", job.models, job.optimizers, extra={"average": average, "step": 3}
     )
-    whole = {f"average.{name}": value.full_tensor() for name, value in average.items()}
+    full = {f"average.{name}": value.full_tensor() for name, value in average.items()}
     job.steps(2)
-    return harness_host(job.values() | whole)
+    return harness_host(job.values() | full)
 
 
 def load_several(directory: str, axes: dict[str, int]) -> dict[str, Any]:

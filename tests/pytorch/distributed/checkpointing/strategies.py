@@ -55,14 +55,14 @@ class Sharded(Run):
 
 def whole_state(run: Run) -> dict[str, torch.Tensor]:
     """Main weights (parameters, where there are none) and state, whole, by name. Collective."""
-    found = {}
+    results = {}
     for name, parameter in run.model.named_parameters():
         state = run.optimizer.state.get(parameter, {})
-        found[name] = harness.full(state.get("master_param", parameter.detach()))
-        found |= {
+        results[name] = harness.full(state.get("master_param", parameter.detach()))
+        results |= {
             f"{name}.{key}": harness.full(v) for key, v in sorted(state.items()) if key != "master_param"
         }
-    return found
+    return results
 
 
 def between(case: Case, ways: list[Way], directory: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def between(case: Case, ways: list[Way], directory: str) -> dict[str, Any]:
         expected = whole_state(run)
         if dist.get_rank() == 0:
             torch.save(expected, f"{directory}/{way.name}.pt")
-    found = {}
+    results = {}
     dist.barrier()
     for source, target in zip([ways[-1], *ways], ways, strict=False):
         expected = torch.load(f"{directory}/{source.name}.pt", weights_only=True)
@@ -85,5 +85,5 @@ def between(case: Case, ways: list[Way], directory: str) -> dict[str, Any]:
         loaded = te_fsdp.checkpoint.load(f"{directory}/{source.name}", run.model, run.optimizer)
         outcome = {"wrong": differing(expected, whole_state(run)), "fresh": len(fresh), "left": loaded.left}
         outcome["converted"] = loaded.converted
-        found[f"{source.name} -> {target.name}"] = outcome
-    return found
+        results[f"{source.name} -> {target.name}"] = outcome
+    return results

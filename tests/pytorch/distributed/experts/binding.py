@@ -94,7 +94,7 @@ def lost_by_local_names() -> dict[str, Any]:
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
             parameter += dist.get_rank() if "mixture" in name else 0
-    found = {}
+    results = {}
     for bound in (False, True):
         if bound:
             import te_fsdp
@@ -106,8 +106,8 @@ def lost_by_local_names() -> dict[str, Any]:
         clashes = [
             name for name in everyone[0] if name in everyone[1] and everyone[0][name] != everyone[1][name]
         ]
-        found[bound] = (len({*everyone[0], *everyone[1]}), len(clashes))
-    return {"stock": found[False], "bound": found[True]}
+        results[bound] = (len({*everyone[0], *everyone[1]}), len(clashes))
+    return {"stock": results[False], "bound": results[True]}
 
 
 def torch_fully_shard(divide: bool, mesh: str) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def torch_fully_shard(divide: bool, mesh: str) -> dict[str, Any]:
         part = dist.get_rank()
         x, target, chosen = (t.chunk(4)[part] for t in (x.float(), target.float(), chosen))
         (one(x, chosen) - target).square().mean().backward()
-    for (name, mine), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        checks.same_bits(name, mine.grad._local_tensor, theirs.grad._local_tensor)
+    for (name, actual), (_, expected) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        checks.same_bits(name, actual.grad._local_tensor, expected.grad._local_tensor)
     return checks.require(4)
 
 

@@ -154,20 +154,20 @@ def _reference(
         seen[f"norm {step}"] = norm if trains else x.new_zeros(())
     for name, parameter in model.named_parameters():
         seen[f"update {name}"] = _main(optimizer, parameter) - before[name] if trains else before[name]
-    found = Seen({name: tensor.detach().float().clone() for name, tensor in seen.items()})
-    found.send()
+    result = Seen({name: tensor.detach().float().clone() for name, tensor in seen.items()})
+    result.send()
     FP8GlobalStateManager.reset()  # else each of the two models would roll the other's amax histories
-    return found, before
+    return result, before
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of experts, one by one, as those of the one parameter of all."""
-    found = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
+    results = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
     parts: dict[str, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if _EXPERT.fullmatch(name):
             parts.setdefault(name.rstrip("0123456789"), []).append(tensor)
-    return found | {name: torch.stack(several) for name, several in parts.items()}
+    return results | {name: torch.stack(several) for name, several in parts.items()}
 
 
 def _without_reduction(recipe: Any) -> Any:

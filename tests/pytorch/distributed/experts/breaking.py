@@ -22,8 +22,8 @@ def _placed_in_two_dims(names: Iterable[str], mode: str | None) -> dict[str, Any
 def _axes_of_one_mesh(meshes: Sequence[Any], groups: dict[Any, Any]) -> tuple[Any, ...]:
     """Axes over which a norm is summed, without ``ep``, over which experts are spread."""
     mesh = meshes[0]
-    found = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    axes = {tuple(dist.get_process_group_ranks(group)): group for group in found}
+    results = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    axes = {tuple(dist.get_process_group_ranks(group)): group for group in results}
     groups |= axes
     return tuple(axes)
 

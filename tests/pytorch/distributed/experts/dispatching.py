@@ -26,11 +26,11 @@ class Block(nn.Module):
 
         import te_fsdp
 
-        mine = len(meshes.experts(EXPERTS))
+        num_local = len(meshes.experts(EXPERTS))
         options = {"bias": False, "params_dtype": torch.float32, "device": "meta", **meshes.te_kwargs()}
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False, device="meta")
-        self.up = te.GroupedLinear(mine, HIDDEN, WIDE, **options)
-        self.down = te.GroupedLinear(mine, WIDE, HIDDEN, **options)
+        self.up = te.GroupedLinear(num_local, HIDDEN, WIDE, **options)
+        self.down = te.GroupedLinear(num_local, WIDE, HIDDEN, **options)
         self.dispatcher = te_fsdp.ExpertDispatcher(meshes, EXPERTS, capacity, groups=groups)
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ def training(
 
     with recording():
         replayed = te_fsdp.graphed_step(model, optimizer, forward_backward, warmup=2)
-    found: dict[str, Any] = {"losses": [], "dropped": []}
+    results: dict[str, Any] = {"losses": [], "dropped": []}
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randn(2 * TOKENS, HIDDEN, generator=generator).split(TOKENS * groups)[meshes.data_rank]
@@ -116,19 +116,19 @@ def training(
             loss, dropped = forward_backward(tokens)
             optimizer.step()
             optimizer.zero_grad()
-        found["losses"].append(loss.item())
-        found["dropped"].append(int(dropped))
-    found["parameters"] = {n: harness.full(p.detach()) for n, p in model.named_parameters()}
-    found["graphs"] = replayed.recordings, replayed.replays, replayed.why_eager, replayed.why_step_eager
-    return found
+        results["losses"].append(loss.item())
+        results["dropped"].append(int(dropped))
+    results["parameters"] = {n: harness.full(p.detach()) for n, p in model.named_parameters()}
+    results["graphs"] = replayed.recordings, replayed.replays, replayed.why_eager, replayed.why_step_eager
+    return results
 
 
 @torch.no_grad()
 def _dense(model: Block, tokens: torch.Tensor) -> torch.Tensor:
-    whole, tokens = {name: harness.full(p) for name, p in model.named_parameters()}, tokens.cpu()
-    weights, chosen = (tokens @ whole["router.weight"].T).softmax(-1).topk(TOP_K)
+    full, tokens = {name: harness.full(p) for name, p in model.named_parameters()}, tokens.cpu()
+    weights, chosen = (tokens @ full["router.weight"].T).softmax(-1).topk(TOP_K)
     share = torch.zeros(len(tokens), EXPERTS).scatter_(1, chosen, weights)
-    results = [F.gelu(tokens @ whole[f"up.weight{n}"].T) @ whole[f"down.weight{n}"].T for n in range(EXPERTS)]
+    results = [F.gelu(tokens @ full[f"up.weight{n}"].T) @ full[f"down.weight{n}"].T for n in range(EXPERTS)]
     return (torch.stack(results, 1) * share[..., None]).sum(1)
 
 

@@ -177,13 +177,13 @@ def _step(model: Any, optimizer: Any, step: int, meshes: Any) -> torch.Tensor:
 
 
 def _apart(model: Any, reference: Any, what: Any) -> dict[str, float]:
-    found = {}
+    results = {}
     for name, parameter in reference.named_parameters():
-        mine, theirs = what(model.get_parameter(name)), what(parameter)
-        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
-        assert mine.shape == theirs.shape, name
-        found[name] = float((mine - theirs).norm() / theirs.norm())
-    return found
+        actual, expected = what(model.get_parameter(name)), what(parameter)
+        actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        assert actual.shape == expected.shape, name
+        results[name] = float((actual - expected).norm() / expected.norm())
+    return results
 
 
 def _optimizer(model: Any) -> Any:

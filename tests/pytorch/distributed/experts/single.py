@@ -53,8 +53,8 @@ def outer(axes: dict[str, int], recipe: str, weights: str, experts: int) -> dict
             optimizer.zero_grad()
         trained.append({name: _dense(p) for name, p in model.named_parameters() if name in before})
     _, bound = bounds(recipe, weights, "grouped")
-    for step, (ours, theirs) in enumerate(zip(*norms, strict=True)):
-        checks.close(f"norm {step}", ours, theirs, bound, "gradients in the recipe's format")
+    for step, (actual, expected) in enumerate(zip(*norms, strict=True)):
+        checks.close(f"norm {step}", actual, expected, bound, "gradients in the recipe's format")
     bits = MANTISSA[recipe][0] if weights == "quantized" else 7
     shares = {}
     for name, start in before.items():

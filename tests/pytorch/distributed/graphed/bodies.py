@@ -67,15 +67,15 @@ def optimizer_of(model: nn.Module, case: dict[str, Any]) -> torch.optim.Optimize
 
     import te_fsdp
 
-    held = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rate = torch.tensor(1e-2, device=harness.device())
     optimizer: torch.optim.Optimizer
     if case.get("optimizer") == "FusedAdam":
-        optimizer = FusedAdam(held, lr=1e-2, capturable=not case.get("reads_host"), master_weights=True)
+        optimizer = FusedAdam(params, lr=1e-2, capturable=not case.get("reads_host"), master_weights=True)
     elif case.get("optimizer") == "SGD":
-        optimizer = torch.optim.SGD(held, lr=1e-2, momentum=0.9)
+        optimizer = torch.optim.SGD(params, lr=1e-2, momentum=0.9)
     else:
-        optimizer = torch.optim.AdamW(held, lr=rate, eps=1e-3, fused=True, capturable=True)
+        optimizer = torch.optim.AdamW(params, lr=rate, eps=1e-3, fused=True, capturable=True)
     te_fsdp.main_weights(model, optimizer)
     return te_fsdp.shard_optimizer(optimizer)
 
@@ -123,13 +123,13 @@ def inputs_of(meshes: Any, step: int, case: dict[str, Any]) -> torch.Tensor:
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Local parameters and optimizer state."""
-    found = {}
+    results = {}
     for name, parameter in model.named_parameters():
-        found[name] = harness.full(parameter.detach())
+        results[name] = harness.full(parameter.detach())
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                found[f"{name}, {key}"] = harness.full(value.detach())
-    return found
+                results[f"{name}, {key}"] = harness.full(value.detach())
+    return results
 
 
 def _train(meshes: Any, case: dict[str, Any], recorded: bool) -> tuple[dict[str, torch.Tensor], Any]:
@@ -137,7 +137,7 @@ def _train(meshes: Any, case: dict[str, Any], recorded: bool) -> tuple[dict[str,
 
     model = model_of(meshes, case)
     optimizer = optimizer_of(model, case)
-    loop, found, step, evaluation = loop_of(model, case), {}, None, {}
+    loop, results, step, evaluation = loop_of(model, case), {}, None, {}
     if recorded:
         with recording(model):
             step = te_fsdp.graphed_step(model, optimizer, loop, max_norm=MAX_NORM, warmup=2)
@@ -147,14 +147,14 @@ def _train(meshes: Any, case: dict[str, Any], recorded: bool) -> tuple[dict[str,
             (losses, norm), _ = step(inputs), None
         else:
             losses, norm = plain_step(model, optimizer, loop, inputs)
-        found |= {f"losses {number}": losses, f"norm {number}": norm}
+        results |= {f"losses {number}": losses, f"norm {number}": norm}
         if number == 3:  # an evaluation in between leaves weights gathered under some strategies
             with torch.no_grad():
                 evaluation["evaluation"] = model(inputs[0])
         for group in optimizer.param_groups:
             rate = group["lr"]
             group["lr"] = rate.mul_(0.9) if isinstance(rate, torch.Tensor) else rate * 0.9
-    return found | values_of(model, optimizer) | evaluation, step
+    return results | values_of(model, optimizer) | evaluation, step
 
 
 def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
@@ -174,10 +174,10 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
             _train(meshes, case, False)
         with small_ones_by_themselves() if case.get("zero_copy") else contextlib.nullcontext():
             expected, _ = _train(meshes, case, False)
-            found, step = _train(meshes, case, True)
-        assert expected.keys() == found.keys()
+            result, step = _train(meshes, case, True)
+        assert expected.keys() == result.keys()
         for key, value in expected.items():
-            checks.same_bits(f"{name}: {key}", found[key], value)
+            checks.same_bits(f"{name}: {key}", result[key], value)
         facts[name] = [step.why_eager, step.why_step_eager, step.recordings, step.replays]
     checks.require(len(cases) * 20)
     return facts
@@ -202,7 +202,7 @@ def recorded_anew() -> dict[str, list[int]]:
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
-    found: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
 
     def replaced_state(model: Any, optimizer: Any) -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -231,8 +231,8 @@ def recorded_anew() -> dict[str, list[int]]:
         change(model, optimizer)
         step(inputs)
         step(inputs)
-        found[name] = [before, step.recordings]
-    return found
+        results[name] = [before, step.recordings]
+    return results
 
 
 def reasons() -> dict[str, Any]:
@@ -240,7 +240,7 @@ def reasons() -> dict[str, Any]:
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, case, failing in (
         ("SGD", {"optimizer": "SGD"}, -1),
         ("FusedAdam", {"optimizer": "FusedAdam", "quantized": True, "bf16": True, "reads_host": True}, -1),
@@ -251,17 +251,17 @@ def reasons() -> dict[str, Any]:
             _, _, step, inputs = _ready(meshes, case, failing)
             step(inputs)
         said = [line for line in heard.lines if "run eagerly" in line or "runs eagerly" in line]
-        found[name] = [step.why_eager, step.why_step_eager, step.recordings, len(said)]
+        results[name] = [step.why_eager, step.why_step_eager, step.recordings, len(said)]
     _, optimizer, step, inputs = _ready(meshes, {})
     optimizer.register_step_post_hook(lambda *_: None)
     step(inputs)
     step(inputs)
-    found["hook"] = [step.why_eager, step.why_step_eager, step.recordings]
+    results["hook"] = [step.why_eager, step.why_step_eager, step.recordings]
     _, _, step, inputs = _ready(meshes, {})
     for rows in (1, 2, 3, 1, 2, 3, 5, 5):
         step(inputs[:, :1].repeat(1, rows, 1))
-    found["shapes"] = [step.why_eager, step.recordings]
-    return found
+    results["shapes"] = [step.why_eager, step.recordings]
+    return results
 
 
 def failed_capture() -> dict[str, Any]:
@@ -407,12 +407,12 @@ def forgotten(failing: int) -> dict[str, list[Any]]:
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     _, _, step, inputs = _ready(meshes, {}, failing if dist.get_rank() == 1 else -1)
-    found = {}
+    results = {}
     for when in ("before", "after"):
-        recorded = [one.update is not None for one in step._recorded]
-        found[when] = [bool(step.why_eager), bool(step.why_step_eager), step.recordings, recorded]
+        recorded = [item.update is not None for item in step._recorded]
+        results[when] = [bool(step.why_eager), bool(step.why_step_eager), step.recordings, recorded]
         if when == "before":
             step.forget()
             for _ in range(3):
                 step(inputs)
-    return found
+    return results

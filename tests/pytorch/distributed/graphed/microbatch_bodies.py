@@ -80,7 +80,7 @@ def _train(
         step = te_fsdp.graphed_step(
             model, optimizer, function, max_norm=MAX_NORM, warmup=2, microbatches=count
         )
-    found, scale = {}, torch.tensor(1 / count, device=harness.device())
+    results, scale = {}, torch.tensor(1 / count, device=harness.device())
     for number in range(STEPS):
         inputs = inputs_of(meshes, number, count, case)
         if recorded:
@@ -88,8 +88,8 @@ def _train(
             losses = torch.stack(losses)
         else:
             losses, norm = plain_step(model, optimizer, lambda x: loop(x, scale), inputs)
-        found |= {f"losses {number}": losses, f"norm {number}": norm}
-    return found | values_of(model, optimizer), step
+        results |= {f"losses {number}": losses, f"norm {number}": norm}
+    return results | values_of(model, optimizer), step
 
 
 def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int) -> dict[str, list[Any]]:
@@ -104,11 +104,11 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int
     checks, facts = harness.Comparisons(), {}
     for name, case in cases.items():
         expected, _ = _train(meshes, case, count, False)
-        found, step = _train(meshes, case, count, True)
-        assert expected.keys() == found.keys()
+        result, step = _train(meshes, case, count, True)
+        assert expected.keys() == result.keys()
         for key, value in expected.items():
-            checks.same_bits(f"{name}: {key}", found[key], value)
-        graphs = [len(one.gradients) for one in step._recorded]
+            checks.same_bits(f"{name}: {key}", result[key], value)
+        graphs = [len(item.gradients) for item in step._recorded]
         facts[name] = [step.why_eager, step.why_step_eager, step.replays, graphs]
     checks.require(len(cases) * 10)
     return facts
@@ -125,14 +125,14 @@ def moved_gradients() -> list[Any]:
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     expected, _ = _train(meshes, {}, 4, False)
-    found, why = [], ""
+    results, why = [], ""
     for compared in (True, False):
         unseen = mock.patch.object(graphed_step, "addresses_between_microbatches", lambda *_: {})
         with contextlib.nullcontext() if compared else unseen:
             values, step = _train(meshes, {"moves": True}, 4, True)
         why = why or step.why_eager
-        found.append(all(torch.equal(values[key], value) for key, value in expected.items()))
-    return [why, *found]
+        results.append(all(torch.equal(values[key], value) for key, value in expected.items()))
+    return [why, *results]
 
 
 def watched() -> list[str]:

@@ -63,10 +63,10 @@ def _loop(model: nn.Module, scale: Any, reads: bool = False) -> Callable[[torch.
 
 def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], Any]]) -> Any:
     expected, _ = train(False)
-    found, facts = train(True)
+    result, facts = train(True)
     checks = harness.Comparisons()
     for key, value in expected.items():
-        checks.same_bits(key, found[key], value)
+        checks.same_bits(key, result[key], value)
     checks.require(10)
     return facts
 
@@ -82,7 +82,7 @@ def buffers(kind: str, units: bool, reads: bool = False) -> Any:
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
 
     def train(graphs: bool) -> tuple[dict[str, torch.Tensor], Any]:
-        model, found, graphed, step = model_of(meshes, {}), {}, None, None
+        model, results, graphed, step = model_of(meshes, {}), {}, None, None
         for block in model.blocks:
             keep_mean(block, kind if kind != "moved" else "copied")
         optimizer, loop = optimizer_of(model, {}), _loop(model, lambda: 1.0, reads)
@@ -97,11 +97,11 @@ def buffers(kind: str, units: bool, reads: bool = False) -> Any:
                     block.mean.data = block.mean.data * 0.5
             inputs = inputs_of(meshes, number, {})
             loss, norm = plain_step(model, optimizer, loop, inputs) if step is None else step(inputs)
-            found |= {f"loss {number}": loss, f"norm {number}": norm}
-        found |= values_of(model, optimizer) | {n: b.clone() for n, b in model.named_buffers()}
+            results |= {f"loss {number}": loss, f"norm {number}": norm}
+        results |= values_of(model, optimizer) | {n: b.clone() for n, b in model.named_buffers()}
         if graphed is not None:
-            return found, [graphed.why_eager.get("blocks.1", ""), graphed.recordings]
-        return found, step and [step.why_eager, step.recordings]
+            return results, [graphed.why_eager.get("blocks.1", ""), graphed.recordings]
+        return results, step and [step.why_eager, step.recordings]
 
     return _compared(train)
 
@@ -113,7 +113,7 @@ def objects(units: bool) -> list[int]:
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
 
     def train(graphs: bool) -> tuple[dict[str, torch.Tensor], Any]:
-        model, found, graphed, step = model_of(meshes, {}), {}, None, None
+        model, results, graphed, step = model_of(meshes, {}), {}, None, None
         batch = SimpleNamespace(inputs=None, options={"scale": 1.0}, inner=SimpleNamespace(shift=0.0))
         first, stock = model.blocks[0], model.blocks[0].forward
         first.forward = lambda x, item: stock(x) * item.options["scale"] + item.inner.shift
@@ -141,8 +141,8 @@ def objects(units: bool) -> list[int]:
                 optimizer.zero_grad()
             else:
                 loss, _ = step(batch)
-            found[f"loss {number}"] = loss
-        return found | values_of(model, optimizer), [each.recordings for each in (graphed, step) if each]
+            results[f"loss {number}"] = loss
+        return results | values_of(model, optimizer), [each.recordings for each in (graphed, step) if each]
 
     return _compared(train)
 
@@ -154,7 +154,7 @@ def rates() -> list[int]:
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
 
     def train(graphs: bool) -> tuple[dict[str, torch.Tensor], Any]:
-        model, found, step = model_of(meshes, {}), {}, None
+        model, results, step = model_of(meshes, {}), {}, None
         optimizer, loop = optimizer_of(model, {}), _loop(model, lambda: 1.0)
         if graphs:
             with recording():
@@ -165,7 +165,7 @@ def rates() -> list[int]:
             optimizer.param_groups[0]["lr"] = value
             inputs = inputs_of(meshes, number, {})
             loss, _ = plain_step(model, optimizer, loop, inputs) if step is None else step(inputs)
-            found[f"loss {number}"] = loss
-        return found | values_of(model, optimizer), step and [step.recordings, step.replays]
+            results[f"loss {number}"] = loss
+        return results | values_of(model, optimizer), step and [step.recordings, step.replays]
 
     return _compared(train)

@@ -37,7 +37,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and keep it."""
-        if any(one not in _PLAIN for one in types):
+        if any(item not in _PLAIN for item in types):
             return NotImplemented  # its own operations follow
         # Ranks agree on integers on the CPU, which a capture on a GPU does not contain either.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
@@ -53,20 +53,22 @@ class Tape(TorchDispatchMode):
                     self._keep(tensor.untyped_storage())
         result = func(*args, **kwargs)
         is_view = any(
-            one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns
+            item.alias_info is not None and not item.alias_info.is_write for item in func._schema.returns
         )
         if is_view or func.overloadpacket in (torch.ops.aten.set_, torch.ops.aten.empty):
             return result
-        outputs = [_alias(one) for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        known = {one.untyped_storage()._cdata for one in tree_leaves(given) if isinstance(one, torch.Tensor)}
-        self._made |= {one.untyped_storage()._cdata for one in outputs} - known
+        outputs = [_alias(item) for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+        known = {
+            item.untyped_storage()._cdata for item in tree_leaves(given) if isinstance(item, torch.Tensor)
+        }
+        self._made |= {item.untyped_storage()._cdata for item in outputs} - known
 
         def again() -> None:
-            found = func(*given[0], **given[1])
-            for work in tree_leaves(found) if func.namespace == "c10d" else ():
+            outcome = func(*given[0], **given[1])
+            for work in tree_leaves(outcome) if func.namespace == "c10d" else ():
                 if isinstance(work, torch.ScriptObject):
                     dist.Work.unbox(work).wait()
-            new = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
+            new = [item for item in tree_leaves(outcome) if isinstance(item, torch.Tensor)]
             for held, tensor in zip(outputs, new, strict=True):
                 if func.namespace == "_c10d_functional":
                     tensor = torch.ops._c10d_functional.wait_tensor(tensor)

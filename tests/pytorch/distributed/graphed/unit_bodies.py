@@ -29,8 +29,8 @@ class Again:
         from te_fsdp.upstream.torch_dtensor import local_of
 
         with torch.enable_grad():
-            found = self._call()
-        for held, new in zip(self.result, found, strict=True):
+            result = self._call()
+        for held, new in zip(self.result, result, strict=True):
             if isinstance(held, torch.Tensor):
                 local_of(held).copy_(local_of(new))
 
@@ -79,7 +79,7 @@ def model_of(meshes: Any, case: dict[str, Any]) -> nn.Module:
 def _train(meshes: Any, case: dict[str, Any], graphs: bool) -> tuple[dict[str, torch.Tensor], Any]:
     import te_fsdp
 
-    model, found, graphed = model_of(meshes, case), {}, None
+    model, results, graphed = model_of(meshes, case), {}, None
     if graphs:
         with recording():
             graphed = te_fsdp.graphed_units(model)
@@ -87,11 +87,11 @@ def _train(meshes: Any, case: dict[str, Any], graphs: bool) -> tuple[dict[str, t
     for number in range(STEPS):
         inputs = inputs_of(meshes, number, case)
         losses, norm = plain_step(model, optimizer, loop, inputs)
-        found |= {f"losses {number}": losses, f"norm {number}": norm}
+        results |= {f"losses {number}": losses, f"norm {number}": norm}
         if number == 3:
             with torch.no_grad():
-                found["evaluation"] = model(inputs[0])
-    return found | values_of(model, optimizer), graphed
+                results["evaluation"] = model(inputs[0])
+    return results | values_of(model, optimizer), graphed
 
 
 def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
@@ -106,10 +106,10 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
     checks, facts = harness.Comparisons(), {}
     for name, case in cases.items():
         expected, _ = _train(meshes, case, False)
-        found, graphed = _train(meshes, case, True)
-        assert expected.keys() == found.keys()
+        result, graphed = _train(meshes, case, True)
+        assert expected.keys() == result.keys()
         for key, value in expected.items():
-            checks.same_bits(f"{name}: {key}", found[key], value)
+            checks.same_bits(f"{name}: {key}", result[key], value)
         facts[name] = [graphed.why_eager, graphed.recordings, graphed.replays]
         graphed.remove()
     checks.require(len(cases) * 20)
@@ -123,8 +123,8 @@ def stale_results_differ() -> list[bool]:
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     expected, _ = _train(meshes, {}, False)
     with mock.patch.object(Again, "replay", lambda self: None):
-        found, _ = _train(meshes, {}, True)
-    return [torch.equal(found[key], expected[key]) for key in ("losses 0", "losses 1", "losses 2")]
+        result, _ = _train(meshes, {}, True)
+    return [torch.equal(result[key], expected[key]) for key in ("losses 0", "losses 1", "losses 2")]
 
 
 def _ready(meshes: Any, failing: int = -1, case: dict[str, Any] | None = None) -> Any:
@@ -143,7 +143,7 @@ def reasons() -> dict[str, Any]:
 
     import te_fsdp
 
-    meshes, found = te_fsdp.Meshes.build(device_type=harness.device_type()), {}
+    meshes, results = te_fsdp.Meshes.build(device_type=harness.device_type()), {}
 
     def run(name: str, around: Callable[[], Any] = contextlib.nullcontext, failing: int = -1) -> None:
         with Heard() as heard:
@@ -154,7 +154,7 @@ def reasons() -> dict[str, Any]:
                 output.sum().backward()
         lines = [line for line in heard.lines if "runs eagerly" in line]
         why = list(dict.fromkeys(graphed.why_eager.values()))
-        found[name] = [*why, graphed.recordings, graphed.replays, len(lines)]
+        results[name] = [*why, graphed.recordings, graphed.replays, len(lines)]
 
     run("recorded")
     run("fails", failing=0)
@@ -163,8 +163,8 @@ def reasons() -> dict[str, Any]:
     model, graphed, x = _ready(meshes)
     for rows in (1, 2, 3, 4, 5):
         model(x[:1].repeat(rows, 1)).sum().backward()
-    found["kinds"] = sorted(set(graphed.why_eager.values()))
-    return found
+    results["kinds"] = sorted(set(graphed.why_eager.values()))
+    return results
 
 
 def order() -> dict[str, Any]:
@@ -175,7 +175,7 @@ def order() -> dict[str, Any]:
     """
     import te_fsdp
 
-    meshes, found = te_fsdp.Meshes.build(device_type=harness.device_type()), {}
+    meshes, results = te_fsdp.Meshes.build(device_type=harness.device_type()), {}
     model, graphed, x = _ready(meshes)
     plain = model_of(meshes, {})
     y, checks = x.flip(0) * 2, harness.Comparisons()
@@ -187,7 +187,7 @@ def order() -> dict[str, Any]:
         for (key, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             if other.grad is not None:
                 checks.same_bits(f"{name}: {key}", harness.full(mine.grad), harness.full(other.grad))
-        found[name] = [graphed.recordings, graphed.replays]
+        results[name] = [graphed.recordings, graphed.replays]
 
     def dropped(each: nn.Module) -> None:
         each(y)
@@ -202,22 +202,22 @@ def order() -> dict[str, Any]:
     both("frozen", lambda m: m(x).sum().backward())
     both("frozen, replayed", lambda m: m(x).sum().backward())
     checks.require(30)
-    found["why"] = graphed.why_eager
-    return found
+    results["why"] = graphed.why_eager
+    return results
 
 
 def mistakes() -> list[str]:
     """Return the errors of wrong calls."""
     import te_fsdp
 
-    meshes, found = te_fsdp.Meshes.build(device_type=harness.device_type()), []
+    meshes, results = te_fsdp.Meshes.build(device_type=harness.device_type()), []
 
     def error(call: Callable[[], Any]) -> None:
         try:
             with recording():
                 call()
         except Exception as raised:
-            found.append(f"{type(raised).__name__}: {raised}")
+            results.append(f"{type(raised).__name__}: {raised}")
 
     model = model_of(meshes, {})
     error(lambda: te_fsdp.graphed_units(nn.Linear(2, 2)))
@@ -227,4 +227,4 @@ def mistakes() -> list[str]:
     error(lambda: te_fsdp.graphed_units(model_of(meshes, {"transport": "nccl"})))
     model(inputs_of(meshes, 0, {})[0]).sum().backward()
     error(lambda: te_fsdp.graphed_units(model))
-    return found
+    return results

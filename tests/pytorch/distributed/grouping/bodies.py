@@ -137,20 +137,20 @@ def by_expert(model: Block, what: str = "value") -> dict[str, torch.Tensor]:
 
     binding = binding_of(model.fc1)
     experts = binding.experts if binding is not None else None
-    found: dict[str, list[torch.Tensor]] = {}
+    results: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         tensor = parameter if what == "value" else parameter.grad
         assert tensor is not None, f"{name} has no gradient"
-        whole = harness.full(tensor)
+        full = harness.full(tensor)
         stem = name.rstrip("0123456789")
         if stem == name and experts is not None:  # the one parameter has the experts of all ranks
-            assert len(whole) == experts.total, name
-            whole = whole[experts.first : experts.first + experts.count]
-        found.setdefault(stem, []).append(whole)
-        assert (whole.dim() == (3 if "weight" in name else 2)) == (stem == name), name
+            assert len(full) == experts.total, name
+            full = full[experts.first : experts.first + experts.count]
+        results.setdefault(stem, []).append(full)
+        assert (full.dim() == (3 if "weight" in name else 2)) == (stem == name), name
     return {
         stem: parts[0] if parts[0].dim() > 1 + ("weight" in stem) else torch.stack(parts)
-        for stem, parts in found.items()
+        for stem, parts in results.items()
     }
 
 
@@ -204,9 +204,9 @@ def both_forms(
         norms = [te_fsdp.clip_grad_norm_(model.parameters(), 1e9) for model in models]  # scales nothing
         # fp32 sums of at most 2^17 squares, in at least 64 lanes: 2^11 roundings of 2^-24 each, halved by the root.
         checks.close(f"norm {step}", *norms, rtol=2**-14, why="fp32 sums in another order")
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        for item in optimizers:
+            item.step()
+            item.zero_grad()
         _compare(checks, f"value {step}", *(by_expert(model) for model in models))
     return {"checked": checks.require(3 * STEPS), "placements": placements}
 

@@ -20,10 +20,10 @@ def recipe_support() -> dict[str, tuple[bool, str]]:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
-    found = {name: getattr(te, check)(return_reason=True) for name, check in RECIPES.items()}
+    results = {name: getattr(te, check)(return_reason=True) for name, check in RECIPES.items()}
     if not hasattr(MXFP8BlockScaling, "enable_2d_quantization"):
-        found["mxfp8_2d"] = False, "2-D MXFP8 requires TransformerEngine 2.19"
-    return found
+        results["mxfp8_2d"] = False, "2-D MXFP8 requires TransformerEngine 2.19"
+    return results
 
 
 def single_grouped_problem(recipe: str) -> str:

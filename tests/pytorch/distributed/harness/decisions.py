@@ -77,13 +77,13 @@ class Decisions:
         if length < 2 or not schema.op.name().startswith(("aten::_foreach_", "aten::_fused_adam")):
             return None
         parts = [
-            dataclasses.replace(schema, args_schema=one, _comparison_key=None)
-            for one in _places(schema, length)
+            dataclasses.replace(schema, args_schema=item, _comparison_key=None)
+            for item in _places(schema, length)
         ]
-        found = [self(part) for part in parts]
-        if any(decision.needs_redistribute for decision in found):
+        results = [self(part) for part in parts]
+        if any(decision.needs_redistribute for decision in results):
             return None  # a schema of what is to be moved would be needed too
-        outputs = [decision.output_spec for decision in found]
+        outputs = [decision.output_spec for decision in results]
         return OutputSharding(None if outputs[0] is None else tuple(output for (output,) in outputs))
 
 
@@ -113,11 +113,11 @@ class Metas:
         if detect_fake_mode() is not None:  # that of a trace
             return self.compute(schema)
         with self._lock, self._mode:  # torch takes the mode that is active
-            found = self.compute(schema)
+            result = self.compute(schema)
         if len(self.known) >= MOST_METAS:
             self.known.clear()
-        self.known[key] = found
-        return copy.copy(found)
+        self.known[key] = result
+        return copy.copy(result)
 
 
 def _values(value: Any) -> Any:
@@ -141,10 +141,10 @@ def remember_layouts() -> None:
     except ImportError:
         return
     for owner, names in (("_MeshLayout", ("collapse", "cosize")), ("_FlatLayout", ("complement",))):
-        found = getattr(layouts, owner, None)
+        result = getattr(layouts, owner, None)
         for name in names:
-            if hasattr(found, name):
-                setattr(found, name, functools.lru_cache(maxsize=4096)(getattr(found, name)))
+            if hasattr(result, name):
+                setattr(result, name, functools.lru_cache(maxsize=4096)(getattr(result, name)))
 
 
 def install() -> Decisions | None:
@@ -181,7 +181,7 @@ def _among_those_that_cost_nothing(expand: Callable[..., Any]) -> Callable[..., 
         """Whether a strategy for one dimension of a mesh takes what is held on one of them."""
         free = [all(isinstance(placement, Replicate) for placement in each) for each in held]
         return any(
-            all(any_ or want == has for any_, want, has in zip(free, strategy, here, strict=False))
+            all(any_ or expected == has for any_, expected, has in zip(free, strategy, here, strict=False))
             for here in zip(*held, strict=False)
         )
 
@@ -190,15 +190,15 @@ def _among_those_that_cost_nothing(expand: Callable[..., Any]) -> Callable[..., 
         operands = [strategy.strategies for strategy in (*schema.args_strategy, *schema.kwargs_strategy)]
         held = [operand[0].output_spec.placements for operand in operands if len(operand) == 1]
         first = options.get("input_index", 1)
-        fit = [one for one in strategies if fits(one[first:], held)] if len(held) == len(operands) else []
+        fit = [item for item in strategies if fits(item[first:], held)] if len(held) == len(operands) else []
         if 0 < len(fit) < len(strategies):
             try:
-                found = expand(mesh, schema, fit, **options)
+                result = expand(mesh, schema, fit, **options)
             except RuntimeError:  # none of them will do; what torch then says is of all
-                found = None
-            costs = [sum(map(sum, each.redistribute_cost)) for each in found.strategies] if found else []
+                result = None
+            costs = [sum(map(sum, each.redistribute_cost)) for each in result.strategies] if result else []
             if 0 in costs:
-                return found
+                return result
         return expand(mesh, schema, strategies, **options)
 
     return narrowed

@@ -268,10 +268,10 @@ def _all_gather(
     if len(sources) != 1 or not _fits(sources[0]) or len(outputs[0]) != group.size:
         return None
     (source,), (received,) = sources, outputs
-    if not all(_takes(one, source, source.numel()) for one in received):
+    if not all(_takes(item, source, source.numel()) for item in received):
         return None
     parts = group.parts(("all_gather", *_described(source)), source, source)
-    return [(one, part.clone()) for one, part in zip(received, parts, strict=True)]
+    return [(item, part.clone()) for item, part in zip(received, parts, strict=True)]
 
 
 def _reduce_scatter_single(

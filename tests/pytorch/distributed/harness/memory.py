@@ -64,7 +64,7 @@ def _occupy_gloo() -> None:
 
 def _look() -> dict[int, torch.Tensor]:
     gc.collect()
-    found = {}
+    results = {}
     for item in gc.get_objects():
         if not issubclass(type(item), torch.Tensor) or item.is_meta:
             continue
@@ -72,5 +72,5 @@ def _look() -> dict[int, torch.Tensor]:
             plain = getattr(tensor, "_local_tensor", tensor)
             # Other types have no memory of their own; fake tensors cannot be asked.
             if type(plain) in (torch.Tensor, torch.nn.Parameter) and plain.untyped_storage().nbytes():
-                found[plain.untyped_storage().data_ptr()] = plain.detach()
-    return found
+                results[plain.untyped_storage().data_ptr()] = plain.detach()
+    return results

@@ -181,9 +181,9 @@ class WorkerPool:
                 rank_env = _rank_environment(worker.rank, world_size, store)
                 _post(worker, ("run", self._number, {**job, "env": {**rank_env, **(env or {})}}))
             answers = self._collect(workers, _scaled(timeout))
-            wanted = "error" if expect_error else "ok"
+            expected = "error" if expect_error else "ok"
             # On a GPU an error may have left the device useless to its process.
-            whole = (wanted,) if self.device_type == "cuda" else ("ok", "error")
+            whole = (expected,) if self.device_type == "cuda" else ("ok", "error")
             clean = all(verdict in whole for verdict, _ in answers.values()) and self._reset(workers)
         finally:
             if not clean:  # unanswered ranks are stuck: no use in asking them to leave

@@ -68,10 +68,10 @@ def preload_library() -> None:
     package, here = importlib.import_module("te_fsdp"), Path(__file__).parents[1]
     beside = ("te_fsdp.cli", "te_fsdp.emulation", "te_fsdp.integrations", "harness", "test_", "conftest")
     for folders, prefix in ((package.__path__, "te_fsdp."), ([str(here)], "")):
-        for found in pkgutil.walk_packages(folders, prefix):
-            if not found.name.startswith(beside):
+        for result in pkgutil.walk_packages(folders, prefix):
+            if not result.name.startswith(beside):
                 with suppress(ImportError):  # of what is not installed: who needs it says so
-                    importlib.import_module(found.name)
+                    importlib.import_module(result.name)
 
 
 def pretend(arch: str) -> None:
@@ -184,9 +184,9 @@ def _empty_lost_meshes() -> None:
     torch 2.11 and 2.12 never free the arguments of operations that take lists of DTensors (`foreach`), so a mesh is
     lost with each such call.
     """
-    for found in gc.get_objects():
-        if type(found) is dist.device_mesh.DeviceMesh:
-            getattr(found, "_pg_registry", {}).clear()
+    for result in gc.get_objects():
+        if type(result) is dist.device_mesh.DeviceMesh:
+            getattr(result, "_pg_registry", {}).clear()
 
 
 def _clear_dtensor_caches() -> None:
@@ -223,11 +223,11 @@ def _dtensor_modules(imported: int) -> list[ModuleType]:
 def _dtensor_caches(imported: int) -> list[Callable[[], None]]:
     """Return functions that clear the caches of the present modules, and the dispatcher's."""
     dispatcher = getattr(torch.distributed.tensor.DTensor, "_op_dispatcher", None)
-    found: list[Callable[[], None]] = []
+    results: list[Callable[[], None]] = []
     for owner in (getattr(dispatcher, "sharding_propagator", None), *_dtensor_modules(imported)):
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             if name == "clear_redistribute_planner_cache":
-                found.append(value)
+                results.append(value)
             elif callable(getattr(value, "cache_clear", None)) and not isinstance(value, type):
-                found.append(value.cache_clear)
-    return found
+                results.append(value.cache_clear)
+    return results

@@ -56,7 +56,7 @@ def gather(value: Any) -> list[Any]:
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     pickled: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pickled, file.getvalue())
-    return [pickle.loads(one) for one in pickled]
+    return [pickle.loads(item) for item in pickled]
 
 
 def by_value(value: Any) -> Any:

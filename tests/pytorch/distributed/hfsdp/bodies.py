@@ -46,8 +46,8 @@ def parity(axes: dict[str, int], cases: list[dict[str, Any]], outer: str = "opti
 def same_parameters(checks: harness.Comparisons, run: Run, other: Run, label: str) -> None:
     """Parameters of two runs are close, whatever mesh they are on. Collective."""
     named = zip(run.model.named_parameters(), other.model.parameters(), strict=True)
-    for (name, ours), theirs in named:
-        checks.close(f"{label} {name}", ours, theirs, **CLOSE)
+    for (name, actual), expected in named:
+        checks.close(f"{label} {name}", actual, expected, **CLOSE)
 
 
 def summed(axes: dict[str, int], case: dict[str, Any]) -> str:
@@ -222,11 +222,11 @@ def state_dict_round_trip(case: dict[str, Any], axes: dict[str, int]) -> int:
     other.model.load_state_dict(run.model.state_dict())
     other.optimizer.load_state_dict(torch.load(stream, weights_only=False))
     checks = harness.Comparisons()
-    for (name, ours), theirs in zip(run.model.named_parameters(), other.model.parameters(), strict=True):
-        checks.same_bits(name, theirs, ours)
-        for key, value in run.optimizer.state[ours].items():
+    for (name, actual), expected in zip(run.model.named_parameters(), other.model.parameters(), strict=True):
+        checks.same_bits(name, expected, actual)
+        for key, value in run.optimizer.state[actual].items():
             if isinstance(value, torch.Tensor):
-                checks.same_bits(f"{name} {key}", other.optimizer.state[theirs][key], value)
+                checks.same_bits(f"{name} {key}", other.optimizer.state[expected][key], value)
     other.position = run.position
     run.steps(2)
     other.steps(2)

@@ -33,10 +33,10 @@ def elsewhere(case: dict[str, Any], saved: Place, others: list[Place], directory
     for axes, outer in others:
         other = Run(Case(**case), axes, outer=outer, seed=SEED + 1)
         te_fsdp.checkpoint.load(path, other.model, other.optimizer)
-        checks, found = harness.Comparisons(), whole_state(other)
-        assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+        checks, result = harness.Comparisons(), whole_state(other)
+        assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
         for name, value in expected.items():
-            checks.same_bits(f"{axes} {outer} {name}", found[name], value)
+            checks.same_bits(f"{axes} {outer} {name}", result[name], value)
         other.position = position
         other.steps(2)
         if other.case.dtype == torch.float32:  # bf16 sums differ from mesh to mesh
@@ -47,10 +47,10 @@ def elsewhere(case: dict[str, Any], saved: Place, others: list[Place], directory
 
 def whole_state(run: Run) -> dict[str, torch.Tensor]:
     """Weights and state of a run, whole, by name. Collective."""
-    found = {}
+    results = {}
     for name, parameter in run.model.named_parameters():
-        found[name] = harness.full(parameter)
+        results[name] = harness.full(parameter)
         for key, value in sorted(run.optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
-                found[f"{name} {key}"] = harness.full(value)
-    return found
+                results[f"{name} {key}"] = harness.full(value)
+    return results

@@ -26,17 +26,17 @@ def sent() -> Iterator[list[int]]:
     """Elements that this rank gets of each reduce-scatter over the outer axis that begins inside, in order."""
     from te_fsdp.features.hfsdp import overlap
 
-    found: list[int] = []
+    results: list[int] = []
     stock = overlap.redistribute
 
     def counting(buffer: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(source, Partial):
-            found.append(kwargs["into"].numel())
+            results.append(kwargs["into"].numel())
         return stock(buffer, source, *args, **kwargs)
 
     overlap.redistribute = counting
     try:
-        yield found
+        yield results
     finally:
         overlap.redistribute = stock
 
@@ -109,36 +109,36 @@ def inputs(seed: int) -> torch.Tensor:
 def counts() -> dict[str, Any]:
     """Return the communication of backward and step, marked or not, trained or not; all of a marked step."""
     pair = Pair()
-    found = {"marked": [pair.both(seed) for seed in (1, 2, 3)]}
-    found["plain"] = [pair.both(seed, marked=False) for seed in (4, 5)]
+    results = {"marked": [pair.both(seed) for seed in (1, 2, 3)]}
+    results["plain"] = [pair.both(seed, marked=False) for seed in (4, 5)]
     for each in (pair.model, pair.reference):
         each.blocks[1].weight.requires_grad_(False)
-    found["frozen"] = [pair.both(seed) for seed in (7, 8)]
+    results["frozen"] = [pair.both(seed) for seed in (7, 8)]
     for each in (pair.model, pair.reference):
         each.blocks[1].weight.requires_grad_(True)
-    found["trained"] = [pair.both(seed) for seed in (9, 10)]
+    results["trained"] = [pair.both(seed) for seed in (9, 10)]
     with recorded() as calls:
         pair.both(11)
     kinds = [call.kind for call in calls if call.kind != "all_gather"]
-    return found | {"kinds": kinds, "compared": pair.checks.require(60)}
+    return results | {"kinds": kinds, "compared": pair.checks.require(60)}
 
 
 def two_optimizers() -> list[int]:
     """Of one model: the one that was sharded last gets its averages during backward; both are right."""
     import te_fsdp
 
-    pair, found = Pair(), []
+    pair, results = Pair(), []
     parts = [pair.model.blocks[0], pair.model.blocks[1:]]
     optimizers = [te_fsdp.shard_optimizer(torch.optim.SGD(part.parameters(), **SGD)) for part in parts]
     pair.optimizer = optimizers[1]
     for seed in (1, 2, 3):
-        found.append(pair.backward(seed))
+        results.append(pair.backward(seed))
         pair.expect(seed)
         optimizers[0].step()
         optimizers[0].zero_grad()
         pair.step()
     pair.checks.require(18)
-    return found
+    return results
 
 
 def other_units(orders: list[list[int]], alone: bool = False) -> list[tuple[int, int]]:
@@ -164,26 +164,26 @@ def other_units(orders: list[list[int]], alone: bool = False) -> list[tuple[int,
     if alone:
         async_work.UnitOrder.agree = spoilt
     try:
-        found = [pair.both(seed, orders) for seed in (1, 2, 3)]
+        results = [pair.both(seed, orders) for seed in (1, 2, 3)]
     finally:
         async_work.UnitOrder.agree = agree
     pair.checks.require(24)
-    return found
+    return results
 
 
 def reused(reentrant: bool) -> list[tuple[int, int]]:
     """A block that is used twice, only later, or from the first on; or backwards in the backward (checkpoints)."""
-    pair, found = Pair(), []
+    pair, results = Pair(), []
     for each in (pair.model, pair.reference):
         each.reentrant = reentrant
     usual, again = [[0, 1, 2]] * 2, [[0, 1, 2] if reentrant else [0, 2, 1, 2]] * 2
     for seed, orders in enumerate([usual, usual, again, usual]):
-        found.append(pair.both(seed, orders))
+        results.append(pair.both(seed, orders))
     pair = Pair()
     for seed in (1, 2):
-        found.append(pair.both(seed, again))
+        results.append(pair.both(seed, again))
     pair.checks.require(12)
-    return found
+    return results
 
 
 def interrupted(where: dict[int, int | str]) -> list[tuple[int, int]]:
@@ -211,10 +211,10 @@ def interrupted(where: dict[int, int | str]) -> list[tuple[int, int]]:
             else:
                 raise AssertionError("nothing was raised")
         te_fsdp.zero_grad(pair.model)
-    found = [pair.both(3)]
-    found += [pair.both(seed) for seed in (4, 5)]
+    results = [pair.both(3)]
+    results += [pair.both(seed) for seed in (4, 5)]
     pair.checks.require(24)
-    return found
+    return results
 
 
 @contextlib.contextmanager
@@ -243,13 +243,13 @@ def changed(how: str) -> dict[str, Any]:
     for seed in (1, 2):
         pair.both(seed)
     with logged() as lines, sent() as calls:
-        found = [pair.backward(3)]
+        results = [pair.backward(3)]
         pair.expect(3)
         _change(how, pair)
         pair.step()
     more = [pair.both(seed) for seed in (6, 7)]
     pair.checks.require(18)
-    return {"sent": [*found, *more], "between": len(calls), "logged": [x for x in lines if "in vain" in x]}
+    return {"sent": [*results, *more], "between": len(calls), "logged": [x for x in lines if "in vain" in x]}
 
 
 def _change(how: str, pair: Pair) -> None:
@@ -304,8 +304,8 @@ def after_clip() -> None:
         pair.optimizer.step()
     finally:
         te_fsdp.zero_grad(pair.model)
-        found = [pair.both(seed) for seed in (5, 6)]
-        assert found[1] == (3, 0), found
+        results = [pair.both(seed) for seed in (5, 6)]
+        assert results[1] == (3, 0), results
 
 
 def wires(where: str, absent: int | None = None) -> list[list[str]]:
@@ -318,7 +318,7 @@ def wires(where: str, absent: int | None = None) -> list[list[str]]:
     import te_fsdp
 
     pair = Pair(precision=te_fsdp.MixedPrecisionPolicy(main_params_dtype=None))
-    found = []
+    results = []
     for step in range(5):
         both = te_fsdp.grad_comm(pair.model, torch.bfloat16) if step in (2, 3) else contextlib.nullcontext()
         with recorded() as calls, contextlib.ExitStack() as stack:
@@ -328,8 +328,8 @@ def wires(where: str, absent: int | None = None) -> list[list[str]]:
                     pair.backward(step, [[0, 1, 2]] * 2)
             pair.optimizer.step()
             pair.optimizer.zero_grad()
-        found.append([call.dtype for call in calls if call.kind == "reduce_scatter"])
-    return found
+        results.append([call.dtype for call in calls if call.kind == "reduce_scatter"])
+    return results
 
 
 def told_by_some(marked: list[list[bool]], lines: int = 1) -> list[tuple[int, int]]:
@@ -344,10 +344,10 @@ def told_by_some(marked: list[list[bool]], lines: int = 1) -> list[tuple[int, in
     overlap._warn_once.cache_clear()
     pair = Pair()
     with logged() as seen:
-        found = [pair.both(seed, marked=ranks[dist.get_rank()]) for seed, ranks in enumerate(marked)]
+        results = [pair.both(seed, marked=ranks[dist.get_rank()]) for seed, ranks in enumerate(marked)]
     pair.checks.require(6 * len(marked))
     assert len([line for line in seen if "in the first step: so averages" in line]) == lines, seen
-    return found
+    return results
 
 
 def contexts() -> list[bool]:
@@ -356,16 +356,16 @@ def contexts() -> list[bool]:
     from te_fsdp.sharded_model import get_sharded_model
 
     model = Pair().model
-    state, found = get_sharded_model(model), []
+    state, results = get_sharded_model(model), []
     with te_fsdp.microbatch(model, is_last=True):
-        found.append(state.sync.last_microbatch)
+        results.append(state.sync.last_microbatch)
         for inner in (te_fsdp.no_sync(model), te_fsdp.sync(model), te_fsdp.microbatch(model, is_last=False)):
             with inner:
-                found.append(state.sync.last_microbatch)
-            found.append(state.sync.last_microbatch)
+                results.append(state.sync.last_microbatch)
+            results.append(state.sync.last_microbatch)
     with contextlib.suppress(RuntimeError), te_fsdp.microbatch(model, is_last=True):
         raise RuntimeError
-    found.append(state.sync.last_microbatch)
+    results.append(state.sync.last_microbatch)
     with te_fsdp.sync(model):
-        found.append(state.sync.last_microbatch)
-    return found
+        results.append(state.sync.last_microbatch)
+    return results

@@ -71,12 +71,12 @@ def same_bits(kind: str, clip: bool = False, large: int | None = None, **options
                 counts["late"].append(len(calls) - counts["early"][-1])
             for trainer in (first, second):
                 trainer.step(clip)
-            for (name, ours), theirs in zip(
+            for (name, actual), expected in zip(
                 first.model.named_parameters(), second.model.parameters(), strict=True
             ):
-                checks.same_bits(f"step {step} {name}", ours, theirs)
+                checks.same_bits(f"step {step} {name}", actual, expected)
                 main = [
-                    t.optimizer.state[p].get("master_param") for t, p in ((first, ours), (second, theirs))
+                    t.optimizer.state[p].get("master_param") for t, p in ((first, actual), (second, expected))
                 ]
                 if main[0] is not None:
                     checks.same_bits(f"step {step} {name}: main weight", *main)

@@ -84,10 +84,10 @@ def training(
             optimizer.step()
             optimizer.zero_grad()
     checks = harness.Comparisons()
-    for (name, ours), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
+    for (name, actual), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
         if "key_value" in name or name.endswith("qkv.bias"):
             continue  # the gradient of a key's bias is rounding noise
-        checks.close(name, ours, theirs, **CLOSE)
+        checks.close(name, actual, expected, **CLOSE)
     left = [getattr(t, "main_grad", None) for m in model.modules() for t in gathered(m)]
     return {"compared": checks.require(8), "left": sum(b is not None for b in left)}
 

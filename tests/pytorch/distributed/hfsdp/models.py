@@ -93,12 +93,12 @@ def make_optimizer(name: str, model: nn.Module) -> Any:
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     kind, options = OPTIMIZERS[name]
-    held = list(model.parameters())
+    params = list(model.parameters())
     # No weight decay for what forward does not use: FSDP2 may give it gradients of zeros, one process gives it none.
     groups = [
-        {"params": held[:2], "lr": 1e-2},
-        {"params": held[2:-1], "weight_decay": 0.2},
-        {"params": held[-1:], "weight_decay": 0.0},
+        {"params": params[:2], "lr": 1e-2},
+        {"params": params[2:-1], "weight_decay": 0.2},
+        {"params": params[-1:], "weight_decay": 0.0},
     ]
     return (FusedAdam if kind == "FusedAdam" else getattr(torch.optim, kind))(groups, **options)
 

@@ -71,7 +71,7 @@ def refused(marked: bool) -> dict[str, list[str]]:
     from te_fsdp.upstream.torch_dtensor import local_of
 
     pair = Pair()
-    found: dict[str, list[str]] = {"read": [], "harmful": [], "texts": []}
+    results: dict[str, list[str]] = {"read": [], "harmful": [], "texts": []}
     for seed in (1, 2):
         pair.backward(seed, marked=marked)
         pair.expect(seed)
@@ -84,9 +84,9 @@ def refused(marked: bool) -> dict[str, list[str]]:
                     for reader, read in READERS.items():
                         try:
                             read(parameter)
-                            found["read"].append(f"{reader} {when} step {seed}")
+                            results["read"].append(f"{reader} {when} step {seed}")
                         except te_fsdp.OrderError as error:
-                            found["texts"].append(str(error))
+                            results["texts"].append(str(error))
                     harness.assert_same_bits(name, local_of(parameter.grad), kept)
             if when == "before":
                 _step_and_keep(pair)
@@ -95,11 +95,11 @@ def refused(marked: bool) -> dict[str, list[str]]:
                 try:
                     read(parameter)
                 except te_fsdp.OrderError as error:
-                    found["harmful"].append(f"{reader}: {error}")
+                    results["harmful"].append(f"{reader}: {error}")
             assert not local_of(parameter.grad).any()
         pair.optimizer.zero_grad()
     pair.checks.require(12)
-    return found
+    return results
 
 
 def _step_and_keep(pair: Pair) -> None:

@@ -147,8 +147,10 @@ def straight(
                 te_fsdp.finish_grad_reduce(model)
             counts.append(seen)
             norms.append(te_fsdp.clip_grad_norm_(model, 1024.0))
-        for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            checks.same_bits(f"{step} {name}", local_of(ours.grad), local_of(theirs.grad))
+        for (name, actual), expected in zip(
+            models[0].named_parameters(), models[1].parameters(), strict=True
+        ):
+            checks.same_bits(f"{step} {name}", local_of(actual.grad), local_of(expected.grad))
         checks.same_bits(f"{step} norm", *norms[-2:])
         for optimizer in optimizers:
             optimizer.step()
@@ -168,8 +170,8 @@ def below_an_empty_root() -> dict[str, Any]:
         te_fsdp.fully_shard(models[-1], meshes, units=["0", "1"], zero_copy_gradients=zero_copy)
         te_fsdp.materialize(models[-1], seed=0)
         models[-1](torch.linspace(-1, 1, 512, device=meshes.device).view(2, 256)).square().sum().backward()
-    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        checks.same_bits(name, ours.grad, theirs.grad)
+    for (name, actual), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        checks.same_bits(name, actual.grad, expected.grad)
     return {"compared": checks.require(2), "report": str(te_fsdp.report(models[0]))}
 
 
@@ -178,7 +180,7 @@ def left_to_te_fsdp() -> dict[str, Any]:
     """By transport and policy: what the report says of gradients, elements reduced in parts, those copied."""
     import te_fsdp
 
-    meshes, found = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()), {}
+    meshes, results = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()), {}
     for transport in ("nccl", "copy_engine"):
         for policy in (None, te_fsdp.MixedPrecisionPolicy()):
             model = nn.Linear(64, 64, dtype=torch.bfloat16, device="meta")
@@ -187,8 +189,8 @@ def left_to_te_fsdp() -> dict[str, Any]:
             with copied_elements() as seen:
                 model(torch.ones(2, 64, dtype=torch.bfloat16, device=meshes.device)).sum().backward()
             report = te_fsdp.report(model).gradients
-            found[transport, "none" if policy is None else "fp32"] = report, *seen.values()
-    return found
+            results[transport, "none" if policy is None else "fp32"] = report, *seen.values()
+    return results
 
 
 def _sharded(meshes: Any, recipe: Any, dtype: torch.dtype, fused: bool, options: dict[str, Any]) -> Any:

@@ -36,9 +36,9 @@ def continues(axes: dict[str, int]) -> dict[str, Any]:
     for model, optimizer in (twin, other):
         _step(model, optimizer)
     checks = harness.Comparisons()
-    for (name, ours), theirs in zip(other[0].named_parameters(), twin[0].parameters(), strict=True):
+    for (name, actual), expected in zip(other[0].named_parameters(), twin[0].parameters(), strict=True):
         why = "bf16 weights, whose gradients are sums in another order"
-        checks.close(name, ours, theirs, rtol=2**-7, why=why)
+        checks.close(name, actual, expected, rtol=2**-7, why=why)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])

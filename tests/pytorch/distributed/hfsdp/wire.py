@@ -144,12 +144,12 @@ def by_way(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
     from te_fsdp.features.main_params import optimizer_shard_in
     from te_fsdp.upstream import torch_dtensor as _torch
 
-    found = [0, 0]
+    results = [0, 0]
     for parameter in parameters:
-        found[reason_for_fp32(optimizer_shard_in(optimizer, parameter)) is not None] += _torch.local_of(
+        results[reason_for_fp32(optimizer_shard_in(optimizer, parameter)) is not None] += _torch.local_of(
             parameter
         ).numel()
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Module:
@@ -186,17 +186,17 @@ def over_outer(main: DTensor, parameter: DTensor) -> DTensor:
 
 def recording(optimizer: Any) -> list[Collective]:
     """The collectives of the optimizer's next step, once it has run."""
-    found: list[Collective] = []
+    results: list[Collective] = []
     stock: Callable[..., Any] = type(optimizer).step.__get__(optimizer)
 
     def step(*args: Any, **kwargs: Any) -> Any:
         with recorded() as calls:
             result = stock(*args, **kwargs)
-        found.extend(calls)
+        results.extend(calls)
         return result
 
     optimizer.step = step
-    return found
+    return results
 
 
 @contextmanager

@@ -208,10 +208,10 @@ def _reference(
                 _te.drop_transpose(parameter)
     for name, parameter in model.named_parameters():
         seen[f"update {name}"] = _main(optimizer, parameter) - before[name] if trains else before[name]
-    found = Seen({name: tensor.detach().float().clone() for name, tensor in seen.items()})
-    found.send()
+    result = Seen({name: tensor.detach().float().clone() for name, tensor in seen.items()})
+    result.send()
     FP8GlobalStateManager.reset()  # else each of the two models would roll the other's amax histories
-    return found, before
+    return result, before
 
 
 def _pass(
@@ -304,14 +304,14 @@ class Check:
         """Initial weights are those of one process, bit for bit, and quantized where they are to be."""
         from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
-        found = 0
+        result = 0
         for name, parameter, info in shards(model):
             local, original = _dense(parameter), self.originals[name]
             for box in info.boxes:
                 pair = local[box.local_slices()], original[box.original_slices()]
                 self.findings.attempt(self.findings.same_bits, f"initial {name}", *pair)
-            found += _te.is_quantized(_torch.local_of(parameter))
-        assert bool(found) == self.quantized, f"{found} weights are quantized"
+            result += _te.is_quantized(_torch.local_of(parameter))
+        assert bool(result) == self.quantized, f"{result} weights are quantized"
 
     def values(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Activations and their gradients."""

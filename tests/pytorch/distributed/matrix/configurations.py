@@ -116,9 +116,9 @@ class Configuration:
 def draw(seed: int, number: int) -> Configuration:
     """Return the configuration of a number; the same for the same seed on every machine."""
     chance = random.Random(f"{seed} {number}")
-    while (found := _draw(chance)) is None:
+    while (result := _draw(chance)) is None:
         pass
-    return found
+    return result
 
 
 def _draw(chance: random.Random) -> Configuration | None:
@@ -177,9 +177,9 @@ def _draw(chance: random.Random) -> Configuration | None:
 
 def _checkpointing(chance: random.Random, modules: Sequence[str], side: str) -> str:
     """Draw activation checkpointing; a module's own only where all modules have it."""
-    found = chance.choice(["off", "off", "off", "te", "torch", "own"])
+    result = chance.choice(["off", "off", "off", "te", "torch", "own"])
     can = side == "none" and all(kind in CHECKPOINTS_ITSELF for kind in modules)
-    return found if can or found != "own" else "off"
+    return result if can or result != "own" else "off"
 
 
 def _exempt(chance: random.Random, blocks: Sequence[str]) -> tuple[str, ...]:

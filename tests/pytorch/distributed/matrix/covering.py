@@ -80,10 +80,10 @@ def cover(
         cost: By place. Of cases that bring equally many missing things the cheapest is taken, then the first.
         chosen: Places that are taken in any case.
     """
-    things = sorted(set().union(*contents), key=repr)
-    number = {thing: place for place, thing in enumerate(things)}
+    items = sorted(set().union(*contents), key=repr)
+    number = {item: place for place, item in enumerate(items)}
     return _greedy(
-        [numpy.array([number[thing] for thing in content], dtype=int) for content in contents], cost, chosen
+        [numpy.array([number[item] for item in content], dtype=int) for content in contents], cost, chosen
     )
 
 
@@ -91,10 +91,10 @@ def _greedy(
     contents: Sequence[numpy.ndarray], cost: Callable[[int], int], chosen: Sequence[int] = ()
 ) -> list[int]:
     """`cover` of things that are numbers."""
-    things = numpy.concatenate([*contents, numpy.empty(0, dtype=int)])
+    items = numpy.concatenate([*contents, numpy.empty(0, dtype=int)])
     holders = numpy.repeat(numpy.arange(len(contents)), [len(content) for content in contents])
-    holders = holders[numpy.argsort(things, kind="stable")]
-    held = numpy.bincount(things)
+    holders = holders[numpy.argsort(items, kind="stable")]
+    held = numpy.bincount(items)
     ends = numpy.cumsum(held)
     taken, missing = list(chosen), held > 0
     for place in taken:

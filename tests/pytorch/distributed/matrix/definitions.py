@@ -166,7 +166,7 @@ def refusal(case: Case) -> Refusal | None:
         (NO_FORMAT, missing),
         (NO_COMMON_SCALE, grouped and case.recipe == "current" and split),
     )
-    return next((found for found, holds in rules if holds), None)
+    return next((result for result, holds in rules if holds), None)
 
 
 def supported(case: Case) -> bool:
@@ -243,14 +243,14 @@ def subset() -> list[Case]:
 @functools.cache
 def refused() -> list[tuple[Case, Refusal]]:
     """Return one case of every error for each format that can have it, the simplest one."""
-    found: dict[tuple[Any, ...], Case] = {}
+    results: dict[tuple[Any, ...], Case] = {}
     for values in all_cases(FACTORS, lambda values: exists(Case(**values))):
         case = Case(**values)
         reason = refusal(case)
         if reason is not None:
             key = (reason, case.recipe, case.weights)
-            found[key] = min(found.get(key, case), case, key=_plainness)
-    return [(case, key[0]) for key, case in found.items()]
+            results[key] = min(results.get(key, case), case, key=_plainness)
+    return [(case, key[0]) for key, case in results.items()]
 
 
 def _plainness(case: Case) -> int:

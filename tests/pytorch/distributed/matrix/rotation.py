@@ -36,15 +36,15 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, str]:
     Args:
         parameters: What a parametrized test is called with.
     """
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for name, value in parameters.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         if isinstance(value, Mapping):
-            found |= {f"{name}.{key}": _text(entry) for key, entry in value.items()}
+            results |= {f"{name}.{key}": _text(entry) for key, entry in value.items()}
         else:
-            found[name] = _text(value)
-    return found
+            results[name] = _text(value)
+    return results
 
 
 def _text(value: Any) -> str:

@@ -169,15 +169,15 @@ def saved_mains(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     path = Path(folder[0], "saved")
     te_fsdp.checkpoint.save(path, model, optimizer)
     contents = open_checkpoint_contents(path)
-    found = {}
+    results = {}
     for name, described in contents.manifest.parameters.items():
         value, origin = contents.best_value(name, "auto")
         if origin == "main" or value.dtype == torch.float32:
-            found[name] = value.whole().float().view(described["shape"])
+            results[name] = value.whole().float().view(described["shape"])
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
-    return found
+    return results
 
 
 def abandon(drawn: Configuration, model: nn.Module, cut: Cut) -> None:
@@ -231,8 +231,8 @@ def sharded(drawn: Configuration) -> tuple[Any, nn.Module]:
     model = Stack(drawn, "meta", meshes)
     for name in drawn.exempt:
         module, _, number = name.partition(":")
-        found = model.get_submodule(module)
-        te_fsdp.fsdp_no_shard(list(found.parameters())[int(number)] if number else found)
+        result = model.get_submodule(module)
+        te_fsdp.fsdp_no_shard(list(result.parameters())[int(number)] if number else result)
     options: dict[str, Any] = {
         "strategy": {"": drawn.strategy, "blocks.0": drawn.first} if drawn.first else drawn.strategy,
         "outer_strategy": drawn.outer,

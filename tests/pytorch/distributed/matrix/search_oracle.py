@@ -127,14 +127,14 @@ class Oracle:
 
     def _mains_now(self, optimizer: Any) -> dict[str, torch.Tensor]:
         """Return the fp32 main weight of each trained parameter that has one."""
-        found = {}
+        results = {}
         for name, parameter in self.model.named_parameters():
             main = self.mains.get(name, parameter)
             if main.requires_grad and main.dtype != torch.float32:
                 main = optimizer.state[main].get("master_param")
             if main is not None and main.dtype == torch.float32 and parameter.requires_grad:
-                found[name] = main.detach()
-        return found
+                results[name] = main.detach()
+        return results
 
 
 def _is_quantized(parameter: torch.Tensor) -> bool:

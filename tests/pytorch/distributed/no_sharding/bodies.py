@@ -226,15 +226,15 @@ def _careless() -> Iterator[None]:
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Parameters and optimizer states as whole tensors."""
-    found = {}
+    results = {}
     for name, parameter, _ in shards(model):
         prefix, _, own = name.rpartition(".")
         module = model.get_submodule(prefix)
-        found[name] = gathered(module, own, parameter.detach())
+        results[name] = gathered(module, own, parameter.detach())
         for key, value in optimizer.state.get(parameter, {}).items():
             if value.dim():
-                found[f"{name}:{key}"] = gathered(module, own, value)
-    return found
+                results[f"{name}:{key}"] = gathered(module, own, value)
+    return results
 
 
 def resharded(path: str, first: dict[str, int], second: dict[str, int]) -> list[int]:
@@ -271,9 +271,9 @@ def resharded(path: str, first: dict[str, int], second: dict[str, int]) -> list[
         differed += sum(not torch.equal(value, expected[key]) for key, value in contents(*other).items())
         te_fsdp.checkpoint.load(f"{path}/{name}", *other)
         checks = harness.Comparisons()
-        found = contents(*other)
-        assert found.keys() == expected.keys()
-        for key, value in found.items():
+        result = contents(*other)
+        assert result.keys() == expected.keys()
+        for key, value in result.items():
             checks.same_bits(key, value, expected[key])
         checks.require(len(expected))
         if name == "first":

@@ -165,8 +165,8 @@ def quantized(
     counts = {"init": compare(model, oracle, "init"), "steps": 0}
     dtypes = set()
     for name in exempt:
-        found = _get(model, name)
-        for parameter in found.parameters() if isinstance(found, nn.Module) else [found]:
+        result = _get(model, name)
+        for parameter in result.parameters() if isinstance(result, nn.Module) else [result]:
             parameter.register_post_accumulate_grad_hook(lambda p: dtypes.add(p.grad.dtype))
     step = Stepper(model, recipe_of(recipe), meshes, False)
     te_fsdp.main_weights(model, step.optimizer)
@@ -184,7 +184,7 @@ def quantized(
 
 
 def _get(model: nn.Module, name: str) -> Any:
-    found: Any = model
+    result: Any = model
     for part in name.split(".") if name else ():
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result

@@ -76,8 +76,8 @@ def exempt(model: nn.Module, parts: tuple[str, ...] = PARTS) -> None:
     """Mark parts of a model: modules, and single parameters."""
     import te_fsdp
 
-    found = [getattr(model, part) for part in parts]
-    te_fsdp.fsdp_no_shard(found if len(found) > 1 else found[0])
+    results = [getattr(model, part) for part in parts]
+    te_fsdp.fsdp_no_shard(results if len(results) > 1 else results[0])
 
 
 def seeded(device: Any = None, **kwargs: Any) -> Model:

@@ -61,7 +61,7 @@ def order(
     te_fsdp.fully_shard(model, meshes_of({}), units=units, strategy=strategy)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(2)
-    checks, found, complete = harness.Comparisons(), [], []
+    checks, results, complete = harness.Comparisons(), [], []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: complete.append(p.grad is not None))
     with _spoilt(spoil):
@@ -78,13 +78,13 @@ def order(
                     sum(reference(part, r).square().mean() for r, part in enumerate(x.detach())).backward()
                     with te_fsdp.microbatch(model, is_last=last):
                         model(x[rank], rank).square().mean().backward()
-            found.append((_sums(calls), early[-1]))
+            results.append((_sums(calls), early[-1]))
             for name, parameter in reference.named_parameters():
                 if parameter.grad is not None and parameter.requires_grad:
                     mine = harness.full(model.get_parameter(name).grad)
                     checks.close(f"backward {number} {name}", mine, parameter.grad / ranks, 1e-5, WHY)
     assert all(complete), "a hook of a parameter has found no gradient"
-    return {**checks.require(20), "calls": found}
+    return {**checks.require(20), "calls": results}
 
 
 def _sums(calls: list[Any]) -> list[int]:
@@ -178,12 +178,12 @@ def with_fsdp2() -> dict[str, Any]:
     kept = {"": "optim_grads_params", "blocks.1": "no_shard", "blocks.3": "no_shard"}
     model, reference = chain(4, kept)
     step(model, reference, 1)
-    found = {}
+    results = {}
     for name, orders in {"all": [[0, 1, 2, 3]] * 2, "one": [[0, 1, 2, 3], [0, 1, 2]]}.items():
         with recorded() as calls:
             step(model, reference, 2, orders)
-        found[name] = [c.kind for c in calls if c.kind != "all_gather" and c.dtype != "int32"]
-    return found
+        results[name] = [c.kind for c in calls if c.kind != "all_gather" and c.dtype != "int32"]
+    return results
 
 
 def several_gradients(first: list[int], later: list[int]) -> int:
@@ -260,7 +260,7 @@ def out_of_step(where: list[dict[int, int | str]], plain: bool = False) -> list[
 
     model, reference = chain()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-    rank, checks, found = dist.get_rank(), harness.Comparisons(), []
+    rank, checks, results = dist.get_rank(), harness.Comparisons(), []
     for number, places in enumerate([{}, *where, {}]):
         place: int | str | None = places.get(rank)
         attempts, stepped = 0, False
@@ -281,7 +281,7 @@ def out_of_step(where: list[dict[int, int | str]], plain: bool = False) -> list[
                 assert "half way" in str(error) or "on another rank" in str(error), error
                 place = None
                 optimizers[0].zero_grad() if plain else te_fsdp.zero_grad(model)
-        found.append(attempts)
+        results.append(attempts)
         for microbatch in range(2):
             for part in inputs(2 * number + microbatch).detach():
                 (reference(part).square().mean() / dist.get_world_size()).backward()
@@ -291,8 +291,8 @@ def out_of_step(where: list[dict[int, int | str]], plain: bool = False) -> list[
         for name, parameter in reference.named_parameters():
             ours = harness.full(model.get_parameter(name))
             checks.close(f"step {number} {name}", ours, parameter, 1e-5, WHY)
-    checks.require(6 * len(found))
-    return found
+    checks.require(6 * len(results))
+    return results
 
 
 @contextlib.contextmanager
@@ -328,7 +328,7 @@ def same_bits(options: dict[str, Any]) -> dict[str, Any]:
         key: getattr(torch, value) if isinstance(value, str) else value for key, value in options.items()
     }
     model, _ = chain(precision=te_fsdp.MixedPrecisionPolicy(**options))
-    x, found, early = inputs(1), [], []
+    x, results, early = inputs(1), [], []
     with recorded() as calls:
 
         def hook(_: Any) -> None:
@@ -340,11 +340,11 @@ def same_bits(options: dict[str, Any]) -> dict[str, Any]:
             calls.clear()
             te_fsdp.zero_grad(model)
             model(x[dist.get_rank()]).square().mean().backward()
-            found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            results.append({name: p.grad.clone() for name, p in model.named_parameters()})
             gradients = [call for call in calls if call.dtype != "int32"]
             kinds = [call.kind for call in gradients]
-    for name, gradient in found[0].items():
-        harness.assert_same_bits(name, found[1][name], gradient)
+    for name, gradient in results[0].items():
+        harness.assert_same_bits(name, results[1][name], gradient)
     return {"early": early, "kinds": kinds, "dtypes": [call.dtype for call in gradients]}
 
 
@@ -357,7 +357,7 @@ def memory() -> list[float]:
 
     model = te_fsdp.fully_shard(Chain(width=1024), meshes_of({}), units="blocks.*", strategy="no_shard")
     gradients = sum(p.nbytes for p in model.parameters())
-    x, found, cat = torch.ones(1, 1024, device=harness.device()), [], torch.cat
+    x, results, cat = torch.ones(1, 1024, device=harness.device()), [], torch.cat
     model(x).sum().backward()  # workspaces
     te_fsdp.zero_grad(model)
     for agreed in (False, True):
@@ -375,6 +375,6 @@ def memory() -> list[float]:
             model(x).sum().backward()
         finally:
             torch.cat = cat
-        found.append((max(seen) - before) / gradients)
+        results.append((max(seen) - before) / gradients)
         te_fsdp.zero_grad(model)
-    return found
+    return results

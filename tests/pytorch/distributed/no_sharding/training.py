@@ -116,9 +116,9 @@ def numerics(
         trained = _Trained(subject), _Trained(reference)
         compare_shards(checks, f"gradient {step}", *trained, _gradient)
         clip_both(checks, subject, reference, clip)
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        for item in optimizers:
+            item.step()
+            item.zero_grad()
     compare_shards(checks, "parameter", subject, reference, _value)
     return checks.settle(minimum=4)
 

@@ -301,12 +301,12 @@ def recomputed(axes: dict[str, int], wrap: str, reentrant: bool) -> None:
     stock = [_gradients(built(Build(harness.device())), 1, None, once, reentrant) for once in (False, True)]
     own = max(_relative(stock[1][name], stock[0][name]) for name in stock[0])
     group = meshes.te_kwargs()["tp_group"]
-    ours = [_gradients(sharded(), tp, group, once, reentrant) for once in (False, True)]
+    actual = [_gradients(sharded(), tp, group, once, reentrant) for once in (False, True)]
     checks, allowed = Findings(), max(2e-6, 4 * own)
-    for name, gradient in ours[1].items():
+    for name, gradient in actual[1].items():
         why = f"four times stock TE's own {own:.1e}, or a few roundings"
-        checks.attempt(checks.close, name, gradient, ours[0][name], allowed, why)
-    checks.settle(len(ours[0]) // 2)
+        checks.attempt(checks.close, name, gradient, actual[0][name], allowed, why)
+    checks.settle(len(actual[0]) // 2)
 
 
 def _gradients(

@@ -109,9 +109,9 @@ def survives(route: str, strategy: str) -> dict[str, Any]:
     calls: list[str] = []
     handles = [_watch(model.get_parameter(name), name, calls) for name in hooked]
     is_whole = strategy == "no_shard" or route in ("stock", "bound")
-    whole = model.get_parameter("head.weight") if is_whole else None
-    if whole is not None and hasattr(whole, "grad_dtype"):
-        whole.grad_dtype = torch.float64
+    full = model.get_parameter("head.weight") if is_whole else None
+    if full is not None and hasattr(full, "grad_dtype"):
+        full.grad_dtype = torch.float64
     torch.manual_seed(3)
     if route == "torch":
         for module in model.modules():

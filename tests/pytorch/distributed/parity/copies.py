@@ -95,7 +95,7 @@ def _differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, meshes:
     from te_fsdp.upstream import torch_dtensor as _torch
 
     group, size = meshes.tp.get_group(), meshes.tp.size()
-    found: dict[str, list[str]] = {"whole": [], "differ": []}
+    results: dict[str, list[str]] = {"whole": [], "differ": []}
     for name, parameter in model.named_parameters():
         if not parameter.placements[-1].is_replicate():
             continue
@@ -108,7 +108,7 @@ def _differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, meshes:
             local = _torch.local_of(tensor.detach()).contiguous()
             everyone = [torch.empty_like(local) for _ in range(size)]
             dist.all_gather(everyone, local, group=group)
-            found["whole"].append(label)
+            results["whole"].append(label)
             if any(not torch.equal(other, local) for other in everyone):
-                found["differ"].append(label)
-    return found
+                results["differ"].append(label)
+    return results

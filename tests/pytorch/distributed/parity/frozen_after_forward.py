@@ -24,12 +24,12 @@ def frozen(name: str, **axes: int) -> int:
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     x = batch(0, meshes.data_size, 1)[0]
-    ours = _gradients(sharded(meshes, "optim_grads_params"), x[meshes.data_rank], name)
-    theirs = _gradients(whole(), x.flatten(0, 1), name)
-    assert ours.keys() == theirs.keys()
-    for key, wanted in theirs.items():
-        mine = ours[key]
+    actual = _gradients(sharded(meshes, "optim_grads_params"), x[meshes.data_rank], name)
+    expected = _gradients(whole(), x.flatten(0, 1), name)
+    assert actual.keys() == expected.keys()
+    for key, wanted in expected.items():
+        mine = actual[key]
         assert (mine is None) == (wanted is None), key
         if mine is not None and wanted is not None:
             assert float((mine - wanted).norm() / wanted.norm()) < 1e-5, key  # sums of fp32 in another order
-    return sum(gradient is not None for gradient in ours.values())
+    return sum(gradient is not None for gradient in actual.values())

@@ -93,9 +93,9 @@ def no_tensor_parallelism(tp_mesh: str) -> None:
     model.set_device_mesh(**which)
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=harness.device())
     gradients = []
-    for one in models:
-        one(x).square().sum().backward()
-        gradients.append({name: harness.full(p.grad) for name, p in one.named_parameters()})
+    for item in models:
+        item(x).square().sum().backward()
+        gradients.append({name: harness.full(p.grad) for name, p in item.named_parameters()})
     checks, bits = Findings(), harness.device_type() == "cpu"
     for name, gradient in gradients[0].items():
         if bits:

@@ -81,15 +81,15 @@ def _rows(name: str, interleaved: bool) -> list[list[int]]:
             list(range(queries, queries + one)),
             list(range(queries + one, queries + 2 * one)),
         ]
-    found: list[list[int]] = [[], [], []]
+    results: list[list[int]] = [[], [], []]
     each = HEADS // GROUPS * CHANNELS
     for group in range(GROUPS):
         begin = group * (each + 2 * CHANNELS)
         for part, (low, high) in enumerate(
             ((0, each), (each, each + CHANNELS), (each + CHANNELS, each + 2 * CHANNELS))
         ):
-            found[part] += range(begin + low, begin + high)
-    return found
+            results[part] += range(begin + low, begin + high)
+    return results
 
 
 class OneProcess:
@@ -123,9 +123,9 @@ class OneProcess:
 def _matrices(model: nn.Module) -> list[str]:
     """All parameters that Muon takes by default, with an embedding and a head."""
     names = ("qkv.weight", "proj.weight", "fc1_weight", "fc2_weight", "embedding.weight", "head.weight")
-    found = [n for n, _ in model.named_parameters() if n.endswith(names) or n.startswith("experts.")]
-    assert len(found) >= len(names)
-    return found
+    results = [n for n, _ in model.named_parameters() if n.endswith(names) or n.startswith("experts.")]
+    assert len(results) >= len(names)
+    return results
 
 
 def _models(axes: dict[str, int], how: dict[str, Any], **kind: bool) -> tuple[Any, Any]:
@@ -362,6 +362,6 @@ def momentum(dtype: str, nesterov: bool, strategy: str, steps: int = 2) -> int:
             buffer.lerp_(local, 1 - MUON["momentum"])
         optimizer.step()
         for name, parameter in model.named_parameters():
-            found = _local(optimizer.state[parameter]["momentum_buffer"])
-            checks.same_bits(f"step {step} {name}", found, expected[name])
+            result = _local(optimizer.state[parameter]["momentum_buffer"])
+            checks.same_bits(f"step {step} {name}", result, expected[name])
     return checks.require(2 * steps)

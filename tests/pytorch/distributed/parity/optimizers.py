@@ -129,7 +129,7 @@ def refused() -> dict[str, str]:
         "FusedSGD": (make(te.optimizers.FusedSGD), None),
     }
     cases["fused SGD, rate on the device"][0][1].param_groups[0]["lr"] = torch.tensor(0.1)
-    found = {}
+    results = {}
     for name, ((model, optimizer), closure_of) in cases.items():
         before = [harness.full(p).clone() for p in model.parameters()]
         try:
@@ -138,14 +138,14 @@ def refused() -> dict[str, str]:
                 optimizer.step()
             else:
                 optimizer.step(closure_of(model, optimizer))
-            found[name] = ""
+            results[name] = ""
         except te_fsdp.TeFsdpError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            results[name] = f"{type(error).__name__}: {error}"
         now = map(harness.full, model.parameters())
         assert all(itertools.starmap(torch.equal, zip(before, now, strict=True))), (
             f"{name}: weights have changed"
         )
-    return found
+    return results
 
 
 def _trained(model: nn.Module, optimizer: Any) -> bool:
@@ -163,7 +163,7 @@ def copies(tp: int) -> dict[str, str]:
     """The error of each optimizer of copies, before any state is made; those of models that are copied too train."""
     import te_fsdp
 
-    found = {}
+    results = {}
     ways: dict[str, Callable[[Any], Any]] = {
         "deepcopy": copy.deepcopy,
         "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
@@ -179,12 +179,12 @@ def copies(tp: int) -> dict[str, str]:
         other = copied(optimizer)
         for attempt in range(2):
             try:
-                found[f"{strategy}, {name}"] = str(_trained(model, other))
+                results[f"{strategy}, {name}"] = str(_trained(model, other))
             except te_fsdp.OrderError as error:
-                found[f"{strategy}, {name}"] = str(error)
+                results[f"{strategy}, {name}"] = str(error)
             assert not other.state, f"{name}: attempt {attempt} has stepped"
         assert _trained(model, optimizer) and _trained(model, copy.copy(optimizer))
-    return found
+    return results
 
 
 def right_copies() -> None:

@@ -129,12 +129,12 @@ class Findings(harness.Comparisons):
 
     def settle(self, minimum: int) -> dict[str, object]:
         """Raise on all ranks if any rank found a difference. Collective over the world."""
-        found = torch.tensor([len(self.failures)], device=harness.device())
-        dist.all_reduce(found)
-        if int(found):
+        result = torch.tensor([len(self.failures)], device=harness.device())
+        dist.all_reduce(result)
+        if int(result):
             shown = "\n".join(self.failures[:6])
             raise AssertionError(
-                f"{int(found)} differences over all ranks, {len(self.failures)} here:\n{shown}"
+                f"{int(result)} differences over all ranks, {len(self.failures)} here:\n{shown}"
             )
         return self.require(minimum)
 
@@ -292,12 +292,12 @@ def copy_shards(reference: nn.Module, model: nn.Module) -> None:
 
 def quiet_parameters(subject: Subject) -> dict[str, str]:
     """Full names of the parameters without gradient, with their siblings'."""
-    found = {}
+    results = {}
     for name, _ in subject.module.named_parameters():
         for suffix, sibling in subject.no_gradient.items():
             if name.endswith(suffix):
-                found[name] = _sibling(name, suffix, sibling, subject.module)
-    return found
+                results[name] = _sibling(name, suffix, sibling, subject.module)
+    return results
 
 
 def _sibling(name: str, suffix: str, sibling: str, module: nn.Module) -> str:

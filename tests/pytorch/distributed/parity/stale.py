@@ -91,17 +91,17 @@ def step(route: str, moment: str, tp: int, name: str = "AdamW", several: bool = 
     """
     import te_fsdp
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def build(model: nn.Module, now: str) -> None:
         if now == moment:
-            found["optimizer"] = OPTIMIZERS[name](_groups(model, several))
+            results["optimizer"] = OPTIMIZERS[name](_groups(model, several))
 
     model = _prepared(route, tp, build)
     before = [harness.full(p).clone() for p in model.parameters()]
     try:
-        _train(model, found["optimizer"])
-        _train(model, found["optimizer"])
+        _train(model, results["optimizer"])
+        _train(model, results["optimizer"])
     except te_fsdp.OrderError as error:
         raised = type(error).__name__, str(error)
     else:

@@ -57,7 +57,7 @@ def same(directory: str, names: list[str], **options: Any) -> int:
     """One process: several checkpoints hold the same bits of weights, optimizer and delayed scaling's state."""
     import te_fsdp
 
-    found = []
+    results = []
     for name in names:
         model, optimizer = _built(meshes_of(1), **options)
         te_fsdp.checkpoint.load(f"{directory}/{name}", model, optimizer)
@@ -65,13 +65,13 @@ def same(directory: str, names: list[str], **options: Any) -> int:
         bits = {**model.state_dict(), **{n: p.detach() for n, p in named.items()}}
         for n, p in named.items():
             bits |= {f"{n}.{k}": v for k, v in optimizer.state[p].items() if isinstance(v, torch.Tensor)}
-        found.append({n: v for n, v in bits.items() if isinstance(v, torch.Tensor) and v.numel()})
+        results.append({n: v for n, v in bits.items() if isinstance(v, torch.Tensor) and v.numel()})
     checks = harness.Comparisons()
-    for name, bits in zip(names[1:], found[1:], strict=True):
-        assert bits.keys() == found[0].keys()
+    for name, bits in zip(names[1:], results[1:], strict=True):
+        assert bits.keys() == results[0].keys()
         for key, value in bits.items():
-            checks.same_bits(f"{name}: {key}", *(_bytes(v) for v in (value, found[0][key])))
-    return checks.require(3 * LAYERS * (len(names) - 1)) and len(found[0])
+            checks.same_bits(f"{name}: {key}", *(_bytes(v) for v in (value, results[0][key])))
+    return checks.require(3 * LAYERS * (len(names) - 1)) and len(results[0])
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

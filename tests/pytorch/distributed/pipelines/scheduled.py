@@ -132,11 +132,11 @@ def training(
         words, then = batch(step, meshes.data_size, microbatches)
         allowed = _allowed(dtype, quantized and step > 0)
         with recorded() as seen:
-            found = step_of(words[meshes.data_rank], then[meshes.data_rank])
+            result = step_of(words[meshes.data_rank], then[meshes.data_rank])
         expected = _whole_step(reference, words, then)
-        if found:
-            checks.close(f"step {step}: losses", torch.stack(found), expected[meshes.data_rank], *allowed)
-            losses += [float(loss) for loss in found]
+        if result:
+            checks.close(f"step {step}: losses", torch.stack(result), expected[meshes.data_rank], *allowed)
+            losses += [float(loss) for loss in result]
         if not hfsdp:
             _compare(checks, f"step {step}: gradient of", parts, reference, allowed, gradients=True)
         norm = te_fsdp.clip_grad_norm_(
@@ -170,9 +170,9 @@ def _allowed(dtype: torch.dtype, quantized: bool) -> tuple[float, str]:
 def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
     """All-gathers of each step, and all-reduces of gradients."""
     return {
-        "gathers": [sum(one.kind == "all_gather" for one in step) for step in sent],
+        "gathers": [sum(item.kind == "all_gather" for item in step) for step in sent],
         "reductions": [
-            sum((one.kind, one.dtype) == ("all_reduce", "float32") for one in step) for step in sent
+            sum((item.kind, item.dtype) == ("all_reduce", "float32") for item in step) for step in sent
         ],
     }
 

@@ -25,8 +25,8 @@ AXES = {"dp_shard": 2, "ep": 2}
 
 
 def _flat(states: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()}
-    return {name: whole(value) for name, value in found.items() if torch.is_tensor(value)}
+    results = {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()}
+    return {name: whole(value) for name, value in results.items() if torch.is_tensor(value)}
 
 
 def exports(kind: str, recipe: str, sharder: str) -> dict[str, Any]:
@@ -53,9 +53,9 @@ def exports(kind: str, recipe: str, sharder: str) -> dict[str, Any]:
         model = get_model_state_dict(job.model, options=options)
         states = get_optimizer_state_dict(job.model, job.optimizer, options=options)
         if use == "everywhere" or dist.get_rank() == 0:
-            found = {n: whole(value) for n, value in model.items() if not n.endswith("_extra_state")}
-            found |= _flat(states["state"])
-            outcome[use] = differing(of_all_experts(kind, found), values)
+            results = {n: whole(value) for n, value in model.items() if not n.endswith("_extra_state")}
+            results |= _flat(states["state"])
+            outcome[use] = differing(of_all_experts(kind, results), values)
             names = sorted(states["param_groups"][0]["params"])
             outcome[f"group, {use}"] = [] if names == sorted(states["state"]) else names
         other = Job(kind, recipe, AXES, sharder, True, seed=4)
@@ -103,12 +103,12 @@ def _delayed(job: Job) -> dict[str, torch.Tensor]:
 
     inner, group = job.model.inner, job.model.ep
     first = 0 if group is None else dist.get_rank(group) * inner.num_gemms
-    found = {}
+    results = {}
     for key, state in (_te.delayed_states(inner) or {}).items():
         for name, tensor in (("scale", state.scale), ("amax_history", state.amax_history[1:])):
             for index, part in enumerate(tensor.cpu().clone().chunk(inner.num_gemms, -1), first):
-                found[f"{key}.{name}.{index}"] = part
-    return of_all_experts("experts", found, group)
+                results[f"{key}.{name}.{index}"] = part
+    return of_all_experts("experts", results, group)
 
 
 def moves(sharder: str, directory: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def uneven_rows() -> dict[str, Any]:
         own["exp_avg"] = 2 * values[name]
     set_model_state_dict(model, dict(values), options=StateDictOptions(full_state_dict=True, strict=False))
     set_optimizer_state_dict(model, optimizer, states, options=full)
-    found = {name: whole(p) for name, p in model.named_parameters()}
+    results = {name: whole(p) for name, p in model.named_parameters()}
     moments = {name: whole(optimizer.state[p]["exp_avg"]) / 2 for name, p in model.named_parameters()}
     sizes = sorted({int(p.to_local().shape[0]) for p in model.parameters()})
-    return {"weights": differing(found, values), "moments": differing(moments, values), "rows": sizes}
+    return {"weights": differing(results, values), "moments": differing(moments, values), "rows": sizes}

@@ -16,7 +16,7 @@ def load(
     kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, directory: str, how: str
 ) -> dict[str, Any]:
     """Load weights on each rank alone, without ``load_state_dict``; compare with a model that all ranks load."""
-    place, rank = f"{directory}/0", dist.get_rank()
+    path, rank = f"{directory}/0", dist.get_rank()
     groups = [dist.new_group([member]) for member in range(dist.get_world_size())]
     options: Any = {"process_group": groups[rank]} if "group" in how else {"no_dist": True}
     outputs, values, after = [], [], []
@@ -26,11 +26,11 @@ def load(
         job.output()  # derived data, such as transposes, of the old bytes
         state = {"model": get_model_state_dict(job.model)}
         if way == "together":
-            dcp.load(state, checkpoint_id=place)
+            dcp.load(state, checkpoint_id=path)
             set_model_state_dict(job.model, state["model"])
         for turn in range(dist.get_world_size() if "turns" in how else 1):
             if way == "alone" and ("turns" not in how or turn == rank):
-                dcp.load(state, checkpoint_id=place, **options)
+                dcp.load(state, checkpoint_id=path, **options)
             dist.barrier()
         outputs.append(job.output())
         values.append({name: whole(p) for name, p in job.model.named_parameters()})

@@ -35,7 +35,7 @@ def differing_functions(kind: str, axes: dict[str, int], sharder: str) -> dict[s
     tensors = {"weight": weight.detach(), "state": job.optimizer.state[weight]["exp_avg"]}
     mesh, generator = weight.device_mesh, torch.Generator().manual_seed(1)
     values = torch.randn(weight.shape, generator=generator).to(harness.device())
-    found: dict[str, Any] = {"copied": [], "as it is": []}
+    results: dict[str, Any] = {"copied": [], "as it is": []}
     for placements in (tuple(weight.placements), (Replicate(),) * mesh.ndim):
         for label, tensor in tensors.items():
             original, other = whole(tensor).to(values.device), distribute_tensor(values, mesh, placements)
@@ -44,5 +44,5 @@ def differing_functions(kind: str, axes: dict[str, int], sharder: str) -> dict[s
                 expected = function(original, values).cpu()
                 for way, one in (("copied", copied), ("as it is", other)):
                     if not torch.equal(whole(function(tensor, one)), expected):
-                        found[way].append(f"{name}: {label}, {placements}")
-    return found
+                        results[way].append(f"{name}: {label}, {placements}")
+    return results

@@ -31,13 +31,13 @@ def quantized_copies(recipe: str, axes: dict[str, int], sharder: str) -> dict[st
             values = torch.randn(own.shape, generator=generator).to(harness.device(), torch.bfloat16)
             own.copy_(values)
             parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))
-    found = {name: whole(p) for name, p in job.model.named_parameters()}
+    results = {name: whole(p) for name, p in job.model.named_parameters()}
     expected = {name: whole(p) for name, p in stock.named_parameters()}
     size = (32, 4, 512)
     batch = torch.randn(size, generator=torch.Generator().manual_seed(7)).to(harness.device(), torch.bfloat16)
     with torch.no_grad():
         error = (job.output() - stock(batch).float()).abs().max() / (before - job.output()).abs().max()
-    return {"wrong": differing(found, expected), "error": float(error)}
+    return {"wrong": differing(results, expected), "error": float(error)}
 
 
 def flat_states(source: str, target: str, directory: str) -> dict[str, Any]:

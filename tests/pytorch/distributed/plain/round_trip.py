@@ -100,8 +100,8 @@ class Model(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = super().state_dict(*args, **kwargs)
-        return found if self.keep else {k: v for k, v in found.items() if not k.endswith("_extra_state")}
+        result = super().state_dict(*args, **kwargs)
+        return result if self.keep else {k: v for k, v in result.items() if not k.endswith("_extra_state")}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         return super().load_state_dict(state_dict, strict=strict and self.keep, assign=assign)
@@ -189,12 +189,12 @@ class Job:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Original tensors of weights and optimizer states, by ``full_tensor``, on all ranks."""
-        found: dict[str, torch.Tensor] = {}
+        results: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            found[name] = whole(parameter)
+            results[name] = whole(parameter)
         for name, states in get_optimizer_state_dict(self.model, self.optimizer)["state"].items():
-            found |= {f"{name}.{key}": whole(t) for key, t in states.items() if torch.is_tensor(t)}
-        return of_all_experts(self.model.kind, found, self.model.ep)
+            results |= {f"{name}.{key}": whole(t) for key, t in states.items() if torch.is_tensor(t)}
+        return of_all_experts(self.model.kind, results, self.model.ep)
 
 
 def of_all_experts(kind: str, found: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
@@ -216,7 +216,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if hasattr(tensor, "rowwise_data"):  # TE's GroupedTensor of an unsharded module
-        tensor = torch.stack([harness.full(one) for one in tensor.split_into_quantized_tensors()])
+        tensor = torch.stack([harness.full(item) for item in tensor.split_into_quantized_tensors()])
     return harness.full(tensor).float()
 
 
@@ -309,8 +309,8 @@ def other_form(source: str, target: str, directory: str) -> dict[str, Any]:
     axes = {"dp_shard": 2}
 
     def values(job: Job) -> dict[str, torch.Tensor]:
-        found = {name: whole(p) for name, p in job.model.named_parameters()}
-        return of_all_experts(job.model.kind, found)
+        results = {name: whole(p) for name, p in job.model.named_parameters()}
+        return of_all_experts(job.model.kind, results)
 
     one, *others = (
         Job(kind, "none", axes, "torch", False, seed)
@@ -408,11 +408,11 @@ def copies_that_wait(directory: str) -> dict[str, list[str]]:
     meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
 
     def linear(recipe: str | None, seed: int = 0) -> Any:
-        found = Model("Linear", recipe or "bf16", keep=False, device="meta" if recipe else harness.device())
+        outcome = Model("Linear", recipe or "bf16", keep=False, device="meta" if recipe else harness.device())
         if recipe is None:  # without te_fsdp
-            return torch.distributed.fsdp.fully_shard(found, mesh=meshes.fsdp)
-        te_fsdp.fully_shard(found, meshes, units=[])
-        return te_fsdp.materialize(found, seed=seed)
+            return torch.distributed.fsdp.fully_shard(outcome, mesh=meshes.fsdp)
+        te_fsdp.fully_shard(outcome, meshes, units=[])
+        return te_fsdp.materialize(outcome, seed=seed)
 
     name, source = "inner.weight", linear("current")
     values = torch.randn(FFN, HIDDEN, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -448,8 +448,8 @@ def copies_that_wait(directory: str) -> dict[str, list[str]]:
     dcp.load(saved, checkpoint_id=f"{directory}/copy")
     uses = {"dcp.save": saved[name], "deepcopy": copy.deepcopy(state[name]), "detach": state[name].detach()}
     uses |= {"clone": state[name].clone(), "float": state[name].float()}
-    for use, found in uses.items():
-        compare(use, found.to(harness.device()))
+    for use, result in uses.items():
+        compare(use, result.to(harness.device()))
     compare("to_local", state[name].to_local(), values.chunk(2)[dist.get_rank()])
     state[name].to_local().mul_(4)  # writes are kept
     compare("bytes after values", loaded("values", "bytes")[name], whole(source.inner.weight))

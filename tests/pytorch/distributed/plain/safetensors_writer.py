@@ -25,9 +25,9 @@ def saved(kind: str, recipe: str, axes: dict[str, int], joined: bool, directory:
     dcp.save(state, storage_writer=writer)
     dist.barrier()
     if joined:
-        found = load_file(f"{directory}/model-00001-of-00001.safetensors")
-        dtypes = {str(found[k].dtype) for k in state}
-        wrong = [k for k in state if not torch.equal(found[k].float(), expected[k].bfloat16().float().cpu())]
+        result = load_file(f"{directory}/model-00001-of-00001.safetensors")
+        dtypes = {str(result[k].dtype) for k in state}
+        wrong = [k for k in state if not torch.equal(result[k].float(), expected[k].bfloat16().float().cpu())]
         return {"wrong": wrong, "dtypes": dtypes, "control": 1}
     other = Job(kind, recipe, {"dp_shard": dist.get_world_size()}, "te_fsdp", False, seed=2)
     before, target = other.values(), other.state()["model"]

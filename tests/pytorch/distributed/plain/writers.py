@@ -29,9 +29,9 @@ def read_by(way: str, recipe: str, directory: str) -> dict[str, Any]:
         stager = DefaultStager(StagingOptions(False, False, False, False))
         state = pickle.loads(ForkingPickler.dumps(stager.stage(state)))
         dcp.save(state, checkpoint_id=directory)
-        found = other.state()
-        dcp.load(found, checkpoint_id=directory)
-        other.take(found)
+        result = other.state()
+        dcp.load(result, checkpoint_id=directory)
+        other.take(result)
         outcome["wrong"] = differing(expected, other.values())
         return outcome
     together = way == "safetensors, joined"
@@ -50,9 +50,9 @@ def read_by(way: str, recipe: str, directory: str) -> dict[str, Any]:
 
         values = load_file(f"{directory}/{_file(directory)}")
     else:
-        found = other.state()["model"]
-        dcp.load(found, storage_reader=HuggingFaceStorageReader(directory))
-        set_model_state_dict(other.model, found, options=StateDictOptions(strict=False))
+        result = other.state()["model"]
+        dcp.load(result, storage_reader=HuggingFaceStorageReader(directory))
+        set_model_state_dict(other.model, result, options=StateDictOptions(strict=False))
         values = other.values()
     outcome["wrong"] = [k for k in state["model"] if not torch.equal(values[k].cpu(), expected[k].cpu())]
     return outcome

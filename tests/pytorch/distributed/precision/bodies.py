@@ -156,9 +156,9 @@ def _values(
                     _schedule(subject, last, each, outer_last)
                 with te_fsdp.microbatch(subject, is_last=last) if strategy else contextlib.nullcontext():
                     subject(x[number, dist.get_rank()]).backward(seed[number, dist.get_rank()])
-        found = [[oracle.gradients(x[m, r], seed[m, r]) for r in range(ranks)] for m in range(MICROBATCHES)]
+        results = [[oracle.gradients(x[m, r], seed[m, r]) for r in range(ranks)] for m in range(MICROBATCHES)]
         expected = {
-            name: rule.reduced([[rank[name] for rank in microbatch] for microbatch in found])
+            name: rule.reduced([[rank[name] for rank in microbatch] for microbatch in results])
             for name in oracle.main
         }
         for name, parameter in subject.named_parameters():
@@ -307,8 +307,8 @@ def temporarily(dtype: str) -> dict[str, Any]:
         backward("inside again")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         backward("after")
-    found = {event.name for event in profile.events()}
-    seen["ranges"] = sorted(name for name in found if name.startswith("te_fsdp::reduce_scatter"))
+    results = {event.name for event in profile.events()}
+    seen["ranges"] = sorted(name for name in results if name.startswith("te_fsdp::reduce_scatter"))
     seen["gradients"] = sorted({str(p.grad.dtype) for p in subject.parameters()})
     return seen
 

@@ -62,10 +62,10 @@ def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
             with te.autocast(recipe=recipe_of(recipe)):
                 output = model(x[number, dist.get_rank()])
             output.backward(seed[number, dist.get_rank()])
-        found = [_gradients(oracle, recipe, x[m], seed[m]) for m in range(MICROBATCHES)]
+        results = [_gradients(oracle, recipe, x[m], seed[m]) for m in range(MICROBATCHES)]
         checks = harness.Comparisons()
         for name, parameter in model.named_parameters():
-            main[name].grad = rule.reduced([[rank[name] for rank in microbatch] for microbatch in found])
+            main[name].grad = rule.reduced([[rank[name] for rank in microbatch] for microbatch in results])
             checks.same_bits(f"step {step} gradient {name}", parameter.grad, main[name].grad)
         optimizer.step()
         twin.step()
@@ -103,11 +103,11 @@ def _gradients(
     """One process' gradients of each rank's part of a microbatch."""
     import transformer_engine.pytorch as te
 
-    found = []
+    results = []
     for rank in range(x.shape[0]):
         oracle.zero_grad()
         with te.autocast(recipe=recipe_of(recipe)):
             output = oracle(x[rank])
         output.backward(seed[rank])
-        found.append({name: p.grad.clone() for name, p in oracle.named_parameters()})
-    return found
+        results.append({name: p.grad.clone() for name, p in oracle.named_parameters()})
+    return results

@@ -29,8 +29,8 @@ def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str,
         model = sharded(policy, meshes, meta=False, params_dtype=BF16)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM, **kwargs)
         te_fsdp.main_weights(model, optimizer)
-        whole = {name: harness.full(p).to(FP32) for name, p in model.named_parameters()}
-        alone = torch.optim.AdamW(whole.values(), **ADAM)
+        full = {name: harness.full(p).to(FP32) for name, p in model.named_parameters()}
+        alone = torch.optim.AdamW(full.values(), **ADAM)
         for step in range(2):
             generator = torch.Generator().manual_seed(step)
             x = torch.randn((TOKENS, HIDDEN), generator=generator).to(harness.device(), BF16)
@@ -39,7 +39,7 @@ def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str,
                 gradient = parameter.grad
                 # The outer dtype, which determines operations on DTensors.
                 assert gradient.dtype == gradient._spec.tensor_meta.dtype == FP32, (name, gradient._spec)
-                whole[name].grad = harness.full(gradient)
+                full[name].grad = harness.full(gradient)
             optimizer.step()
             alone.step()
             optimizer.zero_grad()
@@ -48,6 +48,6 @@ def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str,
                 why = (
                     "the same fp32 operations on parts of another length: two of 2^-24 where vector code ends"
                 )
-                checks.close(f"{kwargs} main weight of {name}", harness.full(main), whole[name], 1e-6, why)
+                checks.close(f"{kwargs} main weight of {name}", harness.full(main), full[name], 1e-6, why)
                 checks.same_bits(f"{kwargs} {name}", parameter.to_local(), main.to_local().to(BF16))
     return checks.require(len(options) * 2 * 2 * 6)

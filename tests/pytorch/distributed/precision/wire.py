@@ -43,12 +43,12 @@ def fp16_averages(large: float) -> dict[str, list[list[float]]]:
     from te_fsdp.collectives.redistribute import GradComm, redistribute
 
     comm, group, ranks = GradComm(torch.float16), dist.group.WORLD, dist.get_world_size()
-    found: dict[str, list[list[float]]] = {"all_reduce": [], "reduce_scatter": []}
+    results: dict[str, list[list[float]]] = {"all_reduce": [], "reduce_scatter": []}
     for value in (large, 2.0 ** dist.get_rank()):
-        whole = torch.full((2 * ranks,), value, device=harness.device())
-        reduced = redistribute(whole.clone(), Partial("avg"), Replicate(), group, comm).wait()
-        found["all_reduce"].append(reduced.unique().tolist())
+        full = torch.full((2 * ranks,), value, device=harness.device())
+        reduced = redistribute(full.clone(), Partial("avg"), Replicate(), group, comm).wait()
+        results["all_reduce"].append(reduced.unique().tolist())
         part = torch.empty(2, device=harness.device())
-        redistribute(whole, Partial("avg"), Shard(0), group, comm, into=part).wait()
-        found["reduce_scatter"].append(part.unique().tolist())
-    return found
+        redistribute(full, Partial("avg"), Shard(0), group, comm, into=part).wait()
+        results["reduce_scatter"].append(part.unique().tolist())
+    return results

@@ -47,19 +47,19 @@ def loads(source: str, target: str, way: str, directory: str) -> dict[str, Any]:
             te_fsdp.checkpoint.save(directory, saved)
         converted = te_fsdp.checkpoint.load(directory, loaded).converted
     if source == target:
-        wanted = _run(saved, target)
+        expected = _run(saved, target)
     else:
         with _init(target):
             reference = build("linear", HIDDEN, harness.device(), bias=False, init_method=wide_range)
         with torch.no_grad():
             for name, parameter in reference.named_parameters():
                 parameter.copy_(values[name])
-        wanted = _run(reference, target)
-    found = _run(loaded, target)
+        expected = _run(reference, target)
+    result = _run(loaded, target)
     return {
-        "equal": all(map(torch.equal, found, wanted)),
-        "control": not torch.equal(before[0], found[0]),
-        "quantized": source == target or not torch.equal(_run(saved, source)[0], found[0]),
+        "equal": all(map(torch.equal, result, expected)),
+        "control": not torch.equal(before[0], result[0]),
+        "quantized": source == target or not torch.equal(_run(saved, source)[0], result[0]),
         "converted": sorted(set(converted.values())),
     }
 
@@ -84,7 +84,7 @@ def refusals() -> list[str]:
         te_fsdp.fully_shard(model, meshes)
         te_fsdp.materialize(model, seed=1)
 
-    found = []
+    results = []
     for shard in (by_te_fsdp, by_torch):
         with _init("nvfp4_rows"):
             model = build("linear", HIDDEN, "meta", bias=False)
@@ -92,8 +92,8 @@ def refusals() -> list[str]:
             shard(model)
             _run(model, "nvfp4_rows")
         except te_fsdp.PrecisionError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 def same_rowwise_data() -> dict[str, bool]:
@@ -104,7 +104,7 @@ def same_rowwise_data() -> dict[str, bool]:
         weight = te.Linear(HIDDEN, HIDDEN, bias=False, device=harness.device(), init_method=wide_range).weight
     one = weight.detach()
     other = one._get_quantizer()(one.dequantize(dtype=torch.float32))
-    found = {}
+    results = {}
     for name in (
         "rowwise_data",
         "rowwise_scale_inv",
@@ -113,8 +113,8 @@ def same_rowwise_data() -> dict[str, bool]:
         "columnwise_scale_inv",
     ):
         a, b = (tensor.get_metadata()[name].view(torch.uint8) for tensor in (one, other))
-        found[name] = torch.equal(a, b)
-    return found
+        results[name] = torch.equal(a, b)
+    return results
 
 
 def _init(recipe: str) -> Any:

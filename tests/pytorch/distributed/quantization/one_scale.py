@@ -198,12 +198,12 @@ def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     from te_fsdp.upstream import torch_dtensor as _torch
 
     info, local = shard_info(module, name, value), _torch.local_of(value)
-    whole = torch.full(info.original_shape, -torch.inf, dtype=local.dtype, device=local.device)
+    full = torch.full(info.original_shape, -torch.inf, dtype=local.dtype, device=local.device)
     for box in info.boxes:
-        whole[box.original_slices()] = local[box.local_slices()]
-    dist.all_reduce(whole, op=dist.ReduceOp.MAX)  # pieces meet only minus infinity, and equal replicas
-    assert torch.isfinite(whole).all()
-    return whole
+        full[box.original_slices()] = local[box.local_slices()]
+    dist.all_reduce(full, op=dist.ReduceOp.MAX)  # pieces meet only minus infinity, and equal replicas
+    assert torch.isfinite(full).all()
+    return full
 
 
 def fine_draws() -> bool:
@@ -283,18 +283,18 @@ def same_buffers(
 
     local, info = _torch.local_of(parameter), shard_info(module, own, parameter)
     expected = {c.name: c for c in buffers_of(whole, label)}
-    found = buffers_of(local, label)
-    for component in found:
+    result = buffers_of(local, label)
+    for component in result:
         other = expected[component.name]
         if component.block is None:
             checks.same_bits(f"{label} {component.name}", component.tensor, other.tensor)
             continue
         for box in component.boxes(info.boxes, label):
-            mine, theirs = component.tensor[box.local_slices()], other.tensor[box.original_slices()]
-            checks.same_bits(f"{label} {component.name}", mine.contiguous(), theirs.contiguous())
+            actual, theirs = component.tensor[box.local_slices()], other.tensor[box.original_slices()]
+            checks.same_bits(f"{label} {component.name}", actual.contiguous(), theirs.contiguous())
     if getattr(local, "_transpose", None) is not None and not local._transpose_invalid:
         checks.same_bits(f"{label} transpose", local._transpose, local._data.t().contiguous())
-    return len(found)
+    return len(result)
 
 
 def buffers_of(local: Any, label: str) -> list[Any]:
@@ -303,13 +303,13 @@ def buffers_of(local: Any, label: str) -> list[Any]:
 
     if type(local).__name__ != "HybridQuantizedTensor":
         return components_of(local, label)
-    found = []
+    results = []
     for way, part in (("row", local._rowwise_storage), ("column", local._columnwise_storage)):
         if type(part).__name__ == "IdentityTensor":
-            found.append(Component(f"{way}: high precision", part._hp_data, (1, 1)))
+            results.append(Component(f"{way}: high precision", part._hp_data, (1, 1)))
         else:
-            found += [Component(f"{way}: {c.name}", c.tensor, c.block) for c in components_of(part, label)]
-    return found
+            results += [Component(f"{way}: {c.name}", c.tensor, c.block) for c in components_of(part, label)]
+    return results
 
 
 def same_history(
@@ -321,11 +321,13 @@ def same_history(
     if _te.delayed_states(module) is None:
         return
     index = module.param_init_meta[own].fp8_meta_index
-    mine, theirs = module.fp8_meta["scaling_fwd"], oracle.fp8_meta["scaling_fwd"]
-    checks.same_bits(f"{label} scale", mine.scale[index], theirs.scale[index])
-    rows = len(theirs.amax_history)
-    checks.same_bits(f"{label} amax history", mine.amax_history[:rows, index], theirs.amax_history[:, index])
-    assert not mine.amax_history[rows:].any(), "a longer history, before training cuts it"
+    actual, expected = module.fp8_meta["scaling_fwd"], oracle.fp8_meta["scaling_fwd"]
+    checks.same_bits(f"{label} scale", actual.scale[index], expected.scale[index])
+    rows = len(expected.amax_history)
+    checks.same_bits(
+        f"{label} amax history", actual.amax_history[:rows, index], expected.amax_history[:, index]
+    )
+    assert not actual.amax_history[rows:].any(), "a longer history, before training cuts it"
 
 
 def compare_unsharded(model: nn.Module, oracle: nn.Module) -> int:

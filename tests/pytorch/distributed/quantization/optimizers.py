@@ -85,15 +85,15 @@ def beginnings(recipe: str) -> int:
     """
     import te_fsdp
 
-    found = []
+    results = []
     for strategy in ("optim_grads_params", "no_shard"):
         model = sharded("mlp_swiglu", recipe, meshes_of(1, 1), strategy=strategy)
         te_fsdp.materialize(model, seed=SEED)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         te_fsdp.main_weights(model, optimizer)
         mains = {n: optimizer.state[p].get("master_param") for n, p in model.named_parameters()}
-        found.append({name: harness.full(main) for name, main in mains.items() if main is not None})
-    cut, whole = found
+        results.append({name: harness.full(main) for name, main in mains.items() if main is not None})
+    cut, whole = results
     for name, main in whole.items():
         harness.assert_same_bits(name, main, cut[name])
     return len(whole)
@@ -159,9 +159,9 @@ def resumed(route: str, path: str, dp_replicate: int, tp: int) -> list[str]:
     for _ in range(2):
         step(*batch_of(HIDDEN))
         other_step(*batch_of(HIDDEN))
-    mine, theirs = tensors(model, step.optimizer), tensors(other, other_step.optimizer)
-    assert mine.keys() == theirs.keys() and len(mine) > 12
-    return [name for name in mine if not torch.equal(mine[name], theirs[name])]
+    actual, expected = tensors(model, step.optimizer), tensors(other, other_step.optimizer)
+    assert actual.keys() == expected.keys() and len(actual) > 12
+    return [name for name in actual if not torch.equal(actual[name], expected[name])]
 
 
 def saved(state: Any) -> io.BytesIO:
@@ -174,13 +174,13 @@ def saved(state: Any) -> io.BytesIO:
 
 def tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of this rank by name, dequantized."""
-    found = {}
+    results = {}
     for name, parameter in model.named_parameters():
         local = local_of(parameter)
-        found[name] = local.dequantize() if hasattr(local, "_quantizer") else local.detach()
+        results[name] = local.dequantize() if hasattr(local, "_quantizer") else local.detach()
         for key, value in optimizer.state[parameter].items():
-            found[f"{name} {key}"] = local_of(value)
-    return found
+            results[f"{name} {key}"] = local_of(value)
+    return results
 
 
 def refused(case: str) -> None:

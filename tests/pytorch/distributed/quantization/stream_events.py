@@ -33,6 +33,6 @@ def _read(wait: Callable[[Any], Any]) -> float:
         event = writes.record_event()
     with torch.cuda.stream(reads):
         wait(event)
-        found = value.clone()
+        result = value.clone()
     torch.cuda.synchronize()
-    return found.item()
+    return result.item()

@@ -142,7 +142,7 @@ def clones_that_change(recipes: list[str], strategy: str, meta: bool) -> list[st
 
     import te_fsdp
 
-    meshes, found = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()), []
+    meshes, results = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()), []
     for name in recipes:
         torch.manual_seed(0)
         with te.quantized_model_init(recipe=models.recipe_of(name)):
@@ -156,8 +156,8 @@ def clones_that_change(recipes: list[str], strategy: str, meta: bool) -> list[st
             weight.mul_(0.3)
         assert not torch.equal(_values(weight), before)
         if not all(torch.equal(_values(clone), before) for clone in clones):
-            found.append(name)
-    return found
+            results.append(name)
+    return results
 
 
 def _values(weight: torch.Tensor) -> torch.Tensor:
@@ -167,11 +167,11 @@ def _values(weight: torch.Tensor) -> torch.Tensor:
 
 def zeroed(recipe: str) -> list[bool]:
     """Whether a weight is zero after ``zero_``, and after zeros were copied into it."""
-    weight, found = linear(models.recipe_of(recipe)).weight.detach(), []
+    weight, results = linear(models.recipe_of(recipe)).weight.detach(), []
     for write in (weight.zero_, lambda: weight.copy_(torch.zeros(weight.shape, device=harness.device()))):
         write()
-        found.append(not weight.dequantize().any())
-    return found
+        results.append(not weight.dequantize().any())
+    return results
 
 
 def no_copy_after_gather(bound: bool) -> bool:

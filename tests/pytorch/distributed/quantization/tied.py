@@ -68,7 +68,7 @@ def trains_as_one(recipe: str, strategy: str, untie: bool = False) -> dict[str, 
     def compare(*_: Any) -> None:
         nonlocal worst
         for name, gradient in expected.items():
-            worst = max(worst, _apart(_whole(found[name].grad), gradient))
+            worst = max(worst, _apart(_whole(results[name].grad), gradient))
 
     theirs.optimizer.register_step_pre_hook(keep)
     for step in range(3):
@@ -77,7 +77,7 @@ def trains_as_one(recipe: str, strategy: str, untie: bool = False) -> dict[str, 
         x, target = (torch.randn(64, FEATURES, generator=generator).bfloat16() for _ in range(2))
         theirs(x.to(harness.device()), target.to(harness.device()))
         te_fsdp.release_params(model)
-        found = dict(model.named_parameters())
+        results = dict(model.named_parameters())
         handle = ours.optimizer.register_step_pre_hook(compare)
         ours(x.to(harness.device()), target.to(harness.device()))
         handle.remove()

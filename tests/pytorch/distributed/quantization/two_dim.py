@@ -99,7 +99,7 @@ def training(
         "tolerances": bodies.tolerances(expected, hidden),
         "compared": compared,
         "weights": len(shards),
-        "sent": sum(one.bytes for one in sent if one.kind == "all_gather" and one.dtype == "uint8"),
+        "sent": sum(item.bytes for item in sent if item.kind == "all_gather" and item.dtype == "uint8"),
         "stored": sum(stored.values()),
         "files": files,
         "values": [shard.dequantize(dtype=torch.float32) for shard in shards],
@@ -142,8 +142,8 @@ def _load_dcp(model: nn.Module, source: nn.Module, directory: str) -> None:
     import torch.distributed.checkpoint as dcp
 
     saved, loaded = (
-        {name: tensor for name, tensor in one.state_dict().items() if "extra" not in name}
-        for one in (source, model)
+        {name: tensor for name, tensor in item.state_dict().items() if "extra" not in name}
+        for item in (source, model)
     )
     dcp.save(saved, checkpoint_id=directory)
     dcp.load(loaded, checkpoint_id=directory)
@@ -188,7 +188,7 @@ def writes_of_rows(recipes: tuple[str, str], directory: str) -> dict[str, list[s
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             parameter.copy_(values[name])
-    wanted = run(reference)
+    expected = run(reference)
 
     wrong, control = [], []
     for name, write in WAYS.items():
@@ -196,9 +196,9 @@ def writes_of_rows(recipes: tuple[str, str], directory: str) -> dict[str, list[s
         run(model)
         with torch.no_grad():
             write(model, source, directory)
-        found = run(model)
-        wrong += [] if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) else [name]
-        control += [] if not torch.equal(before[0], wanted[0]) else [name]
+        result = run(model)
+        wrong += [] if all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)) else [name]
+        control += [] if not torch.equal(before[0], expected[0]) else [name]
     return {"wrong": wrong, "control": control}
 
 

@@ -90,8 +90,8 @@ def training(
     shard(model, engine, strategy, units, fp32_gradients, zero_copy)
     micros, checks = 1 if schedule == "plain" else 2, harness.Comparisons()
     for step in range(STEPS):
-        for one in (reference, model):
-            one.zero_grad()
+        for item in (reference, model):
+            item.zero_grad()
         for micro in range(micros):
             loss_of(reference, how, step + spoil, micro).backward()
             with context_of(model, schedule, is_last=micro == micros - 1):

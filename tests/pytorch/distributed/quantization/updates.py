@@ -134,17 +134,17 @@ def both_ways(recipe: str, optimizer: str, meshes: dict[str, int], **options: An
         Number of quantized weights compared.
     """
     model, ours, _ = trained(recipe, optimizer, meshes, True, **options)
-    other, theirs, _ = trained(recipe, optimizer, meshes, False, **options)
+    other, expected, _ = trained(recipe, optimizer, meshes, False, **options)
     checks, count = harness.Comparisons(), 0
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         for key, state in ours.state[one].items():
             if isinstance(state, torch.Tensor):
-                checks.same_bits(f"{name} {key}", _local(state), _local(theirs.state[two][key]))
-        mine, their = _local(one), _local(two)
-        if not hasattr(mine, "_quantizer"):
-            checks.same_bits(name, mine.detach(), their.detach())
+                checks.same_bits(f"{name} {key}", _local(state), _local(expected.state[two][key]))
+        actual, their = _local(one), _local(two)
+        if not hasattr(actual, "_quantizer"):
+            checks.same_bits(name, actual.detach(), their.detach())
             continue
-        for component, twin in zip(buffers_of(mine, name), buffers_of(their, name), strict=True):
+        for component, twin in zip(buffers_of(actual, name), buffers_of(their, name), strict=True):
             checks.same_bits(f"{name} {component.name}", component.tensor, twin.tensor)
         count += 1
     checks.require(2)

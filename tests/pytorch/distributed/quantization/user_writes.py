@@ -230,12 +230,12 @@ def trained(
             master.grad = gradient
         plain.step()
         for index, (p, master) in enumerate(zip(model.parameters(), exact, strict=True)):
-            label, wanted = f"{index} {step}", master.detach()
+            label, expected = f"{index} {step}", master.detach()
             if outer == "no_shard":
                 # The same fp32 operations on each element, in kernels for other shapes: 1 ulp.
                 main = full(sharded.state[p]["master_param"])
-                checks.close(label, main, wanted, 2e-7, "fp32 elements, 1 ulp")
-            _require_rounded(label, p, wanted, recipe)
+                checks.close(label, main, expected, 2e-7, "fp32 elements, 1 ulp")
+            _require_rounded(label, p, expected, recipe)
     return {"checks": checks.require(2 * STEPS if outer == "no_shard" else 0), "written": written}
 
 

@@ -59,7 +59,7 @@ def one_process(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(initial[name])
-    optimizer, found = optimizer_of(model, config), []
+    optimizer, results = optimizer_of(model, config), []
     for step, count in enumerate(parts):
         losses = []
         for part in range(count):
@@ -74,8 +74,8 @@ def one_process(
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(losses)
-    return found
+        results.append(losses)
+    return results
 
 
 def train(
@@ -116,7 +116,7 @@ def train(
     if config["experts"] and axes and axes.get("ep", 1) > 1 and not config["stacked"]:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, initial)
-        initial = {name: value for one in everyone for name, value in one.items()}
+        initial = {name: value for item in everyone for name, value in item.items()}
     if is_wrong:
         initial["embed_tokens.weight"] = initial["embed_tokens.weight"].roll(1, 0)
     expected = one_process(kind, config, initial, [before] * first + [parts] * (last - first))

@@ -50,8 +50,8 @@ class Base(nn.Module):
                 module.weight.data[module.padding_idx].zero_()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in found.items() if not name.endswith("_extra_state")}
+        result = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in result.items() if not name.endswith("_extra_state")}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         return super().load_state_dict(state_dict, strict=False, assign=assign)

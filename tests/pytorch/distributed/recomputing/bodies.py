@@ -78,9 +78,9 @@ def trained(
     # Delayed scaling reduces amaxes over all ranks: equal data give the reference equal ones.
     place_of_data = 0 if recipe == "delayed" else dist.get_rank() // meshes.size("tp")
     for turn in range(ROUNDS):
-        for one in (model, reference):
+        for item in (model, reference):
             for name in FROZEN if frozen == "first" or (frozen and turn) else ():
-                one.get_parameter(name).requires_grad_(False)
+                item.get_parameter(name).requires_grad_(False)
         x = torch.randn(SEQUENCE, BATCH, hidden, generator=torch.Generator().manual_seed(place_of_data))
         _compare(findings, f"round {turn}", model, reference, x, strategy, broken)
     trained_names = {name for name, p in reference.named_parameters() if p.requires_grad}
@@ -134,13 +134,13 @@ def _compare(
         (FP32, "fp32 sums in another order") if dtype == torch.float32 else (BF16, "bf16 roundings")
     )
     seen = []
-    for one in (model, reference):
+    for item in (model, reference):
         own = x.to(harness.device(), dtype, copy=True).requires_grad_()
-        output = one(own)
+        output = item(own)
         output.float().square().mean().mul(output.shape[-1]).backward()
         seen.append((output.detach(), own.grad))
-    for what, ours, stock in zip(("output", "input gradient"), *seen, strict=True):
-        findings.attempt(findings.close, f"{when}: {what}", ours, stock, tolerance, why)
+    for what, actual, stock in zip(("output", "input gradient"), *seen, strict=True):
+        findings.attempt(findings.close, f"{when}: {what}", actual, stock, tolerance, why)
     expected = {
         name: p.grad.double() if strategy == "bound" else _mean(p.grad)
         for name, p in reference.named_parameters()
@@ -179,11 +179,11 @@ def gathers(place: str = "", kind: str = "") -> list[list[int]]:
     model = _built(Way(place, kind), "mxfp8", "quantized", "meta", hidden=WIDE)
     te_fsdp.fully_shard(model, meshes, units="blocks.*", transport="nccl")
     te_fsdp.materialize(model, seed=SEED)
-    found = []
+    results = []
     for _ in range(3):
         with recorded() as calls:
             x = torch.ones(SEQUENCE, BATCH, WIDE, dtype=torch.bfloat16, device=harness.device())
             model(x.requires_grad_()).sum().backward()
-        found.append([call.bytes for call in calls if call.kind == "all_gather"])
+        results.append([call.bytes for call in calls if call.kind == "all_gather"])
         te_fsdp.zero_grad(model)
-    return found
+    return results

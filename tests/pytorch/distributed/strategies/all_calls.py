@@ -149,7 +149,7 @@ def counted(case: str, **options: Any) -> dict[str, int]:
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     emulation = os.path.join(os.path.dirname(te_fsdp.__file__), "emulation") + os.sep
-    found = {}
+    results = {}
     for library, build in BUILDERS.items():
         model, optimizer = build(case, **options) if library == "te_fsdp" else build(case)
         calls: Counter[bool] = Counter()
@@ -175,5 +175,5 @@ def counted(case: str, **options: Any) -> dict[str, int]:
                 sys.setprofile(None)
                 threading.setprofile(None)
                 gc.enable()
-        found[library] = calls[False]
-    return found
+        results[library] = calls[False]
+    return results

@@ -74,7 +74,7 @@ def quantized(recipe: str) -> dict[str, list[float]]:
 
     `optim_grads_params` is compared with one process elsewhere.
     """
-    found = {}
+    results = {}
     with _small_blocks():
         for strategy, loop in (
             ("optim_grads_params", "plain"),
@@ -85,13 +85,13 @@ def quantized(recipe: str) -> dict[str, list[float]]:
             ("optim", "no_sync"),
             ("optim", "interleaved"),
         ):
-            found[f"{strategy} {loop}"] = _train_quantized(recipe, strategy, loop)
-    each, once = found["optim_grads_params plain"], found["optim_grads_params no_sync"]
-    for name, losses in found.items():
+            results[f"{strategy} {loop}"] = _train_quantized(recipe, strategy, loop)
+    each, once = results["optim_grads_params plain"], results["optim_grads_params no_sync"]
+    for name, losses in results.items():
         same = once if name.startswith("optim ") or name.endswith("no_sync") else each
         assert losses == same, (name, losses, same)
     assert each[0] > each[-1]
-    return found
+    return results
 
 
 def _small_blocks() -> Any:

@@ -27,9 +27,9 @@ def seen(pair: Pair) -> str:
 
     now = list(pair.model.parameters())
     state: Any = get_sharded_model(pair.model)
-    held = {id(p) for group in pair.optimizer.param_groups for p in group["params"]}
+    params = {id(p) for group in pair.optimizer.param_groups for p in group["params"]}
     trained = [p for p in now if p.requires_grad]
-    are_shards = {id(p) in held for p in trained}
+    are_shards = {id(p) in params for p in trained}
     if are_shards == {True, False}:
         kind = "root's unsharded"
     else:
@@ -45,7 +45,7 @@ def table(strategy: str) -> dict[str, str]:
     """Return for each call what :func:`seen` says after it; gradients that are there are compared by value."""
     import te_fsdp
 
-    pair, found = Pair(strategy), {}
+    pair, results = Pair(strategy), {}
     model = pair.model
 
     def backward(context: Any = None) -> None:
@@ -54,8 +54,8 @@ def table(strategy: str) -> dict[str, str]:
                 (model(x).square().mean() / 3).backward()
 
     def note(call: str) -> None:
-        found[call] = seen(pair)
-        if found[call].endswith(", reduced"):
+        results[call] = seen(pair)
+        if results[call].endswith(", reduced"):
             _same_norm(pair)
 
     note("`fully_shard`, `materialize`")
@@ -86,14 +86,14 @@ def table(strategy: str) -> dict[str, str]:
     te_fsdp.set_auto_sync(model, True)
     pair.same_gradients()
     pair.optimizer.step()
-    found["`optimizer.step()`"] = seen(pair)
+    results["`optimizer.step()`"] = seen(pair)
     model.zero_grad()
     te_fsdp.start_param_gather(model)
     te_fsdp.finish_param_gather(model)
     note("`start_param_gather`, `finish_param_gather`")
     te_fsdp.release_params(model)
     note("`release_params`")
-    return found
+    return results
 
 
 def _same_norm(pair: Pair) -> None:
@@ -101,13 +101,13 @@ def _same_norm(pair: Pair) -> None:
     from strategies.bodies import run_whole
 
     run_whole(pair.reference, pair.inputs())
-    wanted = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9)
+    expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9)
     pair.reference.zero_grad()
     grads = [p.grad for p in pair.model.parameters() if p.grad is not None]
     squares = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
     norm = torch.stack([g.double().square().sum() for g in squares]).sum().sqrt()
     # fp32 gradients, summed in another order: see WHY in strategies/bodies.py.
-    torch.testing.assert_close(norm.float(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=0)
 
 
 def clipped_by_torch(strategy: str) -> None:
@@ -226,20 +226,20 @@ def unread(strategy: str) -> None:
     pair = Pair(strategy)
     with te_fsdp.no_sync(pair.model):
         pair.model(pair.mine()[0]).square().mean().backward()
-    held = [p for group in pair.optimizer.param_groups for p in group["params"]]
+    params = [p for group in pair.optimizer.param_groups for p in group["params"]]
     readers: list[Callable[[], Any]] = [
         lambda: torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0),
-        lambda: torch.nn.utils.clip_grad_norm_(held, 1.0),
-        lambda: torch._foreach_mul_([p.grad for p in held], 0.5),
-        lambda: held[0].grad.clone(),
-        lambda: held[0].grad.data,
-        lambda: held[0].grad + 1,
+        lambda: torch.nn.utils.clip_grad_norm_(params, 1.0),
+        lambda: torch._foreach_mul_([p.grad for p in params], 0.5),
+        lambda: params[0].grad.clone(),
+        lambda: params[0].grad.data,
+        lambda: params[0].grad + 1,
     ]
     for read in readers:
         with refused("an unreduced gradient", "te_fsdp.finish_grad_reduce(model)"):
             read()
-    assert repr(held[0].grad).startswith("Unreduced")
-    assert [p.grad.shape for p in held] == [p.shape for p in held]
+    assert repr(params[0].grad).startswith("Unreduced")
+    assert [p.grad.shape for p in params] == [p.shape for p in params]
     te_fsdp.zero_grad(pair.model)
     pair.whole_step()
 
@@ -259,12 +259,12 @@ def stale(strategy: str) -> None:
             for parameter in parameters():
                 parameter.mul_(1.0)
 
-    held = [p for group in pair.optimizer.param_groups for p in group["params"]]
+    params = [p for group in pair.optimizer.param_groups for p in group["params"]]
     changes: list[tuple[str, Callable[[], None]]] = [
         ("blocks.", step),
         ("blocks.0.", lambda: write(pair.model.blocks[0].parameters)),
         ("head.weight", lambda: write(lambda: [pair.model.head.weight])),
-        ("blocks.", lambda: write(lambda: held)),
+        ("blocks.", lambda: write(lambda: params)),
     ]
     for name, change in changes:
         pair.model(x).square().mean().backward()
@@ -284,7 +284,7 @@ def stale(strategy: str) -> None:
     te_fsdp.zero_grad(pair.model)
     del new
     # Nothing is wrong with a step between two whole microbatches, nor with a write before a forward.
-    write(lambda: held)
+    write(lambda: params)
     pair.model(x).square().mean().backward()
 
 
@@ -303,9 +303,9 @@ def returned(strategy: str) -> None:
             with refused("torch.autograd.grad for", "loss.backward()"):
                 torch.autograd.grad(loss, some, retain_graph=True)
     x = x.clone().requires_grad_()
-    (ours,) = torch.autograd.grad(pair.model(x).square().mean(), x)
-    (theirs,) = torch.autograd.grad(pair.reference(x).square().mean(), x)
-    pair.checks.close("input's gradient", ours, theirs, 1e-4, "fp32 products in another order")
+    (actual,) = torch.autograd.grad(pair.model(x).square().mean(), x)
+    (expected,) = torch.autograd.grad(pair.reference(x).square().mean(), x)
+    pair.checks.close("input's gradient", actual, expected, 1e-4, "fp32 products in another order")
     pair.model.zero_grad()
     pair.whole_step()
 

@@ -96,9 +96,9 @@ def user_hooks(fused: bool) -> dict[str, Any]:
     seen: list[bool] = []
 
     def look(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        held = stepped.param_groups[0]["params"]
-        new = [parameter.to_local().float() for parameter in held]
-        seen.append(all(map(lambda one, other: one is other, held, parameters)))
+        params = stepped.param_groups[0]["params"]
+        new = [parameter.to_local().float() for parameter in params]
+        seen.append(all(map(lambda one, other: one is other, params, parameters)))
         seen.append(not any(map(torch.equal, new, before)))
 
     optimizer.register_step_post_hook(look)

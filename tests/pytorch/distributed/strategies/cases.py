@@ -69,5 +69,5 @@ def chosen(how: str) -> list[Case]:
     """The combinations to run: ``"full"`` all, else every pair of values that 4 ranks can run."""
     if how == "full":
         return [Case(**case) for case in all_cases(FACTORS, allowed)]
-    found = covering(FACTORS, lambda case: allowed(case) and ranks_of(case) <= 4, ranks_of)
-    return [Case(**case) for case in found]
+    result = covering(FACTORS, lambda case: allowed(case) and ranks_of(case) <= 4, ranks_of)
+    return [Case(**case) for case in result]

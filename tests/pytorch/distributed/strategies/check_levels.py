@@ -211,14 +211,14 @@ def found_without_inputs() -> dict[str, str]:
 
 def found_at(checks: Any, mistakes: Iterable[str] = MISTAKES) -> dict[str, str]:
     """Mistake -> class of te_fsdp's error at a level, "" without an error."""
-    found = {}
+    results = {}
     for name in mistakes:
         try:
             MISTAKES[name](checks)
-            found[name] = ""
+            results[name] = ""
         except te_fsdp.TeFsdpError as error:
-            found[name] = type(error).__name__
-    return found
+            results[name] = type(error).__name__
+    return results
 
 
 def right_programs(checks: str) -> list[torch.Tensor]:
@@ -258,7 +258,7 @@ def alias(check_inputs: bool) -> dict[str, Any]:
         warnings.simplefilter("always")
         te_fsdp.fully_shard(model, meshes, check_inputs=check_inputs)
     te_fsdp.materialize(model, seed=0)
-    texts = [str(one.message) for one in seen if one.category is FutureWarning]
+    texts = [str(item.message) for item in seen if item.category is FutureWarning]
     try:
         model(torch.full((4, 32), float(meshes.tp.get_local_rank() + 1), device=harness.device()))
         error = ""

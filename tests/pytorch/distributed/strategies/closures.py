@@ -59,7 +59,7 @@ def too_late(optimizer: str) -> dict[str, bool]:
         "some replicated": (shard(mixed), fp32),
         "main_grads_dtype": (shard(Net(0, bf16), precision=policy), bf16),
     }
-    found = {}
+    results = {}
     for name, (model, dtype) in models.items():
         stepping = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
         before = shards(model)
@@ -68,5 +68,5 @@ def too_late(optimizer: str) -> dict[str, bool]:
         else:
             with refused(f"{optimizer}.step(closure)"):
                 stepping.step(_closure(model, dtype))
-        found[name] = same(before, shards(model))
-    return found
+        results[name] = same(before, shards(model))
+    return results

@@ -52,7 +52,7 @@ def _train(meshes: Any, strategy: Any, outer: str, backend: str) -> dict[str, to
     optimizer = optimizer_of("SGD", model)
     te_fsdp.shard_optimizer(optimizer)
     forward = torch.compile(model, backend=backend) if backend else model
-    found, copies = {}, dist.get_world_size() // meshes.size("tp")
+    results, copies = {}, dist.get_world_size() // meshes.size("tp")
     place = dist.get_rank() // meshes.size("tp")
     for step in range(2):
         inputs = batch(step, copies, 2)[:, place]
@@ -60,8 +60,8 @@ def _train(meshes: Any, strategy: Any, outer: str, backend: str) -> dict[str, to
             with te_fsdp.microbatch(model, is_last=number == 1):
                 loss = forward(inputs[number]).square().mean()
                 loss.backward()
-            found[f"loss {step}.{number}"] = loss.detach()
+            results[f"loss {step}.{number}"] = loss.detach()
         te_fsdp.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return found | {name: harness.full(p.detach()) for name, p in model.named_parameters()}
+    return results | {name: harness.full(p.detach()) for name, p in model.named_parameters()}

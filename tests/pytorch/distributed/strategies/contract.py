@@ -359,16 +359,16 @@ def while_gathered(strategy: str) -> dict[str, Any]:
     for index, x in enumerate(pair.mine()):
         with te_fsdp.microbatch(pair.model, is_last=False):
             loss = loss_of(pair.model, x) / 3
-            held = [p for p in pair.model.parameters() if p.requires_grad]
-            assert not any(isinstance(p, DTensor) for p in held), index
+            params = [p for p in pair.model.parameters() if p.requires_grad]
+            assert not any(isinstance(p, DTensor) for p in params), index
             loss.backward()
         assert all(isinstance(p, DTensor) for p in pair.model.parameters()), index
-    norm = te_fsdp.clip_grad_norm_(iter(held), 1e9)
+    norm = te_fsdp.clip_grad_norm_(iter(params), 1e9)
     pair.same_gradients()
-    wanted = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9)
-    pair.checks.close("norm", norm, wanted, 1e-5, "fp32")
+    expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9)
+    pair.checks.close("norm", norm, expected, 1e-5, "fp32")
     with refused("SGD.step", "gathered parameter"):
-        torch.optim.SGD(held, lr=1.0).step()
+        torch.optim.SGD(params, lr=1.0).step()
     pair.same_step()
     return pair.checks.require(15)
 
@@ -398,7 +398,7 @@ def partly_used(strategies: list[tuple[str, str]]) -> list[float]:
     inputs = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(
         harness.device()
     )
-    found = []
+    results = []
     for strategy, loop in strategies:
         torch.manual_seed(0)
         policy = te_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -420,8 +420,8 @@ def partly_used(strategies: list[tuple[str, str]]) -> list[float]:
                 assert p.grad is None, name
             else:
                 assert p.grad is not None and p.grad.dtype == torch.float32, name
-        found.append(float(te_fsdp.clip_grad_norm_(model, 1e9)))
-    return found
+        results.append(float(te_fsdp.clip_grad_norm_(model, 1e9)))
+    return results
 
 
 def narrow_wire(strategy: str) -> dict[str, Any]:
@@ -436,8 +436,8 @@ def narrow_wire(strategy: str) -> dict[str, Any]:
         inputs = batch(0, 1, 3)
         run(model, inputs[:, 0], loop)
         run_whole(reference, inputs)
-        ours, wanted = gradients(model), gradients(reference)
+        actual, wanted = gradients(model), gradients(reference)
         for name, gradient in wanted.items():
             why = "each of 3 gradients rounded to bf16 once: 2^-9 of the largest, and they may cancel"
-            checks.close(f"{loop}: gradient of {name}", ours[name], gradient, 2**-7, why)
+            checks.close(f"{loop}: gradient of {name}", actual[name], gradient, 2**-7, why)
     return checks.require(3 * 8)

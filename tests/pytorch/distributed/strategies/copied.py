@@ -122,13 +122,13 @@ def _staged(model: Any) -> int:
     from te_fsdp.features.transports import transports_of
     from te_fsdp.sharded_model import require_sharded_model
 
-    found = {
+    results = {
         id(t.gathers): t.gathers
         for t in transports_of(require_sharded_model(model, "")).by_unit.values()
         if t.gathers
     }
-    staged = sum(gathers.staged for gathers in found.values())
-    for gathers in found.values():
+    staged = sum(gathers.staged for gathers in results.values())
+    for gathers in results.values():
         gathers.staged = 0
     return staged
 
@@ -158,7 +158,7 @@ def training(
 
     made = None if recipe == "none" else recipe_of(recipe)
     stock = _fsdp2_copies.CopyEngineGathers._stage
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for transport in ("nccl", "copy_engine"):
         how = (made, axes, strategy, precision, prefetch, transport, outer, hidden)
         built = [_build(*how) for _ in range(models)]
@@ -172,9 +172,9 @@ def training(
                 seen["values"] += [(name, value) for value in _values(parameter)]
         state = te_fsdp.sharded_model.require_sharded_model(built[0][0], "")
         seen["transports"] = {name: tuple(t[:2]) for name, t in transports_of(state).by_unit.items()}
-        found[transport] = seen
+        results[transport] = seen
     _fsdp2_copies.CopyEngineGathers._stage = stock  # the worker goes on with other tests
-    return found
+    return results
 
 
 def _stale(model: Any) -> None:
@@ -226,7 +226,7 @@ def gathered(recipe: str) -> dict[str, list[str]]:
         release(self, *arguments, **options)
 
     kind._plan_copies, kind._release = lay_out, noted
-    found = {}
+    results = {}
     try:
         for when in ("first", "settled", "stepped"):
             with te.autocast(enabled=made is not None, recipe=made):
@@ -235,11 +235,11 @@ def gathered(recipe: str) -> dict[str, list[str]]:
                 optimizer.step()
             names.clear()
             loss.backward()
-            found[when] = list(names)
+            results[when] = list(names)
             optimizer.zero_grad()
     finally:
         kind._plan_copies, kind._release = stock, release
-    return found
+    return results
 
 
 def traced(recipe: str) -> list[str]:

@@ -83,15 +83,15 @@ def two_models() -> None:
     results = []
     for together in (True, False):
         models = [shard(Net(seed, torch.bfloat16), precision=policy) for seed in (0, 1)]
-        held = [list(model.parameters()) for model in models]
-        groups = [held[0] + held[1]] if together else held
+        params = [list(model.parameters()) for model in models]
+        groups = [params[0] + params[1]] if together else params
         optimizers = [torch.optim.AdamW(group, lr=0.1) for group in groups]
         for step in range(2):
             for model in models:
                 learn(model, step, torch.bfloat16)
             for optimizer in optimizers:
                 optimizer.step()
-            assert {p.grad.dtype for group in held for p in group} == {torch.float32}
+            assert {p.grad.dtype for group in params for p in group} == {torch.float32}
             for optimizer in optimizers:
                 optimizer.zero_grad()
         results.append([part for model in models for part in shards(model)])
@@ -274,16 +274,16 @@ def broadcast(cases: list[dict[str, Any]]) -> None:
             te_fsdp.shard_optimizer(optimizer)
         learn(model)
         optimizer.step()
-        wanted = shards(model)
+        expected = shards(model)
         moments = [_torch.local_of(s["exp_avg"]).clone() for s in optimizer.state.values()]
         if dist.get_rank() == 1:
             with torch.no_grad():
                 for name, parameter in parameters(model).items():
                     if name.startswith(copied):
                         parameter.add_(1.0)
-        assert same(wanted, shards(model)) == (dist.get_rank() == 0), options
+        assert same(expected, shards(model)) == (dist.get_rank() == 0), options
         te_fsdp.broadcast_params(model, optimizer)
-        assert same(wanted, shards(model)), options
+        assert same(expected, shards(model)), options
         assert same(moments, [_torch.local_of(s["exp_avg"]) for s in optimizer.state.values()]), options
 
 
@@ -317,7 +317,7 @@ def clipped_and_kept() -> None:
     """Gradients that were clipped, scaled and stepped with are not cleared: the next backward adds to clipped ones."""
     import te_fsdp
 
-    found = []
+    results = []
     for outer in ("no_shard", "optim"):
         net = Net()
         te_fsdp.fsdp_no_shard(net.side)
@@ -330,10 +330,10 @@ def clipped_and_kept() -> None:
             te_fsdp.scale_gradients(model, 2.0)
             te_fsdp.clip_grad_norm_(model, 0.1)
             optimizer.step()
-        found.append(shards(model))
+        results.append(shards(model))
     # An average of multiples, and a multiple of the average.
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), (ours - theirs).abs().max()
+    for actual, expected in zip(*results, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-7), (actual - expected).abs().max()
 
 
 def disagreeing() -> None:
@@ -358,5 +358,5 @@ def double_precision() -> None:
     x = torch.ones(ROWS, WIDTH, dtype=torch.float64, device=harness.device())
     for net in (model, reference):
         net(x).square().mean().backward()
-    wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
-    assert float(te_fsdp.clip_grad_norm_(model, 1e9)) == pytest.approx(float(wanted), rel=1e-6)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    assert float(te_fsdp.clip_grad_norm_(model, 1e9)) == pytest.approx(float(expected), rel=1e-6)

@@ -32,7 +32,7 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, device_type=harness.device_type())
-    found = {}
+    results = {}
     inputs = batch(0, dist.get_world_size(), microbatches)[:, dist.get_rank()]
     # The first one of a model warms up: there HFSDP agrees on the order of units, if its loop tells its last backward.
     loops = (("plain", "plain", "no_sync"), ("microbatch", "microbatch"))
@@ -49,8 +49,8 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
                 optimizer.step()
             optimizer.zero_grad()
             seen = ("integers" if call.dtype.startswith("int") else call.kind for call in calls)
-            found[f"{strategy} {loop}"] = dict(collections.Counter(seen))
-    return found
+            results[f"{strategy} {loop}"] = dict(collections.Counter(seen))
+    return results
 
 
 def gathers_without_root(microbatches: int) -> dict[str, int]:
@@ -59,7 +59,7 @@ def gathers_without_root(microbatches: int) -> dict[str, int]:
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     inputs = torch.ones(microbatches, 4, 8, device=harness.device())
-    found = {}
+    results = {}
     for strategy in STRATEGIES[1:]:
         layers = (nn.Linear(8, 8, device=harness.device()) for _ in range(2))
         torch.manual_seed(0)
@@ -72,8 +72,8 @@ def gathers_without_root(microbatches: int) -> dict[str, int]:
                 run(model, inputs, loop)
                 optimizer.step()
             optimizer.zero_grad()
-            found[f"{strategy} {loop}"] = sum(call.kind == "all_gather" for call in calls)
-    return found
+            results[f"{strategy} {loop}"] = sum(call.kind == "all_gather" for call in calls)
+    return results
 
 
 # --- memory
@@ -120,22 +120,22 @@ def _memory(strategy: str) -> dict[str, tuple[int, int]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     whole, cut, rows = _elements(model, meshes.size("dp_shard"))
     x = torch.randn(8, inner, device=harness.device())
-    found = {}
+    results = {}
     for _ in range(2):
         with te_fsdp.microbatch(model, is_last=False):
             loss_of(model, x).backward()
-        found["between microbatches"] = live_bytes() - before - x.nbytes
+        results["between microbatches"] = live_bytes() - before - x.nbytes
         with te_fsdp.microbatch(model, is_last=True):
             loss_of(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found["between steps"] = live_bytes() - before - x.nbytes
+        results["between steps"] = live_bytes() - before - x.nbytes
     shards = strategy != "no_shard"
     weights, state = (cut, 2 * rows) if shards else (whole, 2 * whole)
     kept = whole if strategy in ("optim", "optim_grads") else 0
     waiting = whole if strategy in ("no_shard", "optim") else cut
     expected = {"between steps": weights + state, "between microbatches": weights + state + kept + waiting}
-    return {name: (found[name], 4 * expected[name]) for name in expected}
+    return {name: (results[name], 4 * expected[name]) for name in expected}
 
 
 def _elements(model: nn.Module, ranks: int) -> tuple[int, int, int]:

@@ -40,12 +40,12 @@ def trains(strategy: str) -> dict[str, float]:
 
 
 def _apart(model: nn.Module, reference: nn.Module) -> list[float]:
-    found = []
+    results = []
     for name, parameter in reference.named_parameters():
         mine = model.get_parameter(name).detach()
         mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-        found.append(float((mine - parameter.detach()).abs().max()))
-    return found
+        results.append(float((mine - parameter.detach()).abs().max()))
+    return results
 
 
 def quantized(device: str, strategy: str) -> None:

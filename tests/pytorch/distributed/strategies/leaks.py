@@ -118,7 +118,7 @@ def _counts() -> dict[str, int]:
     from torch.distributed import distributed_c10d
 
     gc.collect()
-    tensors = sum(1 for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    tensors = sum(1 for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
     return {
         "groups": len(distributed_c10d._world.pg_map),
         "threads": len(os.listdir("/proc/self/task")),

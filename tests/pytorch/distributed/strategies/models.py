@@ -70,8 +70,8 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    held = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [{"params": held[:3], "lr": 2e-2}, {"params": held[3:], "lr": 1e-2}]
+    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": params[:3], "lr": 2e-2}, {"params": params[3:], "lr": 1e-2}]
     if name == "SGD":
         return torch.optim.SGD(groups, momentum=0.9)
     if name == "AdamW":

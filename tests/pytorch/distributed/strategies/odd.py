@@ -62,14 +62,14 @@ def trains(kind: str, strategy: str) -> dict[str, float]:
 
 
 def _apart(model: nn.Module, reference: nn.Module, what: Any) -> list[float]:
-    found = []
+    results = []
     for name, parameter in reference.named_parameters():
         mine, theirs = what(model.get_parameter(name)), what(parameter)
         if not theirs.numel():
             continue
         mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-        found.append(float((mine - theirs).norm() / theirs.norm()))
-    return found
+        results.append(float((mine - theirs).norm() / theirs.norm()))
+    return results
 
 
 def learnable_softmax(strategy: str) -> int:

@@ -102,7 +102,7 @@ def _trained(recipe: str, transport: str, kind: str, is_ahead: bool) -> dict[str
         prefetch.before_unit = lambda name: None
         state.components._bind()
     started, names = list[str](), {id(unit): name for name, unit in state.modules.items()}
-    found: dict[str, Any] = {"losses": [], "started": []}
+    results: dict[str, Any] = {"losses": [], "started": []}
     stock = forward_prefetch._fsdp2_prefetch.start_gather
 
     def start(unit: nn.Module) -> bool:
@@ -130,12 +130,12 @@ def _trained(recipe: str, transport: str, kind: str, is_ahead: bool) -> dict[str
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                found["losses"] += [loss.detach().cpu(), run().cpu()]
-            found["started"].append(list(started))
+                results["losses"] += [loss.detach().cpu(), run().cpu()]
+            results["started"].append(list(started))
     finally:
         forward_prefetch._fsdp2_prefetch.start_gather = stock
-    found["weights"] = [harness.full(p.detach()).float().cpu() for p in model.parameters()]
-    return found
+    results["weights"] = [harness.full(p.detach()).float().cpu() for p in model.parameters()]
+    return results
 
 
 def _is_pending(unit: Any) -> bool:

@@ -50,27 +50,27 @@ def seen(transport: str) -> dict[str, Any]:
     optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
     for _ in range(3):
         _step(model, optimizer)
-    layer, found = model[0], {}
+    layer, results = model[0], {}
     shard = layer.weight
     shard.of_the_shard = 1
 
     def look(module: Any, args: Any) -> None:
-        found["gathered"] = module.weight is not shard
-        found["shard's on gathered"] = getattr(module.weight, "of_the_shard", None)
+        results["gathered"] = module.weight is not shard
+        results["shard's on gathered"] = getattr(module.weight, "of_the_shard", None)
 
     handle = layer.register_forward_pre_hook(look)
     _step(model, optimizer)
     handle.remove()
-    found["same shard"] = layer.weight is shard
+    results["same shard"] = layer.weight is shard
     layer.weight.requires_grad_(False)
     before = _torch.local_of(layer.weight).clone(), _torch.local_of(model[1].weight).clone()
     _step(model, optimizer)
-    found["frozen stays"] = torch.equal(before[0], _torch.local_of(layer.weight))
-    found["others go on"] = not torch.equal(before[1], _torch.local_of(model[1].weight))
+    results["frozen stays"] = torch.equal(before[0], _torch.local_of(layer.weight))
+    results["others go on"] = not torch.equal(before[1], _torch.local_of(model[1].weight))
     layer.weight.requires_grad_(True)
     _step(model, optimizer)
-    found["thawed goes on"] = not torch.equal(before[0], _torch.local_of(layer.weight))
-    return found
+    results["thawed goes on"] = not torch.equal(before[0], _torch.local_of(layer.weight))
+    return results
 
 
 def sums_over_tp() -> list[int]:
@@ -135,22 +135,22 @@ def steps_of_fused_adam(axes: dict[str, int], is_fp8: bool, local: bool, state: 
         losses = [_step(model, optimizer, seed=n).cpu() for n in range(5)]
     finally:
         main_params.install_local_tensors = stock
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     states = {
         f"{number} {name}": _torch.local_of(value).float().cpu()
-        for number, p in enumerate(held)
+        for number, p in enumerate(params)
         for name, value in optimizer.state[p].items()
     }
-    weights = [_torch.local_of(p) for p in held]
+    weights = [_torch.local_of(p) for p in params]
     return {
         "losses": losses,
         "states": states,
         "weights": [
             (w.dequantize() if is_fp8 and hasattr(w, "dequantize") else w).float().cpu() for w in weights
         ],
-        "held": all(p is q for p, q in zip(held, model.parameters(), strict=True)),
-        "keys": len(optimizer.state) == len(held),
-        "clean": all(_torch.local_of(p).grad is None for p in held),
+        "held": all(p is q for p, q in zip(params, model.parameters(), strict=True)),
+        "keys": len(optimizer.state) == len(params),
+        "clean": all(_torch.local_of(p).grad is None for p in params),
     }
 
 
@@ -158,7 +158,7 @@ def failed_step() -> dict[str, Any]:
     """After a step that raised while local tensors were in the groups: what the user finds, and the next steps."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     weights = []
     for fails in (False, True):
         model, _ = _model({"dp_shard": 2})
@@ -178,15 +178,15 @@ def failed_step() -> dict[str, Any]:
             for group in optimizer.param_groups:
                 group["step"] -= 1
             held = optimizer.state_dict()["state"]
-            found["saved"] = len(held) == len(list(model.parameters()))
+            results["saved"] = len(held) == len(list(model.parameters()))
             model.zero_grad()
         for n in range(2, 4):
             _step(model, optimizer, seed=n)
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        found["held"] = all(p is q for p, q in zip(own, model.parameters(), strict=True))
+        results["held"] = all(p is q for p, q in zip(own, model.parameters(), strict=True))
         weights.append([_torch.local_of(p).clone() for p in model.parameters()])
-    found["same"] = all(map(torch.equal, *weights))
-    return found
+    results["same"] = all(map(torch.equal, *weights))
+    return results
 
 
 class _Nested(torch.nn.Module):
@@ -211,7 +211,7 @@ def gradients_by_inputs(form: str) -> tuple[list[torch.Tensor], list[torch.Tenso
     torch.manual_seed(0)
     model = torch.nn.Sequential(_Nested()).to(harness.device())
     te_fsdp.fully_shard(model, meshes, units=["0"], check_inputs=False)
-    found = []
+    results = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for unit in (model[0], alone[0]):
             torch.manual_seed(1)
@@ -223,8 +223,8 @@ def gradients_by_inputs(form: str) -> tuple[list[torch.Tensor], list[torch.Tenso
                 output = unit({"value": x}, scale=scale)
             output.square().sum().backward()
             weights = [p.grad for p in unit.parameters()]
-            found.append(
+            results.append(
                 [*(g.full_tensor() if hasattr(g, "full_tensor") else g for g in weights), x.grad, scale.grad]
             )
     names = {event.key.partition(" (")[0] for event in profile.key_averages()}
-    return found[0], found[1], {"FSDP::pre_forward", "FSDP::post_backward_reduce"} <= names
+    return results[0], results[1], {"FSDP::pre_forward", "FSDP::post_backward_reduce"} <= names
