@@ -55,7 +55,8 @@ def graphed_units(
     inputs of more than four kinds (shapes, dtypes, values other than tensors, recipes). Values of closures stay those
     of the recording.
 
-    Unsharded weights get memory at fixed addresses, permanently: that of two units, for units of the same shapes.
+    Unsharded weights get memory at fixed addresses, permanently: that of two units, for units of the same shapes; that
+    of all units where one rank has the full weights and casts them (``MixedPrecisionPolicy``).
 
     Local operation. Collectives in a unit's forward and backward are recorded with it.
 
@@ -146,6 +147,9 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
                 fix="omit the call of set_reduce_scatter_max_input_buffers",
             )
     # Only now, because all units are checked before the first one changes.
+    for name in names:
+        if transports[name].name == "none":
+            _graphs.keep_casts(state.modules[name])
     for name in gathered:
         gathers = transports[name].gathers
         assert gathers is not None
@@ -211,7 +215,8 @@ class _Shared:
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
-        addresses = {part.untyped_storage().data_ptr() for part in _buffers_of_each(_graphs.shards_of(unit))}
+        fixed = [*_graphs.shards_of(unit), *_graphs.kept_casts(unit)]
+        addresses = {part.untyped_storage().data_ptr() for part in _buffers_of_each(fixed)}
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             for memory in self._memory:
                 addresses |= memory.storages(group)

@@ -300,7 +300,7 @@ def _init_outputs(
         and data.device == managed.device
         and not has_all_gather_hooks(managed.sharded_param)
     )
-    lent = "free_unsharded_param" in managed.__dict__
+    lent = managed.__dict__.get("free_unsharded_param") is _keep
     if lends:
         managed.all_gather_outputs = [data]
         managed.free_unsharded_param = _keep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,31 @@ def managed_parameters(unit: nn.Module) -> list[torch.Tensor]:
 def shards_of(unit: nn.Module) -> list[torch.Tensor]:
     """Return the local shards of a unit."""
     return [managed.sharded_param._local_tensor for managed in managed_fsdp_params(unit)]
+
+
+def keep_casts(unit: nn.Module) -> None:
+    """Keep the memory of weights that a single rank casts in each pass allocated. Local operation.
+
+    The rank all-gathers nothing, and FSDP2 would free the cast weight after each pass.
+    """
+    for group in fsdp_parameter_groups(unit):
+        if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+            for managed in group.fsdp_params:
+                managed.__dict__.setdefault("free_unsharded_param", _keep_cast)
+
+
+def kept_casts(unit: nn.Module) -> list[torch.Tensor]:
+    """Return the memory of weights that :func:`keep_casts` keeps allocated."""
+    kept = [
+        managed
+        for managed in managed_fsdp_params(unit)
+        if vars(managed).get("free_unsharded_param") is _keep_cast
+    ]
+    return [tensor for managed in kept for tensor in managed.all_gather_outputs]
+
+
+#: Replaces ``FSDPParam.free_unsharded_param``. Does nothing, and is not the function of shards that are not cast.
+_keep_cast: Callable[[], Any] = list
 
 
 def hooked_module(unit: nn.Module) -> str:

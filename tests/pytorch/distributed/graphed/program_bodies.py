@@ -26,9 +26,9 @@ class _Unit(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Unit(device="meta", params_dtype=torch.float32) for _ in range(3))
+        self.blocks = nn.ModuleList(_Unit(device="meta", params_dtype=dtype) for _ in range(3))
 
     def forward(self, x: torch.Tensor, is_first: bool | None = None) -> torch.Tensor:
         for block in self.blocks:
@@ -47,6 +47,10 @@ def _two_forwards(model: nn.Module, number: int) -> torch.Tensor:
     return (chosen - rejected).square().mean()
 
 
+def _casts(model: nn.Module, number: int) -> torch.Tensor:
+    return model(_batch(number).bfloat16()).float().square().mean()
+
+
 def _unit_alone(model: nn.Module, number: int) -> torch.Tensor:
     """A unit in the middle is evaluated before the model is."""
     with torch.no_grad():
@@ -57,6 +61,7 @@ def _unit_alone(model: nn.Module, number: int) -> torch.Tensor:
 LOOPS: dict[str, Callable[[nn.Module, int], torch.Tensor]] = {
     "two forwards": _two_forwards,
     "a unit alone": _unit_alone,
+    "casts": _casts,
 }
 
 
@@ -82,8 +87,9 @@ def same_bits(loop: str) -> list[int]:
     loss_of = LOOPS[loop]
 
     def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
-        model = _Model()
-        te_fsdp.fully_shard(model, meshes, units="blocks.*", transport="copy_engine")
+        model = _Model(torch.bfloat16 if loop == "casts" else torch.float32)
+        policy = te_fsdp.MixedPrecisionPolicy() if loop == "casts" else None
+        te_fsdp.fully_shard(model, meshes, units="blocks.*", transport="copy_engine", precision=policy)
         te_fsdp.materialize(model, seed=0)
         graphed = None
         if graphs:
