@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,14 @@ import harness
 import torch
 from torch import nn
 
-from graphed.state_bodies import recording
+from graphed import state_bodies
 
 HIDDEN, ROWS, STEPS = 32, 16, 6
+
+
+def _recording() -> contextlib.AbstractContextManager[None]:
+    """Let steps and units record captured operations on the CPU; on GPUs they record CUDA graphs."""
+    return state_bodies.recording() if harness.device_type() == "cpu" else contextlib.nullcontext()
 
 
 class _Unit(nn.Module):
@@ -93,7 +99,7 @@ def same_bits(loop: str) -> list[int]:
         te_fsdp.materialize(model, seed=0)
         graphed = None
         if graphs:
-            with recording():
+            with _recording():
                 graphed = te_fsdp.graphed_units(model, warmup=1)
         optimizer, values = torch.optim.SGD(model.parameters(), lr=0.1), {}
         for number in range(STEPS):
@@ -142,7 +148,7 @@ def cached_weights() -> list[int]:
             return torch.stack(losses)
 
         if graphs:
-            with recording():
+            with _recording():
                 step = te_fsdp.graphed_step(model, optimizer, forward_backward, max_norm=1.0, warmup=1)
         values = {}
         for number in range(STEPS):
@@ -175,5 +181,5 @@ def not_sharded(strategy: str | dict[str, str]) -> dict[str, str]:
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy=strategy, transport="copy_engine")
     te_fsdp.materialize(model, seed=0)
-    with recording():
+    with _recording():
         return te_fsdp.graphed_units(model).why_eager
