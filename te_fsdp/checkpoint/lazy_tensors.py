@@ -221,7 +221,7 @@ class Piece(Lazy):
         """Return whether the contents contradict the checksums that ``torch.save`` wrote. Reads all of it."""
         try:
             check_zip(io.BytesIO(self._read_bytes().numpy()))  # type: ignore[arg-type]
-        except (OSError, ValueError, zipfile.BadZipFile):
+        except (OSError, ValueError, zipfile.BadZipFile, DamagedFileError):
             return True
         return False
 

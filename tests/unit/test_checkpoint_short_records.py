@@ -1,0 +1,22 @@
+"""Records of a plain DCP directory that end before the file does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from te_fsdp.checkpoint.lazy_tensors import Piece
+from te_fsdp.checkpoint.storage import resolve_path
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_record_beyond_the_end_has_changed(tmp_path: Path, place: str) -> None:
+    file: Any = tmp_path / "a.distcp"
+    file.write_bytes(b"0123456789")
+    if place == "memory":
+        fsspec.filesystem("memory").pipe("/short/a.distcp", b"0123456789")
+        file = resolve_path("memory://short/a.distcp")
+    assert Piece(file, "weight", 4, 20).has_changed()
