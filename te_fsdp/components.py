@@ -32,6 +32,7 @@ from te_fsdp.features.transports import UnitTransports, choose_communication
 from te_fsdp.features.unreduced_gradients import UnreducedGradients, watch_unreduced_gradients
 from te_fsdp.features.wgrad_fusion import fuse_wgrad
 from te_fsdp.features.written_weights import record_weight_versions, update_written_main_weights
+from te_fsdp.kept_weights import settle_kept_weights
 from te_fsdp.lifecycle import StepFunctions, register_step_functions, run_checks, sync_tp_replicas
 from te_fsdp.modules.torch_units import reshard_units
 from te_fsdp.optimizer_step import (
@@ -94,6 +95,7 @@ BEFORE_STEP: StepFunctions = (
     restore_optimizer_params,
     record_stepping_optimizer,
     wait_for_gradients,
+    settle_kept_weights,
     run_checks,
     check_gradients,
     wrap_closure,

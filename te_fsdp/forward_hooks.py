@@ -145,11 +145,13 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
     if output is None and kept_weights.expose_after_exception(state):
         return
     for name, unit in state.modules.items():
-        is_kept = state.units[name].gather != "pass"
         # The first forward creates the unsharded parameters. From then on te_fsdp can swap them without FSDP2.
-        if is_kept and name not in state.unsharded.recorded and _fsdp2.is_unit_unsharded(unit):
-            record_unsharded_params(unit)
-            state.unsharded.recorded.add(name)
+        if state.units[name].gather != "pass" and _fsdp2.is_unit_unsharded(unit):
+            if name not in state.unsharded.recorded:
+                record_unsharded_params(unit)
+                state.unsharded.recorded.add(name)
+            if torch.is_grad_enabled() and name not in state.unsharded.kept:
+                kept_weights.record_kept(state, name, unit)
     if module is state.model and not state.computed.methods and _torch.backward_id() == -1:
         if torch.is_grad_enabled():
             for after in state.components.after_forward:

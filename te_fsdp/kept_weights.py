@@ -1,8 +1,11 @@
-"""Weights of ``optim`` and ``optim_grads`` that stay unsharded after a forward without gradients.
+"""Weights of ``optim`` and ``optim_grads`` that stay unsharded after a forward.
 
-No backward reshards them. They are kept for the next forward, but ``model.parameters()`` returns the shards. Code that
-reads or writes parameters after an evaluation (averages, manual clipping, a new optimizer) would otherwise use copies
-that the next step discards.
+After a forward without gradients, no backward reshards them. They are kept for the next forward, but
+``model.parameters()`` returns the shards. Code that reads or writes parameters after an evaluation (averages, manual
+clipping, a new optimizer) would otherwise use copies that the next step discards.
+
+After other forwards ``model.parameters()`` returns the unsharded parameters. A step applies changes of their
+``requires_grad`` to the shards, and raises for writes.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from te_fsdp import records
+from te_fsdp.errors import OrderError
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params
 from te_fsdp.upstream import (
     fsdp2_prefetch as _fsdp2_prefetch,
@@ -21,6 +25,8 @@ from te_fsdp.upstream import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from te_fsdp.lifecycle import Step
+
 
 def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
     """Make ``model.parameters()`` return sharded parameters while units stay unsharded. Local operation.
@@ -31,6 +37,7 @@ def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
     for name, unit in units:
         if name in state.unsharded.exposed or (only is None and state.units[name].gather == "pass"):
             continue
+        apply_frozen(state, name)
         for parameter, record in _fsdp2.unsharded_parameters(unit):
             for module, attr in fsdp2_units.owners_of(record):
                 if module._parameters.get(attr) is parameter:
@@ -62,6 +69,46 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         for module, attr in fsdp2_units.owners_of(record):
             _set_shard_exposed(module, attr, False)
             setattr(module, attr, parameter)
+
+
+def record_kept(state: ShardedModel, name: str, unit: nn.Module) -> None:
+    """Record the unsharded parameters of a unit after the first forward of a step. Local operation."""
+    parameters = [parameter for parameter, _ in _fsdp2.unsharded_parameters(unit)]
+    flags = [parameter.requires_grad for parameter in parameters]
+    state.unsharded.kept[name] = _torch.versions_of(parameters), flags
+
+
+def apply_frozen(state: ShardedModel, name: str) -> None:
+    """Set ``requires_grad`` of a unit's shards to what the user has set on unsharded parameters. Local operation."""
+    _, flags = state.unsharded.kept.get(name, ((), ()))
+    pairs = _fsdp2.unsharded_parameters(state.modules[name])
+    for (parameter, record), flag in zip(pairs, flags, strict=False):
+        if parameter.requires_grad != flag:
+            _fsdp2.sharded_param_of(record).requires_grad_(not flag)
+
+
+def settle_kept_weights(step: Step) -> None:
+    """Apply ``requires_grad`` of unsharded parameters; raise OrderError if they were written to. Local operation."""
+    for state, _ in step.models:
+        kept = state.unsharded.kept
+        if _torch.in_backward():  # a step of one parameter: the unit's own reduction is in progress
+            kept.clear()
+        for name in list(kept):
+            apply_frozen(state, name)
+            pairs, versions = _fsdp2.unsharded_parameters(state.modules[name]), kept.pop(name)[0]
+            now = _torch.versions_of(parameter for parameter, _ in pairs)
+            if now == versions:
+                continue
+            (_, record), *_ = (
+                pair for pair, *both in zip(pairs, versions, now, strict=False) if len({*both}) > 1
+            )
+            raise OrderError(
+                f"{step.where}: {state.names()[id(_fsdp2.sharded_param_of(record))]} was written to after a forward",
+                expected="writes to sharded parameters",
+                got="a write to the unsharded weights, which are kept for the backwards of a step",
+                why="The step starts from the shards, so the write would be lost",
+                fix="call te_fsdp.release_params(model) before you write",
+            )
 
 
 def end_evaluation(state: ShardedModel) -> None:

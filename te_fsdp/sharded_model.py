@@ -90,6 +90,8 @@ class UnshardedUnits:
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     #: Versions of the shards of units whose sharded parameters are exposed (:mod:`te_fsdp.kept_weights`).
     exposed: dict[str, list[int]] = field(default_factory=dict)
+    #: Versions and ``requires_grad`` of the unsharded parameters after the first forward of a step.
+    kept: dict[str, tuple[list[int], list[bool]]] = field(default_factory=dict)
     #: Units whose unsharded parameters :func:`shard_of` recognizes.
     recorded: set[str] = field(default_factory=set)
 

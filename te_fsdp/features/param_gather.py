@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp.errors import PlacementError, require_kind
-from te_fsdp.kept_weights import expose_unsharded_params
+from te_fsdp.kept_weights import apply_frozen, expose_unsharded_params
 from te_fsdp.sharded_model import (
     ShardedModel,
     record_unsharded_params,
@@ -78,6 +78,8 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
         if name in state.unsharded.gathers:
             # The all-gather still writes to the memory that `reshard` frees.
             state.unsharded.gathers.pop(name).wait()
+        apply_frozen(state, name)
+        state.unsharded.kept.pop(name, None)
         unit.reshard()
         state.unsharded.versions.pop(name, None)
 

@@ -33,6 +33,7 @@ def test_the_order():
             "restore_optimizer_params",  # first: until then the groups may contain main weights, which have no record
             "record_stepping_optimizer",
             "wait_for_gradients",
+            "settle_kept_weights",
             "run_checks",  # of complete gradients, before anything changes
             "check_gradients",
             "wrap_closure",  # which does the last three again after the closure's backward

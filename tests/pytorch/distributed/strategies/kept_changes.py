@@ -1,0 +1,57 @@
+"""Bodies: changes to weights that ``optim`` and ``optim_grads`` keep unsharded, between two forwards."""
+
+from __future__ import annotations
+
+import harness
+import torch
+
+from strategies.models import batch, sharded, whole
+
+
+def frozen(strategy: str, between: str) -> dict[str, object]:
+    """Freeze and unfreeze parameters after a forward; compare the training with that of one process."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    pair = sharded(meshes, strategy), whole()
+    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.5) for model in pair)
+    first = pair[1].head.weight.detach().clone()
+    for step in range(2):
+        x = batch(step, meshes.data_size, 1)[0]
+        for model in pair:
+            model(x[meshes.data_rank])
+            model.head.weight.requires_grad_(False)
+            model.head.bias.requires_grad_(True)
+            if between == "evaluation":
+                with torch.no_grad():
+                    model(x[0])
+            elif between == "release":
+                te_fsdp.release_params(pair[0])
+        pair[0](x[meshes.data_rank]).square().mean().backward()
+        pair[1](x.flatten(0, 1)).square().mean().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    both = list(zip(pair[0].named_parameters(), pair[1].parameters(), strict=True))
+    return {
+        "worst": max(
+            float((harness.full(p.detach()) - r.detach()).norm() / r.detach().norm()) for (_, p), r in both
+        ),
+        "flags": [name for (name, p), r in both if p.requires_grad != r.requires_grad],
+        "control": torch.equal(pair[1].head.weight, first),
+    }
+
+
+def written(strategy: str) -> None:
+    """Write to weights after a forward; the step must raise."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = sharded(meshes, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = batch(0, meshes.data_size, 1)[0, meshes.data_rank]
+    model(x)
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+    model(x).square().mean().backward()
+    optimizer.step()

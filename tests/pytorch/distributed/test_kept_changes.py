@@ -1,0 +1,23 @@
+"""Changes to weights that a strategy keeps unsharded after a forward: applied to the shards, or an error."""
+
+from __future__ import annotations
+
+import pytest
+from strategies import kept_changes
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("between", ["nothing", "evaluation", "release"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_frozen_weights_stay_frozen(pool, strategy, between):
+    """Kind: a flag on unsharded weights, which the next step drops."""
+    for outcome in pool.run(kept_changes.frozen, 2, strategy=strategy, between=between):
+        assert outcome["worst"] < 1e-5 and outcome["flags"] == [] and outcome["control"], outcome
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_writes_raise_in_the_step(pool, strategy):
+    """Kind: a write that the step drops."""
+    for error in pool.run_expect_error(kept_changes.written, 2, strategy=strategy):
+        assert error.type_name == "OrderError" and "head.weight was written to" in error.message
