@@ -28,6 +28,7 @@ from te_fsdp.records import BINDING, WEIGHT, ModuleBinding, WeightRecord, is_rep
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
+    fsdp2_units,
     te as _te,
     torch_dtensor as _torch,
 )
@@ -252,7 +253,11 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBinding) -> Format | None:
-    """Return the format of a shard; raise PrecisionError if its all-gather lacks the columnwise data. Local."""
+    """Return the format of a shard. Local operation.
+
+    Raise PrecisionError if its all-gather lacks the columnwise data, and PlacementError if FSDP2 reshards it to fewer
+    ranks.
+    """
     # A weight that was on meta when FSDP2 sharded it is checked here.
     row = _te.format_of(shard)
     if row is not None and row.name == NVFP4_ROWS:
@@ -260,6 +265,13 @@ def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBindi
             name for name, p in module._parameters.items() if p is not None and _torch.local_of(p) is shard
         ]
         refuse_sharded_rows(binding.label(names[0] if names else "weight"), _te.quantizer_of(shard), shard)
+    if fsdp2_units.reshards_to_fewer_ranks(_te.fsdp_group_of(module)):
+        raise PlacementError(
+            f"{binding.name or 'model'}: quantized weights with an integer reshard_after_forward",
+            expected="reshard_after_forward=True or False",
+            why="FSDP2 makes a parameter of what it has gathered, which are the bytes of a quantized weight",
+            fix="pass a bool to fully_shard of units with quantized weights",
+        )
     return row
 
 

@@ -80,6 +80,11 @@ def is_kept_root(unit: nn.Module) -> bool:
     return bool(state._is_root and state._auto_reshard_after_forward)
 
 
+def reshards_to_fewer_ranks(group: Any) -> bool:
+    """Return whether FSDP2 shards a group over fewer ranks after a forward (``FSDPParamGroup``)."""
+    return group is not None and group._use_post_forward_mesh
+
+
 def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups of a unit (``_fsdp_param_groups``; one ``_fsdp_param_group`` in 2.11)."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
