@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -101,33 +101,17 @@ class UnitTransports(Component):
 
 def transports_of(state: ShardedModel) -> UnitTransports:
     """Return the transports of a model's units."""
-    transports = state.components.get(UnitTransports)
-    if transports is None:
-        transports = UnitTransports(state.modules)
-        state.components.attach(transports)
-    return transports
+    return cast("UnitTransports", state.components.by_class[UnitTransports])
 
 
 def choose_communication(setup: Setup) -> None:
-    """Choose how units are gathered and reduced. Collective over the ranks of each unit's shards."""
-    plan, state = setup.plan, setup.state
-    choose_transports(state, plan.request.transport)
-    # Shards on the device have their memory already. For those on meta, `materialize` repeats the call.
-    transports_of(state).after_materialize()
-    enable_zero_copy_reduce_scatter(state, plan.mp_policy, plan.request.zero_copy_gradients)
-    _log.debug("fully_shard: %d units over %s", len(plan.units), plan.meshes)
-
-
-def choose_transports(state: ShardedModel, transport: str) -> None:
-    """Choose the transport of each unit of a model and set it up.
+    """Choose how units are gathered and reduced, and set it up.
 
     Collective over the ranks with the shards of each unit, unit by unit.
-
-    Args:
-        state: State of a model that FSDP2 has just sharded; its ``transports`` are filled.
-        transport: One of :data:`te_fsdp.plan.OPTIONS`.
     """
-    transports = transports_of(state)
+    plan, state, transport = setup.plan, setup.state, setup.plan.request.transport
+    transports = UnitTransports(state.modules)
+    state.components.attach(transports)
     device, by_group = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()
     for name, unit in state.modules.items():
         ranks = _fsdp2.all_gather_ranks(unit)
@@ -160,6 +144,10 @@ def choose_transports(state: ShardedModel, transport: str) -> None:
         for why in dict.fromkeys(t.why for t in transports.by_unit.values() if t.name == "nccl"):
             units = [name or "the root" for name, t in transports.by_unit.items() if t.why == why]
             _log.log(level, "transport=%r: %s gathered by nccl, since %s", transport, shorten(units, 3), why)
+    # Shards on the device have their memory already. For those on meta, `materialize` repeats the call.
+    transports.after_materialize()
+    enable_zero_copy_reduce_scatter(state, plan.mp_policy, plan.request.zero_copy_gradients)
+    _log.debug("fully_shard: %d units over %s", len(plan.units), plan.meshes)
 
 
 def _default_transport_reason(transport: str, device: torch.device, storage: Storage) -> str:

@@ -35,27 +35,15 @@ def tensor_arguments(args: tuple[Any, ...]) -> Any:
 
 
 class UnreadableGradient:
-    """Mixin for tensor subclasses. Subclasses define :meth:`refuse` and :meth:`run`."""
+    """Mixin for tensor subclasses. Subclasses define :meth:`refuse` and ``__torch_function__``."""
 
+    # Not ``__torch_dispatch__``, because torch before 2.13 does not call it for subclasses of DTensor.
     __slots__ = ()
 
     @staticmethod
     @abstractmethod
     def refuse(gradient: Any, what: str) -> NoReturn:
         """Raise :class:`~te_fsdp.errors.OrderError` for an operation on a gradient."""
-
-    @classmethod
-    @abstractmethod
-    def run(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, or refuse it."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse operations that read values."""
-        # Not ``__torch_dispatch__``, because torch before 2.13 does not call it for subclasses of DTensor.
-        return cls.run(func, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refuse copies."""

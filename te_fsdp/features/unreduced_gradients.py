@@ -66,7 +66,9 @@ class _Unreduced(UnreadableGradient):
         )
 
     @classmethod
-    def run(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run operations that read no values, record that a marker was zeroed, and raise for all others."""
         name, is_read = reads_values(func)
         tensors = tensor_arguments(args)
@@ -76,7 +78,7 @@ class _Unreduced(UnreadableGradient):
                     marker.is_zeroed = True  # type: ignore[missing-attribute]
             unmarked = [item for item in tensors if not is_marker(item)]
             if unmarked:
-                func(unmarked, **kwargs)
+                func(unmarked, **(kwargs or {}))
             return args[0]
         # `p.grad.detach_().zero_()` clears a gradient: it must be this marker that is set to zero, not a
         # copy.
@@ -85,7 +87,7 @@ class _Unreduced(UnreadableGradient):
         # torch.compile reads metadata of .grad for each parameter that a forward uses, but not its values.
         if is_read and not _torch_autograd.is_compiling():
             cls.refuse(next(filter(is_marker, tensors), None), name)
-        return _torch.plain_results(func, types, args, kwargs)
+        return _torch.plain_results(func, types, args, kwargs or {})
 
 
 class UnreducedShard(_Unreduced, UnreadableShard):

@@ -18,7 +18,6 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.fsdp2_gradients import sharded_params
 from te_fsdp.upstream.fsdp2_patches import clear_gathers
 from te_fsdp.upstream.fsdp2_units import (
     find_fsdp_param,
@@ -72,11 +71,6 @@ def first_sharded_parameter(unit: nn.Module) -> torch.nn.Parameter | None:
 def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
     """Return the sharded parameters of a unit, even if it is unsharded (``FSDPParam.sharded_param``)."""
     return [managed.sharded_param for managed in managed_fsdp_params(unit)]
-
-
-def sharded_by_group(unit: nn.Module) -> list[list[torch.nn.Parameter]]:
-    """Return :func:`sharded_parameters` of each parameter group."""
-    return list(map(sharded_params, fsdp_parameter_groups(unit)))
 
 
 def sharded_param_of(managed: Any) -> torch.nn.Parameter:

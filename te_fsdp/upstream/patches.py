@@ -468,8 +468,8 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "quantize empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
     "update empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
     "element type": _enums_pickled_by_name,
-    "states": _te.fused_adam_class,
-    "states of dicts": _te.fused_adam_class,
+    "states": lambda: [_te.te().optimizers.FusedAdam],
+    "states of dicts": lambda: [_te.te().optimizers.FusedAdam],
 }
 
 

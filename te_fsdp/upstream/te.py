@@ -358,11 +358,6 @@ def tensor_attribute(module: str, name: str) -> type:
     return getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
 
 
-def fused_adam_class() -> list[type]:
-    """Return TE's FusedAdam, in a list."""
-    return [te().optimizers.FusedAdam]
-
-
 def is_fused_adam(optimizer: object) -> bool:
     """Return whether an optimizer is TE's FusedAdam, which can keep main weights itself."""
     # is_loaded(), without its call: these two run in every step.

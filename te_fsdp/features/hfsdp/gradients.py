@@ -281,13 +281,15 @@ class UnaveragedGradient(UnreadableShard):
         )
 
     @classmethod
-    def run(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run operations that do not depend on the average. Raise :class:`OrderError` for all others."""
         name, is_read = reads_values(func)
         is_linear = name in _LINEAR and not kwargs and all(map(_is_number, args[1:]))
         if is_read and not is_linear:
             cls.refuse(next((g for g in tensor_arguments(args) if isinstance(g, cls)), None), name)
-        result = _torch.plain_results(func, types, args, kwargs)
+        result = _torch.plain_results(func, types, args, kwargs or {})
         return hide_unaveraged_grad(result) if isinstance(result, DTensor) else result
 
 

@@ -30,7 +30,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
 from te_fsdp.lifecycle import gradients_of
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
-from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
 if TYPE_CHECKING:
@@ -332,7 +332,8 @@ class EarlyAverages:
         groups: list[str] = []
         index = {id(shard.parameter): at for at, shard in enumerate(shards)}
         for name, unit in state.modules.items() if state is not None else ():
-            groups_at = [[index[id(p)] for p in g if id(p) in index] for g in _fsdp2.sharded_by_group(unit)]
+            parameters = map(_fsdp2_gradients.sharded_params, fsdp2_units.fsdp_parameter_groups(unit))
+            groups_at = [[index[id(p)] for p in group if id(p) in index] for group in parameters]
             if any(groups_at):
                 units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*groups_at))])
                 groups += [name for members in groups_at if members]
