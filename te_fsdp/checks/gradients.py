@@ -130,9 +130,18 @@ def _refuse_norm_of_experts(names: list[str]) -> None:
 
 
 def compare_gradients(state: ShardedModel) -> None:
-    """Compare gradients of a sharded model over tp and ep in its first steps. Local operation."""
+    """Compare gradients of a sharded model over tp in its first steps, and over ep if its ranks have them unsharded.
+
+    Only if no parameter is a DTensor, torch's ``clip_grad_norm_`` cannot be intercepted. It takes the norm over this
+    rank's experts, and each rank of ep clips by a different factor. Local operation.
+    """
     schedule_gradient_checks(state.model, every=state.checks.level == "full")
-    schedule_checks_over_ep(state)
+    parameters = list(state.parameters().values())
+    if any(isinstance(p, DTensor) for p in parameters) or not any(map(_is_local_expert, parameters)):
+        return
+    for parameter in parameters:
+        if not _is_local_expert(parameter):
+            get_or_create_record(parameter).grad_checks_left = _STEPS
 
 
 def compare_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
@@ -154,20 +163,6 @@ def schedule_gradient_checks(model: nn.Module, *, enabled: bool = True, every: b
         record = get_record(parameter)
         if record is not None and record.tp_replica:
             record.grad_checks_left = (-1 if every else _STEPS) if enabled else 0
-
-
-def schedule_checks_over_ep(state: ShardedModel) -> None:
-    """Schedule comparisons over ep of gradients that its ranks have unsharded. Local operation.
-
-    Only then are all gradients ordinary tensors, so that torch's ``clip_grad_norm_`` cannot be intercepted. It takes
-    the norm over this rank's experts, and each rank of ep clips by a different factor.
-    """
-    parameters = list(state.parameters().values())
-    if any(isinstance(p, DTensor) for p in parameters) or not any(map(_is_local_expert, parameters)):
-        return
-    for parameter in parameters:
-        if not _is_local_expert(parameter):
-            get_or_create_record(parameter).grad_checks_left = _STEPS
 
 
 def compare_gradients_over_ep(step: Step) -> None:

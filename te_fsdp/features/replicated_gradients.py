@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from te_fsdp.apply_fully_shard import Setup
     from te_fsdp.mesh import Meshes
     from te_fsdp.replicated_params import ReplicatedParameter
+    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 
@@ -137,6 +138,11 @@ class ReplicatedGradients(Component):
             why="The copy's gradients would be reduced together with those of the original",
             fix="copy the model before te_fsdp.fully_shard",
         )
+
+    @property
+    def _state(self) -> ShardedModel | None:
+        model = self._model()
+        return None if model is None else get_sharded_model(model)
 
     # ------------------------------------------------------------------------------------------------------- phases
 
@@ -248,9 +254,7 @@ class ReplicatedGradients(Component):
             if slot.grads_dtype is not None and parameter.dtype != slot.grads_dtype:
                 parameter.grad_dtype = slot.grads_dtype
             slot.handles = [parameter.register_hook(functools.partial(self._before_accumulation, slot))]
-        model = self._model()
-        state = get_sharded_model(model) if replaced and model is not None else None
-        if state is not None:
+        if replaced and (state := self._state) is not None:
             attach_state_to_params(state)  # optimizer hooks identify a model by its parameters
 
     def before_conversion(self) -> None:
@@ -265,8 +269,7 @@ class ReplicatedGradients(Component):
     def after_materialize(self) -> None:
         """Watch replaced parameters; ``InitError`` unless all ranks have equal values. Collective over the world."""
         self.before_forward()
-        model = self._model()
-        state = None if model is None else get_sharded_model(model)
+        state = self._state
         for check in state.checks.renewed if state is not None else ():
             check([slot.replicated for slot in self._slots], self._meshes)
 
@@ -281,8 +284,7 @@ class ReplicatedGradients(Component):
     def _begin(self, gradient: torch.Tensor) -> None:
         """Start a reduction with the first gradient of each backward. Local operation."""
         if not self._running:
-            model = self._model()
-            state = None if model is None else get_sharded_model(model)
+            state = self._state
             for check in state.checks.backward if state is not None else ():
                 check(state)
             self._unmark()
@@ -324,7 +326,7 @@ class ReplicatedGradients(Component):
         reduction, self._reduction = self._reduction, None
         self._restore_gradients(keep=True)
         self._owes = reduction is None
-        if (state := get_sharded_model(self._model())) is not None:  # type: ignore[arg-type]
+        if (state := self._state) is not None:
             state.sync.completed = reduction is not None
         if reduction is None:
             self._mark()
@@ -370,8 +372,7 @@ class ReplicatedGradients(Component):
             early = [(unit, bucket) for unit, bucket in packed if unit is not None and unit in agreed]
             self._buckets = early, [bucket for unit, bucket in packed if unit not in agreed]
         early, rest = self._buckets
-        model = self._model()
-        state = None if model is None else get_sharded_model(model)
+        state = self._state
         comm = None if state is None else state.sync.comm
         # In a wider dtype than the accumulation dtype, gradients in flight would take more memory than before.
         if comm is not None and any(comm.wire(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
@@ -380,7 +381,7 @@ class ReplicatedGradients(Component):
 
     def _mark(self) -> None:
         """Mark all trained parameters, since other ranks may have gradients that this rank does not have."""
-        state: Any = get_sharded_model(self._model())  # type: ignore[arg-type]
+        state: Any = self._state
         for slot in self._slots:
             if slot.parameter.requires_grad:
                 state.components.get(UnreducedGradients).mark(slot.parameter, slot, owner=self)
@@ -389,7 +390,7 @@ class ReplicatedGradients(Component):
     def _unmark(self) -> None:
         """Remove the markers and drop cleared gradients."""
         if self._marked:
-            state: Any = get_sharded_model(self._model())  # type: ignore[arg-type]
+            state: Any = self._state
             unreduced = state.components.get(UnreducedGradients)
             unreduced.drop_cleared()
             unreduced.unmark(slot.parameter for slot in self._slots)

@@ -385,13 +385,6 @@ def set_gather_methods(group: Any, gathers: Any) -> None:
         record.free_unsharded_param = _keep
 
 
-def clear_gathers(group: Any) -> None:
-    """Drop the events of a parameter group's replaced all-gather. Local operation; no all-gather may be pending."""
-    gathers = record_of_group(group).gathers
-    if gathers is not None:
-        gathers.forget()
-
-
 # --- pipelines
 
 

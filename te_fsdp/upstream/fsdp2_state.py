@@ -18,13 +18,13 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.fsdp2_patches import clear_gathers
 from te_fsdp.upstream.fsdp2_units import (
     find_fsdp_param,
     fsdp_parameter_groups,
     fsdp_state_of,
     managed_fsdp_params,
     owners_of,
+    record_of_group,
     reductions_of,
 )
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, without_modes
@@ -243,7 +243,8 @@ def clear_events(root: nn.Module) -> None:
     comm, groups = _comm(root), _groups(root)
     _clear_events(comm, groups)
     for group in groups:
-        clear_gathers(group)
+        if (gathers := record_of_group(group).gathers) is not None:
+            gathers.forget()
     if hasattr(comm, "_last_post_reduce_events"):
         comm._last_post_reduce_events.clear()
     fsdp_state_of(root)._state_ctx.post_optim_event = None
