@@ -31,7 +31,6 @@ from te_fsdp.records import (
 )
 from te_fsdp.sharded_model import ShardedModel, attach_state_to_params
 from te_fsdp.tp_gradients import sum_at_once
-from te_fsdp.unit_communication import reduce_unused
 from te_fsdp.upstream import (
     fsdp2_hooks as _fsdp2_hooks,
     fsdp2_patches as _fsdp2_patches,
@@ -40,6 +39,7 @@ from te_fsdp.upstream import (
     fsdp2_units,
     torch_functions as _torch_functions,
 )
+from te_fsdp.upstream.fsdp2_unused import complete_gradients
 from te_fsdp.upstream.torch_mixed_lists import support_foreach_copy
 
 if TYPE_CHECKING:
@@ -250,8 +250,17 @@ def prepare_units(setup: Setup) -> None:
 
 
 def reduce_unused_parameters(setup: Setup) -> None:
-    """Reduce zeros for trained parameters without a gradient on this rank. Local operation."""
-    reduce_unused(setup.state.model)
+    """Reduce zeros for trained parameters without a gradient on this rank. Local operation.
+
+    FSDP2 reduces only existing gradients. If they differ between ranks (for example due to a branch that only one rank
+    takes), the collectives would not match: they would hang, or mix gradients of different parameters. A parameter
+    that no rank used keeps ``None``, as in one process.
+
+    Each unit must still run on all ranks or on none, because its all-gather is a collective, too.
+    """
+    for unit in setup.state.modules.values():
+        for group in fsdp2_units.fsdp_parameter_groups(unit):
+            complete_gradients(group)
 
 
 def attach_state(setup: Setup) -> None:

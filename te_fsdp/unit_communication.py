@@ -21,7 +21,6 @@ from te_fsdp.collectives.redistribute import GradComm, redistribute, reduce_scat
 from te_fsdp.upstream import (
     fsdp2_state as _fsdp2,
     fsdp2_units,
-    fsdp2_unused as _fsdp2_unused,
     symmetric_memory as _torch_transport,
     torch_dtensor as _torch,
 )
@@ -32,22 +31,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("te_fsdp")
-
-
-def reduce_unused(model: nn.Module) -> None:
-    """Make FSDP2 reduce zeros for trained parameters of a unit that have no gradient on this rank. Local operation.
-
-    FSDP2 reduces only existing gradients. If they differ between ranks (for example due to a branch that only one rank
-    takes), the collectives would not match: they would hang, or mix gradients of different parameters. A parameter
-    that no rank used keeps ``None``, as in one process.
-
-    Each unit must still run on all ranks or on none, because its all-gather is a collective, too.
-    """
-    for unit in model.modules():
-        if not fsdp2_units.is_fsdp_module(unit):
-            continue
-        for group in fsdp2_units.fsdp_parameter_groups(unit):
-            _fsdp2_unused.complete_gradients(group)
 
 
 def set_unit_grad_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from te_fsdp.upstream.fsdp2_patches import add_reduction_listener
 from te_fsdp.upstream.fsdp2_units import GROUP, record_of, record_of_group, replace_property
-from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
+from te_fsdp.upstream.torch_dtensor import zero_gradient
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ def _complete(is_shared: bool, group: Any) -> None:
             continue
         gradient = parameter.grad
         if gradient is None:
-            gradient = zero_gradient(managed)
+            gradient = zero_gradient(parameter)
             if flags is not None:
                 flags.filled.add(managed)
         if dtype is not None:
@@ -209,17 +209,6 @@ def _gradient_dtype(managed: Any) -> torch.dtype | None:
     return None if gradient is None else gradient.dtype
 
 
-def zero_gradient(managed: Any) -> torch.Tensor:
-    """Return zeros as the unsharded gradient of a record's parameter. Local operation."""
-    # Do not use ``torch.zeros_like``: it dequantizes a quantized weight. The weight may be resharded at this
-    # point, so that its storage has no bytes.
-    parameter = managed._unsharded_param
-    local = local_of(parameter)
-    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
-    return dtensor(zeros, with_dtype(spec_of(parameter), dtype)) if isinstance(parameter, DTensor) else zeros
-
-
 def keep_zeros_unquantized(module: nn.Module, shard: torch.Tensor) -> None:
     """Let FSDP2 create zeros for an unused quantized weight without reading it (``shard``, a local tensor). Local."""
     # ``set_reduce_scatter_unused_params`` of torch 2.13 and later: the property calls ``torch.zeros_like``.
@@ -230,4 +219,4 @@ def keep_zeros_unquantized(module: nn.Module, shard: torch.Tensor) -> None:
 
 
 def _unquantized_zeros(managed: Any) -> torch.Tensor:
-    return managed._get_grad_inner_tensor(zero_gradient(managed))
+    return managed._get_grad_inner_tensor(zero_gradient(managed._unsharded_param))

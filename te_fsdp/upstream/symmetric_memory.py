@@ -189,7 +189,7 @@ class ZeroCopyInput(torch.Tensor):
     def _fill(self, gradients: Sequence[torch.Tensor], chunk_cat: Any) -> None:
         """Fill the parts from gradients in FSDP2's order."""
         remaining = [gradient for gradient in gradients if gradient.numel()]
-        # FSDP2 passes the gradients of all trained parameters, see reduce_unused.
+        # FSDP2 passes the gradients of all trained parameters, see complete_gradients.
         assert len(remaining) == self.how.count
         for part in self.how.parts:
             mine, remaining = remaining[: part.count], remaining[part.count :]

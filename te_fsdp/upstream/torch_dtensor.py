@@ -168,6 +168,15 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
 
+def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of zeros for a sharded, unsharded or plain parameter. Local operation."""
+    # Do not use ``torch.zeros_like``: it dequantizes a quantized weight. An unsharded weight may be resharded at this
+    # point, so that its storage has no bytes.
+    local, dtype = local_of(parameter), getattr(parameter, "grad_dtype", None) or parameter.dtype
+    zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
+    return dtensor(zeros, with_dtype(parameter._spec, dtype)) if isinstance(parameter, DTensor) else zeros
+
+
 def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """Return a parameter with the spec of ``like`` and the local tensor object ``local`` with its attributes."""
     spec = with_dtype(like._spec, local.dtype)

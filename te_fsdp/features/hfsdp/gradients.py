@@ -112,7 +112,7 @@ class OuterAverages:
             if rows is None:
                 continue  # no replica has a gradient
             if source is None:  # other replicas have one, so this rank participates like them
-                source = zero_gradient(pair.parameter)
+                source = pair.parameter.grad = _torch.zero_gradient(pair.parameter)
                 if not pair.shard.reduced:
                     hide_unaveraged_grad(source)
             averaged.append(pair)
@@ -379,12 +379,3 @@ def assign_main_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[tor
     """Set the gradient of each main parameter under both names that optimizers read."""
     for main, gradient in zip(mains, gradients, strict=True):
         main.grad = main.decoupled_grad = gradient  # type: ignore[missing-attribute]
-
-
-def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Set the gradient of a parameter without one to zeros. Local operation."""
-    local = _torch.local_of(parameter)
-    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    zeros = _torch.placed_like(torch.zeros(local.shape, dtype=dtype, device=local.device), parameter)
-    parameter.grad = zeros
-    return zeros
