@@ -135,6 +135,14 @@ def sharded_params(group: Any) -> list[torch.nn.Parameter]:
     return [managed.sharded_param for managed in group.fsdp_params]
 
 
+def reduction_event(group: Any) -> Any:
+    """Return the event after which the gradients that a group has just reduced are final.
+
+    ``None`` if nothing was reduced or there are no streams (``FSDPParamGroup._post_reduce_event``).
+    """
+    return group._post_reduce_event
+
+
 def is_group_unsharded(group: Any) -> bool:
     """Return whether the parameters of a group are unsharded."""
     return group.is_unsharded

@@ -95,28 +95,6 @@ def before_backward(group: Any, call: Callable[[], None]) -> None:
     group.pre_backward = pre_backward
 
 
-def wrap_reductions(
-    unit: nn.Module,
-    before: Callable[[list[torch.nn.Parameter]], None],
-    after: Callable[[list[torch.nn.Parameter], int, Any], None],
-) -> None:
-    """Call functions before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
-
-    Every backward calls them at least once for each parameter group of its tree, even if it did not use the
-    group (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). ``before`` gets the group's sharded
-    parameters. The reduction will accumulate into their ``.grad``. ``after`` gets the parameters once the
-    reduction is enqueued and ``.grad`` is set, the index of the group in the unit, and an event. Gradients of
-    this backward are final after the event. It is ``None`` if nothing was reduced or there are no streams.
-    """
-    for number, group in enumerate(fsdp_parameter_groups(unit)):
-        add_reduction_listener(
-            group,
-            before=lambda group: before(sharded_params(group)),
-            # Bound by a default argument, because all functions of the loop would see the last index.
-            after=lambda group, number=number: after(sharded_params(group), number, group._post_reduce_event),
-        )
-
-
 def wrap_unshard(unit: nn.Module, before: Callable[[], None]) -> None:
     """Call ``before`` when the user all-gathers a unit (``FSDPModule.unshard``). Local operation."""
     stock: Any = unit.unshard

@@ -21,7 +21,12 @@ from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
-from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
+from te_fsdp.upstream import (
+    fsdp2_gradients as _fsdp2_gradients,
+    fsdp2_patches as _fsdp2_patches,
+    fsdp2_units,
+    torch_dtensor as _torch,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -331,8 +336,11 @@ def hide_unaveraged_grads(setup: Setup) -> None:
     state.components.attach(optimizer_component)
     # Their averages may begin right after a reduction ([Note: early averages]).
     for name, unit in state.modules.items() if state.meshes.size(OUTER) > 1 else ():
-        after = functools.partial(_on_reduced, weakref.ref(state), weakref.ref(optimizer_component), name)
-        _fsdp2_patches.wrap_reductions(unit, _before_reduction, after)
+        # Every backward reduces each parameter group of its tree at least once, even if it did not use the group.
+        for number, group in enumerate(fsdp2_units.fsdp_parameter_groups(unit)):
+            refs = weakref.ref(state), weakref.ref(optimizer_component)
+            after = functools.partial(_on_reduced, *refs, name, number)
+            _fsdp2_patches.add_reduction_listener(group, before=_before_reduction, after=after)
 
 
 class ShardedOptimizer(Component):
@@ -349,8 +357,8 @@ class ShardedOptimizer(Component):
 
 
 @torch.no_grad()
-def _before_reduction(parameters: Iterable[torch.Tensor]) -> None:
-    for parameter in parameters:
+def _before_reduction(group: Any) -> None:
+    for parameter in _fsdp2_gradients.sharded_params(group):
         apply_deferred_grad_scale(parameter, parameter.grad)
 
 
@@ -358,11 +366,11 @@ def _on_reduced(
     of: weakref.ref[ShardedModel],
     component: weakref.ref[ShardedOptimizer],
     unit: str,
-    parameters: Iterable[torch.Tensor],
-    group: int,
-    event: Any,
+    number: int,
+    group: Any,
 ) -> None:
-    for parameter in parameters:
+    """Hide the gradients of a unit's group with this number, which FSDP2 has just reduced, and start averages."""
+    for parameter in _fsdp2_gradients.sharded_params(group):
         gradient = parameter.grad
         # Code that reads .grad between backward and step would get the gradient of one replica. The class
         # raises for it.
@@ -372,7 +380,8 @@ def _on_reduced(
             hidden.label = "" if plan is None else plan.label
     state, sharded_optimizer = of(), component()
     if state is not None and sharded_optimizer is not None and sharded_optimizer.averages is not None:
-        sharded_optimizer.averages.early.reduced(state, unit, group, event)
+        event = _fsdp2_gradients.reduction_event(group)
+        sharded_optimizer.averages.early.reduced(state, unit, number, event)
 
 
 def assign_main_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
