@@ -3,11 +3,11 @@
     python benchmarks/checkpoint_scale.py --model dense --measured 8 --ranks 1024 16384
     python benchmarks/checkpoint_scale.py --model moe --measured 64 --ranks 1024 16384
 
-The parameters are those of Llama 3.1 405B, or of DeepSeek-V3 (671B, 256 experts over 64 ranks), with AdamW's state, cut
-over all ranks along dim 0, experts over the ranks that share them. What a rank plans, and what rank 0 makes of the
-plans of all, is run for some of the ranks and counted per stored piece; bytes and seconds of all are in proportion.
-The index, which every rank of a load reads, is made of all pieces of all ranks, and read by a process of its own, as
-one of as many ranks, and as one of 3/4 of them.
+The parameters are those of Llama 3.1 405B, or of DeepSeek-V3 (671B, 256 experts over 64 ranks), with AdamW's state,
+sharded over all ranks along dim 0 (experts: over the ranks that share them). The plans of some ranks, and their merge
+on rank 0, are run and measured per stored piece. Bytes and seconds of all ranks are extrapolated. The index, which
+every rank of a load reads, has all pieces of all ranks. A separate process reads it as one of as many ranks, and as
+one of 3/4 of them.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def pieces_of(shape: tuple[int, ...], ranks: int) -> int:
     return -(-shape[0] // -(-shape[0] // ranks))
 
 
-#: Of the shapes, by name; the mark of a save; and bytes that stand around the elements of a piece.
+#: Shapes by model name; the mark of a save; bytes of a piece in addition to its elements.
 MODELS, MARK, FRAME = {"dense": dense, "moe": moe}, f"te_fsdp-{'0' * 32}-{'0' * 32}", 1100
 
 
@@ -223,7 +223,7 @@ def all_pieces(shapes: Shapes, ranks: int) -> Iterator[tuple[str, tuple[int, ...
                     np.stack([everyone, ends, length, *lead, first, *zeros, *ones, rows, *sizes], axis=1)
                 )
                 ends = ends + np.where(rows > 0, length, 0)
-            # As ranks hold them: rank by rank, expert by expert.
+            # In the order of the ranks, then of the experts.
             together = np.stack(results, axis=1).reshape(ranks * own, -1)
             yield key, shape, together[np.repeat(rows > 0, own)]
         step = f"optimizer.state.{name}.step"

@@ -1,7 +1,7 @@
 """Comparison of the loss curves of benchmarks/convergence.py: differences, the spread of two seeds, and the plot.
 
-A curve is a dict from step to loss. The first word of a run's name is its recipe. "RECIPE one" is the reference of all
-runs with this recipe, and "RECIPE one, seed 1" minus the reference is the yardstick.
+A curve maps steps to losses. The first word of a run's name is its recipe. "RECIPE one" is the reference of all runs
+with this recipe. "RECIPE one, seed 1" minus the reference is the spread of two seeds, the yardstick.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SMOOTH = 10  # values in a moving average
 
 
 def moving(values: dict[int, float]) -> dict[int, float]:
-    """Return the means over the last SMOOTH values, fewer at the start, by the last one's step."""
+    """Return the moving average over SMOOTH values (fewer at the start) by the step of the last value."""
     steps = sorted(values)
     windows = ((step, steps[max(0, n + 1 - SMOOTH) : n + 1]) for n, step in enumerate(steps))
     return {step: statistics.fmean(values[at] for at in window) for step, window in windows}

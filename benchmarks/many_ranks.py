@@ -2,10 +2,9 @@
 
     TE_FSDP_EMULATION=9.0 OMP_NUM_THREADS=1 python benchmarks/many_ranks.py --ranks 32 --out RESULTS.json
 
-CPU only, gloo, TransformerEngine emulated, a tiny model. One process imports everything and forks the ranks, which
-share its memory. Where there are fewer cores than ranks, a phase lasts as long as the cores need for all of them: CPU
-seconds of a rank are its own cost, wall seconds that of waiting as well. `torch` is what init_process_group
-takes, which te_fsdp has no part in.
+CPU only, with gloo, emulated TransformerEngine and a tiny model. One process imports everything and forks the ranks,
+which share its memory. With fewer cores than ranks, CPU seconds of a rank are its own cost, and wall seconds include
+waiting for cores. The phase `torch` is init_process_group, without te_fsdp.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def meshes_of(ranks: int) -> dict[str, dict[str, int]]:
 
 
 class Phases:
-    """Wall seconds of phases that all ranks end together, and this rank's CPU seconds in them."""
+    """Wall seconds of phases, each up to a barrier of all ranks, and this rank's CPU seconds in them."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = {}
@@ -150,7 +149,7 @@ def rank_of(axes: dict[str, int], quantized: bool, folder: Path, load: bool) -> 
 
 
 def fork(ranks: int, work: Callable[[], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Run it in this number of processes; return the result of each."""
+    """Run a function in this number of forked processes; return the result of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -178,7 +177,7 @@ def fork(ranks: int, work: Callable[[], dict[str, Any]], folder: Path) -> list[d
 
 
 def measure(ranks: int, name: str, axes: dict[str, int], loading: int) -> dict[str, Any]:
-    """Return a row: the ranks train and save, then fewer load."""
+    """Return a row: ranks train and save, then ``loading`` ranks load."""
     quantized = "FP8" in name
     with tempfile.TemporaryDirectory(prefix="te_fsdp_ranks_") as text:
         folder = Path(text)
@@ -207,7 +206,7 @@ def measure(ranks: int, name: str, axes: dict[str, int], loading: int) -> dict[s
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Return the wall seconds, and CPU seconds of a rank, of each phase."""
+    """Print the wall seconds of each phase, and its CPU seconds per rank."""
     from rich.console import Console
     from rich.table import Table
 

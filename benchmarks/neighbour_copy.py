@@ -1,10 +1,10 @@
 """Cost of a copy of each rank's state in a neighbor's memory, compared with a save to disk. No copy is kept.
 
-    torchrun --nproc-per-node 2 benchmarks/neighbor_copy.py --mib 256 --out RESULTS.json
+    torchrun --nproc-per-node 2 benchmarks/neighbour_copy.py --mib 256 --out RESULTS.json
 
-Each rank has so much state (weights, main weights, moments) and gives the next rank a copy of it: first into memory of
-its own, which holds training up, then to the neighbor by a thread over a gloo group of its own, while steps go on.
-CPU only: what a GPU's copy engine and a network card would do without the host's cores, these cores do here.
+Each rank has the given amount of state (weights, main weights, moments). It first copies the state to its own memory,
+which delays training. A thread then sends this copy to the next rank over a separate gloo group, while training
+continues. CPU only: the cores also do the work of a GPU's copy engine and of a network card.
 """
 
 from __future__ import annotations

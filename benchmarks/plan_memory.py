@@ -41,7 +41,7 @@ from te_fsdp.planning import Job, Sizes, plan  # noqa: E402
 
 LARGE = {"layers": 8, "hidden": 4096, "ffn": 14336, "heads": 32, "groups": 8, "vocabulary": 0}
 TINY = {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "groups": 2, "vocabulary": 0}
-#: Weights, strategy, optimizer; then what is different about those held out.
+#: Weights, strategy, optimizer; and the changed settings of rows that the fit does not use.
 ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("bf16", "optim_grads_params", "fused-adam", {}),
     ("fp8-compute", "optim_grads_params", "adamw", {}),

@@ -3,11 +3,11 @@
     python benchmarks/scale.py --out benchmarks/results/scale-cpu.json --plot benchmarks/scale.png
     python benchmarks/scale.py --plot-of benchmarks/results/scale-cpu.json --plot benchmarks/scale.png   (only plots)
 
-Set-up of a 405B-shaped and a 671B-MoE-shaped model on meta; materialize of as many modules and parameters, but narrow
-ones, since values are drawn by the device and this is the host's time; and a step of a small model whose work per rank
-is the same on every mesh: CPU seconds, peak memory, process groups, and collectives with their bytes by axis, all of
-rank 0. Every row is measured in a process of its own (scale_worker.py). The other ranks do not exist: collectives
-return at once, so these are the costs of the host, never of a network.
+Measures on rank 0, for each number of ranks: set-up of models with the shapes of 405B and of 671B with experts, on
+meta; materialize of as many modules and parameters, but narrow ones, because only the host's time is measured; and a
+step of a small model with equal work per rank on every mesh. Each has CPU seconds, peak memory, process groups, and
+collectives with their bytes by axis. Every row runs in a separate process (scale_worker.py). The other ranks are
+simulated and collectives return immediately, so the results are costs of the host, not of a network.
 """
 
 from __future__ import annotations

@@ -6,22 +6,23 @@
     python benchmarks/step.py --model llama3-8b --microbatches 16 --weights fp8 --warmup 3 --steps 2 --seconds 600
     python benchmarks/step.py --settings "tp default" --libraries te_fsdp --ranks 4 --profile host.txt
 
-The same TransformerLayers, tokens and optimizer for all: bf16 weights ("bf16"), the same computing in FP8 by current
-scaling ("fp8-compute"), or FP8 weights ("fp8"); fp32 main weights in TE's FusedAdam, gradients in bf16. Three
-rows differ: recorded FP8 weights train with torch's AdamW over te_fsdp's main weights, which takes 3 ms less there than
-FusedAdam; megatron-fsdp keeps main weights itself, under torch's AdamW; DDP stands for FSDP2 where nothing is sharded.
+All rows have the same TransformerLayers, tokens and optimizer. Weights are bf16 ("bf16"), bf16 with FP8 compute in
+current scaling ("fp8-compute"), or FP8 ("fp8"). TE's FusedAdam has fp32 main weights, gradients are bf16. Three rows
+differ. Recorded FP8 weights train with torch's AdamW over te_fsdp's main weights, which is 3 ms faster there than
+FusedAdam. megatron-fsdp has its own main weights, under torch's AdamW. DDP replaces FSDP2 if nothing is sharded.
 "te_fsdp graph" records full steps, "te_fsdp units" forward and backward of each unit. "limit" is the same compute and
-the update of one rank's share of the parameters, with nothing sent but what tp and ep send. Of layers that are cut over
-tp, plain FSDP2 and megatron-fsdp leave the gradients of norms unequal over tp, which te_fsdp adds up.
+the update of one rank's shard of the parameters, with the communication of tp and ep only. With tp, plain FSDP2 and
+megatron-fsdp do not sum the gradients of norms over tp, as te_fsdp does.
 
-Rows are measured in one set of processes, one after the other, each built, warmed up, timed and freed; every other
-round goes backwards, since a machine's speed drifts. megatron-fsdp has processes of its own: it does not free all of
-its memory. Steps follow each other without waiting for the device: `ms` is the median over all steps of the slowest
-rank, `best_ms` the fastest. `host_ms` is the time to issue a step from an idle device, `peak_gib` the peak of allocated
-memory over what was there before. A row that fails has its reason; one that does not end within --row-seconds is ended,
-and the others go on. After --seconds no row begins; the file is written after each.
+Rows are measured one after the other in the same processes: each is built, warmed up, timed and freed. Every second
+round runs in reverse order, because a machine's speed drifts. megatron-fsdp runs in separate processes, because it
+does not free all of its memory. Steps follow each other without waiting for the device: `ms` is the median over all
+steps of the slowest rank, `best_ms` the fastest. `host_ms` is the time to issue a step from an idle device,
+`peak_gib` the peak of allocated memory above the memory allocated before. A row that fails records the reason. A row
+that exceeds --row-seconds is ended, and the others continue. After --seconds no further row starts. The file is
+written after each row.
 
-On two ranks hsdp is 2 x 1, where FSDP2 copies each weight at every gather: it says something from four ranks on.
+On two ranks hsdp is 2 x 1, where FSDP2 copies each weight in every all-gather, so measure it on at least four ranks.
 
 Model FLOPs of a token: 6 for each weight of a product that it meets, and 6 * sequence * heads * channels a layer for
 causal attention.
@@ -60,7 +61,7 @@ class Setting:
     Attributes:
         strategy: te_fsdp's.
         outer: Its outer strategy; ``None``: one data-parallel axis.
-        tp: Ranks that weights are cut over.
+        tp: Size of the tensor-parallel axis.
         ep: Number of ranks over which experts are distributed.
         transport: Of gathers.
         zero_copy: Whether gradients are reduced without a copy.

@@ -37,7 +37,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling  # noqa: E402
 
 
 def loop_of(variant: Variant, trained: Trained) -> Callable[..., torch.Tensor]:
-    """Forward and backward of all microbatches; gives the last loss."""
+    """Return a function that runs forward and backward of all microbatches and returns the last loss."""
     enabled, recipe = variant.weights != "bf16", Float8CurrentScaling()
 
     def forward_backward(*batches: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
 
     Python's garbage collector does not run in timed steps: it would stop one rank, for which all others wait.
     """
-    gc.collect()  # once more: DDP's garbage goes in two steps
+    gc.collect()  # a second time: DDP's reference cycles need two collections
     synchronize(device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     torch.manual_seed(0)

@@ -9,10 +9,11 @@ Layers of experts (GroupedLinear, SiLU, GroupedLinear), forward and backward, bf
     units default   te_fsdp with its own choice of transport
     weights         the first weight of each GroupedLinear gathers all of them in one collective when the GEMM needs
                     them, again in backward, and reduce-scatters the gradients
-    weights ahead   the same, with the next module's gather and each reduction on streams of their own
+    weights ahead   the same, with the next module's all-gather and each reduction on separate streams
 
-Every rank stores whole experts in the last two rows, so gathers and reductions need no copies. Before a row is timed,
-its gradients are compared with those of unsharded layers. `host_ms` is the time to issue a step from an idle device.
+In the last two rows every rank stores complete experts, so all-gathers and reductions need no copies. Before a row is
+timed, its gradients are compared with those of unsharded layers. `host_ms` is the time to issue a step from an idle
+device.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Experts(nn.Module):
 
 
 class Group:
-    """The weights of one GroupedLinear, of which this rank stores consecutive whole experts.
+    """The weights of one GroupedLinear. This rank stores consecutive complete experts.
 
     Args:
         module: The GroupedLinear, whose parameters are replaced.

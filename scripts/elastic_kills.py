@@ -1,12 +1,12 @@
-"""Ranks and nodes of examples/fsdp2_tp/train_elastic.py are killed at random; then the same resumes are made by hand.
+"""Kill ranks and nodes of examples/fsdp2_tp/train_elastic.py at random, then repeat the same resumes without kills.
 
     usage: scripts/elastic_kills.py [--kills 20] [--seed 0] [--nodes 2] [--per-node 1] [--tp 1] ...
 
-Each node is a torchrun of its own on this machine. A kill hits one rank, or a node: its torchrun and all its ranks; a
-killed node comes back after a while. The moments are drawn: while ranks are being started, while they load, train, or
-save. At the end the run's checkpoint is compared, bit for bit, with that of one plain torchrun after the other, on as
-many ranks and from the same steps as the starts that the checkpoint stems from. Ends with status 0 if they are equal.
-Without a GPU: export TE_FSDP_EMULATION=9.0 OMP_NUM_THREADS=1 first.
+Each node is a separate torchrun on this machine. A kill ends one rank, or a node with its torchrun and all its ranks.
+A killed node starts again after a while. Kills happen at random moments: while ranks start, load, train, or save. At
+the end the checkpoint is compared bit for bit with that of plain torchruns, which run one after the other on the same
+numbers of ranks from the same steps. The exit status is 0 if they are equal. Without a GPU: export
+TE_FSDP_EMULATION=9.0 OMP_NUM_THREADS=1 first.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ class Options:
     """Kill ranks and nodes of a job at random, and compare it with one that was resumed by hand."""
 
     kills: int = 20
-    """How many times."""
+    """Number of kills."""
     seed: int = 0
-    """Of the moments and of who is hit."""
+    """Seed of the moments and of the killed ranks."""
     nodes: int = 2
-    """Nodes at most; one at least goes on."""
+    """Maximum number of nodes; at least one is never killed."""
     per_node: int = 1
     """Ranks of a node."""
     tp: int = 1
     """Tensor-parallel ranks."""
     recipe: str = "current"
-    """Of the example."""
+    """Recipe of the example."""
     steps: int | None = None
-    """Of the whole run; by default it ends with the first checkpoint after the last kill."""
+    """Steps of the run; by default it ends with the first checkpoint after the last kill."""
     save_every: int = 4
     """Steps between two saves."""
     freeze: bool = False
     """Also stop ranks without killing them, so that others wait in vain; --python must be a real one."""
     patience: int = 60
-    """Seconds after which a rank gives up that waits for a silent one."""
+    """Seconds after which a rank stops waiting for a silent one."""
     lost: int = 5
-    """Seconds after which torchrun takes a silent node for lost (torch's own default is 15): more on a busy machine."""
+    """Seconds after which torchrun declares a silent node lost (15 by default in torch); more on a busy machine."""
     last_call: int = 1
     """Seconds that nodes wait for further ones (torch's own default is 30)."""
     hangs: float = 300.0
-    """Seconds after which this script takes the job to hang."""
+    """Seconds without progress after which this script reports a hang."""
     phases: tuple[Phase, ...] = PHASES
     """When kills hit, in turn if --in-turn."""
     in_turn: bool = False

@@ -1,6 +1,6 @@
-"""Does each test that guards a line fail when the line is broken? `python scripts/mutants.py`, or `make mutants`.
+"""Check that the test that guards a line fails if the line is broken: `python scripts/mutants.py`, or `make mutants`.
 
-Every row of `tests/mutants/<area>.toml` is a fault of one place that a careless change could bring:
+Every row of `tests/mutants/<area>.toml` is a fault at one place, as a careless change could introduce it:
 
     [[mutant]]
     fault = "one sentence: what is broken"
@@ -11,9 +11,9 @@ Every row of `tests/mutants/<area>.toml` is a fault of one place that a careless
     survives = "why no test can see it"                 # only where that is so
     needs = "package"                                   # or "package>=version": only where its tests need it to fail
 
-The rows' tests run once on the tree as it is, then each row's on a copy with its fault. A row whose tests pass all the
-same is a survivor; one whose text or tests no longer exist is stale. Both make the exit status 1, explained survivors
-do not.
+The tests of all rows run once on the unchanged tree, then those of each row on a copy with its fault. A row whose
+tests still pass is a survivor. A row whose text or tests no longer exist is stale. Both set the exit status to 1,
+except for explained survivors.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Mutant:
         fault: What is broken, in a sentence.
         file: Path from the repository's root.
         old: Text that occurs once in the file.
-        new: What stands there instead.
+        new: The replacement.
         tests: pytest's node ids; at least one of them fails.
         survives: Why no test can see it; empty: one must.
         needs: A requirement ("torch>=2.13") without which its tests are skipped or see nothing, and the row with
@@ -303,7 +303,7 @@ class Options:
     list: bool = False
     """Print the rows and what is wrong with them; run nothing."""
     check_first: bool = True
-    """Whether the rows' tests run once on the tree as it is."""
+    """Whether the tests run once on the unchanged tree."""
     json: Path | None = None
     """Also write the results there."""
 
@@ -336,7 +336,7 @@ def main(options: Options) -> int:
 
 
 def _pass_as_it_is(chosen: Sequence[Mutant], console: Console) -> bool:
-    """Return whether every row's tests pass on the tree as it is: a test that fails anyhow guards nothing."""
+    """Return whether the tests of all rows pass on the unchanged tree."""
     tests = sorted({test for mutant in chosen if not mutant.problem() for test in mutant.tests})
     console.print(f"mutants: {len(tests)} tests of {len(chosen)} rows, on the tree as it is")
     status, output = run_tests(ROOT, tests) if tests else (PASSED, "")

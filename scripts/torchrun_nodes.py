@@ -1,10 +1,10 @@
-"""torchrun with this machine pretended to be several nodes: more ranks than GPUs, and the way between nodes.
+"""Run torchrun as if this machine were several nodes: more ranks than GPUs, and communication between nodes.
 
     usage: scripts/torchrun_nodes.py NODES PROCESSES_PER_NODE SCRIPT [options...]
 
-Each node is a torchrun of its own, whose ranks use GPUs 0, 1, ... of this machine again. NCCL refuses two ranks on one
-GPU of a host; NCCL_HOSTID gives each node another name, and NCCL then talks over sockets between them. Values are
-those of real nodes; times say nothing. Ends with the first exit status other than 0, and ends the other nodes then.
+Each node is a separate torchrun, whose ranks also use GPUs 0, 1, ... of this machine. NCCL refuses two ranks on one
+GPU of a host. NCCL_HOSTID sets a different host for each node, and NCCL then uses sockets between them. Values equal
+those of real nodes, times do not. The first nonzero exit status ends the other nodes and is returned.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             # FSDP2 and initialization create new parameters later, which must get the user's attributes.
             binding.attributes[name] = param_attrs_to_copy(parameter)
     module.__dict__[BINDING] = binding
-    # Set it on the instance too, because the class that FSDP2 gives a unit has torch's ``__module__``.
+    # Set it on the instance too, because FSDP2 changes the class of a unit to one with torch's ``__module__``.
     module.__dict__.setdefault("__module__", type(module).__module__)
     # The object stays, so references of optimizers, parents and user code stay valid, as in FSDP2.
     module.__class__ = bound_class(type(module))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # [Note: units of the user's DTensors] FSDP2 shards a parameter over fewer ranks if ``ep`` distributes it. A unit has
 # one mesh, and FSDP2's outer units skip all modules of an inner unit. Therefore the module that reads the parameter
-# becomes a unit of its own, its children become units of the dense mesh, and small dense parameters of the module
+# becomes a separate unit, its children become units of the dense mesh, and small dense parameters of the module
 # itself are replicated.
 def expert_units(
     model: nn.Module, meshes: Meshes, experts: Selection, requested: Collection[str]

@@ -288,10 +288,10 @@ def chunk_range(length: int, chunks: int, index: int) -> tuple[int, int]:
     return min(index * step, length), min((index + 1) * step, length)
 
 
-# [Note: order of cuts] A rank's local shard is cut first over ``tp`` (by the layout), then over the FSDP
-# shard axis (even ceil-chunks of the tp-local tensor, as in FSDP2). It consists of rectangles of the original
-# (:class:`Box`). Example: a gated fc1 with 8 rows. tp rank 0 of 2 has original rows 0-1 (gate) and 4-5 (up).
-# Within it, FSDP rank 0 of 2 has rows 0-1, FSDP rank 1 rows 4-5.
+# [Note: order of cuts] A parameter is sharded first over ``tp`` (by the layout), then over the FSDP shard axis (even
+# ceil-chunks of the tp-local tensor, as in FSDP2). A shard consists of rectangles of the original (:class:`Box`). Example:
+# a gated fc1 with 8 rows. tp rank 0 of 2 has original rows 0-1 (gate) and 4-5 (up). Within it, FSDP rank 0 of 2 has
+# rows 0-1, FSDP rank 1 rows 4-5.
 def shard_boxes(
     original_shape: Sequence[int], rule: ParameterRule, at: Coordinates, *, name: str = "parameter"
 ) -> tuple[tuple[int, ...], list[Box]]:
@@ -351,7 +351,7 @@ def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box,
         stop = min(box.local[dim] + box.sizes[dim], high)
         if start < stop and 0 not in box.sizes:
             shift = start - box.local[dim]
-            # A cut moves the start of a box by the same distance in the original tensor.
+            # Clipping moves the start of a box by the same distance in the original tensor.
             original = _set(box.original, dim, box.original[dim] + shift)
             clipped.append(
                 Box(original, _set(box.local, dim, start - low), _set(box.sizes, dim, stop - start))

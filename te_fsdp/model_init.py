@@ -58,8 +58,8 @@ class Initializer:
     def run(self, modules: list[nn.Module]) -> None:
         """Run it on unsharded tensors; every rank keeps its parts. Parameters of other ``modules`` keep their values.
 
-        Collective over the mesh of the parameters: an all-reduce of each parameter that is cut, and a check of the
-        random state.
+        Collective over the mesh of the parameters: an all-reduce of each sharded parameter, and a check of the random
+        state.
         """
         for parameter in self.module.parameters():
             if isinstance(parameter, DTensor):
@@ -219,9 +219,8 @@ class _Entry:
 # the original (unsharded) tensor to every torch function in place of a parameter. Each rank runs it on the same values
 # with the same random state, and keeps its part.
 #
-# Memory: the tensors of one module at a time. When the method goes on
-# to another module, the parts are stored and the tensors are freed, unless a view of one (``parameter.data``)
-# is still referenced.
+# Memory: the tensors of one module at a time. When the method continues with a different module, the parts are stored
+# and the tensors are freed, unless a view of one (``parameter.data``) is still referenced.
 class _Unsharded(TorchFunctionMode):
     """Passes unsharded tensors to torch functions in place of a model's parameters and buffers on meta."""
 

@@ -27,7 +27,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-CHUNK = 16  # cases a process group trains before it is replaced
+CHUNK = 16  # number of cases that a process group trains before it is replaced
 
 
 def main(
@@ -42,9 +42,9 @@ def main(
     Args:
         before: Commit to compare with, or a file that `--out` has written.
         only: Regular expression; cases whose names it does not match are left out.
-        expected: Regular expression of cases that may differ, for faults that were mended in between.
-        jobs: Process groups at a time.
-        out: Where to write all digests, as JSON.
+        expected: Regular expression of cases that may differ, because a fault was fixed in between.
+        jobs: Number of process groups that run at the same time.
+        out: JSON file for all digests.
     """
     wanted = [case for case in cases() if re.search(only, str(case))]
     old = recorded(before, wanted) if Path(before).is_file() else train_commit(before, wanted, jobs)
@@ -84,7 +84,7 @@ def train(tree: Path, wanted: list[Case], jobs: int) -> dict[str, list[dict[str,
 
 
 def _train_chunk(tree: Path, chunk: list[Case]) -> dict[str, Any]:
-    """Train cases of one number of ranks in a process of its own, which forks the ranks."""
+    """Train cases of one number of ranks in a separate process, which forks the ranks."""
     with tempfile.TemporaryDirectory(prefix="same_bits_") as scratch:
         given, result = Path(scratch) / "cases.json", Path(scratch) / "digests.json"
         given.write_text(json.dumps([asdict(case) for case in chunk]))
@@ -99,7 +99,7 @@ def _train_chunk(tree: Path, chunk: list[Case]) -> dict[str, Any]:
 
 
 def difference(before: list[dict[str, str]], now: list[dict[str, str]]) -> str:
-    """Return the first value that differs, or nothing."""
+    """Describe the first value that differs, or return an empty string."""
     for rank, (old, new) in enumerate(zip(before, now, strict=True)):
         for name in dict.fromkeys([*old, *new]):
             if old.get(name) != new.get(name):
@@ -108,7 +108,7 @@ def difference(before: list[dict[str, str]], now: list[dict[str, str]]) -> str:
 
 
 def show(different: dict[str, str], expected: str, found: dict[str, list[dict[str, str]]]) -> int:
-    """Print what differs; the exit status."""
+    """Print the differences; return the exit status."""
     console = Console()
     if different:
         table = Table("case", "first difference", title="trained otherwise", show_lines=True)
@@ -126,7 +126,7 @@ def show(different: dict[str, str], expected: str, found: dict[str, list[dict[st
 
 
 def _run(*command: str, env: dict[str, str] | None = None) -> None:
-    """Run a command; its output is shown where it fails."""
+    """Run a command; exit with its output if it fails."""
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")

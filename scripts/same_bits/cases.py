@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["Case", "cases"]
 
 MODULES = ("linear", "layernorm_linear", "mlp_gelu", "mlp_swiglu", "attention", "transformer", "grouped")
-#: Recipe, and what holds the weights: ``quantized`` ones are stored in the recipe's format.
+#: Recipe and format of the weights; ``quantized``: the recipe's own format.
 FORMATS = (
     ("none", "bf16"),
     ("none", "fp32"),
@@ -52,7 +52,7 @@ class Case:
         optimizer: Of :data:`OPTIMIZERS`.
         sequence_parallel: TE's option, where there is tp.
         precision: Arguments of ``te_fsdp.MixedPrecisionPolicy``; ``None``: no policy.
-        exempt: Name of a submodule that ``fsdp_no_shard`` keeps whole.
+        exempt: Name of a submodule that is passed to ``fsdp_no_shard``.
     """
 
     module: str = "mlp_swiglu"

@@ -1,6 +1,6 @@
-"""One rank of a process group: trains cases, and says what every value was, as digests of its bytes.
+"""One rank of a process group: train cases, and record a digest of the bytes of every value.
 
-It uses what te_fsdp and TransformerEngine make public, and nothing of the tests, so that it runs on any commit.
+It uses public APIs of te_fsdp and TransformerEngine only, and no code of the tests, so that it runs on any commit.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import nn
 STEPS = 2
 SEED = 5
 SEQUENCE, BATCH, HEADS, EXPERTS = 32, 4, 4, 4
-#: Wide enough that a shard of four ranks has whole blocks of every format.
+#: Wide enough that a shard of four ranks has full blocks of every format.
 WIDTH = {"block": 512}
 DEFAULT_WIDTH = 128
 
-#: Names of values, in the order in which they arose, with digests.
+#: Name of a value -> digest, in the order of computation.
 Seen = dict[str, str]
 
 
 def run(case: Case, rank: int, store: Path) -> Seen:
-    """Train a case as one rank of its process group. An exception is a result like any other."""
+    """Train a case as one rank of its process group. An exception is recorded as a result."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.ranks)
@@ -121,7 +121,7 @@ def _optimizer(case: Case, model: nn.Module) -> Any:
 
 
 def _input(case: Case, place: str) -> torch.Tensor:
-    """Return this rank's activations: others for every data-parallel rank, the same within tp."""
+    """Return this rank's activations: different on every data-parallel rank, the same within tp."""
     tp = case.axes.get("tp", 1)
     generator = torch.Generator().manual_seed(sum(place.encode()) * 64 + dist.get_rank() // tp)
     width = WIDTH.get(case.recipe, DEFAULT_WIDTH)
@@ -132,7 +132,7 @@ def _input(case: Case, place: str) -> torch.Tensor:
 
 
 def _record(seen: Seen, what: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Note digests of this rank's part of tensors."""
+    """Record digests of this rank's local tensors."""
     for name, tensor in tensors.items():
         seen[f"{what} {name}".strip()] = _digest(tensor)
 
@@ -152,7 +152,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 class Trunk(nn.Module):
-    """A module under its recipe."""
+    """A module that runs under a recipe."""
 
     def __init__(self, inner: nn.Module, recipe: Any) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Pair(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts of this rank, each with an equal part of its tokens."""
+    """Experts of this rank, each with an equal number of the rank's tokens."""
 
     def __init__(self, own: int, width: int, **options: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Entry point of the command ``te-fsdp``.
 
-Each command is in a file of its own. This package alone parses arguments and imports heavy packages only when
-they are used. Tables are printed for people, JSON for programs.
+Each command has its own file. This package alone parses arguments and imports heavy packages only when they are used.
+Tables are printed for people, JSON for programs.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class SideStream:
     @contextlib.contextmanager
     def after_current(self, device: torch.device, events: Iterable[Any] = ()) -> Iterator[None]:
         """Run on the side stream after all work on the current stream, and after the events that are not ``None``."""
-        # gloo runs in threads of its own, so a stream is not needed for overlap.
+        # gloo runs in its own threads, so a stream is not needed for overlap.
         if device.type == "cpu":
             yield
             return

@@ -224,7 +224,7 @@ def _argument_names(cls: type) -> tuple[str, ...]:
 
 def _check_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check mask, window, dtype and sequence length of an attention call. Local operation."""
-    # It gives the same result on all cp ranks.
+    # The result is the same on all cp ranks.
     if module.cp_group is None:
         return
     # Arguments may be positional, and the wrappers of FSDP2 and te_fsdp hide the signature.

@@ -337,7 +337,7 @@ class QuantizedSlice(torch.Tensor):
         return values_of(self.base)[slices(*self.box)].view(self.shape)
 
     def stored(self) -> torch.Tensor:
-        """Return what DCP writes: a quantized tensor, or values where the rectangle cuts through blocks."""
+        """Return what DCP writes: a quantized tensor, or values if the rectangle splits blocks."""
         tensor = self._stored()
         return tensor.view(self.shape) if self.is_stacked else tensor
 
@@ -419,7 +419,7 @@ def write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Te
     """Copy the components of all sources if they have the target's format. Return whether they do."""
     kind = _kind_of(base)
     if not all(isinstance(source, QuantizedSlice) and _kind_of(source.base) == kind for _, source in arrived):
-        return False  # hybrid weights have no components of their own
+        return False  # hybrid weights have no components
     targets = {component.name: component for component in components_of(base, "weight")}
     copies = []
     once: dict[str, torch.Tensor] = {}

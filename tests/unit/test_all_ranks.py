@@ -10,7 +10,7 @@ import te_fsdp
 from te_fsdp.collectives import rendezvous
 
 
-def test_one_process_waits_for_nobody():
+def test_one_process_does_not_wait():
     with rendezvous.collective_call("checkpoint.save"):
         pass
 

@@ -61,7 +61,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
-def test_training_goes_on(tmp_path: Path, name: str, fresh: bool) -> None:
+def test_training_continues(tmp_path: Path, name: str, fresh: bool) -> None:
     model = Model()
     optimizer = OPTIMIZERS[name](model.parameters())
     train(model, optimizer, 2)
@@ -175,7 +175,7 @@ def test_another_format(tmp_path: Path, number: int) -> None:
         checkpoint.load(tmp_path / "a", Model())
 
 
-def test_latest_is_the_newest_whole_one(tmp_path: Path) -> None:
+def test_latest_is_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "none") is None
     for name in ("step-20", "step-9", "step-100"):
         checkpoint.save(tmp_path / name, Model())
@@ -241,7 +241,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=4))
-def test_extra_comes_back_as_it_was(value: dict) -> None:
+def test_extra_is_loaded_unchanged(value: dict) -> None:
     encoded, entries = encode(value)
     assert not entries
     back = decode(json.loads(json.dumps(encoded)), {})

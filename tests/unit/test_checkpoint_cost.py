@@ -230,7 +230,7 @@ def _two_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     + [(change, False) for change in (_another_dtype, _other_memory, _another_state, _another_number)]
     + [(change, False) for change in (_another_parameter, _other_names, _two_groups)],
 )
-def test_what_is_known_of_a_model_is_what_would_be_found_again(
+def test_cached_model_data_equals_a_new_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, is_known: bool
 ) -> None:
     """A save after another one holds, whatever has changed, what a save of a process that knows nothing holds."""
@@ -342,7 +342,7 @@ def test_plans_and_models_are_let_go(tmp_path: Path) -> None:
     assert weight() is None and len(plans) == count - 1
 
 
-def test_what_is_equal_in_the_metadata_is_there_once(tmp_path: Path) -> None:
+def test_equal_metadata_is_stored_once(tmp_path: Path) -> None:
     """Weights and moments have the same shards; and the garbage collector is left as it was."""
     model, optimizer = small_model()
     for enabled in (True, False):
@@ -385,9 +385,7 @@ def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pyte
     assert [count for count in asked if count] == [1 << 25], asked
 
 
-def test_a_load_takes_the_memory_that_saves_keep_while_none_needs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_uses_the_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the system gives as much again; but what a running save has copied there stays as it is."""
     model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
     first = [weight.detach().clone() for weight in model]

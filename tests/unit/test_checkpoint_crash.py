@@ -75,7 +75,7 @@ def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_the_newest_whole_checkpoint_after_kills(killed: tuple[Path, list[dict]]) -> None:
+def test_the_newest_complete_checkpoint_after_kills(killed: tuple[Path, list[dict]]) -> None:
     directory, outcomes = killed
     assert len(outcomes) == TRIALS
     expected, in_the_middle, noticed = Expected(), 0, 0
@@ -149,7 +149,7 @@ def test_killed_at_the_steps_of_a_commit(tmp_path: Path, python: str) -> None:
         assert [p.name for p in where.iterdir()] == ["step-4"]
 
 
-def test_a_kept_checkpoint_that_is_damaged_is_left_alone(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_removed(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", nn.Linear(2, 2))
     (tmp_path / "step-1" / "te_fsdp.json").write_text("{")

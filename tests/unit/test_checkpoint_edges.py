@@ -44,7 +44,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     return {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
 
 
-def test_files_are_whole_when_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_complete_when_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power failure loses data written after the sync, so the final name must not appear before."""
     synced, real = {}, os.fsync
 
@@ -123,7 +123,7 @@ def test_a_manifest_that_still_can_be_read(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a", ours)
 
 
-def test_a_save_that_fails_after_it_is_whole_says_so(tmp_path: Path) -> None:
+def test_a_save_that_fails_after_completion_says_so(tmp_path: Path) -> None:
     lost = CheckpointError("on rank(s) 1: the rank has ended")
     assert "No checkpoint appeared at the path" in str(as_failed_save(tmp_path / "a", lost, "0" * 32))
     checkpoint.save(tmp_path / "a", model())
@@ -162,7 +162,7 @@ def test_steps_of_numbers_stay_exact(tmp_path: Path) -> None:
     assert fresh.state[other.scale]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_steps_lie_where_the_loaded_options_want_them() -> None:
+def test_steps_are_on_the_device_of_the_loaded_options() -> None:
     """A fused kernel reads its steps on the device; an optimizer that was built without it had them on the host."""
     parameter = nn.Parameter(torch.empty(2, 3, device="meta"))
     optimizer = torch.optim.AdamW([parameter])
@@ -232,9 +232,7 @@ def test_state_of_a_parameter_that_went(tmp_path: Path) -> None:
         ("fused", "no step"),  # it begins the state of all parameters at its first step
     ],
 )
-def test_state_that_the_checkpoint_does_not_have_goes(
-    te: Any, tmp_path: Path, kind: str, before: str
-) -> None:
+def test_state_missing_in_the_checkpoint_is_removed(te: Any, tmp_path: Path, kind: str, before: str) -> None:
     """Momentum and steps of the run that is given up would go into the weights of the one that is loaded."""
 
     def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -289,7 +287,7 @@ def test_a_buffer_that_becomes_a_parameter(tmp_path: Path, was_buffer: bool) -> 
     assert "float32 -> bfloat16" in loaded.converted["x"] and other.x.tolist() == [1.5] * 3
 
 
-def test_remainders_follow_weights_that_were_loaded_alone(te: Any, tmp_path: Path) -> None:
+def test_remainders_follow_weights_loaded_without_the_optimizer(te: Any, tmp_path: Path) -> None:
     """bf16 weights and the 16 bits that they lack: the latter of the old weights mean nothing, the moments stay."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 

@@ -27,7 +27,7 @@ def test_stages_of_a_rank_have_a_buffer_that_is_not_saved(tmp_path: Path) -> Non
     assert checkpoint.load(tmp_path / "a", [stage(n, 7.0, persistent=False) for n in (0, 1)]).is_complete
 
 
-def test_stages_of_a_rank_share_what_is_named(tmp_path: Path) -> None:
+def test_stages_of_a_rank_share_named_entries(tmp_path: Path) -> None:
     """Stored once, loaded into each; copies that came apart are refused in each save, also in a repeated one."""
     stages, others = [stage(n, 1.0) for n in (0, 1)], [stage(n, 7.0) for n in (0, 1)]
     with pytest.raises(CheckpointError, match="one name in the stages of one rank: rope"):

@@ -65,7 +65,7 @@ def by_name(found: Index, keys: list[str]) -> dict[str, list[tuple[Any, ...]]]:
     return {key: [(found.files[at], *rest) for at, *rest in own] for key, own in rows.items()}
 
 
-def test_it_says_what_the_metadata_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_equals_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, described = written(tmp_path, monkeypatch)
     blocks: list[int] = []
     unpack = index._unpack
@@ -81,7 +81,7 @@ def test_it_says_what_the_metadata_says(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(blocks) == 2, "no more than requested"
 
 
-def test_rectangles_take_what_they_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rectangles_read_overlapping_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few pieces and of many: each element of a rectangle once, out of the piece that has it."""
     manifest, described = written(tmp_path, monkeypatch)
     for few in (0, 100):

@@ -122,7 +122,7 @@ def test_200_corruptions(saves: tuple[Path, Path], tmp_path: Path) -> None:
     assert digest(*victims[1]) != before[1], "the digest sees what a load changes"
 
 
-def test_what_is_wrong_is_named(saves: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_name_the_damage(saves: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     model, optimizer = training(1)
@@ -272,7 +272,7 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
     assert len(lengths) == 1
 
 
-def test_only_pieces_as_torch_writes_them_now_are_taken_as_such(
+def test_only_pieces_in_torchs_current_form_are_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of others, those of another torch for one, the file's own list has the positions of the elements."""
@@ -290,7 +290,7 @@ def test_only_pieces_as_torch_writes_them_now_are_taken_as_such(
     assert torch.equal(fresh.weight, model.weight) and torch.equal(fresh.bias, model.bias)
 
 
-def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> None:
+def test_a_part_of_a_piece_does_not_contain_the_piece(saves: tuple[Path, Path]) -> None:
     """A rank that needs a row of a large piece keeps a row."""
     path, manifest = saves[0], manifests.read_manifest(saves[0])
     index = read_index(path, manifest)

@@ -37,7 +37,7 @@ def test_symbolic_links_are_not_counted_and_stay(tmp_path: Path, linked: bool) -
         checkpoint.verify(run / name)
 
 
-def test_what_lies_above_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parent_of_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call takes `link/..` as the system does: what was saved there is found there."""
     (tmp_path / "disk" / "job").mkdir(parents=True)
     (tmp_path / "home").mkdir()
@@ -108,9 +108,7 @@ def test_a_target_that_is_replaced_while_a_job_saves_to_it(
     assert names(tmp_path) == ["other", "x"]
 
 
-def test_a_full_disk_says_what_an_asynchronous_save_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_in_an_asynchronous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -120,7 +118,7 @@ def test_a_full_disk_says_what_an_asynchronous_save_needed(
             checkpoint.save(tmp_path / "a", nn.Linear(2, 2), asynchronous=asynchronous).result()
 
 
-def test_a_directory_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a network's that has gone, for example: no error of the system's reaches the caller."""
 
     def gone(path: Path) -> Any:

@@ -42,7 +42,7 @@ def test_another_order_of_rows_is_refused(te, tmp_path: Path, kind, saved, here,
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_the_same_order_is_taken(te, tmp_path: Path, parallel):
+def test_the_same_order_is_accepted(te, tmp_path: Path, parallel):
     model = attention(te, interleaved=False, parallel=parallel, bound=True)
     checkpoint.save(tmp_path / "a", model)
     other = attention(te, interleaved=False, parallel=not parallel, bound=False)

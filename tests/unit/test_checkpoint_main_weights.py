@@ -123,9 +123,7 @@ WAYS = {"the same": CASES, "fp32": CASES[1::2], "plain": CASES[::2]}
 @pytest.mark.parametrize(
     ("way", "recipe", "kind"), [(way, *case) for way in WAYS for case in WAYS[way]], indirect=["recipe"]
 )
-def test_the_next_step_keeps_what_was_loaded(
-    te: Any, recipe: Any, kind: str, way: str, tmp_path: Path
-) -> None:
+def test_the_next_step_keeps_loaded_values(te: Any, recipe: Any, kind: str, way: str, tmp_path: Path) -> None:
     source = build(
         te, None if way != "the same" else recipe, 0, torch.float32 if way == "fp32" else torch.bfloat16
     )
@@ -175,7 +173,7 @@ def test_the_test_would_notice(te: Any, recipe: Any, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling"], indirect=True)
-def test_only_what_is_loaded_is_followed(te: Any, recipe: Any, tmp_path: Path) -> None:
+def test_main_weights_follow_loaded_weights_only(te: Any, recipe: Any, tmp_path: Path) -> None:
     """Another optimizer than the given one, weights that are left, and one that has no state yet."""
     source = build(te, recipe, seed=0)
     checkpoint.save(tmp_path / "a", nn.Sequential(source[0]), fused(source, source[0].parameters()))
@@ -272,7 +270,7 @@ def test_an_optimizer_within_a_wrapper_is_the_given_one(
 
 
 @pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
-def test_a_wrapper_that_nobody_sees_through(te: Any, recipe: Any, tmp_path: Path) -> None:
+def test_an_opaque_wrapper(te: Any, recipe: Any, tmp_path: Path) -> None:
     """It has the state of the optimizer that it hides, which is therefore no other one."""
     source, (optimizer,) = trained(te, recipe, "fused")
     checkpoint.save(tmp_path / "a", source, Accelerated(optimizer, "hidden"))

@@ -163,7 +163,7 @@ def test_no_manifest_at_all(saves: tuple[Path, Path], tmp_path: Path, text: byte
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_what_is_wrong_in_a_manifest(
+def test_faults_in_a_manifest(
     formats: dict[int, tuple[Path, Any]], way: tuple[Any, ...], value: Any, told: str
 ) -> None:
     path, body = formats[2]
@@ -182,7 +182,7 @@ def test_a_tensor_of_extra_that_is_not_there(formats: dict[int, tuple[Path, Any]
         checkpoint.load(path, *training(1))
 
 
-def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+def test_unreadable_values_are_not_written(tmp_path: Path) -> None:
     deep: Any = 1
     for level in range(201):
         deep = [deep]
@@ -194,9 +194,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "a", nn.Linear(2, 2))
 
 
-def test_what_many_tensors_share_is_looked_at_once(
-    saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_values_are_validated_once(saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """And what one of them has alone is found: ``True`` is not a number, though it equals 1."""
     manifest, looks, check = manifests.read_manifest(saves[0]), [], manifests._check
     manifest.parameters = {f"{n}.weight": {**_WEIGHT, "shape": [n % 3, 1]} for n in range(1000)}

@@ -176,7 +176,7 @@ EXTRA: dict[str, Any] = {
 }
 
 
-def test_extra_takes_what_weights_only_files_take(tmp_path: Path) -> None:
+def test_extra_accepts_values_of_weights_only_files(tmp_path: Path) -> None:
     """Equal and of the same classes, tensors within dicts of any keys included."""
     numbers = torch.arange(4.0)
     conjugate = torch.complex(numbers, numbers).conj()
@@ -195,7 +195,7 @@ def test_extra_takes_what_weights_only_files_take(tmp_path: Path) -> None:
     assert schedule.milestones == collections.Counter([2, 5])
 
 
-def test_extra_takes_tensors_that_are_not_strided(tmp_path: Path) -> None:
+def test_extra_accepts_tensors_that_are_not_strided(tmp_path: Path) -> None:
     """Sparse ones of every layout, and those of torch's own quantization, within a dict and per rank."""
     eye = torch.eye(4)
     uncoalesced = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 3), check_invariants=True)
@@ -253,7 +253,7 @@ def test_options_of_optimizers_may_be_tensors(tmp_path: Path) -> None:
         (nn.Linear(1, 1), "Linear"),
     ],
 )
-def test_what_is_refused_is_named(tmp_path: Path, value: Any, name: str) -> None:
+def test_errors_name_refused_values(tmp_path: Path, value: Any, name: str) -> None:
     with pytest.raises(CheckpointError, match=rf"extra/a/0/3: cannot be stored: expected .*got {name}"):
         checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"a": [{1: 0, 2: 1, 3: 2, 4: value}]})
     assert list(tmp_path.iterdir()) == []

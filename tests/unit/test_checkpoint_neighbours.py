@@ -52,7 +52,7 @@ def met(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, list
     return {plan: [o for o in outcomes if o["plan"] == plan] for plan in plans}
 
 
-def test_one_of_two_jobs_wins_wherever_they_meet(met: dict[str, list[dict[str, Any]]]) -> None:
+def test_one_of_two_concurrent_jobs_wins(met: dict[str, list[dict[str, Any]]]) -> None:
     """The first rename wins; the other job reports that the target exists, and leaves nothing."""
     winners = set()
     for outcome in met["stopped"]:
@@ -105,7 +105,7 @@ def test_a_job_killed_anywhere_does_not_block_the_next(met: dict[str, list[dict[
 # ------------------------------------------------------------------------------------- folders of killed jobs
 
 
-def test_a_process_id_that_was_given_again(tmp_path: Path) -> None:
+def test_a_reused_process_id(tmp_path: Path) -> None:
     """A process with the id of a dead owner started later; the control is this process itself."""
     here = Owner.new()
     for start, stays in (("1", False), (here.start, True)):
@@ -116,7 +116,7 @@ def test_a_process_id_that_was_given_again(tmp_path: Path) -> None:
         assert left.exists() == stays
 
 
-def test_a_killed_process_that_nobody_asked_for(tmp_path: Path) -> None:
+def test_a_killed_process_without_waitpid(tmp_path: Path) -> None:
     """A zombie has a process id, and writes nothing any more."""
     child = subprocess.Popen(["sleep", "100"])
     owner = Owner(storage._machine(), child.pid, storage._start_of(child.pid) or "", 0, "0" * 8)
@@ -128,7 +128,7 @@ def test_a_killed_process_that_nobody_asked_for(tmp_path: Path) -> None:
     assert owner.is_alive() is False
 
 
-def test_what_killed_jobs_left(tmp_path: Path) -> None:
+def test_files_of_killed_jobs(tmp_path: Path) -> None:
     """Removed if its process is dead, or unknown and a day old; never what a living process writes."""
     here = Owner.new()
     dead, elsewhere = Owner(here.machine, DEAD, "1", 0, "0"), Owner("node7-12345678", 1, "1", 0, "0")
@@ -181,7 +181,7 @@ def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------- order, not time
 
 
-def test_order_when_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_if_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [2 * 10**18]
 
     def clock() -> int:
@@ -200,7 +200,7 @@ def test_order_when_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.Monk
     assert manifest.save_number(tmp_path / "step-50") == 4
 
 
-def test_order_of_what_has_no_number_or_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_without_numbers_or_with_equal_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(directory, "next_number", lambda where: 0)  # as earlier versions saved, ...
         for name, when in (("old-2", 8), ("old-1", 9)):
@@ -254,7 +254,9 @@ def test_two_jobs_that_remove_the_same(
     assert names(tmp_path) == ["step-3", "step-4"] and not caplog.records
 
 
-def test_a_load_of_what_a_neighbour_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_while_a_different_job_removes_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At each touch of its files it either has read all, or says so and has changed nothing."""
     told = set()
     for at in range(20):
@@ -278,7 +280,7 @@ def test_a_load_of_what_a_neighbour_removes(tmp_path: Path, monkeypatch: pytest.
     assert told == {"loaded", "refused"}
 
 
-def test_what_this_user_may_not_enter_is_passed_over(
+def test_inaccessible_directories_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The directories are another user's; a test that root runs may enter all."""
@@ -308,7 +310,7 @@ def test_what_this_user_may_not_enter_is_passed_over(
     assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
 
 
-def test_what_the_system_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = rf"a: cannot be written \({os.strerror(errno.EROFS)}.*check the path and the permissions"
     for place in PLACES.values():
         with monkeypatch.context() as patch:
@@ -346,7 +348,7 @@ PLACES = {
 
 @pytest.mark.parametrize("number", FULL)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_full_disk_says_so(
+def test_a_full_disk_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int
 ) -> None:
     checkpoint.save(tmp_path / "a", model())

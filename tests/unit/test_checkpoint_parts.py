@@ -41,7 +41,7 @@ def names(directory: Path) -> list[str]:
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=6),
     st.data(),
 )
-def test_copies_are_exact_and_lie_apart(shapes: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+def test_copies_are_exact_and_separate(shapes: list[tuple[int, int, bool]], data: st.DataObject) -> None:
     memory = Staging()
     for _ in range(2):  # the second time in the memory of the first
         tensors = {}
@@ -212,7 +212,7 @@ raise SystemExit(3)
     assert names(tmp_path) == ["a"]
 
 
-def test_nobody_waits_for_ever(tmp_path: Path, python: str) -> None:
+def test_waits_end_with_a_timeout(tmp_path: Path, python: str) -> None:
     """Rank 1 is stopped while it writes: rank 0's save fails, and its interpreter ends."""
     code = """
 import os, signal, sys

@@ -156,7 +156,7 @@ OTHER = f"c{dcp_metadata.__name__}\nMetadata\n".encode()
         ENUM + b"VTORCH_CHANNELS_LAST\nN",
     ],
 )
-def test_getattr_returns_members_of_known_enums_only(arguments: bytes) -> None:
+def test_getattr_returns_members_of_listed_enums_only(arguments: bytes) -> None:
     """``getattr`` of anything else is refused, by name: it is the way from data to code."""
     call = b"cbuiltins\ngetattr\n(" + arguments + b"tR."
     with pytest.raises((pickle.UnpicklingError, TypeError, ValueError)) as refused:

@@ -50,7 +50,7 @@ STACKED = ("mlp.fc1_weight", "mlp.fc1_bias", "qkv.weight")
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_pieces_tell_tensor_parallelism(shards: int, tp: int) -> None:
+def test_tensor_parallelism_is_inferred_from_pieces(shards: int, tp: int) -> None:
     """By columns, which FSDP never cuts, whether or not the rows divide evenly."""
     result = cut_by_tp(layer(shards, tp))
     assert result.issuperset(f"model.{name}" for name in STACKED) if tp > 1 else not result

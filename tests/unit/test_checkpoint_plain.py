@@ -80,7 +80,7 @@ def test_forms_of_stock_scripts(tmp_path: Path, form: str) -> None:
     checkpoint.load(tmp_path / "b", *trained(2))
 
 
-def test_what_is_no_state_dict_is_refused_with_a_way_that_there_is(tmp_path: Path) -> None:
+def test_invalid_state_dicts_raise_with_a_fix(tmp_path: Path) -> None:
     model, optimizer = get_state_dict(*trained(0))
     unclear = {"models": [model], "others": []}, {"optimizer": optimizer}, {"average": model}
     for number, state in enumerate(unclear):

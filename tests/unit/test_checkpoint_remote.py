@@ -96,7 +96,7 @@ def test_saved_loaded_found_and_removed(memory: str, tmp_path: Path) -> None:
     assert '"format_version": 3' in local and '"folder"' not in local
 
 
-def test_a_copy_on_a_disk_is_a_checkpoint_too(memory: str, tmp_path: Path) -> None:
+def test_a_copy_on_a_disk_is_a_checkpoint(memory: str, tmp_path: Path) -> None:
     model, _ = trained(3.0)
     checkpoint.save(f"{memory}/a", model)
     fsspec.filesystem("memory").get("/bucket/run/a", str(tmp_path / "a"), recursive=True)

@@ -56,7 +56,7 @@ def test_pieces_that_do_not(shape, boxes):
         assign_writers([one(shape, box) for box in boxes])
 
 
-def test_replicas_are_spread_and_told_in_few_words():
+def test_replicas_are_distributed_with_short_messages():
     copies, ranks = 50, 4
     held: Held = [(f"t{n}", (8,), torch.float32, [rows(0, 8)]) for n in range(copies)]
     shards = [[*held, ("big", (4, 100), torch.float32, [rows(r, r + 1, 100)])] for r in range(ranks)]

@@ -47,7 +47,7 @@ def run_json(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0
 # ------------------------------------------------------------------------------------------ as a process
 
 
-def test_a_process_of_its_own(tmp_path: Path, python: str) -> None:
+def test_the_command_in_a_separate_process(tmp_path: Path, python: str) -> None:
     """Exit codes of the real program, which has neither TransformerEngine nor a process group."""
     make(tmp_path / "step-100")
     good = start(python, "te_fsdp.cli", ["ckpt", "verify", "step-100"], tmp_path)
@@ -279,7 +279,7 @@ def test_diff_of_options_and_extra(
     assert run_json([*args, "--weights-only"], capsys)["others"] == []
 
 
-def test_diff_of_what_modules_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_of_module_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, eps, momentum in (("a", 1e-5, 0.1), ("b", 1e-3, 0.1), ("c", 1e-5, 0.2)):
         checkpoint.save(tmp_path / name, nn.Sequential(*(nn.BatchNorm1d(4, eps, momentum) for _ in range(5))))
     result = run_json(["diff", str(tmp_path / "a"), str(tmp_path / "b")], capsys, code=1)

@@ -95,7 +95,7 @@ def test_everything_there_and_back(
     )
 
 
-def test_torch_reads_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_reads_written_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Plain torch.load, weights-only, mapped or not, into the model and its optimizer."""
     model, optimizer = trained()
     checkpoint.save(tmp_path / "a", model, optimizer)
@@ -116,7 +116,7 @@ def test_torch_reads_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_the_safetensors_package_reads_what_is_written(tmp_path: Path, folder: bool) -> None:
+def test_the_safetensors_package_reads_written_files(tmp_path: Path, folder: bool) -> None:
     package = pytest.importorskip("safetensors.torch")
     source = saved(tmp_path / "a")
     target = tmp_path / ("x" if folder else "x.safetensors")
@@ -190,7 +190,7 @@ def test_an_optimizer_without_names(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert (open_any(tmp_path / name).manifest.optimizer is not None) == (name == "named")
 
 
-def test_dtype_of_parameters_alone(tmp_path: Path) -> None:
+def test_dtype_applies_to_parameters_only(tmp_path: Path) -> None:
     run("convert", saved(tmp_path / "a"), tmp_path / "b", "--to", "checkpoint", "--dtype", "bfloat16")
     got, model = open_any(tmp_path / "b"), trained()[0]
     for name, parameter in model.named_parameters():

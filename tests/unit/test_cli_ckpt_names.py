@@ -83,7 +83,7 @@ def convert(source: Path, target: Path, *more: str) -> int:
 @pytest.mark.parametrize("through", [None, "b.pt", "b.safetensors"])
 @pytest.mark.parametrize("source", WRITERS)
 @pytest.mark.parametrize("kind", ["tied", "numbered", "experts"])
-def test_what_convert_writes_can_be_loaded(
+def test_converted_files_can_be_loaded(
     tmp_path: Path, te: Any, kind: str, source: str, through: str | None
 ) -> None:
     """Kind: names of which the files cannot say what they are. Every source, over one kind of file or two, by value."""
@@ -155,7 +155,7 @@ def test_optimizer_state_follows_the_names(tmp_path: Path, te: Any, kind: str) -
 
 @pytest.mark.parametrize("target", ["c", "c.pt", "c.safetensors"])
 @pytest.mark.parametrize("force", [False, True])
-def test_convert_opens_what_it_has_written(
+def test_convert_opens_written_files(
     tmp_path: Path, target: str, force: bool, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """A target that does not hold what it should is exit code 1; with --force the previous target stays, else none."""

@@ -49,7 +49,7 @@ def listing(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_what_the_system_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_operating_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved(tmp_path / "a")
     (tmp_path / "file").write_text("no directory")
     for name in ("x.pt", "x.safetensors"):
@@ -69,7 +69,7 @@ def test_nothing_is_replaced_without_force(tmp_path: Path, capsys: pytest.Captur
     assert listing(tmp_path) == {"a", "b", "x", "x.pt", "x.safetensors"}, "nothing hidden is left"
 
 
-def test_what_is_replaced_stays_until_the_new_one_is_whole(
+def test_a_target_is_kept_until_its_replacement_is_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, other = saved(tmp_path / "a"), saved(tmp_path / "b", seed=1)
@@ -98,9 +98,7 @@ def test_what_is_replaced_stays_until_the_new_one_is_whole(
     assert main(["ckpt", "diff", str(source), str(target)]) == 0
 
 
-def test_what_cannot_be_removed_is_replaced_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_cannot_be_removed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mount in it, or another user's files: it is out of the way before its first file goes."""
     source, target = saved(tmp_path / "a"), saved(tmp_path / "x", seed=1)
     gone, remove = list[Path](), directory.remove
@@ -314,7 +312,7 @@ def test_state_dicts_of_sharded_modules(tmp_path: Path, capsys: pytest.CaptureFi
     st.sampled_from([torch.float32, torch.uint8, torch.bfloat16]),
     st.integers(1, 64),
 )
-def test_rows_are_those_of_the_whole(
+def test_rows_are_those_of_the_unsharded_weight(
     tmp_path_factory: pytest.TempPathFactory,
     shape: list[int],
     start: int,

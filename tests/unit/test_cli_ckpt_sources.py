@@ -166,7 +166,7 @@ def test_damaged_options_are_no_reason_to_leave_the_optimizer(
 
 
 @pytest.mark.parametrize("lost", ["state_dict_metadata", "planner_data"])
-def test_metadata_that_does_not_say_all(tmp_path: Path, lost: str) -> None:
+def test_incomplete_metadata(tmp_path: Path, lost: str) -> None:
     """A tensor that has a place in a file and no shape, or no place in the nested dict."""
     dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
     assert len(open_any(tmp_path / "d").names) == 5, "the control"
@@ -301,7 +301,7 @@ def strange(folder: Path) -> list[Path]:
     return [*made, *(folder / name for name in names)]
 
 
-def test_whatever_lies_there_ends_in_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_file_leads_to_an_error_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1 and one line that names the path, never a traceback, nor a fault that no check knew."""
     sources = strange(tmp_path)
     assert len(sources) > 50
@@ -314,7 +314,7 @@ def test_whatever_lies_there_ends_in_a_text(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "out").exists()
 
 
-def test_a_fault_that_no_check_knows_ends_in_a_text(
+def test_an_unforeseen_fault_leads_to_an_error_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -326,7 +326,7 @@ def test_a_fault_that_no_check_knows_ends_in_a_text(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=range(len(OPTIMIZERS)))
-def test_what_is_no_optimizer_is_left(tmp_path: Path, optimizer: object) -> None:
+def test_entries_of_other_objects_are_left_out(tmp_path: Path, optimizer: object) -> None:
     """In a DCP directory with a note that says why; in a torch.save file every optimizer is left."""
     tree = {"model": {"w": TENSOR}, "optimizer": optimizer}
     torch.save(tree, tmp_path / "a.pt")

@@ -191,7 +191,7 @@ def test_delayed_scaling_state_of_a_bound_model(
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"], indirect=True)
-def test_a_stock_model_loads_what_is_written(
+def test_a_stock_model_loads_written_files(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """ours -> torch.save -> TE's load_state_dict, strict: equal outputs; quantized weights in high precision."""
@@ -227,7 +227,7 @@ def test_components_there_and_back(
 
 
 @pytest.mark.parametrize("remainders", [False, True])
-def test_export_takes_main_weights(
+def test_export_uses_main_weights(
     te: Any, remainders: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """fp32 main weights, also where FusedAdam keeps them as bf16 weights and remainders; and says what it took."""

@@ -162,7 +162,7 @@ def test_a_fault_has_a_cure(case):
     ],
     ids=["torch's cuDNN first", "the same cuDNN twice", "NVIDIA's container"],
 )
-def test_what_looks_wrong_and_is_not(change):
+def test_valid_environments_that_look_wrong(change):
     assert faults(dataclasses.replace(SOUND, **change)) == []
 
 
@@ -217,7 +217,7 @@ HOPPER = [  # TransformerEngine's words, but for the last of an older GPU
     ],
     ids=["flash gives way", "flash is missing", "switched off", "none"],
 )
-def test_why_a_backend_of_attention_is_taken(monkeypatch, capsys, backend, reasons, installed, said):
+def test_reasons_for_the_attention_backend(monkeypatch, capsys, backend, reasons, installed, said):
     attention = {"backend": backend, "reasons": reasons, "shape": {"heads": 32}}
     te_says = {"recipes": {}, "emulated": None, "attention": attention}
     facts = dataclasses.replace(SOUND, te_says=te_says, flash_attention=installed)
@@ -234,7 +234,7 @@ def test_why_a_backend_of_attention_is_taken(monkeypatch, capsys, backend, reaso
     assert "Attention: unfused, the only backend of the emulation" in capsys.readouterr().out
 
 
-def test_the_emulation_is_not_taken_for_bindings(monkeypatch):
+def test_the_emulation_does_not_count_as_bindings(monkeypatch):
     """An imported module has no spec; the check finds the module that a different process would import."""
     monkeypatch.setattr(environment, "te_capabilities", lambda parts, bindings: None)
     results = []

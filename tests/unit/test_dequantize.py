@@ -53,7 +53,7 @@ def whole_of(weight: torch.Tensor, direction: str = "") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_is_what_te_says(weights, name):
+def test_values_equal_te_dequantize(weights, name):
     weight = weights[name]
     assert torch.equal(whole_of(weight), weight.dequantize(dtype=torch.float32))
 
@@ -92,7 +92,7 @@ def test_any_rectangle(weights, name, data):
     assert torch.equal(values, expected[place])
 
 
-def test_a_shifted_rectangle_is_seen(weights):
+def test_a_shifted_rectangle_is_detected(weights):
     """Negative control: scales of the neighbouring block give other values."""
     weight = weights["block"]
     described, parts = describe_format(weight), parts_of(weight)
@@ -125,7 +125,7 @@ def test_scales_at_the_ends_of_their_range(direction):
         torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_an_option_that_no_file_tells(weights):
+def test_an_option_that_files_do_not_record(weights):
     """4over6: the same buffers, with scales up to 256 instead of 448: read as usual, other values."""
     weight = weights["nvfp4"].detach()
     assert describe_format(weight) == "nvfp4 kFloat4E2M1"
@@ -136,7 +136,7 @@ def test_an_option_that_no_file_tells(weights):
         describe_format(weight, "up.weight")
 
 
-def test_what_has_no_values():
+def test_components_without_values():
     with pytest.raises(
         CheckpointError, match=r"w: values of a quantized weight: expected components of one of"
     ):

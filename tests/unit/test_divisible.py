@@ -31,7 +31,7 @@ def test_refused(te, kind, args, kwargs, words):
 
 
 @pytest.mark.parametrize(("kind", "args", "kwargs", "words"), CASES)
-def test_what_fits_is_built(te, kind, args, kwargs, words):
+def test_divisible_sizes_are_built(te, kind, args, kwargs, words):
     getattr(te_fsdp, kind)(*args, tp_size=2, **kwargs)
 
 
@@ -43,6 +43,6 @@ def test_attention_that_stock_te_builds(te):
         te_fsdp.set_device_mesh(attention)
 
 
-def test_arguments_that_te_does_not_know(te):
+def test_arguments_that_te_does_not_have(te):
     with pytest.raises(TypeError, match="features"):
         te_fsdp.Linear(8, 8, features=3, tp_size=3)

@@ -172,7 +172,7 @@ def test_a_broken_anchor_is_noticed():
 
 
 @every_page
-def test_commands_are_known(page):
+def test_commands_exist(page):
     """Targets of make, options of scripts and of te-fsdp in the commands of a page, those that no test runs too."""
     listed = [line for block in documented.blocks(name_of(page), "sh") for line in documented.lines(block)]
     assert not [word for command in listed for word in unknown_words(command)]

@@ -47,7 +47,7 @@ def test_errors_build_their_texts():
     assert str(MeshError("up: wrong")) == "up: wrong" and str(MeshError("up", got=0)) == "up: got 0."
 
 
-def test_each_part_stands_without_the_others():
+def test_each_part_of_a_message_is_optional():
     assert message("x", expected=1) == "x: expected 1."
     assert message("x", got=0) == "x: got 0."
     assert message("x", why="y") == "x. y."

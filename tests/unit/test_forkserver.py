@@ -11,9 +11,7 @@ from tests.forkserver import ForkServer
 from tests.forkserver.server import PRELOADED
 
 
-def test_what_is_imported_before_is_found_as_by_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preloaded_modules_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make torch-versions` puts other versions of torch in front by PYTHONPATH."""
     for name in {preloaded.partition(".")[0] for preloaded in PRELOADED}:
         (tmp_path / f"{name}.py").touch()

@@ -65,7 +65,7 @@ def test_results_of_an_earlier_version_of_a_file_go(gpu_tests):
     assert gpu_tests.needed_tests([FILE], [renamed, new], CARD, 4) == {}
 
 
-def test_the_next_run_takes_what_failed_or_is_pending(gpu_tests):
+def test_the_next_run_repeats_failed_and_pending_tests(gpu_tests):
     rows = [
         result(gpu_tests, name, outcome)
         for name, outcome in (("a", "passed"), ("b", "failed"), ("c", "pending"))

@@ -87,7 +87,7 @@ def test_a_capture_that_cannot_end_is_mended(device: Device) -> None:
     assert device.pools[-1] == (0, 2)
 
 
-def test_what_the_function_raises_comes_first(device: Device) -> None:
+def test_an_exception_of_the_function_is_raised_first(device: Device) -> None:
     def fails() -> None:
         raise ValueError("of the function")
 

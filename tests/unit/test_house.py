@@ -360,7 +360,7 @@ def test_sources_are_ascii():
     check(not_ascii)
 
 
-def test_nothing_is_half_done():
+def test_nothing_is_unfinished():
     check(unfinished)
 
 
@@ -376,27 +376,27 @@ def test_no_catch_all_modules():
     ]
 
 
-def test_private_torch_names_have_one_door():
+def test_private_torch_names_are_in_their_files():
     check(private_torch_names)
 
 
-def test_records_of_fsdp2_have_one_door():
+def test_fsdp2_state_is_read_in_its_files():
     check(fsdp2_names)
 
 
-def test_transformer_engine_has_one_door():
+def test_transformer_engine_is_imported_in_its_files():
     check(te_imports)
 
 
-def test_private_names_of_transformer_engine_have_one_door():
+def test_private_te_names_are_in_their_files():
     check(te_names)
 
 
-def test_patches_stand_in_their_tables():
+def test_patches_are_in_their_tables():
     check(patches)
 
 
-def test_an_underscore_says_what_is_a_files_own():
+def test_underscores_mark_names_of_one_file():
     check(lists_of_names)
     check(names_of_other_files)
 
@@ -405,7 +405,7 @@ def test_the_emulation_imports_nothing_of_the_library():
     check(root_imports)
 
 
-def test_nobody_touches_the_root_logger():
+def test_the_root_logger_is_not_used():
     check(root_logger_uses)
 
 

@@ -216,7 +216,9 @@ def test_such_a_layer_is_refused(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_its_own_layers_are_not(te: Any, originals: dict[str, nn.Module], tmp_path: Path, name: str) -> None:
+def test_model_specific_layers_are_not_mapped(
+    te: Any, originals: dict[str, nn.Module], tmp_path: Path, name: str
+) -> None:
     exact, bound = rounding(originals[name])
     model, _ = build(te, originals[name], "interleaved")
     originals[name].save_pretrained(tmp_path)
@@ -258,7 +260,7 @@ class OwnNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
 
-def test_what_the_model_does_not_tell(te: Any, originals: dict[str, nn.Module]) -> None:
+def test_settings_that_the_model_does_not_record(te: Any, originals: dict[str, nn.Module]) -> None:
     with pytest.raises(CheckpointError, match=r"begins with layers\.0\..*names=TeNames\(\.\.\.\)"):
         hf.TeBlocks.of(nn.Linear(2, 2))
     # The norm of a user's own class: only the user knows.
@@ -270,7 +272,7 @@ def test_what_the_model_does_not_tell(te: Any, originals: dict[str, nn.Module]) 
     hf.load_huggingface(originals["llama"].state_dict(), model, config=originals["llama"].config, blocks=told)
 
 
-def test_a_state_dict_does_not_tell_its_layers(
+def test_a_state_dict_does_not_record_its_layers(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path
 ) -> None:
     config = originals["llama"].config
@@ -440,7 +442,7 @@ def test_tied_weights_that_turn_out_to_differ(te: Any, originals: dict[str, nn.M
     assert all(torch.equal(before[key], value) for key, value in model.named_parameters()), "nothing changed"
 
 
-def test_main_weights_follow_what_is_loaded(te: Any, originals: dict[str, nn.Module]) -> None:
+def test_main_weights_follow_loaded_weights(te: Any, originals: dict[str, nn.Module]) -> None:
     """Otherwise the next step of an optimizer with main weights would restore the old weights."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 

@@ -197,7 +197,7 @@ def test_experts(te: Any, tmp_path: Path) -> None:
     assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
 
 
-def test_what_is_wrong_is_said(
+def test_errors_name_the_mistake(
     te: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, target = tmp_path / "step-0", tmp_path / "back"

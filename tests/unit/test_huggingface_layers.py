@@ -62,7 +62,7 @@ def last_layer_otherwise(te: Any, made: TeModel) -> None:
     )
 
 
-def test_each_layer_lies_as_it_does(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
+def test_each_layer_keeps_its_layout(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
     """Such a folder had the rows of another layer's kind, with no word."""
     folder = folders("llama")
     tokens = torch.arange(16).view(2, 8)
@@ -130,7 +130,7 @@ def test_another_model_is_refused(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-attention-bias", "llama"])
-def test_what_the_files_lack_is_not_trained(
+def test_parameters_missing_in_the_files_are_not_trained(
     te: Any, folders: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """A step of training leaves a model that can be saved, though TransformerEngine's layers have more biases."""
@@ -195,7 +195,7 @@ def test_layers_of_torch(te: Any, folders: Callable[..., Path], tmp_path: Path) 
         hf.save_huggingface(tmp_path / "saved", model(te, folders("llama"), replace), config=folders("llama"))
 
 
-def test_what_is_no_state_dict(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
+def test_invalid_state_dicts(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
     """The error names the call that takes a model, however little it is given."""
     folder = folders("llama")
     here = model(te, folder)

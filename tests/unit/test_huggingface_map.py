@@ -193,7 +193,7 @@ def test_biases_that_only_transformer_engine_has():
         dict(to_huggingface(weights, converted))
 
 
-def test_names_of_ones_own():
+def test_user_defined_names():
     names = hf.TeNames(
         "decoder.blocks.{layer}.te.", "tok.w", "pos.w", "last.", "out.w", ("rope*", "decoder.scale")
     )
@@ -276,7 +276,7 @@ def test_tied_weights_that_differ():
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, None, None, "hidden_size is missing"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_mapped(config, blocks, names, text):
+def test_models_that_cannot_be_mapped(config, blocks, names, text):
     with pytest.raises(CheckpointError, match=text):
         hf.WeightMap.build(config, blocks, names)
 
@@ -354,7 +354,7 @@ STRANGE = ("x", [1], {}, {"rope_theta": "x"}, -1, 0, 1e300, None, float("nan"), 
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-moe", "gemma", "mixtral", "gpt2"])
-def test_whatever_stands_in_a_config(name: str) -> None:
+def test_any_value_in_a_config(name: str) -> None:
     """A description of the model, or an error of ours; and what is read off it is one or the other, too."""
     kind, told = MODELS[name]
     config = {"model_type": hf_name(kind), "intermediate_size": 64, "num_experts": 4, **told}

@@ -33,7 +33,7 @@ def holders(seen):
     return holders_of("iter_weights", held)
 
 
-def test_tensors_that_the_ranks_do_not_hold_once():
+def test_tensors_stored_by_several_ranks_or_none():
     seen = [rows("a", 8, 4, 4, rank) for rank in range(4)]
     assert holders(seen)["a"].pieces[(2, 0), (2, 4)] == [(1, 0)]
     with pytest.raises(CheckpointError, match=r"the pieces of a \(24 of 32 elements\)"):

@@ -65,7 +65,7 @@ def test_buffers_that_are_left_unset(dtype, fill):
         te_fsdp.materialize(Table(dtype, fill))
 
 
-def test_what_lies_on_the_device_already_is_left_alone():
+def test_modules_on_the_device_are_unchanged():
     """A NaN written by the user is not reported as missing initialization."""
     model = Table(torch.float32, "nothing")
     model.table = torch.full((4,), float("nan"))
@@ -143,7 +143,7 @@ def test_a_reset_may_write_to_its_parameters_in_place():
     assert model.weight.requires_grad
 
 
-def test_an_error_of_reset_parameters_comes_through():
+def test_an_error_of_reset_parameters_is_raised():
     class Broken(nn.Linear):
         def reset_parameters(self) -> None:
             if not self.weight.is_meta:
@@ -177,7 +177,7 @@ except ImportError as error:
     )
 
 
-def test_checksums_tell_patterns_of_two_values_apart():
+def test_checksums_distinguish_patterns_of_two_values():
     """Biases after Adam's first step are plus and minus the learning rate: many have equal sums of positions."""
     patterns = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=12)), dtype=torch.bfloat16) * 0.003
     sums = {int(checksum(pattern)) for pattern in patterns}

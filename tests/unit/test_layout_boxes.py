@@ -18,7 +18,7 @@ relaxed = settings(max_examples=150, deadline=None)
 
 @relaxed
 @given(cuts())
-def test_every_shard_is_what_slow_cutting_gives(cut):
+def test_shards_equal_the_slow_reference(cut):
     original = cut.original()
     for at in cut.places():
         shape, boxes = shard_boxes(cut.shape, cut.rule, at)
@@ -100,7 +100,7 @@ def test_gated_over_two_by_two():
     assert [rows(0, 0), rows(0, 1), rows(1, 0), rows(1, 1)] == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
-def test_an_fsdp_cut_through_a_block_gives_two_boxes():
+def test_an_fsdp_shard_across_blocks_has_two_boxes():
     """4 query heads and 2 groups of 2 rows, tp 2: rank 0 holds rows 0-3, 8-9 and 12-13; 4 + 4 over FSDP."""
     rule = ParameterRule(0, Layout("stacked", (4, 2, 2)))
     shape, boxes = shard_boxes((16, 3), rule, Coordinates(2, 0, 2, 1))
@@ -125,12 +125,12 @@ def test_an_empty_parameter(shape, fsdp_size):
     assert boxes == [] and 0 in local
 
 
-def test_a_scalar_is_held_whole():
+def test_a_scalar_is_not_sharded():
     at = Coordinates(tp_size=2, tp_rank=1, fsdp_size=1)
     assert shard_boxes((), ParameterRule(None), at) == ((), [Box((), (), ())])
 
 
-def test_what_does_not_divide_is_refused():
+def test_indivisible_sizes_are_refused():
     with pytest.raises(PlacementError) as caught:
         shard_boxes((9, 4), ParameterRule(0, PLAIN), Coordinates(tp_size=2), name="up.weight")
     assert str(caught.value) == (

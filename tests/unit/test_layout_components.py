@@ -62,7 +62,7 @@ def test_component_boxes_tile_the_original_once_or_are_refused(cut, block):
 
 @relaxed
 @given(quantized_cuts(), st.sampled_from(BLOCKS))
-def test_covering_blocks_hold_every_element_of_a_rectangle(cut, block):
+def test_covering_blocks_contain_the_rectangle(cut, block):
     """The data that a rank reads contains its rectangles, and no block without a part of them."""
     for _, boxes in shards(cut):
         for box in boxes:
@@ -73,6 +73,6 @@ def test_covering_blocks_hold_every_element_of_a_rectangle(cut, block):
             assert math.prod(size) >= math.prod(box.sizes) // math.prod(block)
 
 
-def test_a_value_of_the_whole_weight_is_read_by_every_rank():
+def test_a_value_of_the_unsharded_weight_is_read_by_every_rank():
     assert covering((128, 0), (64, 32), None) == ((0,), (1,))
     assert covering((5, 7, 2), (3, 3, 3), (1, 1)) == ((5, 7, 2), (3, 3, 3))

@@ -80,7 +80,7 @@ def sharded_model(mesh: DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
-def test_boxes_are_what_fsdp2_cuts(fake_world, shape):
+def test_boxes_equal_shards_of_fsdp2(fake_world, shape):
     """Shapes, coordinates and every value, of plain and stacked, even, uneven and empty shards, on every rank."""
     fake_world(WORLD, ME)
     wrong_if_plain = 0

@@ -61,7 +61,7 @@ def test_an_unknown_argument_is_an_error():
         megatron_fsdp.fully_shard_model(torch.nn.Linear(2, 2), overlap_everything=True)
 
 
-def test_what_has_no_meaning_is_named_once_each(caplog):
+def test_unused_arguments_are_named_once(caplog):
     changed = {"nccl_ub": True, "overlap_grad_reduce": False, "cuda_graph_mode": True}
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         Arguments(**changed)
@@ -103,7 +103,7 @@ def test_policy():
         policy.grad_comm_dtype = None
 
 
-def test_the_documentation_lists_what_has_no_meaning():
+def test_the_documentation_lists_unused_arguments():
     """The page's table has one row for all arguments with the same equivalent."""
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.+) \|$", text, re.MULTILINE)
@@ -123,7 +123,7 @@ def test_every_field_of_the_configuration_is_mapped_or_has_an_equivalent():
     assert names == mapped | always | UNUSED_OPTIONS.keys()
 
 
-def test_advice_does_not_name_what_a_precision_policy_rules_out():
+def test_fixes_respect_the_precision_policy():
     """FSDP2 refuses these two where reductions are te_fsdp's own, as with the policy that the bridge always has."""
     for equivalent in (*UNUSED_ARGUMENTS.values(), *UNUSED_OPTIONS.values()):
         assert "set_symm_mem" not in equivalent and "from_process_group" not in equivalent

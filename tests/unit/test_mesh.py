@@ -59,7 +59,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("replicate", "shard", "tp"), SIZES)
-def test_who_shares_what(fake_world, replicate, shard, tp):
+def test_ranks_of_each_mesh(fake_world, replicate, shard, tp):
     world = replicate * shard * tp
     for rank in {0, world // 2, world - 1}:
         fake_world(world, rank)
@@ -80,12 +80,12 @@ def test_who_shares_what(fake_world, replicate, shard, tp):
 @pytest.mark.parametrize(
     ("axes", "shard"), [({}, 8), ({"tp": 2}, 4), ({"tp": 8}, 1), ({"dp_replicate": 2, "tp": 2}, 2)]
 )
-def test_dp_shard_takes_what_is_left(fake_world, axes, shard):
+def test_dp_shard_is_inferred(fake_world, axes, shard):
     fake_world(8)
     assert build(**axes).size("dp_shard") == shard
 
 
-def test_any_axis_may_take_what_is_left(fake_world):
+def test_any_axis_can_be_inferred(fake_world):
     fake_world(8)
     assert build(dp_shard=2, tp=-1).size("tp") == 4
 
@@ -135,7 +135,7 @@ def test_missing_axes_have_size_one(fake_world, names, shape, full):
     assert tuple(meshes.size(axis) for axis in AXES) == full
 
 
-def test_a_fitting_mesh_is_taken_as_it_is(fake_world):
+def test_a_matching_mesh_is_adopted_unchanged(fake_world):
     fake_world(4)
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
     assert Meshes.from_device_mesh(mesh).device_mesh is mesh
@@ -277,7 +277,7 @@ def test_from_device_mesh_refuses(fake_world, shape, names, text):
         ({"data": "dp_shard", "outer": 3}, ["names['outer']", "got 3"]),
     ],
 )
-def test_names_that_say_nothing(fake_world, names, words):
+def test_names_without_a_known_meaning(fake_world, names, words):
     fake_world(8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "outer", "tp"))
     with pytest.raises(MeshError) as caught:
@@ -355,7 +355,7 @@ def test_stages_from_one_call(fake_world, rank):
         Meshes.from_device_mesh(whole["dp_shard", "tp"], pp=whole["tp"])
 
 
-def test_what_is_no_mesh(fake_world):
+def test_values_that_are_not_meshes(fake_world):
     fake_world(2)
     for given, word in ((None, "NoneType"), ((2, 1), "tuple"), ("dp", "str")):
         with pytest.raises(MeshError) as caught:

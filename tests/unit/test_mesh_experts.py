@@ -30,7 +30,7 @@ def same(sizes: tuple[int, ...], rank: int, free: str) -> list[int]:
 
 
 @pytest.mark.parametrize("sizes", EXPERT_SIZES)
-def test_who_shares_what_with_experts(fake_world, sizes):
+def test_ranks_of_each_mesh_with_experts(fake_world, sizes):
     world = math.prod(sizes)
     replicate, shard, cp, ep, tp = sizes
     for rank in {0, world // 2, world - 1}:
@@ -60,7 +60,7 @@ def test_who_shares_what_with_experts(fake_world, sizes):
 
 
 @pytest.mark.parametrize("sizes", EXPERT_SIZES)
-def test_who_sees_the_same_data(fake_world, sizes):
+def test_ranks_with_the_same_data(fake_world, sizes):
     """Only the ranks of one tp and cp group; numbers from 0 on, in the order of ranks."""
     numbers, asked = {}, dict(zip(ALL_AXES, sizes, strict=True))
     for rank, place in placed(sizes).items():

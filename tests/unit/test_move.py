@@ -20,7 +20,7 @@ def values(shape: torch.Size) -> torch.Tensor:
 
 
 @given(st.lists(SHAPES, max_size=5), st.sampled_from([1, 3, 16]), st.integers(0, 2))
-def test_what_is_packed_is_found(shapes: list[torch.Size], align: int, missing: int) -> None:
+def test_packed_tensors_are_unpacked(shapes: list[torch.Size], align: int, missing: int) -> None:
     """Each at an aligned place, zeros in between and for what is missing; flags behind."""
     tensors = [None if at == missing else values(shape) for at, shape in enumerate(shapes)]
     buffer = PackedLayout(tuple(math.prod(shape) for shape in shapes), align, trailing=2)

@@ -34,7 +34,7 @@ def test_rows_are_different():
     assert len(set(faults)) == len(faults)
 
 
-def test_every_room_is_tried():
+def test_every_package_has_mutants():
     rooms = {path.parent.name for path in (ROOT / "te_fsdp").glob("*/__init__.py")}
     tried = {Path(row.file).parts[1] for row in ROWS}
     assert not rooms - tried - {"huggingface", "sharding"}  # re-exports alone
@@ -47,7 +47,7 @@ def test_rows_of_absent_packages_are_left_out(tree):
     assert mutants.without_absent(rows) == (rows[:3], ["no_such_package", "torch>=99"])
 
 
-def test_forks_tell_killed_and_survived_apart(tree):
+def test_forks_distinguish_killed_and_survived(tree):
     folder, row = tree
     forked = mutants.Forked()
     try:
@@ -73,13 +73,13 @@ def tree(tmp_path, monkeypatch, python):
     return tmp_path, row
 
 
-def test_a_fault_that_is_noticed_is_killed_and_mended(tree):
+def test_a_detected_fault_is_killed_and_reverted(tree):
     folder, row = tree
     assert mutants.judge(row(), folder).verdict == mutants.KILLED
     assert "2 * x" in (folder / "double.py").read_text()
 
 
-def test_a_fault_that_nobody_notices_survives(tree):
+def test_an_undetected_fault_survives(tree):
     folder, row = tree
     assert mutants.judge(row(new="x ** 2"), folder).verdict == mutants.SURVIVED
     explained = row(new="x + x", survives="the same number")

@@ -55,7 +55,7 @@ def test_a_module_a_parameter_and_several():
     assert planned(model) == ["blocks.1.bias", "blocks.1.weight", *ENCODER, "head.bias", "scale"]
 
 
-def test_no_unit_is_made_of_what_stays_whole(fake_world):
+def test_replicated_modules_do_not_become_units(fake_world):
     fake_world(1)
     model = Net("meta")
     te_fsdp.fsdp_no_shard([model.encoder, model.scale, model.blocks[1], model.head.bias])
@@ -71,7 +71,7 @@ def test_no_unit_is_made_of_what_stays_whole(fake_world):
     }
 
 
-def test_what_is_added_below_a_marked_module_is_exempt_too():
+def test_modules_added_below_a_marked_module_are_exempt():
     model = Net()
     te_fsdp.fsdp_no_shard(model.encoder)
     model.encoder.append(nn.Linear(2, 2, bias=False))
@@ -114,7 +114,7 @@ def test_a_parameter_without_owner_keeps_its_mark_itself():
     assert planned(model) == ["scale"]
 
 
-def test_strategy_no_shard_holds_for_the_innermost_unit():
+def test_strategy_no_shard_applies_to_the_innermost_unit():
     model = Net()
     everything = planned(model, encoder=WHOLE, blocks__0=SHARD)
     assert everything == ENCODER

@@ -128,7 +128,7 @@ def test_the_package_has_all_its_files():
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
-def test_a_source_distribution_has_what_its_pages_name():
+def test_a_source_distribution_has_the_files_of_its_pages():
     told = (ROOT / "MANIFEST.in").read_text()
     named = [
         word for line in told.splitlines() if re.match("include|graft", line) for word in line.split()[1:]
@@ -143,7 +143,7 @@ def test_the_command_exists():
         assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_the_image_is_built_from_what_is_there():
+def test_the_image_is_built_from_existing_files():
     """Check its lines as a linter would; scripts/setup.sh, which does the work, has no other test here."""
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
@@ -183,7 +183,7 @@ def test_extras_on_pages_exist():
     assert {name for names in told for name in names.split(",")} <= set(EXTRAS)
 
 
-def test_the_wheel_is_called_what_the_page_says():
+def test_the_wheel_has_the_documented_name():
     assert (
         f"te_fsdp-{te_fsdp.__version__}-py3-none-any.whl[emulation]" in (ROOT / "docs/install.md").read_text()
     )
@@ -220,7 +220,7 @@ def unknown_to_lint(replaced: list[str]) -> list[str]:
     )
 
 
-def test_lint_needs_none_of_the_frameworks():
+def test_lint_does_not_need_the_frameworks():
     """`make lint` installs the extras emulation and lint; with more packages at hand a missing entry does not show."""
     replaced = SETTINGS["tool"]["pyrefly"]["replace-imports-with-any"]
     assert not unknown_to_lint(replaced)
@@ -236,7 +236,7 @@ def commands(text: str) -> list[str]:
     return re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE)
 
 
-def test_the_workflow_runs_what_ci_runs():
+def test_the_workflow_runs_the_same_commands_as_ci():
     """.github/workflows/ci.yml: the targets of .ci/run, tests on every Python, and nothing of its own."""
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the workflow")
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]

@@ -67,7 +67,7 @@ def test_a_successor_has_a_record_of_its_own_and_the_users_attributes():
     assert get_or_create_record(old).label == "weight"
 
 
-def test_what_a_successor_has_stays():
+def test_attributes_of_a_successor_are_kept():
     old, new = _parameter(), _parameter()
     old.mine, new.mine = 1, 2
     get_or_create_record(old).label = "old"

@@ -26,7 +26,7 @@ ROWS = [*_patches.PATCHES.values(), *FSDP2]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.owner} {row.attribute}")
-def test_a_row_names_what_there_is(row):
+def test_rows_name_existing_attributes(row):
     """Return the passage on the fault, and the test that shows whether the patch is still needed."""
     assert not row.upstream or re.search(rf"^{re.escape(row.upstream)}", PAGE, re.MULTILINE)
     file, _, name = row.shown_by.partition("::")
@@ -76,7 +76,7 @@ def weight_of(te, recipe: str, **options) -> torch.Tensor:
         return te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16, device="cpu").weight.detach()
 
 
-def test_te_takes_a_half_that_it_cannot_make_again(te):
+def test_te_drops_data_that_it_cannot_recompute(te):
     """Patch "columnwise"."""
     weight = weight_of(te, "MXFP8BlockScaling")
     (module, *_) = _patches._modules_with("clear_columnwise_cache")
@@ -94,7 +94,7 @@ def test_te_takes_a_half_that_it_cannot_make_again(te):
         ("NVFP4BlockScaling", {"disable_2d_quantization": True}),
     ],
 )
-def test_cleared_columnwise_data_can_be_computed_again(te, recipe, options):
+def test_cleared_columnwise_data_can_be_recomputed(te, recipe, options):
     """The kind: any quantized weight, sharded or replicated, has its columnwise data in the second backward too."""
     patch_fsdp_hooks()
     weight = weight_of(te, recipe, **options)

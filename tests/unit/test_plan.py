@@ -155,7 +155,7 @@ def test_gated_activations_are_those_that_double_fc1(te):
     assert {n for a, n in rows.items() if a not in GATED_ACTIVATIONS} == {4}
 
 
-def test_a_parent_knows_more_than_the_projection_alone(build):
+def test_layout_comes_from_the_attention_module(build):
     """The same projection planned by itself is plain: only the attention knows that its rows are stacked."""
     attention = build("attention_fused", TP)
     alone = plan_tree(attention.layernorm_qkv, TP)[0].rules["weight"]
@@ -163,7 +163,7 @@ def test_a_parent_knows_more_than_the_projection_alone(build):
     assert (str(alone.layout), str(within.layout)) == ("plain", "stacked(8, 4, 4)")
 
 
-def test_modules_of_others(te):
+def test_modules_outside_of_te(te):
     """Replicated; partial where the user marks it; nothing planned for a module without parameters."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model[0].bias.sequence_parallel = True
@@ -259,7 +259,7 @@ def test_a_grouped_parameter(te):
     )
 
 
-def test_parameters_of_the_users_own_on_a_te_module(te):
+def test_user_parameters_on_a_te_module(te):
     class Scaled(te.Linear):
         def __init__(self) -> None:
             super().__init__(4, 4, device="meta")

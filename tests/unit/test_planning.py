@@ -308,7 +308,7 @@ def test_not_in_a_running_job(te, fake_world):
         plan(Job(CONFIG), Sizes(dp_shard=2))
 
 
-def test_a_model_of_ones_own(te):
+def test_a_user_defined_model(te):
     result = plan(
         Job(f"{__name__}:Own" if __name__ != "__main__" else Own, vocabulary=None), Sizes(dp_shard=2)
     )
@@ -360,7 +360,7 @@ def test_peaks_on_h200(hopper, monkeypatch):
         assert planned.peak.bytes == pytest.approx(real["peak"], rel=0.03), (row, planned.peak)
 
 
-def test_transposes_of_whole_shards(hopper):
+def test_transposes_of_unsharded_weights(hopper):
     """One rank alone gathers nothing; Hopper's transposes of float8 weights are there all the same."""
     job = Job(
         CONFIG, recipe="current", quantized_weights=True, optimizer="fused-adam", sequence=512, vocabulary=0
@@ -428,7 +428,7 @@ def test_the_command(te, folder, capsys):
     assert main(timed) == 0 and " ms " in capsys.readouterr().out
 
 
-def test_what_is_no_plan(te, folder, capsys):
+def test_invalid_plan_files(te, folder, capsys):
     (folder / "other.json").write_text('{"te_fsdp_plan": 99}')
     assert main(["report", str(folder / "other.json"), "--json"]) == 1
     assert "not a plan: expected te_fsdp_plan: 1, got 99" in json.loads(capsys.readouterr().out)["error"]

@@ -82,7 +82,7 @@ def test_a_wrong_field_is_named(field, value, expected):
         ({"main_params_dtype": None}, {"second": FP64}, {"second": (FP64, FP32, False)}),
     ],
 )
-def test_what_fsdp2_is_told(policy, model, units):
+def test_policies_passed_to_fsdp2(policy, model, units):
     plan = plan_precision(Model(**model), UNITS, MixedPrecisionPolicy(**policy))
     for name, expected in units.items():
         told = plan.fsdp2_policy(name)
@@ -118,7 +118,7 @@ def test_main_weights_that_exist_stay(main):
         ({"main_params_dtype": FP16}, {"second": FP32, "head": FP16}, ["second.weight", "of torch.float32"]),
     ],
 )
-def test_main_weights_that_hold_less_are_refused(policy, model, words):
+def test_less_precise_main_weights_are_refused(policy, model, words):
     with pytest.raises(PrecisionError) as error:
         plan_precision(Model(**model), UNITS, MixedPrecisionPolicy(**policy))
     assert all(word in str(error.value) for word in words), error.value

@@ -67,7 +67,7 @@ def test_components_of_pieces_are_joined(te, tmp_path, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
-def test_pieces_with_scales_of_their_own_are_values(te, tmp_path, recipe):
+def test_pieces_with_separate_scales_are_values(te, tmp_path, recipe):
     """One scale of several is wrong for the rest of the weight, so the values are quantized again in a load."""
     one, other = weight_of(te, recipe, 0), weight_of(te, recipe, 1)
     pieces = [half_of(one, HALVES[0]), half_of(other, HALVES[1])]

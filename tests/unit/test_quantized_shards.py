@@ -63,7 +63,7 @@ def local(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_shard_is_the_slice_of_the_whole_weight(world, recipe, place):
+def test_a_shard_is_a_slice_of_the_unsharded_weight(world, recipe, place):
     """In every byte, although FSDP2 cut high-precision values: the bytes are copied."""
     whole = Model(world, recipe).up.weight
     fmt = _te.format_of(whole)
@@ -92,7 +92,7 @@ def test_delayed_scaling_keeps_the_scale_it_has(world):
 
 
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "Float8CurrentScaling", "NVFP4BlockScaling"])
-def test_the_value_from_before_quantization_is_cut_too(world, recipe):
+def test_the_value_before_quantization_is_sharded(world, recipe):
     """`preserve_high_precision_init_val`: what an optimizer takes its main weights from."""
     whole = Model(world, recipe, keep=True).up.weight.get_high_precision_init_val()
     model = te_fsdp.fully_shard(Model(world, recipe, keep=True), meshes_at(1))
@@ -134,7 +134,7 @@ def test_names_of_formats(te):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_format_says_what_te_has(te, recipe):
+def test_formats_match_te(te, recipe):
     """Names of buffers, attributes, options and functions; which buffers hold the values."""
     weight = Model(te, recipe).up.weight.detach()
     row, data = _te.format_of(weight), weight.get_metadata()
@@ -227,7 +227,7 @@ BLOCKS = sorted(name for name, row in FORMATS.items() if row.block)
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(BLOCKS), SIZES, SIZES, st.sampled_from([16, 32, 64]), st.integers(1, 6))
-def test_a_cut_fits_if_every_piece_holds_whole_blocks(fmt, rows, columns, unit, ranks):
+def test_shards_fit_if_they_have_full_blocks(fmt, rows, columns, unit, ranks):
     """Against the pieces themselves, as FSDP2 cuts them (`torch.chunk`)."""
     shape, block = (rows * unit, columns * unit), FORMATS[fmt].block
     for dim in (0, 1):
@@ -248,7 +248,7 @@ def test_a_cut_fits_if_every_piece_holds_whole_blocks(fmt, rows, columns, unit, 
 @given(
     st.sampled_from(["mxfp8", "nvfp4", "float8-block"]), SIZES, SIZES, st.integers(1, 8), st.integers(1, 3)
 )
-def test_what_an_error_proposes_fits(fmt, rows, columns, shard, tp_log):
+def test_proposed_shapes_fit(fmt, rows, columns, shard, tp_log):
     """The mesh and the shape in the message, put to the test."""
     tp = 2 ** (tp_log - 1)
     made = weight((rows * 16 * tp, columns * 16), fmt, ParameterRule(0)).over(tp)
@@ -272,7 +272,7 @@ def test_what_an_error_proposes_fits(fmt, rows, columns, shard, tp_log):
     assert fitting_dim(weight(shape, fmt, ParameterRule(0)).over(tp), shard) is not None
 
 
-def test_stacked_tensors_hold_whole_blocks():
+def test_stacked_tensors_have_full_blocks():
     halves = ParameterRule(0, Layout("stacked", (1, 1)))
     assert fits(weight((128, 64), "mxfp8", halves), 2, 0)
     assert not fits(weight((96, 64), "mxfp8", halves), 1, 0)  # 48 rows each

@@ -194,7 +194,7 @@ def test_the_table_fits_a_terminal(world, monkeypatch):
     )
 
 
-def test_long_names_stay_whole(world):
+def test_long_names_are_not_truncated(world):
     meshes = meshes_at((2, 2, 2), 0)
     model = te_fsdp.fully_shard(Model(world, meshes, "meta", recipes()["mxfp8"]), meshes)
     name = "decoder." * 30 + "mlp"

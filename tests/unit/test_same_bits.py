@@ -55,7 +55,7 @@ def test_every_module_is_trained_in_every_format():
     assert {(module, *how) for module in cases.MODULES for how in cases.FORMATS} <= trained
 
 
-def test_a_difference_is_told_by_rank_and_name():
+def test_a_difference_names_rank_and_value():
     before = [{"loss 0.0": "a", "gradient 0 x": "b"}, {"loss 0.0": "a", "gradient 0 x": "b"}]
     assert same_bits.difference(before, [dict(seen) for seen in before]) == ""
     changed = [dict(before[0]), {**before[1], "gradient 0 x": "c"}]
@@ -64,7 +64,7 @@ def test_a_difference_is_told_by_rank_and_name():
     assert same_bits.difference(before, fewer) == "rank 1: gradient 0 x: b before, None now"
 
 
-def test_the_exit_status_knows_what_was_expected(capsys):
+def test_the_exit_status_respects_expected_differences(capsys):
     results = {"linear": [{"loss": "a"}], "grouped": [{"error": "MeshError"}]}
     assert same_bits.show({}, "", results) == 0
     assert same_bits.show({"linear": "rank 0: loss"}, "", results) == 1

@@ -41,7 +41,7 @@ def model(te: Any, **kwargs: Any) -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 32), layer, te.RMSNorm(32, device="cpu"), nn.Linear(32, 8))
 
 
-def test_what_is_recorded(te: Any) -> None:
+def test_recorded_settings(te: Any) -> None:
     result = semantics_of(model(te, zero_centered_gamma=True, layernorm_epsilon=1e-6, qk_norm_type="RMSNorm"))
     assert result["1.self_attention"].settings["num_gqa_groups"] == 2
     assert (

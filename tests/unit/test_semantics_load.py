@@ -337,7 +337,7 @@ def test_functions_that_modules_are_given(te: Any, saved: Any) -> None:
     assert not checkpoint.load(path, encoder(te, lambda x: gelu(x))).notes
 
 
-def test_attributes_of_modules_of_ones_own(te: Any, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attributes_of_user_defined_modules(te: Any, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A different function is an error, a different value is logged; wrappers and private attributes are ignored."""
     gelu, relu = nn.functional.gelu, nn.functional.relu
     same = {"act": gelu, "factor": 0.5, "_rank": 0, "forward": nn.Identity.forward, "table": torch.ones(1)}

@@ -173,7 +173,7 @@ def test_the_order_of_modules(tmp_path: Path, cls: type[nn.Module]) -> None:
     assert not loaded(tmp_path, *numbers).notes
 
 
-def test_long_values_differ_where_nobody_reads_them(tmp_path: Path) -> None:
+def test_long_values_differ_beyond_the_recorded_part(tmp_path: Path) -> None:
     long, other = [1.0] * 200, [*[1.0] * 199, 2.0]
     assert not loaded(tmp_path, Own(it=long), Own(it=list(long))).notes
     (note,) = loaded(tmp_path, Own(it=long), Own(it=other)).notes
@@ -184,7 +184,7 @@ def test_another_class_of_a_module_with_weights_is_noted(tmp_path: Path) -> None
     assert loaded(tmp_path, Own(), Other()).notes == ["class: saved Own, model has Other"]
 
 
-def test_a_configuration_is_told_once() -> None:
+def test_a_configuration_is_recorded_once() -> None:
     """By the first of the modules that hold it; what is large, such as a vocabulary, by none."""
     config, words = Config(1.0), {str(n): n for n in range(1000)}
     result = user_settings(Own(config=config, part=Own(config=config, words=words)))

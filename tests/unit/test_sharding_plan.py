@@ -58,7 +58,7 @@ def test_the_page_has_the_table():
 
 
 @pytest.mark.parametrize("row", STORAGE.values(), ids=str)
-def test_what_every_row_must_keep(row):
+def test_invariants_of_every_row(row):
     """A rank updates what it has, from gradients of all ranks: a state may be cut further than its parameter only."""
     assert set(row.parameter) <= {"R", "S"} and set(row.optimizer) <= {"R", "S"}
     assert row.is_replicated == (row.gather == "never")
@@ -249,7 +249,7 @@ def test_nothing_is_bound_when_a_parameter_has_too_few_dims(te, fake_world):
         assert type(model[0]) is te.LayerNorm and "_te_fsdp_binding" not in model[0].__dict__
 
 
-def test_experts_that_become_one_parameter_stay_whole_together(te):
+def test_experts_of_one_parameter_stay_replicated_together(te):
     module = te.GroupedLinear(2, 8, 16, bias=False, device="meta")
     module.single_grouped_weight = True  # as the constructor's option of that name leaves it
     te_fsdp.fsdp_no_shard(module.weight1)
@@ -260,7 +260,7 @@ def test_experts_that_become_one_parameter_stay_whole_together(te):
     assert {row.owners for row in plan_storage(module, units).values()} == {("weight0", "weight1")}
 
 
-def test_parameters_that_were_renamed_since_know_their_plan(te, fake_world):
+def test_renamed_parameters_keep_their_plan(te, fake_world):
     """As torch.compile renames those of a module that it wraps."""
     fake_world(1)
     model = te_fsdp.fully_shard(
@@ -275,7 +275,7 @@ def test_parameters_that_were_renamed_since_know_their_plan(te, fake_world):
 
 
 @pytest.mark.parametrize("other", ["embedding", "row", "column", "own class"])
-def test_ties_of_what_tp_shards(te, fake_world, other):
+def test_ties_of_tp_shards(te, fake_world, other):
     """A weight that tp shards for one of its modules only, or along another dim, is refused by name."""
 
     class Parallel(nn.Module):

@@ -77,7 +77,7 @@ def test_copies_and_casts(marks, change):
 
 
 @pytest.mark.parametrize("marks", MARKS[1:])
-def test_the_shape_says_it_whatever_happens_to_the_bytes(marks):
+def test_the_shape_keeps_the_condition_if_bytes_change(marks):
     entry = pack(marks, None)
     for changed in (torch.zeros_like(entry), entry.float() * 1.7, entry.to(torch.float8_e4m3fn), entry != 0):
         assert unpack(changed) == (marks, None)
@@ -111,7 +111,7 @@ def test_words_and_marks():
     assert marks_of("something else") == (-1,)
 
 
-def test_what_torch_sees():
+def test_entries_as_torch_reads_them():
     entry = pack((), state()).as_subclass(extra_state._Entry)
     assert isinstance(entry, torch.Tensor) and entry.dtype == torch.uint8
     assert entry.numel() == entry.size().numel() == entry.size(0) and len(entry.size()) == 1
@@ -148,7 +148,7 @@ def test_rows_of_experts_come_back(dtype):
     assert not has_expert_rows(pack((), own)) and not has_expert_rows(pack((2,), own))
 
 
-def test_stock_te_refuses_what_is_cut(te, monkeypatch):
+def test_stock_te_refuses_entries_of_sharded_modules(te, monkeypatch):
     """And takes what is whole as its own empty entry."""
     module = te.Linear(16, 16)
     for marks in MARKS[1:]:

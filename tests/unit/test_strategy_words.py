@@ -62,7 +62,7 @@ def test_the_word_meant(ours, word):
 
 
 @pytest.mark.parametrize("ours", STRATEGIES)
-def test_ours_is_taken(ours):
+def test_own_names_are_accepted(ours):
     assert check_option("strategy", ours) == ours
 
 

@@ -40,7 +40,7 @@ def test_the_committed_page_is_up_to_date(text):
     assert support_table.PAGE.read_text(encoding="utf-8") == text, "run: python scripts/support_table.py"
 
 
-def test_the_page_says_what_is_refused(text):
+def test_the_page_lists_refusals(text):
     for case, refusal in definitions.refused():
         assert case.arch == "9.0" or refusal.reason in text
 

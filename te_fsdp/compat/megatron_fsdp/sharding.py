@@ -413,8 +413,8 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     @functools.wraps(stock["zero_grad"])
     def zero_grad(optimizer: Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
         result = stock["zero_grad"](*args, **kwargs)
-        # Buffered gradients are discarded for a whole model. An optimizer over some of its parameters must leave the
-        # gradients of other optimizers alone, because these may not have stepped yet.
+        # Buffered gradients are discarded for the entire model. An optimizer over some of its parameters must leave
+        # the gradients of other optimizers alone, because these may not have stepped yet.
         parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         to_none = kwargs.get("set_to_none", args[0] if args else None)
         for model in models if zero_grad_buffer else ():

@@ -166,7 +166,7 @@ def test_amax_and_scale_update_edges(te, tex):
         )
 
 
-def test_what_is_not_emulated_raises_by_name(te, tex):
+def test_missing_functions_raise_with_their_name(te, tex):
     assert callable(tex.fa_prepare_fwd)
     with pytest.raises(NotImplementedError, match="transformer_engine_torch.fa_prepare_fwd is not emulated"):
         tex.fa_prepare_fwd(1, 2)

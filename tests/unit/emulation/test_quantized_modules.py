@@ -253,7 +253,7 @@ def test_gemm_reads_only_the_representation_that_the_kernel_reads(te, arch):
             general_gemm(weight, x, torch.bfloat16, layout="TN")
 
 
-def test_gemm_refuses_what_the_kernels_refuse(te):
+def test_gemm_has_the_refusals_of_the_kernels(te):
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     quantizer = _current(te)
