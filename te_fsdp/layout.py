@@ -289,9 +289,9 @@ def chunk_range(length: int, chunks: int, index: int) -> tuple[int, int]:
 
 
 # [Note: order of cuts] A parameter is sharded first over ``tp`` (by the layout), then over the FSDP shard axis (even
-# ceil-chunks of the tp-local tensor, as in FSDP2). A shard consists of rectangles of the original (:class:`Box`). Example:
-# a gated fc1 with 8 rows. tp rank 0 of 2 has original rows 0-1 (gate) and 4-5 (up). Within it, FSDP rank 0 of 2 has
-# rows 0-1, FSDP rank 1 rows 4-5.
+# ceil-chunks of the tp-local tensor, as in FSDP2). A shard consists of rectangles of the original (:class:`Box`).
+# Example: a gated fc1 with 8 rows. tp rank 0 of 2 has original rows 0-1 (gate) and 4-5 (up). Within it, FSDP rank 0
+# of 2 has rows 0-1, FSDP rank 1 rows 4-5.
 def shard_boxes(
     original_shape: Sequence[int], rule: ParameterRule, at: Coordinates, *, name: str = "parameter"
 ) -> tuple[tuple[int, ...], list[Box]]:

@@ -83,7 +83,7 @@ def _work(device: str, only: str, first: int, folder: Path) -> None:
 
 
 def record(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, golden.Recorded]]:
-    """Run the cases in a process of their own, and in another one from where it died."""
+    """Run the cases in their own process, and in another one from where it died."""
     import torch
 
     from tests.conformance.case import every_case

@@ -46,7 +46,7 @@ def interpreter() -> Iterator[str]:
 
 
 class ForkServer:
-    """A server with a folder of its own, for as long as this process lives or until `close`."""
+    """A server with its own folder, for as long as this process lives or until `close`."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="te_fsdp_forks_")

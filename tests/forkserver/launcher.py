@@ -1,4 +1,4 @@
-"""Stands for Python in a command line: has the fork server run it, and ends as that process does."""
+"""Stand-in for Python in a command line: has the fork server run it, and ends as that process does."""
 
 import json
 import os

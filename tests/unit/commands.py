@@ -1,4 +1,4 @@
-"""Commands as a user starts them, in a process of their own (`tests.forkserver`)."""
+"""Commands as a user starts them, in their own process (`tests.forkserver`)."""
 
 from __future__ import annotations
 

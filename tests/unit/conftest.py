@@ -52,7 +52,7 @@ def fake_world() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture(scope="session")
 def python() -> Iterator[str]:
-    """Stands for `sys.executable` in commands whose programs need torch: it is imported there already."""
+    """Stand-in for `sys.executable` in commands whose programs need torch: it is imported there already."""
     with interpreter() as executable:
         yield executable
 
@@ -61,7 +61,7 @@ def python() -> Iterator[str]:
 def te() -> Iterator[object]:
     """`transformer_engine.pytorch`, emulated, architecture 10.0.
 
-    A process has one TransformerEngine, so it stays imported for later modules; the architecture is put back.
+    A process has one TransformerEngine, so it stays imported for later modules; the architecture is restored.
     """
     try:
         emulation.install_from_env(default="10.0")

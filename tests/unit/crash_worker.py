@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 RANKS, KEEP = 2, 2
-#: Kills come this many events after the victim's first whole checkpoint, at most: about two saves later. Rank 0 alone
+#: Kills come at most this many events after the victim's first complete checkpoint: about two saves. Rank 0 alone
 #: makes directories, commits, and removes what is old.
 EVENTS = (60, 8)
 #: Ranks that die in turn, for each way to save.
@@ -69,7 +69,7 @@ def kill_after(directory: Path, events: int) -> None:
 
 
 def rank_main(directory: Path, rank: int, asynchronous: bool, report: int, events: int | None) -> None:
-    """Save until the end of the world; tell the number of each checkpoint that is known to be whole.
+    """Save until the end of the world; tell the number of each checkpoint that is known to be complete.
 
     Args:
         directory: Of the checkpoints.

@@ -1,4 +1,4 @@
-"""The commands of the pages: each is run as it stands by the test that `RUN_BY` names, or `NOT_RUN` says why none does.
+"""The commands of the pages: each is run unchanged by the test that `RUN_BY` names, or `NOT_RUN` says why none does.
 
 `test_docs.py` checks that every command is of one of the two kinds; the tests get the commands to run from `to_run`.
 """
@@ -56,7 +56,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def lines(block: str) -> list[str]:
-    """The commands of a block as they stand, without comments; those over several lines joined."""
+    """The commands of a block unchanged, without comments; those over several lines joined."""
     joined = block.replace("\\\n", " ")
     return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 

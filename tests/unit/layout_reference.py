@@ -15,7 +15,7 @@ GATED = Layout("stacked", (1, 1))
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter and the axes that cut it; `at.tp_rank` and `at.fsdp_rank` mean nothing here."""
+    """A parameter and the axes that shard it; `at.tp_rank` and `at.fsdp_rank` mean nothing here."""
 
     shape: tuple[int, ...]
     rule: ParameterRule
@@ -30,7 +30,7 @@ class Cut:
         ]
 
     def original(self) -> torch.Tensor:
-        """The whole parameter; every element has a value of its own."""
+        """The unsharded parameter; every element has its own value."""
         return torch.arange(math.prod(self.shape)).reshape(self.shape)
 
 
@@ -80,7 +80,7 @@ def layouts() -> st.SearchStrategy[Layout]:
 
 @st.composite
 def cuts(draw: st.DrawFn, layout: Layout | None = None, min_tp: int = 1, ndim: int | None = None) -> Cut:
-    """Any parameter of 1 to 3 dims, or ``ndim``, and any axes that can cut it; FSDP shards may be uneven or empty."""
+    """Any parameter of 1 to 3 dims, or ``ndim``, and any axes that can shard it; FSDP shards may be uneven or empty."""
     layout = draw(layouts()) if layout is None else layout
     tp = draw(st.integers(min_tp, 4))
     least, most = (0, 2) if ndim is None else (ndim - 1, ndim - 1)

@@ -34,7 +34,7 @@ def test_ranks_in_words(ranks, text):
 
 
 def test_warnings_reach_a_program_that_set_up_no_logging(python):
-    """Python's last resort prints warnings, unless a library has put a handler of its own in its way."""
+    """Python's last resort prints warnings, unless a library has put its own handler in its way."""
     program = "import logging, te_fsdp; logging.getLogger('te_fsdp').warning('rank 1 has not come')"
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
     assert "rank 1 has not come" in done.stderr

@@ -139,7 +139,7 @@ def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The plan is used while the contents match: new values are saved, and changed entries get a new plan."""
     plans = counted(monkeypatch, saving, "plan_entries")
     model, optimizer = small_model()
-    other, its_optimizer = small_model()  # a second model of the same kind has a plan of its own
+    other, its_optimizer = small_model()  # a second model of the same kind has its own plan
     steps = [
         (1, {}, (model, optimizer)),
         (1, {}, (model, optimizer)),

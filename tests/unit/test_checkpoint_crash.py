@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of saves: the newest whole checkpoint is found, and it is exact."""
+"""Processes that are killed in the middle of saves: the newest complete checkpoint is found, and it is exact."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_newest_complete_checkpoint_after_kills(killed: tuple[Path, list[dic
         assert outcome["killed"] and newest is not None, told
         step, state = expected.loaded(newest)
         assert newest.name == f"step-{step}", told
-        # A rank knew that this one was whole; a newer one may have become whole as it died.
+        # A rank knew that this one was complete; a newer one may have become complete as it died.
         assert outcome["known"] <= step <= outcome["known"] + 1, told
         assert _same(state, expected.after(step)), told
         assert not _same(state, expected.after(step - 1)), "the comparison can fail"

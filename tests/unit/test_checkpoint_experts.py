@@ -175,7 +175,7 @@ def test_differences(te: Any, tmp_path: Path) -> None:
 
 
 def test_a_script_reads_experts_by_the_keys_of_the_page(te: Any, tmp_path: Path) -> None:
-    """The block of docs/checkpoints.md as it stands, plain DCP alone; `weight3` is `[3]` of the tensor of all."""
+    """The block of docs/checkpoints.md unchanged, plain DCP alone; `weight3` is `[3]` of the tensor of all."""
     run = Run(te, "none", seed=0).step()
     checkpoint.save(tmp_path / "a", run.model, run.optimizer)
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()

@@ -178,7 +178,7 @@ def test_pipes_and_directories_are_no_files(saves: tuple[Path, Path], tmp_path: 
 
 
 def test_a_new_format_made_an_old_one(saves: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without its tables, with good sizes and checksums of whole files: DCP's metadata has the new format's mark."""
+    """Without its tables, with good sizes and checksums of complete files: DCP's metadata has the new format's mark."""
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     as_format_2(path, save_id="")

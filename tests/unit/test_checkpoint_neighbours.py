@@ -87,7 +87,7 @@ def test_two_jobs_on_a_slow_disk(met: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def test_a_job_killed_anywhere_does_not_block_the_next(met: dict[str, list[dict[str, Any]]]) -> None:
-    """The next one saves to the same path at once, unless the killed one was whole."""
+    """The next one saves to the same path at once, unless the killed one was complete."""
     told = set()
     for outcome in met["killed"]:
         whole = outcome["newest"] == "step-3"

@@ -322,7 +322,7 @@ def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
         unpickle_metadata(b"\x80\x02" + named + state + b"b.")
     with pytest.raises(
         pickle.UnpicklingError, match="system is not allowed"
-    ):  # put back when it fails later, too
+    ):  # restored when it fails later, too
         unpickle_metadata(b"\x80\x02" + named + state + b"bcos\nsystem\n.")
     assert dict(vars(owner)) == before
     pickle.loads(b"\x80\x02" + named + state + b"b.")

@@ -1,4 +1,4 @@
-"""Pieces of a plain DCP directory show whether tensor parallelism has cut the rows of a weight."""
+"""Pieces of a plain DCP directory show whether tensor parallelism has sharded the rows of a weight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cut(rows: int, columns: int | None, shards: int, *, by_rows: int = 1, by_col
 
 
 def layer(shards: int, tp: int) -> dict[str, Lazy]:
-    """A gated LayerNormMLP, and a fused QKV without a norm of its own."""
+    """A gated LayerNormMLP, and a fused QKV without its own norm."""
     return {
         "model.norm.weight": cut(HIDDEN, None, shards),
         "model.mlp.layer_norm_weight": cut(HIDDEN, None, shards),
@@ -51,7 +51,7 @@ STACKED = ("mlp.fc1_weight", "mlp.fc1_bias", "qkv.weight")
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_tensor_parallelism_is_inferred_from_pieces(shards: int, tp: int) -> None:
-    """By columns, which FSDP never cuts, whether or not the rows divide evenly."""
+    """By columns, which FSDP never shards, whether or not the rows divide evenly."""
     result = cut_by_tp(layer(shards, tp))
     assert result.issuperset(f"model.{name}" for name in STACKED) if tp > 1 else not result
 

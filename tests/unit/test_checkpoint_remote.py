@@ -1,4 +1,4 @@
-"""Checkpoints on object storage: whole or not at all without renaming and locks, and what does not work there."""
+"""Checkpoints on object storage: atomic without renaming and locks, and what does not work there."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def kill_after(operations: int) -> Any:
 
 
 def test_killed_at_any_moment(slow: str) -> None:
-    """The newest whole checkpoint is exact; what was left goes with the next save, which may be to the same path."""
+    """The newest complete checkpoint is exact; what was left goes with the next save, which may be to the same path."""
     for moment in range(100):
         root = f"{slow}-{moment}"
         checkpoint.save(f"{root}/step-1", trained(1.0)[0], keep_last=1)
@@ -281,7 +281,7 @@ def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch:
         create(self, data)
         raise LostError("no answer")
 
-    # It was whole by then: what has begun to be seen is not removed.
+    # It was complete by then: what has begun to be seen is not removed.
     monkeypatch.setattr(RemotePath, "create", failing)
     message = text_of(checkpoint.save, f"{memory}/b", trained(2.0)[0])
     assert "LostError: no answer" in message and "The checkpoint was complete by then, and exists" in message

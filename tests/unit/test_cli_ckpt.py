@@ -108,7 +108,7 @@ def test_nothing_heavy_is_imported_for_help() -> None:
 def test_the_page_of_the_documentation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its commands, in order, as they stand, in a folder with the files that it names."""
+    """Its commands, in order, unchanged, in a folder with the files that it names."""
     for step in (100, 200):
         make(tmp_path / f"out/checkpoints/step-{step}", step=step, seed=step)
     state = {"model": nn.Linear(4, 4).state_dict(), "step": 7}

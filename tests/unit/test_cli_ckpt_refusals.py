@@ -282,7 +282,7 @@ def test_shards_that_do_not_belong_together(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_state_dicts_of_sharded_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The condition that a cut module leaves in its _extra_state is honoured, in both kinds of file."""
+    """The condition that a sharded module leaves in its _extra_state is honoured, in both kinds of file."""
     for condition, fits in (
         ("rows stacked for tp=2, other tp sizes need te_fsdp.checkpoint", False),
         ("quantized for tp=1 and 2 FSDP shard(s), other meshes need te_fsdp.checkpoint", False),

@@ -74,7 +74,7 @@ def test_columnwise_values_are_near_the_rowwise_ones(weights, name):
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(RECIPES)), st.data())
 def test_any_rectangle(weights, name, data):
-    """A rectangle may cut through blocks: the blocks that cover it are enough."""
+    """A rectangle may split blocks: the blocks that cover it are enough."""
     weight = weights[name]
     start = [data.draw(st.integers(0, size - 1)) for size in weight.shape]
     sizes = [data.draw(st.integers(1, size - at)) for size, at in zip(weight.shape, start, strict=True)]

@@ -240,7 +240,7 @@ def unknown_words(command: str) -> list[str]:
     elif at is not None:
         sources, words = sorted((ROOT / words[at]).parent.glob("*.py")), words[at + 1 :]
     else:
-        return []  # programs of the reader's own, and pytest, which has options of its own
+        return []  # programs of the reader's own, and pytest, which has its own options
     known = "\n".join(source.read_text() for source in sources).replace("_", "-")
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--help"]
     return [o for o in options if not re.search(rf"\b{re.escape(o.strip('-').split('.')[-1])}\b", known)]

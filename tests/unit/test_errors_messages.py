@@ -1,4 +1,4 @@
-"""Every mistake that one process can make, by the whole text of its error; those of meshes are in test_mesh."""
+"""Every mistake that one process can make, by the full text of its error; those of meshes are in test_mesh."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_cuts(te):
 
     with te.quantized_model_init(enabled=True, recipe=recipes.MXFP8BlockScaling()):
         module = build(te, use_grouped_tensor=True)
-    for ranks, cut in ((2, 1), (3, 0), (8, 1), (16, 0)):  # whole blocks of 32 rows, else whole experts
+    for ranks, cut in ((2, 1), (3, 0), (8, 1), (16, 0)):  # full blocks of 32 rows, else complete experts
         assert plan_single_shard_dims(module, Grid(dp_shard=ranks)) == {"weight": cut}, ranks
 
 
@@ -152,7 +152,7 @@ def test_cuts_over_ep(te):
 
 
 def test_blocks(te):
-    """A quantized expert consists of whole blocks, before anything changes."""
+    """A quantized expert consists of full blocks, before anything changes."""
     from transformer_engine.common import recipe as recipes
 
     with te.quantized_model_init(enabled=True, recipe=recipes.MXFP8BlockScaling()):

@@ -108,7 +108,7 @@ def test_the_dtype_is_that_of_the_folder(
 
 
 def test_the_page(te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its command as it stands, after a training that leaves the weights as they are."""
+    """Its command unchanged, after a training that leaves the weights as they are."""
     folder.rename(tmp_path / "my-llama")
     monkeypatch.chdir(tmp_path)
     ((export,),) = documented.to_run("docs/huggingface.md")

@@ -430,7 +430,7 @@ def test_frequencies_are_those_of_transformers(name: str, base: float) -> None:
 
 
 def test_scaled_attention_is_refused() -> None:
-    """YaRN makes the scores larger as well, which no angles do; what a model of its own does is its own affair."""
+    """YaRN makes the scores larger as well, which no angles do; what its own model does is its own affair."""
     rope = {"rope_type": "yarn", "factor": 4.0}
     about = hf.read_config({**LLAMA, "rope_scaling": rope})
     assert layer_differences(ModelDescription((), {}, {}), about, hf.TeNames()) == []

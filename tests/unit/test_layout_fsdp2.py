@@ -1,4 +1,4 @@
-"""Boxes against torch: FSDP2 cuts real tensors on a mesh of many ranks, of which this process plays each in turn."""
+"""Boxes against torch: FSDP2 shards real tensors on a mesh of many ranks, of which this process plays each in turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 MESHES = [(1, 2, 2), (1, 4, 2), (1, 2, 4), (1, 3, 2), (1, 5, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2), (2, 3, 1)]
 QKV = Layout("stacked", (8, 4, 4))
 
-# name: shape (rows in units of tp where it is cut), rule, dim that FSDP2 cuts
+# name: shape (rows in units of tp where it is cut), rule, dim that FSDP2 shards
 EVEN = {
     "column": ((48, 2), ParameterRule(0), 0),
     "row": ((24, 8), ParameterRule(1), 0),
@@ -54,7 +54,7 @@ def positions(shape: tuple[int, ...]) -> list[DeviceMesh]:
 
 
 def original(name: str) -> torch.Tensor:
-    """The whole parameter of a case, every element another number."""
+    """The unsharded parameter of a case, every element another number."""
     shape = CASES[name][0]
     return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
 

@@ -1,4 +1,4 @@
-"""Meshes: sizes, names, which ranks share what, and what is refused, each with its whole message."""
+"""Meshes: sizes, names, which ranks share what, and what is refused, each with its full message."""
 
 from __future__ import annotations
 

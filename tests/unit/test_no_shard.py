@@ -19,7 +19,7 @@ SHARD, WHOLE = STORAGE["optim_grads_params", "no_shard"], STORAGE["no_shard", "n
 
 
 class Net(nn.Module):
-    """An encoder in two levels, two blocks, a head, and a parameter of its own."""
+    """An encoder in two levels, two blocks, a head, and its own parameter."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -35,13 +35,13 @@ ENCODER = ["encoder.0.bias", "encoder.0.weight", "encoder.1.0.bias", "encoder.1.
 
 
 def planned(model: nn.Module, **units: object) -> list[str]:
-    """Names of what stays whole."""
+    """Names of what stays unsharded."""
     rows = {name.replace("__", "."): row for name, row in units.items()}
     return [plan.label for plan in exempt(model, {"": SHARD, **rows})]
 
 
 def exempt(model: nn.Module, units: dict[str, Storage]) -> list[ParameterPlan]:
-    """Plans of what stays whole."""
+    """Plans of what stays unsharded."""
     return [item.plan for item in replicated_parameters(model, plan_storage(model, units))]
 
 

@@ -156,7 +156,7 @@ def test_apply_loses_attributes(te, fake_world):
 
 
 class _Quantized(torch.Tensor):
-    """Stands for tensors that are cut in a way of their own."""
+    """Stand-in for tensors that are cut in their own way."""
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 21])

@@ -202,7 +202,7 @@ def test_built_for_another_size(build, te):
         "tensor-parallel mesh as "
         "tp_mesh."
     )
-    # A linear without a parallel mode is whole on every rank, whatever the size.
+    # A linear without a parallel mode is replicated, whatever the size.
     assert plan_tree(te.Linear(4, 4, device="meta"), TP)[0].rules["weight"].shard_dim is None
 
 

@@ -79,7 +79,7 @@ def test_strategies(te, changes, gathers, reductions):
 
 
 def test_replicas(te):
-    """HSDP sums over the replicas; HFSDP cuts the optimizer's state over them; no_shard holds everything."""
+    """HSDP sums over the replicas; HFSDP shards the optimizer's state over them; no_shard holds everything."""
     sizes = Sizes(dp_replicate=2, dp_shard=2)
     hsdp, hfsdp = (
         plan(Job(CONFIG, sequence=64, outer_strategy=outer), sizes) for outer in ("no_shard", "optim")

@@ -58,7 +58,7 @@ def test_activations_that_modules_save(te, kind, recipe):
     (stage, *_), notes = stages_of(module, job, Workload(TOKENS, 0, 1, True), 1)
     enabled = recipe != "none"
     with te.autocast(enabled=enabled, recipe=getattr(recipes, RECIPES[recipe])() if enabled else None):
-        module(x)  # the first one has buffers of its own
+        module(x)  # the first one has its own buffers
         result = saved(module, x)
     # Amaxes and scales are a few numbers each.
     assert result == pytest.approx(stage.saved, abs=200, rel=0.001) and not notes, (result, stage.saved)

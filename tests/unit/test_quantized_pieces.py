@@ -52,7 +52,7 @@ def half_of(weight: torch.Tensor, at: tuple[int, int], size: tuple[int, int] = (
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
 def test_components_of_pieces_are_joined(te, tmp_path, recipe):
-    """Bit for bit those of the weight that was cut."""
+    """Bit for bit those of the weight that was sharded."""
     weight = weight_of(te, recipe, 0)
     result = quantized_or_plain(
         "w", chunked(tmp_path, [half_of(weight, at) for at in HALVES]), scrambled=False

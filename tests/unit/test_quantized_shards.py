@@ -228,7 +228,7 @@ BLOCKS = sorted(name for name, row in FORMATS.items() if row.block)
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(BLOCKS), SIZES, SIZES, st.sampled_from([16, 32, 64]), st.integers(1, 6))
 def test_shards_fit_if_they_have_full_blocks(fmt, rows, columns, unit, ranks):
-    """Against the pieces themselves, as FSDP2 cuts them (`torch.chunk`)."""
+    """Against the pieces themselves, as FSDP2 shards them (`torch.chunk`)."""
     shape, block = (rows * unit, columns * unit), FORMATS[fmt].block
     for dim in (0, 1):
         pieces = [piece.shape[dim] for piece in torch.empty(shape).chunk(ranks, dim=dim)]

@@ -69,7 +69,7 @@ PLACEMENTS = {
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("shape", PLACEMENTS, ids=lambda shape: "x".join(map(str, shape)))
 def test_every_rank(world, shape, device):
-    """Logical shapes are the whole module's; local ones those of the closed form; the head has uneven shards."""
+    """Logical shapes are the complete module's; local ones those of the closed form; the head has uneven shards."""
     copies, first, second = PLACEMENTS[shape]
     shard, tp = shape[1:]
     for place in range(math.prod(shape)):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: Stands for the environment's interpreter: pip and compileall do nothing, all else is Python's.
+#: Stand-in for the environment's interpreter: pip and compileall do nothing, all else is Python's.
 PYTHON = f"""#!/bin/sh
 case "$*" in
   *"sys.executable"*) echo "$0" ;;

@@ -73,7 +73,7 @@ def test_invariants_of_every_row(row):
 
 
 class Block(nn.Module):
-    """A norm between two linears, of which tp cuts the one by rows, the other by columns; 32 x 128 by default."""
+    """A norm between two linears, of which tp shards the one by rows, the other by columns; 32 x 128 by default."""
 
     def __init__(self, te, tp, hidden=32, ffn=128):
         super().__init__()

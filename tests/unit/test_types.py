@@ -91,7 +91,7 @@ def test_a_checker_finds_the_mistakes_of_a_script_and_no_others(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     results = {}
     for item in json.loads(done.stdout)["errors"]:
-        # reveal_type tells the type as a message of its own kind.
+        # reveal_type tells the type as its own message kind.
         told = item["description"].removeprefix("revealed type: ")
         results[item["line"]] = told if item["name"] == "reveal-type" else item["name"]
     said = ((at, re.search(r"  # (\S+)$", line)) for at, line in enumerate(SCRIPT.splitlines(), 1))

@@ -54,7 +54,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
     """(line number, text) of comments, and of strings with a space in them."""
     accepted = "words: ok"
-    # Python 3.12 splits f-strings into tokens, whose text parts have a type of their own.
+    # Python 3.12 splits f-strings into tokens, whose text parts have their own type.
     strings = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and accepted not in token.line:

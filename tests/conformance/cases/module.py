@@ -76,7 +76,7 @@ def _run(name: str, recipe: str, quantized: bool) -> Callable[[Env], Outputs]:
 
 
 #: Share of the norm of an output. Single FP8 roundings fall the other way, since Hopper's FP8 products err by 2^-13 of
-#: their largest value, and a whole tensor's do when its amax moves by an ulp of bf16. The emulation itself, with noise
+#: their largest value, and an unsharded tensor's do if its amax moves by an ulp of bf16. The emulation, with noise
 #: of 2^-13.5 of the largest value on its FP8 products, moves as much: 2^-9 (one product), 2^-6 (three), 2^-3.4 (layer).
 #: The bounds are twice that. Without FP8: bf16 roundings, also of PyTorch's own GELU gradient on the two devices.
 PLAIN = Bound(norm=2**-6, why="bf16 rounding of each intermediate result")

@@ -135,5 +135,5 @@ def cases() -> Iterator[Case]:
 
 
 #: Low halves of fp32 numbers as int16: an ulp is 1, and many ulps where a parameter comes near zero. The whole
-#: numbers are compared in a case of their own.
+#: numbers are compared in their own case.
 REMAINDER = Bound(0.0, 2**-7, why="2^-22 of a parameter of size 1 is 2^8 ulps of one of size 2^-10")

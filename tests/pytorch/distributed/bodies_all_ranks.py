@@ -94,7 +94,7 @@ def called_on_rank_0_alone(call: str, folder: str) -> dict[str, object]:
 
 
 def late_rank(folder: str) -> dict[str, object]:
-    """The last rank comes a second after the first report; the save is whole."""
+    """The last rank comes a second after the first report; the save is complete."""
     import te_fsdp
 
     make = _calls(folder)["checkpoint.save"]

@@ -35,7 +35,7 @@ class Model(nn.Module):
 
         super().__init__()
         kwargs |= {"device": device, "params_dtype": torch.bfloat16}
-        # An unsplit layer sees whole sequences.
+        # An unsplit layer sees full sequences.
         dense = not kwargs.get("sequence_parallel")
         self.dense = (
             te.Linear(HIDDEN, HIDDEN, device=device, params_dtype=torch.bfloat16) if dense else nn.Identity()
@@ -299,7 +299,7 @@ def calls(axes: dict[str, int]) -> None:
 
 
 def fed(axes: dict[str, int], what: str) -> tuple[str, str]:
-    """A model is fed whole sequences, parts of other lengths, or the right parts on the ranks of cp.
+    """A model is fed full sequences, parts of other lengths, or the right parts on the ranks of cp.
 
     Returns:
         The class and the text of the error, or two empty strings.

@@ -84,7 +84,7 @@ class ResetForgets(nn.Linear):
 
 
 def reset_forgets_one() -> None:
-    """Called by the user, after FSDP2, on a module that TE does not know."""
+    """Called by the user, after FSDP2, on a module outside of TE."""
     import te_fsdp
 
     model = te_fsdp.fully_shard(Block(ResetForgets(8, 8, device="meta"), "meta"), _meshes())

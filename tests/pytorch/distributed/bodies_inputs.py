@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 class Part(nn.Module):
-    """One layer that communicates nothing before its output: its inputs are cut over tp, or not."""
+    """One layer that communicates nothing before its output: its inputs are sharded over tp, or not."""
 
     def __init__(self, meshes: Any, mode: str) -> None:
         import transformer_engine.pytorch as te
@@ -199,7 +199,7 @@ def method() -> list[str]:
 
 
 def recomputed() -> int:
-    """Comparisons of a model whose forward runs again in backward, with data of a shape of its own there."""
+    """Comparisons of a model whose forward runs again in backward, with data of its own shape there."""
     from torch.utils.checkpoint import checkpoint
 
     meshes = _meshes(1)
@@ -237,7 +237,7 @@ def modes_differ() -> tuple[str, str]:
 
 
 def switched_later() -> list[str]:
-    """set_device_mesh compares; with fully_shard after it only its switch counts. A copy has a check of its own."""
+    """set_device_mesh compares; with fully_shard after it only its switch counts. A copy has its own check."""
     import copy
 
     import te_fsdp

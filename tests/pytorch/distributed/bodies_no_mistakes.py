@@ -129,7 +129,7 @@ def hooks_after_accumulation() -> bool:
 
 
 def counts_and_groups() -> bool:
-    """Sizes of sharded parameters are those of the whole model, and so are their dims."""
+    """Sizes of sharded parameters are those of the unsharded model, and so are their dims."""
     model, plain = make_sharded(), Model(make_meshes())
     sizes = [[(name, p.numel(), p.ndim) for name, p in item.named_parameters()] for item in (model, plain)]
     return sizes[0] == sizes[1]

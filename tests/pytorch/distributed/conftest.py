@@ -283,7 +283,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def python() -> Iterator[str]:
-    """Stands for `sys.executable` in commands whose programs need torch: it is imported there already."""
+    """Stand-in for `sys.executable` in commands whose programs need torch: it is imported there already."""
     with interpreter() as executable:
         yield executable
 

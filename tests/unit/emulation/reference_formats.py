@@ -184,7 +184,7 @@ def up(value: int, multiple: int) -> int:
 
 
 def per_tensor(x: np.ndarray, kind: str, scale: float, rounding=nearest) -> tuple[np.ndarray, float]:
-    """Bytes and inverse scale of a whole tensor with a given scale."""
+    """Bytes and inverse scale of an unsharded tensor with a given scale."""
     data = np.array([cast(multiply(float(v), scale), kind, rounding) for v in x.ravel()], np.uint8)
     return data.reshape(x.shape), divide(1.0, scale)
 

@@ -1,4 +1,4 @@
-"""TransformerEngine's statistics of tensors (``nvdlfw_inspect``) under the emulation, in a process of their own."""
+"""TransformerEngine's statistics of tensors (``nvdlfw_inspect``) under the emulation, in their own process."""
 
 import os
 import re

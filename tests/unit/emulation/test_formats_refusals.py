@@ -194,7 +194,7 @@ def _two_ranks(rank: int, store: str, results: str) -> None:
 
 
 def test_amax_reduction_of_two_ranks(tmp_path, python):
-    """With reduction the shards' scales are those of the whole tensor, and the data are its rows."""
+    """With reduction the shards' scales are those of the unsharded tensor, and the data are its rows."""
     run_ranks(python, TWO_RANKS, str(tmp_path / "store"), str(tmp_path / "rank"))
     for rank in range(2):
         result = torch.load(tmp_path / f"rank{rank}")

@@ -165,7 +165,7 @@ def test_layer_on_packed_sequences(te, quantized):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_generation_with_a_cache(te, paged):
-    """Token by token, with sequences that end and begin, logits equal those of the whole sequence at once."""
+    """Token by token, with sequences that end and begin, logits equal those of the full sequence at once."""
     from collections import OrderedDict
 
     from transformer_engine.pytorch import InferenceParams

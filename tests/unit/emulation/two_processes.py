@@ -55,7 +55,7 @@ def recipe_of(name):
 
 
 def shard_of(full, own, rank):
-    """Rank's part of a parameter that tensor parallelism cuts along the one dim where the shapes differ."""
+    """Rank's part of a parameter that tensor parallelism shards along the one dim where the shapes differ."""
     for dim, (whole, part) in enumerate(zip(full.shape, own.shape, strict=True)):
         if whole != part:
             return full.chunk(whole // part, dim)[rank]

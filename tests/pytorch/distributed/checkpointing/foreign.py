@@ -202,7 +202,7 @@ def exchange_plain(case: Case, axes: dict[str, int], directory: str) -> dict[str
 def refuse_scrambled(
     case: Case, saved: dict[str, int], axes: dict[str, int], directory: str
 ) -> dict[str, Any]:
-    """A script has dropped the entries of modules that tp has cut: refused by the pieces, and nothing changes."""
+    """A script has dropped the entries of modules that tp has sharded: refused by the pieces, and nothing changes."""
     import te_fsdp
 
     stacked = _save_plain(Run(case, saved, seed=0), f"{directory}/scrambled", entries=False, ordinary=True)

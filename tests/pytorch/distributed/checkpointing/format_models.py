@@ -16,10 +16,10 @@ HEADS, SEQUENCE, BATCH, CLASSES = 8, 32, 4, 8
 
 
 def width_of(recipe: str) -> int:
-    """Rows and columns of the model's weights: whole blocks on each of four ranks, of tp or of FSDP.
+    """Rows and columns of the model's weights: full blocks on each of four ranks, of tp or of FSDP.
 
     float8-block has blocks of 128 rows and columns, one for each rank; bf16 weights may become such. Blocks of MXFP8
-    are small: two or four for each rank. Other formats are cut anywhere, NVFP4 by 16.
+    are small: two or four for each rank. Other formats are sharded anywhere, NVFP4 by 16.
     """
     return {"block": 512, "none": 512, "mxfp8": 256, "mxfp8_2d": 256}.get(recipe, 128)
 

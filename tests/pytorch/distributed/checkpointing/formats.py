@@ -180,12 +180,12 @@ def expected_values(
 
 
 def quantized_in_one_process(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The whole weight through a quantizer like that of a shard, without any communication."""
+    """The unsharded weight through a quantizer like that of a shard, without any communication."""
     from te_fsdp.quantized.quantizer_record import QUANTIZER_RECORD
     from te_fsdp.upstream import te as _te
 
     quantizer = _te.quantizer_of(local).copy()
-    quantizer.__dict__.pop(QUANTIZER_RECORD, None)  # the amax group of a weight that is cut
+    quantizer.__dict__.pop(QUANTIZER_RECORD, None)  # the amax group of a weight that is sharded
     if type(quantizer).__name__ == "Float8Quantizer":
         quantizer.scale = (448.0 / whole.abs().max()).to(local.device)
         quantizer.amax = torch.zeros(1, device=local.device)

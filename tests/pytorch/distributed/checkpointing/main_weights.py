@@ -71,7 +71,7 @@ def not_given(cases: list[tuple[str, str, int, int]], directory: str) -> list[in
         step = Stepper(model, recipe_of(recipe), meshes, False)
         step.optimizer = _adam(model, kind)
         step(*batch_of(HIDDEN))
-        one = stock("mlp_swiglu", recipe)  # in one process, with the whole batch
+        one = stock("mlp_swiglu", recipe)  # in one process, with the full batch
         one_step = Stepper(one, recipe_of(recipe), None, False)
         one_step.optimizer = _adam(one, "adamw" if kind == "cut" else kind)
         one_step(*batch_of(HIDDEN))

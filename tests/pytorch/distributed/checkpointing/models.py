@@ -135,7 +135,7 @@ class Run:
         from transformer_engine.pytorch.optimizers import FusedAdam
 
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        # Two groups with options of their own.
+        # Two groups with their own options.
         groups = [{"params": trained[:3], "lr": 3e-3}, {"params": trained[3:], "weight_decay": 0.2}]
         if self.case.dtype is torch.bfloat16:
             dtypes = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16)

@@ -70,7 +70,7 @@ class Rest(nn.Module):
 
 
 class OptimizerRun:
-    """The model on a mesh with one of the optimizers; two groups with options of their own."""
+    """The model on a mesh with one of the optimizers; two groups with their own options."""
 
     def __init__(self, name: str, axes: dict[str, int], seed: int, *, factor: float = 1.0) -> None:
         import te_fsdp

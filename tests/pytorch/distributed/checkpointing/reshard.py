@@ -118,7 +118,7 @@ def compare(run: Any, expected: dict[str, torch.Tensor]) -> tuple[list[str], int
 def _same(original: torch.Tensor | None, local: torch.Tensor, info: Any) -> bool:
     if original is None or original.dtype != local.dtype:
         return False
-    if tuple(local.shape) != info.local_shape:  # a value for the whole parameter, such as its step
+    if tuple(local.shape) != info.local_shape:  # a value for the unsharded parameter, such as its step
         return torch.equal(original, local)
     if tuple(original.shape) != info.original_shape:
         return False

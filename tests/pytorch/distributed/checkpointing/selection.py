@@ -7,5 +7,5 @@ from harness import devices
 
 
 def is_full(config: pytest.Config) -> bool:
-    """Whether to run the whole product."""
+    """Whether to run the full product."""
     return devices.device_type() == "cuda" or config.getoption("--matrix", "covering") == "full"

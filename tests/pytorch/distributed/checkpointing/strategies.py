@@ -1,4 +1,4 @@
-"""Bodies: checkpoints between sharding strategies, kept parameters, cut states, and main weights as parameters."""
+"""Bodies: checkpoints between sharding strategies, kept parameters, sharded states, and main weights as parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Way:
         name: of the way.
         axes: mesh axes.
         options: of `fully_shard`.
-        kept: names of modules that `fsdp_no_shard` keeps whole.
+        kept: names of modules that `fsdp_no_shard` leaves unsharded.
         wide: whether a precision policy makes bf16 parameters fp32 main weights.
     """
 
@@ -54,7 +54,7 @@ class Sharded(Run):
 
 
 def whole_state(run: Run) -> dict[str, torch.Tensor]:
-    """Main weights (parameters, where there are none) and state, whole, by name. Collective."""
+    """Main weights (parameters, where there are none) and state, unsharded, by name. Collective."""
     results = {}
     for name, parameter in run.model.named_parameters():
         state = run.optimizer.state.get(parameter, {})

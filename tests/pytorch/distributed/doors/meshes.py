@@ -81,7 +81,7 @@ def training(
         for x in inputs:
             (loss_of(reference, x) / copies).backward()
         compare(checks, f"step {step}: gradient of", gradients(model), gradients(reference))
-        # Stages are of one model where the mesh says so, else models of their own.
+        # Stages are of one model where the mesh says so, else their own models.
         expected = torch.nn.utils.get_total_norm(list(gradients(reference).values()))
         if first == "pp" and not sliced:
             squares = expected.square()

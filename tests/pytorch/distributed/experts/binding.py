@@ -190,7 +190,7 @@ def current_scaling(quantized: bool) -> None:
 
 
 def memory(axes: dict[str, int]) -> dict[str, Any]:
-    """Bytes of expert weights and of their optimizer state on this rank, and of the whole model's."""
+    """Bytes of expert weights and of their optimizer state on this rank, and of the unsharded model's."""
     import te_fsdp
 
     experts = 8

@@ -103,7 +103,7 @@ def batch(
 
 
 def _part(tensor: torch.Tensor, meshes: Any) -> torch.Tensor:
-    """This rank's tokens: data parallelism cuts them, tp does not."""
+    """This rank's tokens: data parallelism shards them, tp does not."""
     replica = meshes.device_mesh.get_local_rank("dp_replicate")
     place = replica * meshes.size("dp_shard") + meshes.device_mesh.get_local_rank("dp_shard")
     return tensor.chunk(meshes.size("dp_replicate") * meshes.size("dp_shard"))[place].contiguous()
@@ -171,7 +171,7 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _without_reduction(recipe: Any) -> Any:
-    """The recipe for one rank alone: its amaxes are those of the whole batch already."""
+    """The recipe for one rank alone: its amaxes are those of the full batch already."""
     import dataclasses
 
     return (

@@ -27,11 +27,11 @@ def ranks(mesh: str) -> int:
 
 
 def allowed(case: dict[str, Any]) -> bool:
-    """Whether TE trains a case with `mesh`, `form` (recipe, weights) and `bias`, and its shapes have whole blocks."""
+    """Whether TE trains a case with `mesh`, `form` (recipe, weights) and `bias`, and its shapes have full blocks."""
     (recipe, weights), mesh = case["form"], MESHES[case["mesh"]]
     if mesh.get("tp", 1) > 1 and (case["bias"] or recipe == "current"):
         return False  # TE refuses both
-    # Dense float8-block weights of the tests' width have whole blocks for two FSDP ranks.
+    # Dense float8-block weights of the tests' width have full blocks for two FSDP ranks.
     dense = ranks(case["mesh"]) // mesh.get("tp", 1) // mesh.get("dp_replicate", 1)
     return (recipe, weights) != ("block", "quantized") or dense == 2
 

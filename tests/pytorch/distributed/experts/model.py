@@ -182,7 +182,7 @@ def build(
 
 
 def width_of(recipe_name: str, weights: str) -> int:
-    """Hidden size of which every format finds whole blocks in a shard of the tests' meshes."""
+    """Hidden size of which every format finds full blocks in a shard of the tests' meshes."""
     if weights != "quantized":
         return 128
     return 256 if recipe_name == "block" else 128

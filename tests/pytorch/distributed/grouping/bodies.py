@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class _SumOverTp(torch.autograd.Function):
-    """Sum of row-parallel outputs; every rank has the whole gradient."""
+    """Sum of row-parallel outputs; every rank has the unsharded gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

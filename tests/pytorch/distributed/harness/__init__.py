@@ -35,7 +35,7 @@ A failing, dying or hanging rank raises `BodyFailed` (an AssertionError) with tr
 is noticed 15 s after the first failure, or at `timeout`; then the workers are replaced. Between runs
 workers keep only imported modules and, on the CPU, what DTensor has decided of shardings (`harness.decisions`,
 without its meshes): process groups, DTensor caches, TE's `FP8GlobalStateManager`,
-os.environ, the working directory, seeds and torch defaults are put back. Undo monkeypatches yourself.
+os.environ, the working directory, seeds and torch defaults are restored. Undo monkeypatches yourself.
 
 Fixtures: `pool`, `arch` ("9.0", "10.0"; the real capability on GPUs), `device_type`. Markers: `ranks(n)` (a
 test parameter `world_size` counts as well), `arch(...)`, `gpu` (only on GPUs), `cpu` (only on the CPU),

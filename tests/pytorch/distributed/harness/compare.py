@@ -21,7 +21,7 @@ class Difference(NamedTuple):
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole logical tensor in high precision on the CPU, detached, in memory of its own.
+    """The unsharded logical tensor in high precision on the CPU, detached, in memory of its own.
 
     A DTensor is gathered (Partial ones are reduced, `_StridedShard` and uneven shards put in their places):
     all ranks of its mesh must call this together. Quantized tensors, whole or as the local part of a DTensor,
@@ -74,7 +74,7 @@ def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) ->
 def assert_close(
     name: str, actual: torch.Tensor, expected: torch.Tensor, rtol: float, why: str, *, floor: float = 0.0
 ) -> Difference:
-    """Require a small relative error of the whole tensor and of each element, computed in float64.
+    """Require a small relative error of the unsharded tensor and of each element, computed in float64.
 
     Both must hold: ||a - e|| <= rtol * ||e||, and |a - e| <= rtol * max|e| for every element. All values must
     be finite. Dtypes may differ.

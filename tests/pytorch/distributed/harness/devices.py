@@ -71,7 +71,7 @@ def backend() -> str:
 
 
 def _real_te_is_installed() -> bool:
-    # by distribution: TE loads its compiled module from a folder of its own, where no import finds it
+    # by distribution: TE loads its compiled module from its own folder, where no import finds it
     try:
         importlib.metadata.version("transformer_engine_torch")
     except importlib.metadata.PackageNotFoundError:

@@ -29,7 +29,7 @@ def live_bytes() -> int:
 
 
 def allocated() -> int:
-    """Bytes that were asked of the CUDA allocator, which gives each tensor whole blocks of 512; 0 on the CPU."""
+    """Bytes that were asked of the CUDA allocator, which gives each tensor full blocks of 512; 0 on the CPU."""
     if devices.device_type() == "cpu":
         return 0
     gc.collect()

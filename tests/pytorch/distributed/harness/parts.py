@@ -13,7 +13,7 @@ def own_parts(model: nn.Module, group: Any, *, experts: bool = False) -> nn.Modu
     """Move the rows of each part that TE's modules hold of a weight, by as many as the rank's number in ``group``.
 
     Every rank of the pool draws the same numbers: parts of one weight would be equal, which te_fsdp refuses. What all
-    ranks hold whole stays equal.
+    ranks replicate stays equal.
 
     Args:
         model: With stock TE modules on the device, or on meta (then nothing is done), not bound to meshes.

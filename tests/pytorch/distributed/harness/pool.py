@@ -162,7 +162,7 @@ class WorkerPool:
         workers = self._ensure(world_size)
         self._number += 1
         started = time.monotonic()
-        # Each group gets a store of its own: ranks that read the keys of an earlier group would wait for
+        # Each group gets its own store: ranks that read the keys of an earlier group would wait for
         # dead peers. A file, since connecting to a TCPStore was seen to stall for 5 s; env:// needs one.
         store = None if init_group else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         store_file = Path(self._processes.run_dir) / f"store-{self._number}"

@@ -1,4 +1,4 @@
-"""The distributed tests in several processes of pytest, with `-n` of pytest-xdist: each has a pool of its own.
+"""The distributed tests in several processes of pytest, with `-n` of pytest-xdist: each has its own pool.
 
 Ranks wait for each other for a third of a run, which is time for the ranks of another pool. `conftest` makes the hooks
 of this file its own.

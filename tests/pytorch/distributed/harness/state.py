@@ -1,4 +1,4 @@
-"""Per-process state: what a worker loads once, and what is put back between two runs.
+"""Per-process state: what a worker loads once, and what is restored between two runs.
 
 The private torch names used here are those of caches that outlive a process group. They are looked up, never
 required, so that a torch version without one of them still works.
@@ -192,7 +192,7 @@ def _empty_lost_meshes() -> None:
 def _clear_dtensor_caches() -> None:
     """Forget cached sharding decisions: they hold meshes, and those of dead groups equal new ones.
 
-    The caches are per thread, and on GPUs backward runs in a thread of its own: clear them there too.
+    The caches are per thread, and on GPUs backward runs in its own thread: clear them there too.
     """
     _clear_dtensor_caches_of_thread()
     if devices.device_type() == "cuda" and torch.cuda.is_initialized():

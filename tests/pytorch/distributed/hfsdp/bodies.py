@@ -141,7 +141,7 @@ def stored(tensors: list[Any]) -> int:
 
 
 def exempt_parts(axes: dict[str, int]) -> list[tuple[int, ...]]:
-    """Shapes of a moment that this rank keeps for parameters which ``fsdp_no_shard`` keeps whole."""
+    """Shapes of a moment that this rank keeps for parameters which ``fsdp_no_shard`` leaves unsharded."""
     run = Run(Case("adamw", exempt=("head",)), axes)
     run.steps(1)
     shapes = []

@@ -1,4 +1,4 @@
-"""Bodies: checkpoints of cut optimizer state onto other meshes."""
+"""Bodies: checkpoints of sharded optimizer state onto other meshes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def elsewhere(case: dict[str, Any], saved: Place, others: list[Place], directory
 
 
 def whole_state(run: Run) -> dict[str, torch.Tensor]:
-    """Weights and state of a run, whole, by name. Collective."""
+    """Weights and state of a run, unsharded, by name. Collective."""
     results = {}
     for name, parameter in run.model.named_parameters():
         results[name] = harness.full(parameter)

@@ -55,7 +55,7 @@ def training(
     """Two SGD steps, compared with one process.
 
     Returns:
-        Comparisons; bytes of whole gradients that are left behind on weights after the last step.
+        Comparisons; bytes of unsharded gradients that are left behind on weights after the last step.
     """
     import te_fsdp
 

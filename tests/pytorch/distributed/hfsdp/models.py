@@ -89,7 +89,7 @@ class Head(nn.Module):
 
 
 def make_optimizer(name: str, model: nn.Module) -> Any:
-    """The optimizer in two groups with options of their own."""
+    """The optimizer in two groups with their own options."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     kind, options = OPTIMIZERS[name]

@@ -1,4 +1,4 @@
-"""Bodies: who reads `.grad` between a backward and the step, where each copy of the model has an average of its own."""
+"""Bodies: who reads `.grad` between a backward and the step, where each copy of the model has its own average."""
 
 from __future__ import annotations
 

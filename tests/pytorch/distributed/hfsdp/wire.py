@@ -27,7 +27,7 @@ def quantized(
     strategy: str = "optim_grads_params",
     fault: str = "",
 ) -> dict[str, Any]:
-    """Each weight is one quantization, by stock TE in one process, of its whole main weight, to the byte.
+    """Each weight is one quantization, by stock TE in one process, of its unsharded main weight, to the byte.
 
     Args:
         recipe: Of the weights.
@@ -91,7 +91,7 @@ def odd(recipe: str, axes: dict[str, int], shape: tuple[int, int], fault: str = 
         fault: As of :func:`quantized`.
 
     Returns:
-        How many buffers equal, to the byte, those of one quantization of the whole main weight.
+        How many buffers equal, to the byte, those of one quantization of the unsharded main weight.
     """
     import transformer_engine.pytorch as te
     from quantization.bodies import SEED
@@ -166,7 +166,7 @@ def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Modul
 
 
 def over_outer(main: DTensor, parameter: DTensor) -> DTensor:
-    """A cut main weight as it would be if it was not cut: all holders' rows, placed as the parameter. Collective."""
+    """The unsharded main weight: all holders' rows, placed as the parameter. Collective."""
     from te_fsdp.features.main_params import rows_of_state
 
     cut = rows_of_state(main, parameter)

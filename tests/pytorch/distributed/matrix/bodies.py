@@ -268,7 +268,7 @@ class Cut:
         self.parts = self.dp_size * self.tp_parts
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Data parallelism cuts samples, sequence parallelism tokens."""
+        """Data parallelism shards samples, sequence parallelism tokens."""
         tensor = tensor.chunk(self.dp_size, BATCH_DIM)[self.dp_rank]
         if self.tp_parts > 1:
             tensor = tensor.chunk(self.tp_parts, SEQUENCE_DIM)[self.tp_rank]
@@ -337,7 +337,7 @@ class Check:
             self.findings.failures.append(f"{name}: a gradient, where one process has None")
 
     def loss(self, place: str, actual: float, elements: int) -> None:
-        """The mean over the whole micro-batch."""
+        """The mean over the full micro-batch."""
         expected, first = float(self.expected[f"loss {place}"]), float(self.expected[f"loss 0.{place[-1]}"])
         bound = loss_bound(self.output_bound, self.gradient_bound, first, expected, elements)
         self._share(f"loss {place}", abs(actual - expected), bound)

@@ -154,14 +154,14 @@ class Trunk(nn.Module):
         return output[0] if isinstance(output, tuple) else output
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        with autocast(self.recipe, self.group):  # torch's checkpoint knows nothing of TE's autocast
+        with autocast(self.recipe, self.group):  # torch's checkpoint does not support TE's autocast
             if self.checkpointing == "own" and not hasattr(self.inner, "checkpoint"):
                 return self.inner(x, checkpoint_core_attention=True)
             return self.inner(x)
 
 
 def width_of(recipe: str, weights: str) -> int:
-    """Hidden size of which every format finds whole blocks in a shard of 8 ranks."""
+    """Hidden size of which every format finds full blocks in a shard of 8 ranks."""
     block = {"block": 128, "hybrid": 128}.get(recipe, 32)
     return 512 if weights == "quantized" and block == 128 else 256
 

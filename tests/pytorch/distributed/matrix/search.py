@@ -1,6 +1,6 @@
 """Body of the random search: train one drawn configuration for three steps and compare with stock TE in one process.
 
-The oracle is that of `matrix.bodies`: rank 0 trains the unsharded model on the whole batch. Outputs, gradients by
+The oracle is that of `matrix.bodies`: rank 0 trains the unsharded model on the full batch. Outputs, gradients by
 value, their norm and the updates of main weights are compared, within the bounds of `matrix.tolerances`. HFSDP has no
 gradients over all replicas that one could read: there, norms and updates are.
 """

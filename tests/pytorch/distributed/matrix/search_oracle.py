@@ -1,4 +1,4 @@
-"""The oracle of the random search: stock TE in one process, with main weights of its own where the policy has them."""
+"""The oracle of the random search: stock TE in one process, with its own main weights where the policy has them."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def trained(model: nn.Module, mains: dict[str, nn.Parameter] | None = None) -> l
 
 
 def width(drawn: Configuration) -> int:
-    """Return a hidden size in which every format finds whole blocks."""
+    """Return a hidden size in which every format finds full blocks."""
     return width_of(drawn.recipe, drawn.weights)
 
 

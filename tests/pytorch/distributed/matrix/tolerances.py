@@ -15,7 +15,7 @@ The error of rounding to m bits of mantissa is uniform within one unit in the la
 the lower end of a binade and half of that at its upper end: u <= 2^-m / sqrt(12). Stochastic rounding doubles the
 variance. The bound is on the norm of a tensor's difference relative to its own norm, which sums over thousands of
 elements and so has next to no spread of its own. A row of 64 elements or more may be off by ROW times as much, a single
-element by PEAK standard deviations, each relative to the larger of its own size and that of the whole tensor.
+element by PEAK standard deviations, each relative to the larger of its own size and that of the unsharded tensor.
 """
 
 from __future__ import annotations

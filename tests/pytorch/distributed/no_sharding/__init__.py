@@ -1,1 +1,1 @@
-"""Bodies of test_no_shard: parameters that stay whole on every data-parallel rank."""
+"""Bodies of test_no_shard: parameters that stay unsharded on every data-parallel rank."""

@@ -135,13 +135,13 @@ def _fail(*unused: Any) -> None:
 
 
 def batch_of_all(seed: int = 3) -> torch.Tensor:
-    """The whole batch of :func:`batch`."""
+    """The full batch of :func:`batch`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(harness.device())
 
 
 class Methods(nn.Module):
-    """A unit with a method of its own, which a root calls instead of the unit."""
+    """A unit with its own method, which a root calls instead of the unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Unit(nn.Linear):
 
 
 def forward_method(how: str) -> bool:
-    """A method that is registered, of an exempt unit, or "forgotten" reads whole weights. Raises if it does not."""
+    """A method that is registered, of an exempt unit, or "forgotten" reads unsharded weights. Raises if it does not."""
     import te_fsdp
 
     torch.manual_seed(3)
@@ -225,7 +225,7 @@ def _careless() -> Iterator[None]:
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and optimizer states as whole tensors."""
+    """Parameters and optimizer states as unsharded tensors."""
     results = {}
     for name, parameter, _ in shards(model):
         prefix, _, own = name.rpartition(".")

@@ -13,7 +13,7 @@ STAGES = ("bound", "sharded", "materialized")
 
 
 def assigned(stages: list[str], recipe: str) -> list[str]:
-    """Values arrive bit for bit in the parameters that are there, a step moves them; whole tensors are refused.
+    """Values arrive bit for bit in the parameters that are there, a step moves them; unsharded tensors are refused.
 
     Args:
         stages: Of :data:`STAGES`.

@@ -91,7 +91,7 @@ def _without(lifecycle: Any) -> Any:
 
 
 def _differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, meshes: Any) -> dict[str, list[str]]:
-    """Compare what tp ranks hold whole. Collective over tp."""
+    """Compare what tp ranks replicate. Collective over tp."""
     from te_fsdp.upstream import torch_dtensor as _torch
 
     group, size = meshes.tp.get_group(), meshes.tp.size()

@@ -43,7 +43,7 @@ class Waves(nn.Module):
 
 
 class Zoo(nn.Module):
-    """TE modules between modules that TE does not know."""
+    """TE modules between modules outside of TE."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Each builder takes a `Build` (device, tensor-parallel group, sequence parallelism) and its own options, and returns a
 `Subject`: the module, the shapes of its global inputs, and which dim of inputs and outputs `tp` cuts. Activations are
-(sequence, batch, hidden), data parallelism cuts the batch, sequence parallelism the sequence.
+(sequence, batch, hidden), data parallelism shards the batch, sequence parallelism the sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Build:
     Attributes:
         device: device of the parameters, "meta" included.
         tp_group, tp_size: tensor parallelism, as TE's constructors take it.
-        sequence_parallel: whether activations outside the GEMMs are cut along the sequence.
+        sequence_parallel: whether activations outside the GEMMs are sharded along the sequence.
     """
 
     device: Any
@@ -49,7 +49,7 @@ class Build:
 
     @property
     def cut(self) -> int | None:
-        """The dim in which sequence parallelism cuts activations."""
+        """The dim in which sequence parallelism shards activations."""
         return SEQUENCE_DIM if self.sequence_parallel else None
 
 

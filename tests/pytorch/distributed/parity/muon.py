@@ -93,7 +93,7 @@ def _rows(name: str, interleaved: bool) -> list[list[int]]:
 
 
 class OneProcess:
-    """torch's own optimizers; each matrix of a fused weight is a parameter of its own."""
+    """torch's own optimizers; each matrix of a fused weight is its own parameter."""
 
     def __init__(self, model: nn.Module, matrices: list[str], rows: dict[str, list[list[int]]]) -> None:
         self.model, self.parts = model, []

@@ -1,4 +1,4 @@
-"""Bodies about models with an initialization of their own: its numbers are those of one process, on any mesh."""
+"""Bodies about models with their own initialization: its numbers are those of one process, on any mesh."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def equals_one_process(
     if route == "bound":
         te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
         te_fsdp.materialize(model)
-    # FSDP2 gives a unit a class of its own, whose __module__ is torch's.
+    # FSDP2 gives a unit its own class, whose __module__ is torch's.
     units: dict[str, Any] = {"units": ["blocks.0", "blocks.1"]} if kind == "Public" else {}
     te_fsdp.fully_shard(model, meshes, strategy=strategy, **units)
     if route == "sharded":

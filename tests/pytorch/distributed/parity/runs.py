@@ -1,12 +1,12 @@
 """Train a sharded model and the stock single-process one side by side; every rank compares its own shards.
 
-Every rank holds the whole reference model and the whole batch. It compares the rectangles of each original tensor that
+Every rank holds the whole reference model and the full batch. It compares the rectangles of each original tensor that
 its local shard consists of (`shard_info`), so that nothing is gathered for a comparison and every rank must be right.
 
 Tolerance, fp32. Each value of either model is a chain of about ten sums of at most n = 256 products; the two models add
 in different orders (tp and dp split the sums). Each sum differs by about sqrt(n) * 2^-24 = 1e-6 of the size of its
 terms, and ten independent ones by about 3e-6: RTOL = 1e-5. It holds for the norm of each shard, and for each of its
-elements relative to the larger of the shard's maximum and the whole parameter's root mean square.
+elements relative to the larger of the shard's maximum and the unsharded parameter's root mean square.
 
 Adam divides gradients by their own size, so that where |g| is near rounding noise it would make noise a full step:
 an error d of a gradient moves the update by at most lr * d / eps. EPSILON is chosen near the size of the gradients here

@@ -14,7 +14,7 @@ SEED = 11
 
 
 class Model(nn.Module):
-    """Embedding, layers of TE under the numbers of the whole model, a norm and a head.
+    """Embedding, layers of TE under the numbers of the unsharded model, a norm and a head.
 
     Attributes:
         layers: By number.

@@ -26,7 +26,7 @@ def _built(meshes: Any, per_rank: int = 1, **options: Any) -> tuple[Any, torch.o
 
 
 def trained(directory: str, name: str, **options: Any) -> list[str]:
-    """One process: steps of the whole model, saved with what the run needs."""
+    """One process: steps of the unsharded model, saved with what the run needs."""
     import te_fsdp
 
     model, optimizer = _built(meshes_of(1), **options)

@@ -103,7 +103,7 @@ def training(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> dict[str, Any]:
-    """Steps of a pipeline and of one process, both from one checkpoint of the whole model.
+    """Steps of a pipeline and of one process, both from one checkpoint of the unsharded model.
 
     Args:
         directory: With a checkpoint ``whole``.
@@ -203,7 +203,7 @@ def _built(
     dtype: torch.dtype,
     **options: Any,
 ) -> tuple[list[nn.Module], Model]:
-    """This rank's stages, and the whole model in one process, with the values of one checkpoint."""
+    """This rank's stages, and the unsharded model in one process, with the values of one checkpoint."""
     import te_fsdp
 
     pp, each = meshes.pp.size(), 2 if kind in ("interleaved", "zero bubble") else 1

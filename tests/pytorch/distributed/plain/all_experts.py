@@ -117,7 +117,7 @@ def moves(sharder: str, directory: str) -> dict[str, Any]:
     for name, parameter in job.model.inner.named_parameters():
         if int(name.removeprefix("weight")) + 2 * dist.get_rank(job.model.ep) == 1:
             with torch.no_grad():
-                parameter.mul_(8)  # a scale of its own
+                parameter.mul_(8)  # its own scale
     for position in range(3):
         job.step(position)
     saved = _delayed(job)

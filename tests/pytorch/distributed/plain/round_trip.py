@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 HIDDEN, FFN, HEADS, BATCH, SEQUENCE, EXPERTS = 512, 512, 16, 4, 32, 4
-#: Rows of each expert in a rank's part of the batch, of which all formats take whole blocks.
+#: Rows of each expert in a rank's part of the batch, of which all formats take full blocks.
 ROWS = 128
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -36,7 +36,7 @@ EXPERT_KINDS = ("experts", "one parameter")
 
 
 def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the rows of all ranks of ep, so that each expert multiplies the whole batch on every mesh."""
+    """Return the rows of all ranks of ep, so that each expert multiplies the full batch on every mesh."""
     if group is None:
         return rows
     parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]

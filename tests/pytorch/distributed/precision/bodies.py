@@ -236,7 +236,7 @@ def _accumulated(
 
 
 def _one_linear(recipe: str, **kwargs: Any) -> nn.Module:
-    """A linear; with a quantized weight of whole blocks, whose scales need no padding on two ranks."""
+    """A linear; with a quantized weight of full blocks, whose scales need no padding on two ranks."""
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
 

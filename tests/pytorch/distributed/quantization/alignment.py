@@ -1,4 +1,4 @@
-"""Bodies: weights whose rows do not divide into whole blocks, or not at all, over the FSDP ranks."""
+"""Bodies: weights whose rows do not divide into full blocks, or not at all, over the FSDP ranks."""
 
 from __future__ import annotations
 

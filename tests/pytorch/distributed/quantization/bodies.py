@@ -199,7 +199,7 @@ class Stepper:
 def losses_of_one_process(
     reference: nn.Module, recipe: Any, batch: tuple[torch.Tensor, torch.Tensor], steps: int = STEPS
 ) -> list[float]:
-    """Losses of stock TE on the whole batch: rank 0 trains, and tells the others. Collective over the world."""
+    """Losses of stock TE on the full batch: rank 0 trains, and tells the others. Collective over the world."""
     alone, told = dist.new_group([0]), [[]]
     if dist.get_rank() == 0:
         step = Stepper(reference, recipe, None, False, group=alone)
@@ -225,7 +225,7 @@ def _initialised(
 
 
 def _forget_weight_mesh(model: nn.Module) -> None:
-    """Negative control: every shard would be quantized with a scale of its own from now on."""
+    """Negative control: every shard would be quantized with its own scale from now on."""
     from te_fsdp.records import binding_of
 
     for module in model.modules():

@@ -16,7 +16,7 @@ from quantization.alignment import Pair, pair
 
 HIDDEN, MIDDLE = 256, 512
 BATCH = 8
-#: Of torch's CUDA allocator: every tensor takes whole blocks of this size.
+#: Of torch's CUDA allocator: every tensor takes full blocks of this size.
 CUDA_BLOCK = 512
 #: Bytes of a module with one weight, without the weight. Delayed scaling: 1024 amaxes and a scale, fp32, of input,
 #: weight and output, and of two gradients. Other recipes keep nothing.

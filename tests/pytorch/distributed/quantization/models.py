@@ -1,6 +1,6 @@
 """Models for quantized training: every module kind with GEMM weights, hidden -> hidden, built anywhere.
 
-Sizes fit every format on 8 ranks: block formats need whole blocks in each shard (32 rows of MXFP8: 32 x 2 x 4
+Sizes fit every format on 8 ranks: block formats need full blocks in each shard (32 rows of MXFP8: 32 x 2 x 4
 = 256).
 """
 

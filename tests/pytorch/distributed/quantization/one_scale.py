@@ -1,7 +1,7 @@
 """Bodies: every shard of a quantized weight holds the bytes and the scale that one process would give it.
 
 The oracle of each comparison is a stock TE model in one process, without te_fsdp: its weights are quantized by
-TE itself from the whole value, gathered from all ranks. Raw buffers are compared, not dequantized values.
+TE itself from the full value, gathered from all ranks. Raw buffers are compared, not dequantized values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def steps_of(recipe: str) -> int:
 
 
 def width_of(recipe: str, shards: int) -> int:
-    """A small hidden size of which every rank of a mesh gets whole blocks.
+    """A small hidden size of which every rank of a mesh gets full blocks.
 
     Args:
         recipe: Recipe name.
@@ -193,7 +193,7 @@ def named_weights(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Ten
 
 
 def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
-    """The whole original tensor of which every rank holds pieces, put together on each rank, bit for bit."""
+    """The unsharded original tensor of which every rank holds pieces, put together on each rank, bit for bit."""
     from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -298,7 +298,7 @@ def same_buffers(
 
 
 def buffers_of(local: Any, label: str) -> list[Any]:
-    """The components of a quantized tensor; of a hybrid one those of both parts, by names of their own."""
+    """The components of a quantized tensor; of a hybrid one those of both parts, by their own names."""
     from te_fsdp.quantized.components import Component, components_of
 
     if type(local).__name__ != "HybridQuantizedTensor":

@@ -78,7 +78,7 @@ def adamw(implementation: str, recipe: str, dp_replicate: int, tp: int) -> dict[
 
 
 def beginnings(recipe: str) -> int:
-    """Main weights begin at the values drawn, also of weights that are whole on each rank.
+    """Main weights begin at the values drawn, also of replicated weights.
 
     Returns:
         Number of main weights compared.

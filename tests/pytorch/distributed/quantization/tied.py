@@ -16,7 +16,7 @@ FEATURES = 256
 
 
 class Tied(nn.Module):
-    """Two layers over one weight, and one with a weight of its own."""
+    """Two layers over one weight, and one with its own weight."""
 
     def __init__(self, device: Any) -> None:
         super().__init__()

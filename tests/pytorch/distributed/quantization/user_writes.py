@@ -50,7 +50,7 @@ class Model(nn.Module):
         import transformer_engine.pytorch as te
 
         super().__init__()
-        # Each of 2 shards has a whole block.
+        # Each of 2 shards has a full block.
         self.width = 256 if recipe == "block" else 64
         self.recipe = None if recipe == "none" else recipe_of(recipe)
         options: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": device}

@@ -60,7 +60,7 @@ def writes(recipe: str, dp_replicate: int, tp: int) -> int:
             for name, _, _, parameter in named_weights(model):
                 weight, value = oracle.get_parameter(name), values[name]
                 if way == "whole" and recipe == "delayed":
-                    # Loaded values have a scale of their own, E4M3's largest number by theirs.
+                    # Loaded values have their own scale, E4M3's largest number by theirs.
                     scale = parameter._local_tensor._quantizer.scale
                     torch.testing.assert_close(scale, 448 / value.float().abs().max(), rtol=1e-6, atol=0)
                     weight._quantizer.scale.copy_(scale)
@@ -71,7 +71,7 @@ def writes(recipe: str, dp_replicate: int, tp: int) -> int:
 
 
 def new_values(oracle: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Other whole values of each quantized weight; the largest one moves through the matrix."""
+    """Other full values of each quantized weight; the largest one moves through the matrix."""
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for name, _, _, parameter in named_weights(oracle):
@@ -83,7 +83,7 @@ def new_values(oracle: nn.Module, seed: int) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def write(way: str, model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Write whole values into a sharded model by one of :data:`WAYS`."""
+    """Write full values into a sharded model by one of :data:`WAYS`."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     pieces = {n: piece(m, own, p, values[n]) for n, m, own, p in named_weights(model)}
@@ -129,7 +129,7 @@ def parts_of(local: Any) -> list[Any]:
 
 
 def piece(module: nn.Module, own: str, parameter: torch.Tensor, value: torch.Tensor) -> DTensor:
-    """This rank's part of a whole value, placed as the parameter."""
+    """This rank's part of a full value, placed as the parameter."""
     from te_fsdp.shard_info import shard_info
 
     info = shard_info(module, own, parameter)

@@ -44,7 +44,7 @@ def one_process(
 ) -> list[list[float]]:
     """Return the losses of each step by part, trained by stock TE without sharding from the initial weights.
 
-    ``parts`` has the number of parts of each step. Each part of a step is a forward of its own, as on its rank.
+    ``parts`` has the number of parts of each step. Each part of a step is its own forward, as on its rank.
     """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling

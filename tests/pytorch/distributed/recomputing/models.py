@@ -14,7 +14,7 @@ from torch.utils import checkpoint as of_torch
 
 BLOCKS = 2
 SEQUENCE, BATCH = 16, 4
-#: Width: whole blocks of every format in the shards of two ranks; and of every format but float8-block.
+#: Width: full blocks of every format in the shards of two ranks; and of every format but float8-block.
 WIDE, NARROW = 256, 128
 #: Position of a checkpoint: around each unit, around modules in it, around both units at once, nested, or with
 #: torch's selection of what is kept; "own" is TE's LayerNormMLP(checkpoint=True).
@@ -26,7 +26,7 @@ KINDS = ("torch", "torch_reentrant", "te", "te_reentrant", "torch_offload", "te_
 
 
 class Block(nn.Module):
-    """A unit: TE modules, called by a module that has a parameter of its own."""
+    """A unit: TE modules, called by a module that has its own parameter."""
 
     def __init__(self, way: Way, recipe: Any, group: Any, hidden: int, **kwargs: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
         return x
 
     def _with_recipe(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with autocast(self.recipe, self.group):  # torch's checkpoint knows nothing of TE's autocast
+        with autocast(self.recipe, self.group):  # torch's checkpoint does not support TE's autocast
             return module(x)
 
 

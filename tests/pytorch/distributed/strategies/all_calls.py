@@ -122,7 +122,7 @@ def _by_fsdp2(case: str) -> tuple[nn.Module, Any]:
 
 
 def _by_none(case: str) -> tuple[nn.Module, Any]:
-    """The same compute on one rank's whole weights."""
+    """The same compute on one rank's unsharded weights."""
     axes, is_fp8, _ = CASES[case]
     ep, tp = axes.get("ep", 1), axes.get("tp", 1)
     of_tp: dict[str, Any] = {}

@@ -95,7 +95,7 @@ def quantized(recipe: str) -> dict[str, list[float]]:
 
 
 def _small_blocks() -> Any:
-    """Sizes that are whole blocks of every format for two ranks."""
+    """Sizes that are full blocks of every format for two ranks."""
     from strategies import models
     from strategies.bodies import replaced
 

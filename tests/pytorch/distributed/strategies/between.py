@@ -220,7 +220,7 @@ def cleared_in_part_of_hsdp() -> None:
 
 
 def unread(strategy: str) -> None:
-    """A gradient that waits is not read by anybody: torch's norm, a loss scaler, a copy."""
+    """A gradient that waits is not read: torch's norm, a loss scaler, a copy."""
     import te_fsdp
 
     pair = Pair(strategy)

@@ -14,7 +14,7 @@ from strategies.corners import Net, inputs, same, shard, shards
 
 
 def _over_tp(options: dict[str, Any]) -> nn.Module:
-    """Return a model over tp: a norm, whose weight every tp rank has, and a linear module, which tp cuts."""
+    """Return a model over tp: a norm, whose weight every tp rank has, and a linear module, which tp shards."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

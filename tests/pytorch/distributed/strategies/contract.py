@@ -169,7 +169,7 @@ def flags(model: nn.Module) -> list[tuple[bool, ...]]:
 
 
 def nesting(strategy: str) -> dict[str, Any]:
-    """Contexts put back what was before, whatever it was and however they end."""
+    """Contexts restore what was before, whatever it was and however they end."""
     import te_fsdp
 
     pair = Pair(strategy)

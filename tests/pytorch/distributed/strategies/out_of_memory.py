@@ -30,7 +30,7 @@ class RunsOut(TorchDispatchMode):
 
 
 class Model(torch.nn.Module):
-    """Two units and a root with a weight of its own, whose 7 rows no mesh divides."""
+    """Two units and a root with its own weight, whose 7 rows no mesh divides."""
 
     def __init__(self, **options: Any) -> None:
         import transformer_engine.pytorch as te
@@ -94,10 +94,10 @@ def disturbed(
 
     Args:
         recipe: Of the quantized weights, or "none".
-        points: How many operations fail, each in a step of its own, drawn from all operations of the two microbatches:
+        points: How many operations fail, each in its own step, drawn from all operations of the two microbatches:
             gathers, products, reductions.
         axes: Of the meshes.
-        mended: False for the control: nothing is put back in order.
+        mended: False for the control: nothing is restored.
         **options: Of `te_fsdp.fully_shard`.
     """
     from strategies.bodies import replaced

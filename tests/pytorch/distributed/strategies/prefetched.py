@@ -13,7 +13,7 @@ from torch import nn
 
 import te_fsdp
 
-#: Two ranks have whole blocks of 128 rows, and tokens fill MXFP8 blocks.
+#: Two ranks have full blocks of 128 rows, and tokens fill MXFP8 blocks.
 HIDDEN, TOKENS, STEPS = 256, 32, 5
 
 

@@ -1,4 +1,4 @@
-"""Trainings over a shard axis of size 1, where each shard is the whole weight of its tp rank."""
+"""Trainings over a shard axis of size 1, where each shard is the unsharded weight of its tp rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def training(
 
     Args:
         recipe: TE's recipe of the weights, or ``"none"``.
-        lend: Whether whole shards lend their memory, and pass their gradients on.
+        lend: Whether complete shards lend their memory, and pass their gradients on.
         strategy: te_fsdp's.
         replicas: Whether the ranks are replicas, and not ranks of tp.
         precision: Arguments of ``MixedPrecisionPolicy``.
@@ -143,7 +143,7 @@ class _Parts(torch.nn.Module):
 
 
 def gradients(strategy: str) -> list[str]:
-    """Two backwards of replicas of whole shards, the second added to what the first has left.
+    """Two backwards of replicas of complete shards, the second added to what the first has left.
 
     Returns:
         The parameters whose gradients are the very memory that autograd has made.
