@@ -37,7 +37,7 @@ from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
 from te_fsdp.modules.extra_state import local_experts
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.quantized.components import components_of, describe_format, needed_components
+from te_fsdp.quantized.components import Component, components_of, describe_format, needed_components
 from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
 from te_fsdp.records import binding_of
 from te_fsdp.shard_info import ShardInfo, shard_info
@@ -391,13 +391,18 @@ def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:
     local: Any = owned.local
     for part in owned.parts():
         for component in components_of(local if part.index is None else local.experts[part.index], owned.fqn):
-            entry = whole_entry(component.tensor)
-            # Without a block a component belongs to the full weight (a scale per tensor). Every shard has it.
-            if component.block is not None:
-                rectangles = component.boxes(part.boxes, owned.fqn, part.original)
-                entry = cut_entry(component.tensor, component.shape(part.original), rectangles)
-            add_entry(entries, f"model.{owned.key}:{component.name}", as_grouped_entry(entry, part.place))
+            entry = as_grouped_entry(component_entry(component, part, owned.fqn), part.place)
+            add_entry(entries, f"model.{owned.key}:{component.name}", entry)
     return entries
+
+
+def component_entry(component: Component, part: OwnedPart, label: str) -> Entry:
+    """Return the entry of a component of one weight; PlacementError, which names ``label``, for cut blocks."""
+    # Without a block a component belongs to the full weight (a scale per tensor). Every shard has it.
+    if component.block is None:
+        return whole_entry(component.tensor)
+    rectangles = component.boxes(part.boxes, label, part.original)
+    return cut_entry(component.tensor, component.shape(part.original), rectangles)
 
 
 # --- delayed scaling's state: plain tensors of all GEMMs of a module; in a file, of all experts

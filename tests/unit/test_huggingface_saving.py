@@ -17,7 +17,7 @@ from te_fsdp.errors import CheckpointError
 
 def told(shape, *places, dtype=torch.float32):
     """A rank's description of a tensor of which it has rectangles."""
-    return Share(shape, torch.bfloat16, dtype, places=places)
+    return Share(shape, torch.bfloat16, dtype, places)
 
 
 def rows(name, height, width, ranks, rank):
@@ -29,7 +29,7 @@ def rows(name, height, width, ranks, rank):
 
 def holders(seen):
     describe_shares(seen)
-    held = [[(name, item.shape, item.values, [*item.places]) for name, item in own.items()] for own in seen]
+    held = [[(name, item.shape, item.values, [*item.pieces]) for name, item in own.items()] for own in seen]
     return holders_of("iter_weights", held)
 
 
@@ -58,11 +58,10 @@ def test_ranks_number_pieces_in_one_order():
     names = [f"layers.{n}.proj.weight" for n in range(12)]
     groups = [Group(((128, 128),), Form((f"theirs.{n}",)), Form((name,))) for n, name in enumerate(names)]
     shares = {name: share(128, 128) for name in names}
-    exact = {
-        name: {"data": share(128, 128, dtype=torch.uint8), "scale": share(1, 1, dtype=torch.float32)}
-        for name in names
-    }
-    plan = make_plan(shares, exact, SimpleNamespace(groups=groups), TeNames())
+    for name in names:
+        shares |= {f"{name}:data": share(128, 128, dtype=torch.uint8)}
+        shares |= {f"{name}:scale": share(1, 1, dtype=torch.float32)}
+    plan = make_plan(shares, SimpleNamespace(groups=groups), TeNames())
     in_order = [f"{name}:{kind}" for name in names for kind in ("data", "scale")]
-    assert [*plan.own] == [*plan.described] == [*plan.pieces] == in_order
+    assert [*plan.own] == [*plan.pieces] == in_order
     assert [piece.number for pieces in plan.pieces.values() for piece in pieces] == [*range(24)]

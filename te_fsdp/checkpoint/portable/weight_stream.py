@@ -30,7 +30,6 @@ from te_fsdp.checkpoint.portable.huggingface_map import ROUNDED, Group
 from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, given_or_default
 from te_fsdp.checkpoint.portable.weight_transfer import (
     BLOCK,
-    Share,
     TransferPlan,
     assemble,
     block_shares,
@@ -147,7 +146,6 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self.checksums: dict[str, list[list[int]]] = {}
         self.ended = self._warned = False
         self._shares, self._weights = shares_to_write(model, optimizer, config, names, blocks)
-        self._exact: dict[str, dict[str, Share]] = {}
         self._owned = owned = owned_parameters(model)
         self._versions = versions_of(one.parameter for one in owned)
         if format == "fp8-block":
@@ -158,16 +156,17 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                     why="GPT-2 stores them transposed, and no inference engine reads them in FP8",
                     fix="format='bf16'",
                 )
-            self._exact = {one.fqn: shares for one in owned if (shares := block_shares(one))}
+            for one in owned:
+                self._shares |= block_shares(one)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._tensors: Iterator[tuple[str, torch.Tensor | None]] = iter(())
 
     def start(self) -> None:
         """Agree on the plan and on the groups to send. Collective over the world."""
-        self._plan = make_plan(self._shares, self._exact, self._weights, self.names)
+        self._plan = make_plan(self._shares, self._weights, self.names)
         #: Shape and dtype of each tensor of the model, by name, in order.
         self.tensors = self._describe()
-        held = {name: pieces for name, pieces in self._plan.own.items() if name in self._plan.described}
+        held = self._plan.own
 
         def sums() -> dict[str, list[list[int]]]:
             for group in self._weights.groups:
@@ -210,7 +209,8 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         """Return shapes and dtypes of the tensors; raise CheckpointError for a model that does not fit the map."""
         # Only shapes and dtypes are needed, so nothing is ever read.
         described = partial(Lazy, read=cast("Any", None))
-        held = {name: described(one.shape, one.dtype) for name, one in self._plan.parameters.items()}
+        parameters = {name: one for name, one in self._plan.described.items() if ":" not in name}
+        held = {name: described(one.shape, one.dtype) for name, one in parameters.items()}
         # The map checks names and shapes of tensors that are never read here.
         plain, found = self._weights.lazily(held, to_te=False, dtype=self._dtype), {}
         for group in self._weights.groups:

@@ -21,11 +21,12 @@ from te_fsdp.checkpoint.async_save import aligned
 from te_fsdp.checkpoint.compare import check_whole_job
 from te_fsdp.checkpoint.holders import holders_of, lightest
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
-from te_fsdp.checkpoint.model_state import OwnedTensor, owned_parameters, tied_names
+from te_fsdp.checkpoint.model_state import OwnedTensor, component_entry, owned_parameters, tied_names
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, describe_model, given_or_default
 from te_fsdp.checkpoint.reader import with_remainders
+from te_fsdp.checkpoint.tensor_entries import Entry, cut_entry
 from te_fsdp.collectives.agreement import all_agree, gather, rank, row_checksums, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
@@ -49,16 +50,18 @@ class Share(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype  #: Of the parameter
     values: torch.dtype  #: Of what is sent
-    #: Offsets of each piece, and its values, which are read when they are sent
-    pieces: Sequence[tuple[tuple[int, ...], Lazy]] = ()
-    places: tuple[
-        tuple[tuple[int, ...], tuple[int, ...]], ...
-    ] = ()  #: The same in messages, with shapes as values
+    #: Offsets of each piece, and its values, which are read when they are sent; in messages its shape
+    pieces: Sequence[tuple[tuple[int, ...], Any]] = ()
+
+    @classmethod
+    def of(cls, entry: Entry, dtype: torch.dtype) -> Share:
+        """Return the share of a parameter of a dtype whose values are those of an entry."""
+        return cls(entry.shape, dtype, entry.dtype, [(p.offsets, InMemory(p.tensor)) for p in entry.pieces])
 
     @property
     def about(self) -> Share:
         """Return the description for other ranks."""
-        return self._replace(pieces=(), places=tuple((at, piece.shape) for at, piece in self.pieces))
+        return self._replace(pieces=[(at, piece.shape) for at, piece in self.pieces])
 
     @property
     def bytes(self) -> int:
@@ -105,15 +108,14 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
         state = optimizer.state[owned.parameter]["master_param"]
         entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
         assert entry is not None
-        held = [(one.offsets, InMemory(one.tensor)) for one in entry.pieces]
-        return Share(info.original_shape, dtype, main.dtype, held)
+        return Share.of(entry, dtype)
+    if main is None and not _te.is_quantized(local):
+        return Share.of(cut_entry(local, info.original_shape, info.boxes), dtype)
 
     def piece(box: Box) -> Lazy:
         at = box.local_slices()
         if main is not None:  # FusedAdam's remainders of bf16 weights
             return with_remainders(InMemory(local[at]), InMemory(main[at]))
-        if not _te.is_quantized(local):
-            return InMemory(local[at])
         return _Dequantized(local, at, box.sizes, dtype)
 
     held = [(box.original, piece(box)) for box in info.boxes]
@@ -125,9 +127,9 @@ def describe_shares(seen: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
     found: dict[str, Share] = {}
     for number, every in enumerate(seen):
         for name, about in every.items():
-            one = about._replace(places=())
+            one = about._replace(pieces=())
             # A rank without elements may have no main weight either.
-            if about.places and found.setdefault(name, one) != one:
+            if about.pieces and found.setdefault(name, one) != one:
                 raise CheckpointError(
                     f"{name}: of another kind on rank {number}",
                     expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
@@ -211,27 +213,23 @@ def has_whole_blocks(group: Group) -> bool:
 
 
 def block_shares(owned: OwnedTensor) -> dict[str, Share]:
-    """Return this rank's FP8 bytes and scales of a weight with one scale per 128 x 128 block; empty for others."""
+    """Return this rank's FP8 bytes (``NAME:data``) and scales (``NAME:scale``) of a weight; empty for other formats.
+
+    One scale per 128 x 128 block is what Hugging Face's FP8 weights have.
+    """
     local: Any = owned.local
     if owned.is_grouped or str(_te.format_of(local)) != "float8-block":
         return {}
     if getattr(local.get_metadata()["fp8_dtype"], "name", "") != "kFloat8E4M3":
         return {}
-    parts = {one.name: one for one in components_of(local, owned.fqn)}
+    (part,), have = owned.parts(), {one.name: one for one in components_of(local, owned.fqn)}
     found = {}
     for kind, name in (("data", "rowwise_data"), ("scale", "rowwise_scale_inv")):
-        if name not in parts:
-            return {}
-        part, original = parts[name], owned.info.original_shape
         try:
-            boxes = part.boxes(owned.info.boxes, owned.fqn, original)
-        except PlacementError:  # a shard that ends within a block
+            entry = component_entry(have[name], part, owned.fqn)
+        except (KeyError, PlacementError):  # without the component, or a shard that ends within a block
             return {}
-        held: list[tuple[tuple[int, ...], Lazy]] = [
-            (box.original, InMemory(part.tensor[box.local_slices()])) for box in boxes
-        ]
-        dtype = part.tensor.dtype
-        found[kind] = Share(part.shape(original), dtype, dtype, held)
+        found[f"{owned.fqn}:{kind}"] = Share.of(entry, entry.dtype)
     return found
 
 
@@ -257,9 +255,8 @@ class Piece(NamedTuple):
 class TransferPlan(NamedTuple):
     """Every tensor of the unsharded model as the ranks send it; the same on all ranks, except ``own``."""
 
-    parameters: dict[str, Share]  #: By name in the unsharded model
-    described: dict[str, Share]  #: Tensors that are sent
-    pieces: dict[str, list[Piece]]  #: By name of the tensor
+    described: dict[str, Share]  #: By name in the unsharded model, or of FP8 bytes and scales
+    pieces: dict[str, list[Piece]]  #: Of the tensors that are sent, by name
     exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
     own: dict[str, list[Lazy]]  #: This rank's pieces of the tensors, in the order of their numbers
 
@@ -313,47 +310,45 @@ def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[s
         )
 
 
-def make_plan(
-    shares: Mapping[str, Share], exact: Mapping[str, Mapping[str, Share]], weights: WeightMap, names: TeNames
-) -> TransferPlan:
-    """Choose the rank that sends each piece. Collective over the world: one gather of descriptions."""
-    mine = {name: share.about for name, share in shares.items()}
-    blocks = {name: {kind: share.about for kind, share in one.items()} for name, one in exact.items()}
-    everyone = gather((mine, blocks))
+def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -> TransferPlan:
+    """Choose the rank that sends each piece. Collective over the world: one gather of descriptions.
+
+    ``shares`` may have FP8 bytes and scales of weights in addition to their values.
+    """
+    everyone = gather({name: share.about for name, share in shares.items()})
     # Bytes are sent where every rank with a part of the weight has them in whole blocks, for all weights of a group.
     held = [
-        ({n for n, own in about.items() if any(math.prod(sizes) for _, sizes in own.places)}, exact_of)
-        for about, exact_of in everyone
+        {n for n, own in seen.items() if any(math.prod(sizes) for _, sizes in own.pieces)}
+        for seen in everyone
     ]
     fits = {
         name
         for group in weights.groups
         if is_linear(group, names) and has_whole_blocks(group)
         for name in group.te.names
-        if all(name in exact_of or name not in parts for parts, exact_of in held)
-        and any(name in exact_of for _, exact_of in held)
+        if all(f"{name}:data" in seen or name not in own for seen, own in zip(everyone, held, strict=True))
+        and any(f"{name}:data" in seen for seen in everyone)
     }
     chosen = frozenset(
         name for group in weights.groups if fits.issuperset(group.te.names) for name in group.te.names
     )
-    seen = []
-    for about, other in everyone:
-        sent = {name: one for name, one in about.items() if name not in chosen}
-        # In that rank's order: pieces are numbered by it, and the order of a set differs from process to process.
-        for name in (name for name in other if name in chosen):
-            sent |= {f"{name}:{kind}": one for kind, one in other[name].items()}
-        seen.append(sent)
-    described, load = describe_shares(seen), Counter[int]()
-    held = ([(name, one.shape, one.values, [*one.places]) for name, one in sent.items()] for sent in seen)
+
+    def is_sent(key: str) -> bool:
+        name, _, kind = key.partition(":")
+        return bool(kind) == (name in chosen)
+
+    # In each rank's order, by which its pieces are numbered.
+    sent = [[(name, one) for name, one in seen.items() if is_sent(name)] for seen in everyone]
+    described, load = describe_shares(everyone), Counter[int]()
+    messages = ([(name, one.shape, one.values, [*one.pieces]) for name, one in own] for own in sent)
     pieces: dict[str, list[Piece]] = {}
-    for name, (_, _, places, _) in holders_of("iter_weights", held).items():
+    for name, (_, dtype, places, _) in holders_of("iter_weights", messages).items():
         pieces[name] = []
         for (offsets, sizes), have in places.items():
-            count = math.prod(sizes) * described[name].values.itemsize
+            count = math.prod(sizes) * dtype.itemsize
             pieces[name].append(Piece(*lightest(have, load, count), name, offsets, sizes))
-    everything = {**shares, **{f"{name}:{kind}": s for name, one in exact.items() for kind, s in one.items()}}
-    own = {name: [piece for _, piece in everything[name].pieces] for name in seen[rank()]}
-    return TransferPlan(describe_shares([about for about, _ in everyone]), described, pieces, chosen, own)
+    own = {name: [piece for _, piece in shares[name].pieces] for name, _ in sent[rank()]}
+    return TransferPlan(described, pieces, chosen, own)
 
 
 def tensors_of(group: Group, plan: TransferPlan) -> list[str]:
@@ -362,7 +357,7 @@ def tensors_of(group: Group, plan: TransferPlan) -> list[str]:
     for name in group.names(te=True, tied=True):
         if name in plan.exact:
             found += [f"{name}:data", f"{name}:scale"]
-        elif name in plan.described:
+        elif name in plan.pieces:
             found.append(name)
     return found
 
