@@ -8,7 +8,6 @@ of no stage stay, and are a difference on all stages.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.checkpoint.equal_names import in_several
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
     ModelState,
@@ -32,7 +30,7 @@ from te_fsdp.checkpoint.model_state import (
     tied_names,
 )
 from te_fsdp.checkpoint.plain_dcp import cut_by_tp, has_original_order
-from te_fsdp.checkpoint.tensor_entries import GROUPED
+from te_fsdp.checkpoint.tensor_entries import GROUPED, refuse_equal_names
 from te_fsdp.collectives.agreement import all_agree, gather, gather_if_any, rank, world_size
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import (
@@ -331,11 +329,7 @@ def join(
     # Fields whose names are those of tensors or modules, of which each stage has its own.
     united = ("parameters", "buffers", "delayed", "tied")
     joined: dict[str, Any] = {name: _union([part[name] for part in fields], name) for name in united}
-    counts, patterns = Counter(chain(*(part["parameters"] for part in fields))), tuple(shared)
-    several = [name for name, count in counts.items() if count > 1]
-    several = [name for name in several if not any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if several:
-        raise in_several(several, "several stages")
+    refuse_equal_names(chain(*(part["parameters"] for part in fields)), shared, "several stages")
     joined["extra_states"] = list(dict.fromkeys(n for part in fields for n in part["extra_states"]))
     recorded = [part["semantics"] for part in fields]
     modules = _union([from_json(part) for part in recorded], "settings of modules")

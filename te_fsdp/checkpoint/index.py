@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from te_fsdp.checkpoint.extra import references
-from te_fsdp.checkpoint.holders import Rows
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
 from te_fsdp.checkpoint.shard_files import (
     DamagedFileError,
@@ -45,6 +44,7 @@ from te_fsdp.checkpoint.shard_files import (
     view_of,
     without_collector,
 )
+from te_fsdp.checkpoint.tensor_entries import Rows
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.unpickling import TableUnpickler
 from te_fsdp.upstream import torch_dtensor as _torch

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from te_fsdp.checkpoint.async_save import batches
-from te_fsdp.checkpoint.holders import boxes_of, is_tiling
 from te_fsdp.checkpoint.manifest import Tick, unreadable
 from te_fsdp.checkpoint.shard_files import DamagedFileError, elements_of
 from te_fsdp.checkpoint.storage import is_remote
+from te_fsdp.checkpoint.tensor_entries import boxes_of, is_tiling
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.quantized.components import covering, dequantize_box, needed_components

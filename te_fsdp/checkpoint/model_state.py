@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.checkpoint.equal_names import refuse_equal_names
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.tensor_entries import (
     GROUPED,
@@ -29,6 +28,7 @@ from te_fsdp.checkpoint.tensor_entries import (
     add_entry,
     as_grouped_entry,
     cut_entry,
+    refuse_equal_names,
     stacked_name,
     whole_entry,
 )
@@ -308,10 +308,9 @@ def model_state(
     """
     state = ModelState({id(owned.parameter): owned for owned in owned_parameters(model)})
     buffers = owned_tensors(model, "_buffers")
-    if shared is not None or not isinstance(model, JoinedModules):
-        refuse_equal_names(
-            [o.fqn for o in (*state.owned.values(), *buffers)], shared or (), isinstance(model, JoinedModules)
-        )
+    stages = "the stages of one rank" if isinstance(model, JoinedModules) else None
+    if shared is not None or stages is None:
+        refuse_equal_names([o.fqn for o in (*state.owned.values(), *buffers)], shared or (), stages)
     absent = [o.fqn for o in (*state.owned.values(), *buffers) if o.local.is_meta]
     if absent:
         raise CheckpointError(

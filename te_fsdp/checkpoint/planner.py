@@ -21,13 +21,21 @@ import numpy as np
 import torch
 
 from te_fsdp.checkpoint.async_save import Block, Staging, background, blocks_of, flat_rows
-from te_fsdp.checkpoint.holders import Held, Rows, holders_of, lightest
 from te_fsdp.checkpoint.index import Encoded, Stored, encode
 from te_fsdp.checkpoint.lazy_tensors import Lazy
 from te_fsdp.checkpoint.manifest import HAS_FOLDER, SUMS_PIECES, Manifest, read_manifest
 from te_fsdp.checkpoint.shard_files import Listed, SummedFile, Tick, crc32, synced, view_of, without_collector
 from te_fsdp.checkpoint.storage import is_remote
-from te_fsdp.checkpoint.tensor_entries import Entry, Piece, add_entry
+from te_fsdp.checkpoint.tensor_entries import (
+    Entry,
+    Held,
+    Piece,
+    Rows,
+    add_entry,
+    holders_of,
+    lightest,
+    pieces_held_by_rank,
+)
 from te_fsdp.collectives.agreement import RankMessenger, digest, row_checksums
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
@@ -172,14 +180,6 @@ def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], si
     # Numbers only: the plan outlives this save, and must not keep its tensors alive.
     plan.blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in plan.writes)]
     return plan
-
-
-def pieces_held_by_rank(entries: Mapping[str, Entry]) -> Held:
-    """Return the description of a rank's entries for rank 0. Local operation."""
-    return [
-        (key, entry.shape, entry.dtype, [(p.offsets, tuple(p.tensor.shape)) for p in entry.pieces])
-        for key, entry in entries.items()
-    ]
 
 
 @without_collector()

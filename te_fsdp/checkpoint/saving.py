@@ -20,7 +20,6 @@ from torch import nn
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.async_save import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
-from te_fsdp.checkpoint.equal_names import merge_copies
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
@@ -56,7 +55,7 @@ from te_fsdp.checkpoint.planner import (
 )
 from te_fsdp.checkpoint.shard_files import Listed, explain_os_errors, without_collector
 from te_fsdp.checkpoint.storage import absolute, listing
-from te_fsdp.checkpoint.tensor_entries import Entry, views_of
+from te_fsdp.checkpoint.tensor_entries import Entry, merge_copies, views_of
 from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, world_size
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_flags, shorten

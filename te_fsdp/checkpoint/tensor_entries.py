@@ -2,18 +2,25 @@
 
 An entry is one tensor of the files. A rank has pieces of it: views of its local tensor, each with its place in the
 original. A save reads the views, a load writes into them.
+
+Each rank describes its pieces to the others (:data:`Held`). :func:`holders_of` joins the descriptions of all ranks and
+checks that they tile the tensors. Of the ranks with copies of one piece, :func:`lightest` chooses the one that writes
+or sends it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
@@ -21,6 +28,12 @@ if TYPE_CHECKING:
 
 #: Layout of a grouped tensor in the manifest.
 GROUPED = "grouped"
+#: A rectangle of a tensor: where it begins, and its shape.
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+#: A rank's tensors: key, shape, dtype and places of its pieces. Pieces are numbered from 0 over all tensors.
+Held = list[tuple[str, tuple[int, ...], torch.dtype, list[Place]]]
+#: An array of int64 with a row for each piece.
+Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,166 @@ def views_of(
             whole = part.shape == leaf.shape and part.data_ptr() == leaf.data_ptr()
             views.append((at, None if whole else (part.shape, part.stride(), part.storage_offset())))
     return views
+
+
+# --- equal names
+
+
+def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str | None) -> None:
+    """Raise CheckpointError for several tensors of one name. Local operation.
+
+    ``shared`` are patterns of names that are allowed. ``stages`` says which stages have the names; ``None``: one model.
+    """
+    patterns, counts = tuple(shared), Counter(names)
+    twice = [name for name, count in counts.items() if count > 1]
+    twice = [name for name in twice if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not twice:
+        return
+    why = "The files hold one tensor under each name, so that all others would be lost"
+    if stages is None:
+        raise CheckpointError(
+            f"checkpoint: {len(twice)} name(s) of several tensors of the model: {shorten(twice)}",
+            expected="a name of its own for each, without the parts that torch.compile and activation checkpointing "
+            "insert",
+            why=why,
+            fix="rename a module: leave out dots, _orig_mod and _checkpoint_wrapped_module",
+        )
+    raise CheckpointError(
+        f"save: {len(twice)} tensor(s) of one name in {stages}: {shorten(twice)}",
+        expected="every name in one stage",
+        got="layers that each stage counts from 0, or tensors that stages share",
+        why=why,
+        fix="give a stage the names of the whole model: leave the other layers out of an nn.ModuleDict, or set them to "
+        'None in a copy of the model; save(..., shared=["embedding.weight"]) names what stages share, which must be '
+        "equal and is stored once",
+    )
+
+
+def merge_copies(entries: dict[str, Entry]) -> bool:
+    """Remove the pieces that a rank has twice, because of ``shared`` names; return whether there were any. Local.
+
+    Raise CheckpointError for copies that differ.
+    """
+    found = False
+    for key, entry in entries.items():
+        by_place = {(piece.offsets, piece.tensor.shape): piece for piece in reversed(entry.pieces)}
+        if len(by_place) == len(entry.pieces):
+            continue
+        found = True
+        for piece in entry.pieces:
+            pair = [piece.tensor, by_place[piece.offsets, piece.tensor.shape].tensor]
+            first, other = (part.contiguous().flatten().view(torch.uint8) for part in pair)
+            if not torch.equal(first, other):
+                raise CheckpointError(
+                    f"save: {key} differs between stages of one rank",
+                    expected="equal values of what stages share, which is stored once",
+                    fix="synchronize it after each step",
+                )
+        entries[key] = replace(entry, pieces=tuple(by_place.values()))
+    return found
+
+
+# --- ranks with a piece
+
+
+def pieces_held_by_rank(entries: Mapping[str, Entry]) -> Held:
+    """Return the description of a rank's entries for rank 0. Local operation."""
+    return [
+        (key, entry.shape, entry.dtype, [(p.offsets, tuple(p.tensor.shape)) for p in entry.pieces])
+        for key, entry in entries.items()
+    ]
+
+
+class Holders(NamedTuple):
+    """An unsharded tensor and the ranks that have its pieces."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: dict[Place, list[tuple[int, int]]]  #: Ranks with each, in order, and the piece's number there
+    boxes: Rows  #: The places in the same order: (pieces, 2, dims)
+
+
+def holders_of(call: str, ranks: Iterable[Held]) -> dict[str, Holders]:
+    """Return every tensor of the ranks with its holders. Local operation.
+
+    Raise CheckpointError, which names ``call``, if the pieces do not cover a tensor, each element once.
+    """
+    described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    pieces: dict[str, dict[Place, list[tuple[int, int]]]] = {}
+    for rank, held in enumerate(ranks):
+        number = 0
+        for key, shape, dtype, places in held:
+            described.setdefault(key, (shape, dtype))
+            have = pieces.setdefault(key, {})
+            for place in places:
+                # Ranks with the same place have replicas of one piece.
+                have.setdefault(place, []).append((rank, number))
+                number += 1
+    found, wrong = dict[str, Holders](), list[str]()
+    for key, have in pieces.items():
+        shape, dtype = described[key]
+        boxes = boxes_of(have, shape)
+        found[key] = Holders(shape, dtype, have, boxes)
+        if not is_tiling(shape, boxes):
+            wrong.append(
+                f"{key} ({boxes[:, 1].prod(axis=1).sum()} of {np.prod(shape, dtype=np.int64)} elements)"
+            )
+    if wrong:
+        raise CheckpointError(
+            f"{call}: the pieces of {shorten(wrong)}",
+            expected="together the whole tensor, each element once",
+            got="others",
+            fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
+        )
+    return found
+
+
+def lightest(
+    holders: Sequence[tuple[int, int]], load: MutableMapping[int, int], count: int
+) -> tuple[int, int]:
+    """Return the rank with the fewest bytes so far, with its number of the piece; add the piece's bytes to its load.
+
+    Replicas are spread over their ranks in this way, so that no rank writes or sends all of them.
+    """
+    chosen = min(holders, key=lambda holder: load[holder[0]])
+    load[chosen[0]] += count
+    return chosen
+
+
+def boxes_of(places: Iterable[Place], shape: Sequence[int]) -> Rows:
+    """Return the offsets and sizes of pieces as an int64 array of shape (pieces, 2, dims)."""
+    rows = list(places)
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 2, len(shape))
+
+
+def is_tiling(shape: Sequence[int], boxes: Rows) -> bool:
+    """Return whether boxes cover a shape, each element once, by counting cells of the grid of all edges.
+
+    ``boxes`` are those of :func:`boxes_of`; empty ones do not count.
+    """
+    if len(boxes) == 1 and boxes[0].tolist() == [[0] * len(shape), [*shape]]:
+        return True  # most tensors
+    boxes = boxes[boxes[:, 1].all(axis=1)]
+    if 0 in shape or not len(shape) or not len(boxes):
+        return 0 in shape and not len(boxes)
+    starts, ends = boxes[:, 0], boxes.sum(axis=1)
+    # A grid of all edges, because the pieces of a tensor are few and its elements are many.
+    edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
+    # The grid must begin and end with the tensor, or parts of it have no cell.
+    if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
+        return False
+    first = [np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)]
+    last = [np.searchsorted(e, ends[:, d]) for d, e in enumerate(edges)]
+    covered = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
+    if all((b - a == 1).all() for a, b in zip(first, last, strict=True)):  # a cell for each, as a rule
+        np.add.at(covered, tuple(first), 1)
+    else:
+        for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
+            covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
+    return bool((covered == 1).all())
+
+
+# --- experts
 
 
 # [Note: one tensor for all experts] The weights of a layer's experts are one tensor of the files, with a

@@ -14,12 +14,12 @@ import torch
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import index, shard_files
-from te_fsdp.checkpoint.holders import Held
 from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadata
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.planner import assign_writers
 from te_fsdp.checkpoint.reader import empty_manifest
 from te_fsdp.checkpoint.reading import pieces_to_read
+from te_fsdp.checkpoint.tensor_entries import Held
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
 

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from te_fsdp.checkpoint.holders import Held, Place
 from te_fsdp.checkpoint.planner import assign_writers
+from te_fsdp.checkpoint.tensor_entries import Held, Place
 from te_fsdp.errors import CheckpointError
 
 

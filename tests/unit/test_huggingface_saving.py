@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from te_fsdp.checkpoint.holders import holders_of
 from te_fsdp.checkpoint.lazy_tensors import InMemory
 from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
 from te_fsdp.checkpoint.portable.huggingface_model import TeNames
 from te_fsdp.checkpoint.portable.weight_transfer import Share, describe_shares, make_plan
+from te_fsdp.checkpoint.tensor_entries import holders_of
 from te_fsdp.errors import CheckpointError
 
 

@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from te_fsdp.checkpoint.async_save import aligned
 from te_fsdp.checkpoint.compare import check_whole_job
-from te_fsdp.checkpoint.holders import holders_of, lightest
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import OwnedTensor, component_entry, owned_parameters, tied_names
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, describe_model, given_or_default
 from te_fsdp.checkpoint.reader import with_remainders
-from te_fsdp.checkpoint.tensor_entries import Entry, cut_entry
+from te_fsdp.checkpoint.tensor_entries import Entry, cut_entry, holders_of, lightest
 from te_fsdp.collectives.agreement import all_agree, gather, rank, row_checksums, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
