@@ -30,6 +30,7 @@ from te_fsdp.checkpoint.model_state import (
     tied_names,
 )
 from te_fsdp.checkpoint.plain_dcp import cut_by_tp, has_original_order
+from te_fsdp.checkpoint.reader import DCP_KIND
 from te_fsdp.checkpoint.tensor_entries import GROUPED, refuse_equal_names
 from te_fsdp.collectives.agreement import all_agree, gather, gather_if_any, rank, world_size
 from te_fsdp.errors import CheckpointError, shorten
@@ -142,12 +143,12 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     manifest = source.manifest
     # Lazy tensors are those of plain and converted files. TE's float8 tensors do not record the origin of their
     # scales there, so a weight without state has the scaling of the model.
-    for name, then in manifest.parameters.items() if source.tensors is not None else ():
+    for name, then in manifest.parameters.items() if source.index is None else ():
         now = state.described.get(name, {}).get("format") or ""
         if then["format"] and then["format"].replace(" current ", " delayed ") == now:
             then["format"] = now
     found = compare_model(manifest, state)
-    if source.is_plain:
+    if source.kind == DCP_KIND:
         compare_stacked(found, source, state.described)
     for name, first in tied_names(model).items():
         if (then := manifest.tied.get(name, first)) != first:
@@ -241,7 +242,6 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
     At tp=1 it is that of the unsharded module. In a directory of tensor parallelism it is not, which is a difference.
     If the directory does not show its mesh, a note asks the user.
     """
-    assert source.tensors is not None
     cut, unconfirmed = cut_by_tp(source.tensors), []
     for name, now in described.items():
         if not str(now["layout"]).startswith("stacked") or f"model.{name}" not in source.tensors:

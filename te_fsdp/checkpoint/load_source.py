@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -35,6 +35,7 @@ from te_fsdp.checkpoint.manifest import (
 from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
 from te_fsdp.checkpoint.plain_dcp import DcpContents, open_dcp
 from te_fsdp.checkpoint.reader import (
+    CHECKPOINT,
     DCP_KIND,
     Choices,
     Contents,
@@ -71,25 +72,19 @@ _SCALES = {"rowwise_scale_inv": -2, "columnwise_scale_inv": -1}
 
 
 @dataclass
-class Source:
-    """A checkpoint that is being loaded."""
+class Source(Contents):
+    """A checkpoint that is being loaded. For a stage of a pipeline, the manifest has the contents of the stage."""
 
-    path: Path  #: The directory
-    manifest: Manifest  #: Contents; for a stage of a pipeline, those of the stage
-    #: By te_fsdp's keys; ``None``: read them by the index.
-    tensors: Mapping[str, Lazy] | None = None
-    #: Contents of a plain directory that were taken or left, as texts.
-    notes: list[str] = field(default_factory=list)
+    index: Index | None = None  #: Locations of pieces, by which they are read; ``None``: read ``tensors``
     staged: Staged = field(default_factory=Staged, repr=False)  #: Data that were read and not copied yet
     #: The world, if data for several ranks are read once; otherwise each rank reads its own.
     ranks: RankMessenger | None = None
-    index: Index = field(default_factory=lambda: Index({}, [], lambda keys: iter(())))  #: Locations of pieces
-    is_plain: bool = False  #: Whether plain DCP wrote it
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of every tensor in the files, by key. Local operation."""
-        files = self.index.tensors
-        return files if self.tensors is None else {k: (t.shape, t.dtype) for k, t in self.tensors.items()}
+        if self.index is not None:
+            return self.index.tensors
+        return {key: (tensor.shape, tensor.dtype) for key, tensor in self.tensors.items()}
 
     def stage(self, entries: dict[str, Entry], more: Iterable[Rectangle] = ()) -> None:
         """Read and check the data of entries, and further rectangles, into host memory.
@@ -116,7 +111,7 @@ class Source:
         all_agree(read)
         # All ranks name a rank that ends here, also those that do not exchange data with it.
         self.ranks.round(lambda: share.exchange(self.staged), lambda seen: seen)
-        _log.info("%s: read shared with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
+        _log.info("%s: read shared with rank(s) %s", self.source, shorten(list(map(str, share.members)), 8))
 
     def tensor(self, key: str) -> torch.Tensor:
         """Read and check a full tensor of the files, into host memory. Local operation."""
@@ -129,8 +124,8 @@ class Source:
         return found
 
     def _read(self, wanted: list[Rectangle]) -> None:
-        if self.tensors is None:
-            read_stored(self.path, self.manifest, self.index, wanted, self.staged)
+        if self.index is not None:
+            read_stored(self.source, self.manifest, self.index, wanted, self.staged)
             return
         for key, offsets, shape in wanted:
             values = _values(self.tensors[key], offsets, shape)
@@ -195,8 +190,8 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         if contents.manifest.optimizer is not None and not optimizer:
             contents.notes.append("optimizer: left, since none was given to load")
         count = f"{len(contents.manifest.parameters)} tensors of a state dict"
-        notes = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
-        source = Source(path, contents.manifest, contents.tensors, notes, is_plain=True)
+        contents.notes.insert(0, f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken")
+        source = Source(**vars(contents))
     else:
         if verify:
             _verify_together(path, manifest)
@@ -218,12 +213,12 @@ def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified
     is_converted = not (manifest.semantics or {}).get("modules")
     # A conversion does not know the model's names, as of tied weights, so they are fitted.
     if not (is_converted and (changes := _changes(manifest, model))):
-        return Source(path, manifest, index=index)
+        return Source(path, CHECKPOINT, manifest, index=index)
     if not is_verified:  # lazy tensors are not compared with the table of checksums
         _verify_together(path, manifest)
     contents = all_agree(lambda: open_checkpoint_contents(path))
     _fit(contents, changes)
-    return Source(path, contents.manifest, contents.tensors, contents.notes, index=index)
+    return Source(**vars(contents))
 
 
 def _name_rows(source: Source) -> None:

@@ -176,7 +176,7 @@ def _refuse(source: Source, found: Differences) -> None:
     if all(setting.effect == "strict" for setting in found.settings.values()):
         ways += ", or load(..., strict=False) to take what fits"
     raise CheckpointError(
-        f"{source.path} does not fit: {'; '.join(found.texts())}",
+        f"{source.source} does not fit: {'; '.join(found.texts())}",
         why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
         fix=ways,
     )
@@ -280,7 +280,7 @@ class Filling:
             taken |= {f"optimizer.state.{name}" for name in self.state.members.keys() - self.left_states}
         items = self.found.converted.items()
         converted = {name: how for name, how in items if {name, name.rpartition(".")[0]} & taken}
-        notes, path = [*self.notes, *harmless], self.source.path
+        notes, path = [*self.notes, *harmless], self.source.source
         loaded = Loaded(extra, self.found.left(), converted, notes)
         if loaded.left:
             _log.warning("%s: loaded partially; not loaded: %s", path, "; ".join(self.found.texts()))
@@ -331,7 +331,7 @@ class Filling:
         differing = [key for key, values in read if len(values.unique(dim=0)) > 1]
         if differing:
             raise CheckpointError(
-                f"{self.source.path}: {shorten(differing)}",
+                f"{self.source.source}: {shorten(differing)}",
                 expected="one number for all experts, which are one parameter here",
                 got="different numbers",
                 why="Nothing was loaded",
@@ -361,7 +361,7 @@ class Filling:
                 (scales, _), (history, _) = found = [have.get(key, ((), torch.float32)) for key in keys]
                 if len(scales) != 1 or tuple(history) != (recipe["amax_history_len"], *scales):
                     raise CheckpointError(
-                        f"{self.source.path}: {keys[1]}",
+                        f"{self.source.source}: {keys[1]}",
                         expected=f"a history of {recipe['amax_history_len']} steps of as many tensors as have a scale",
                         got=f"shape {history}",
                         why="Nothing was loaded",

@@ -52,6 +52,7 @@ from te_fsdp.modules.extra_state import (
     unpack,
 )
 from te_fsdp.upstream.te_formats import read_extra_state, unreadable_state
+from te_fsdp.upstream.torch_dtensor import unflatten_state_dict
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -99,24 +100,8 @@ def open_dcp_contents(path: Path, opened: DcpContents, choices: Choices) -> Cont
             leaves[key] = with_leaves(record.load(), as_lazy)
         except RefusedClassError as error:
             leaves[key] = error  # raised if the entry is needed: it may belong to a part that is not read
-    tree: dict[Any, Any] = {}
-    for key, leaf in leaves.items():
-        *above, last = opened.paths.get(key, (key,))
-        node = tree
-        for part in above:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return _from_tree(path, DCP_KIND, _with_lists(tree), choices)
-
-
-def _with_lists(node: Any) -> Any:
-    """Return nested dicts with lists where DCP flattened lists that contain dicts or tensors."""
-    if not isinstance(node, dict):
-        return node
-    values = {key: _with_lists(value) for key, value in node.items()}
-    if values and all(isinstance(key, int) for key in values):
-        return [values[index] for index in sorted(values)]
-    return values
+    tree = unflatten_state_dict(leaves, {key: (key,) for key in leaves} | opened.paths)
+    return _from_tree(path, DCP_KIND, tree, choices)
 
 
 def _is_extra(name: Any) -> bool:

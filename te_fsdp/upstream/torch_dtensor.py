@@ -388,6 +388,13 @@ def storage_info_class() -> Any:
     return _StorageInfo
 
 
+def unflatten_state_dict(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the nested state dict that DCP has flattened, with each key at its path."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten
+
+    return unflatten(flat, paths)
+
+
 def full_or_cpu_state_dict(state: dict[str, Any], options: Any) -> dict[str, Any]:
     """Return a state dict unsharded, or on the CPU, as its options say (``_maybe_full_or_cpu_state_dict``).
 

@@ -81,7 +81,7 @@ def test_stacked_weights_of_plain_directories(
     """In pieces of tensor parallelism: a difference. A module's entry excludes it, else a note says so."""
     tensors = layer(shards, tp)
     contents = contents_of(tmp_path, tensors, extras)
-    source, result = Source(tmp_path, contents.manifest, tensors), Differences()
+    source, result = Source(tmp_path, DCP_KIND, contents.manifest, tensors), Differences()
     described = {name: {"layout": "stacked(1, 1)"} for name in STACKED} | {
         "mlp.fc2_weight": {"layout": "plain"}
     }
@@ -95,7 +95,10 @@ def test_a_recorded_order_confirms_the_rows(tmp_path: Path, recorded: bool) -> N
     """Of a directory that dcp.save wrote from a te_fsdp model whose state dict drops ``_extra_state``."""
     tensors = layer(2, 2)
     tensors["model.mlp.fc1_weight"].in_original_order = recorded  # type: ignore[missing-attribute]
-    source, result = Source(tmp_path, contents_of(tmp_path, tensors, []).manifest, tensors), Differences()
+    source, result = (
+        Source(tmp_path, DCP_KIND, contents_of(tmp_path, tensors, []).manifest, tensors),
+        Differences(),
+    )
     compare_stacked(result, source, {name: {"layout": "stacked(1, 1)"} for name in STACKED})
     assert source.notes == [] and bool(result) is not recorded
 

@@ -168,7 +168,7 @@ def load_huggingface(
         for owned in owned_parameters(model):
             owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in lacked)
     for note in filling.notes if rank() == 0 else ():
-        _log.warning("%s: %s", filling.source.path, note)
+        _log.warning("%s: %s", filling.source.source, note)
 
 
 def _filling(
@@ -188,9 +188,9 @@ def _filling(
     converted, layouts, manifest = weights.lazily(tensors, to_te=True), weights.layouts(), empty_manifest()
     manifest.parameters = {name: {**describe(t), "layout": layouts[name]} for name, t in converted.items()}
     keys = {f"model.{name}": tensor for name, tensor in converted.items()}
-    contents = Contents(folder, "Hugging Face model", manifest, keys)
+    opened = Source(folder, "Hugging Face model", manifest, keys)
     # As in a checkpoint: one tensor for all experts of a layer, and the first name alone of a tied weight.
-    stack_experts(contents)
+    stack_experts(opened)
     for name in tied_names(model) if weights.architecture.tied else ():
         manifest.parameters.pop(name, None)
     # Hugging Face's files have no buffers of these models.
@@ -199,7 +199,7 @@ def _filling(
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
     lacked = {name for group in weights.groups for name in group.zeros}
     note = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(lacked), 3)}"
-    opened = Source(folder, manifest, contents.tensors, [note] if lacked else [])
+    opened.notes = [note] if lacked else []
     return Filling(opened, model, parts_of(optimizer), state, Differences(converted=quantized)), lacked
 
 
