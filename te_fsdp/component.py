@@ -123,9 +123,7 @@ class Components:
     report_line: tuple[Callable[[], str], ...]
 
     def __init__(self, components: Iterable[Component] = ()) -> None:
-        self.by_class: dict[type[Component], Component] = {
-            type(component): component for component in components
-        }
+        self.by_class: dict[type[Component], Component] = {type(item): item for item in components}
         self._bind()
 
     def attach(self, component: Component) -> None:

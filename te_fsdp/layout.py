@@ -353,9 +353,8 @@ def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box,
             shift = start - box.local[dim]
             # Clipping moves the start of a box by the same distance in the original tensor.
             original = _set(box.original, dim, box.original[dim] + shift)
-            clipped.append(
-                Box(original, _set(box.local, dim, start - low), _set(box.sizes, dim, stop - start))
-            )
+            local, sizes = _set(box.local, dim, start - low), _set(box.sizes, dim, stop - start)
+            clipped.append(Box(original, local, sizes))
     return tuple(clipped)
 
 
