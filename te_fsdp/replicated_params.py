@@ -152,6 +152,7 @@ class GradientSlot:
     handles: list[Any] = field(default_factory=list)  #: Handles of these hooks
     reduced: torch.Tensor | None = None  #: ``.grad`` of earlier backwards, while a backward runs
     unreduced: torch.Tensor | None = None  #: Gradient that is not reduced yet
+    specs: tuple[Any, Any] = (None, None)  #: Spec of the parameter, and that of its reduced gradient
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -406,9 +406,10 @@ class ReplicatedGradients(Component):
                 apply_deferred_grad_scale(parameter, parameter.grad)
                 _torch.local_of(parameter.grad).add_(value)
             elif isinstance(parameter, DTensor):
-                parameter.grad = _torch.dtensor(
-                    value, _torch.with_dtype(_torch.spec_of(parameter), value.dtype)
-                )
+                spec = _torch.spec_of(parameter)
+                if slot.specs[0] is not spec or slot.specs[1].tensor_meta.dtype != value.dtype:
+                    slot.specs = spec, _torch.with_dtype(spec, value.dtype)
+                parameter.grad = _torch.dtensor(value, slot.specs[1])
             else:
                 parameter.grad = value
         if reduction.early:
