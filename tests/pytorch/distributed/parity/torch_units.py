@@ -77,8 +77,9 @@ def evaluated(change: str, **options: Any) -> dict[str, Any]:
             optimizer.zero_grad()
     model.reshard()
     pairs = list(zip(model.named_parameters(), reference.parameters(), strict=True))
+    values = [(harness.full(p.detach()), harness.full(r.detach())) for (_, p), r in pairs]
     return {
-        "worst": max(float((harness.full(p.detach()) - r).norm() / r.norm()) for (_, p), r in pairs),
+        "worst": max(float((value - expected).norm() / expected.norm()) for value, expected in values),
         "flags": [n for (n, p), r in pairs if p.requires_grad != r.requires_grad],
-        "moved": bool((reference.head.weight != first).any()),
+        "moved": bool((harness.full(reference.head.weight.detach()) != first).any()),
     }

@@ -15,7 +15,7 @@ def frozen(strategy: str, between: str) -> dict[str, object]:
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
     pair = sharded(meshes, strategy), whole()
     ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.5) for model in pair)
-    first = pair[1].head.weight.detach().clone()
+    first = harness.full(pair[1].head.weight.detach()).clone()
     for step in range(2):
         x = batch(step, meshes.data_size, 1)[0]
         for model in pair:
@@ -33,12 +33,11 @@ def frozen(strategy: str, between: str) -> dict[str, object]:
             optimizer.step()
             optimizer.zero_grad()
     both = list(zip(pair[0].named_parameters(), pair[1].parameters(), strict=True))
+    values = [(harness.full(p.detach()), harness.full(r.detach())) for (_, p), r in both]
     return {
-        "worst": max(
-            float((harness.full(p.detach()) - r.detach()).norm() / r.detach().norm()) for (_, p), r in both
-        ),
+        "worst": max(float((value - expected).norm() / expected.norm()) for value, expected in values),
         "flags": [name for (name, p), r in both if p.requires_grad != r.requires_grad],
-        "control": torch.equal(pair[1].head.weight, first),
+        "control": torch.equal(harness.full(pair[1].head.weight.detach()), first),
     }
 
 
