@@ -53,14 +53,24 @@ def share(*shape, dtype=torch.bfloat16):
     return Share(shape, dtype, dtype, [((0,) * len(shape), InMemory(torch.zeros(shape, dtype=dtype)))])
 
 
+def component(*shape, dtype):
+    return share(*shape, dtype=dtype)._replace(is_component=True)
+
+
+def test_a_name_with_a_colon_is_not_one_of_fp8_bytes():
+    shares = {name: share(8, 4) for name in ("layers:0.weight", "layers.weight")}
+    plan = make_plan(shares, SimpleNamespace(groups=()), TeNames())
+    assert [*plan.pieces] == [*shares]
+
+
 def test_ranks_number_pieces_in_one_order():
     """Holders are chosen on each rank by itself, so the order must not be that of a set of names."""
     names = [f"layers.{n}.proj.weight" for n in range(12)]
     groups = [Group(((128, 128),), Form((f"theirs.{n}",)), Form((name,))) for n, name in enumerate(names)]
     shares = {name: share(128, 128) for name in names}
     for name in names:
-        shares |= {f"{name}:data": share(128, 128, dtype=torch.uint8)}
-        shares |= {f"{name}:scale": share(1, 1, dtype=torch.float32)}
+        shares |= {f"{name}:data": component(128, 128, dtype=torch.uint8)}
+        shares |= {f"{name}:scale": component(1, 1, dtype=torch.float32)}
     plan = make_plan(shares, SimpleNamespace(groups=groups), TeNames())
     in_order = [f"{name}:{kind}" for name in names for kind in ("data", "scale")]
     assert [*plan.own] == [*plan.pieces] == in_order

@@ -209,7 +209,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         """Return shapes and dtypes of the tensors; raise CheckpointError for a model that does not fit the map."""
         # Only shapes and dtypes are needed, so nothing is ever read.
         described = partial(Lazy, read=cast("Any", None))
-        parameters = {name: one for name, one in self._plan.described.items() if ":" not in name}
+        parameters = {name: one for name, one in self._plan.described.items() if not one.is_component}
         held = {name: described(one.shape, one.dtype) for name, one in parameters.items()}
         # The map checks names and shapes of tensors that are never read here.
         plain, found = self._weights.lazily(held, to_te=False, dtype=self._dtype), {}

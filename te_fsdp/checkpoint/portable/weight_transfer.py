@@ -51,6 +51,7 @@ class Share(NamedTuple):
     values: torch.dtype  #: Of what is sent
     #: Offsets of each piece, and its values, which are read when they are sent; in messages its shape
     pieces: Sequence[tuple[tuple[int, ...], Any]] = ()
+    is_component: bool = False  #: Whether these are FP8 bytes or scales (:func:`block_shares`)
 
     @classmethod
     def of(cls, entry: Entry, dtype: torch.dtype) -> Share:
@@ -228,7 +229,7 @@ def block_shares(owned: OwnedTensor) -> dict[str, Share]:
             entry = component_entry(have[name], part, owned.fqn)
         except (KeyError, PlacementError):  # without the component, or a shard that ends within a block
             return {}
-        found[f"{owned.fqn}:{kind}"] = Share.of(entry, entry.dtype)
+        found[f"{owned.fqn}:{kind}"] = Share.of(entry, entry.dtype)._replace(is_component=True)
     return found
 
 
@@ -332,12 +333,11 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
         name for group in weights.groups if fits.issuperset(group.te.names) for name in group.te.names
     )
 
-    def is_sent(key: str) -> bool:
-        name, _, kind = key.partition(":")
-        return bool(kind) == (name in chosen)
+    def is_sent(name: str, share: Share) -> bool:
+        return name.rpartition(":")[0] in chosen if share.is_component else name not in chosen
 
     # In each rank's order, by which its pieces are numbered.
-    sent = [[(name, one) for name, one in seen.items() if is_sent(name)] for seen in everyone]
+    sent = [[(name, one) for name, one in seen.items() if is_sent(name, one)] for seen in everyone]
     described, load = describe_shares(everyone), Counter[int]()
     messages = ([(name, one.shape, one.values, [*one.pieces]) for name, one in own] for own in sent)
     pieces: dict[str, list[Piece]] = {}
