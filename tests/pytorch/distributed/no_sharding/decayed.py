@@ -86,6 +86,37 @@ def adamw(
     return checks.require(STEPS * 8)
 
 
+def two_forwards(axes: dict[str, int]) -> dict[str, Any]:
+    """One backward through two forwards, which reduces the gradients twice; each rank has its own branch in the second.
+
+    The first reduction is that of the second forward: even ranks use branch "b" there, odd ones "a", and no rank uses
+    them in the second reduction.
+    """
+    import te_fsdp
+
+    torch.manual_seed(1)
+    reference = Branches()
+    torch.manual_seed(1)
+    model = Branches()
+    te_fsdp.fully_shard(model, meshes_of(axes))
+    rank, world, checks = dist.get_rank(), dist.get_world_size(), harness.Comparisons()
+    why = "fp32: sums of a few products in another order"
+    x = torch.randn(2, world, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(harness.device())
+    # Inputs that require gradients make FSDP2 reduce after each forward's part of the backward.
+    x.requires_grad_()
+    losses = [
+        (reference(first, "c") + reference(second, "ba"[at % 2])).square().mean()
+        for at, (first, second) in enumerate(zip(*x, strict=True))
+    ]
+    (sum(losses) / world).backward()
+    (model(x[0, rank], "c") + model(x[1, rank], "ba"[rank % 2])).square().mean().backward()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (parameter.grad is None) == (expected.grad is None), f"{name}: {parameter.grad}"
+        if expected.grad is not None:
+            checks.close(name, parameter.grad, expected.grad, 1e-5, why)
+    return checks.require(8)
+
+
 def context_of(model: nn.Module, schedule: str, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
     """The context of one microbatch."""
     import te_fsdp
