@@ -99,11 +99,10 @@ def settle_kept_weights(step: Step) -> None:
             now = _torch.versions_of(parameter for parameter, _ in pairs)
             if now == versions:
                 continue
-            (_, record), *_ = (
-                pair for pair, *both in zip(pairs, versions, now, strict=False) if len({*both}) > 1
-            )
+            written = next(index for index, version in enumerate(now) if version != versions[index])
+            sharded = _fsdp2.sharded_param_of(pairs[written][1])
             raise OrderError(
-                f"{step.where}: {state.names()[id(_fsdp2.sharded_param_of(record))]} was written to after a forward",
+                f"{step.where}: {state.names()[id(sharded)]} was written to after a forward",
                 expected="writes to sharded parameters",
                 got="a write to the unsharded weights, which are kept for the backwards of a step",
                 why="The step starts from the shards, so the write would be lost",

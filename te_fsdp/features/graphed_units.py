@@ -411,7 +411,7 @@ class GraphedUnits:
             device, recorder, [] if recorder is None else fix_addresses(state, names), warmup
         )
         self._units: list[_Unit] = []
-        for name in state.units.keys() - state.modules.keys() - {""}:
+        for name in [unit for unit in state.units if unit and unit not in state.modules]:
             self._shared.why_eager[name] = 'strategy="no_shard", so that it is not an FSDP2 unit'
             _log.warning("graphed_units: %s runs eagerly: %s", name, self._shared.why_eager[name])
         if recorder is None:

@@ -15,8 +15,8 @@
 # - A unit whose input requires no gradient stays unsharded until the end of the backward. A backward through two
 #   forwards of the model then needs its memory for another unit, which reshards it.
 #
-# Private names of FSDP2 (``FSDPParam.all_gather_outputs``,
-# ``FSDPParamGroup._training_state``), checked with torch 2.11 to 2.15.
+# Private names of FSDP2 (``FSDPParam.all_gather_outputs``, ``FSDPParamGroup._training_state``), checked with
+# torch 2.11 to 2.15.
 
 from __future__ import annotations
 
