@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,13 @@ from te_fsdp.features.graph_checks import CudaRecorder, Signature, capture_failu
 from te_fsdp.features.transports import transports_of
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
-from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
+from te_fsdp.upstream import (
+    fsdp2_units,
+    te as _te,
+    torch_autograd as _autograd,
+    torch_dtensor as _torch,
+    unit_graphs as _graphs,
+)
 from te_fsdp.upstream.fsdp2_fixed_memory import FixedMemory
 
 if TYPE_CHECKING:
@@ -181,6 +188,9 @@ class _Shared:
         self.recordings = self.replays = self.generation = self.order = 0
         self.last_backward = -1  #: Order of the unit whose backward was replayed last
         self.is_busy = False  #: Whether a unit is being recorded
+        #: Forwards of each unit with gradients since the last backward, replayed or not.
+        self.forwards: Counter[str] = Counter()
+        self._backward_id = -1  #: Of the backward at whose end they are cleared
         self._device, self._memory = device, memory
         #: Forwards whose backward is pending, in order.
         self._stack: list[weakref.ref[_Pending]] = []
@@ -199,6 +209,12 @@ class _Shared:
         if len(alive) != len(self._stack):
             self._stack = [weakref.ref(each) for each in alive]
         return alive
+
+    def count_until_end_of_backward(self) -> None:
+        """Let the counts of forwards start from zero when the running backward has ended."""
+        if self._backward_id != _torch.backward_id():
+            self._backward_id = _torch.backward_id()
+            _autograd.at_end_of_backward(self.forwards.clear)
 
     def is_recording(self) -> bool:
         """Return whether a unit or a full step is being recorded."""
@@ -240,14 +256,14 @@ class _Pending:
 
     def __init__(self, shared: _Shared, name: str, recording: UnitRecording, is_new: bool) -> None:
         self.recording, self.is_new, self.is_done = recording, is_new, False
-        self._shared, self._name = shared, name
+        self._shared, self.name = shared, name
 
-    def backward(self, gradients: Any) -> list[Any]:
-        """Run the recorded backward."""
+    def backward(self, gradients: Any, goes_on: bool) -> list[Any]:
+        """Run the recorded backward. ``goes_on``: whether that of the unit's inputs follows."""
         pending = self._shared.pending()
         if self.is_done or not pending or pending[-1] is not self:
             raise OrderError(
-                f"{self._name}: backward of a unit with graphs",
+                f"{self.name}: backward of a unit with graphs",
                 expected="backwards in the reverse order of forwards, one for each forward",
                 got="a second backward of this unit"
                 if self.is_done
@@ -257,7 +273,12 @@ class _Pending:
             )
         if self._shared.last_backward != self.recording.order + 1:
             self.recording.wait_for_reductions()  # [Note: gradients of weights] expects the unit in between
-        results = self.recording.run_backward(gradients)
+        self._shared.count_until_end_of_backward()
+        others = pending[:-1]
+        is_alone = self._shared.forwards[self.name] <= 1 and all(each.name != self.name for each in others)
+        results = self.recording.run_backward(
+            gradients, is_alone=is_alone, is_reduced_next=goes_on or not others
+        )
         self.is_done, self._shared.last_backward = True, self.recording.order
         return results
 
@@ -275,7 +296,10 @@ class _Unit:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's forward, from a graph if possible."""
         shared = self.shared
-        if self.why or not torch.is_grad_enabled() or shared.is_recording() or _torch.in_backward():
+        if not torch.is_grad_enabled() or shared.is_recording() or _torch.in_backward():
+            return self.forward(*args, **kwargs)
+        shared.forwards[self.name] += 1
+        if self.why:
             return self.forward(*args, **kwargs)
         leaves, structure = _torch.flatten((args, kwargs))
         # A forward also reads these values, which are not among its arguments.

@@ -96,9 +96,11 @@ def weights_of(unit: nn.Module) -> list[Weight]:
 # therefore only be replayed in the order of its recording (:mod:`te_fsdp.features.graphed_units` checks this). Results
 # are read without keeping their memory allocated.
 #
-# [Note: gradients of weights] They are not copied. Reductions may read them while the next unit computes, as FSDP2
-# waits for a reduction at the end of the next unit's backward. So they stay allocated during one further recording.
-# Where that unit did not run, and before the next forward, a replay waits for the reduction.
+# [Note: gradients of weights] They are not copied if FSDP2 reduces them next. Reductions may read them while the next
+# unit computes, as FSDP2 waits for a reduction at the end of the next unit's backward. So they stay allocated during
+# one further recording. Where that unit did not run, and before the next forward, a replay waits for the reduction.
+# Gradients that wait longer are copied: autograd adds those of several forwards of a unit in one backward, and FSDP2
+# reduces a unit whose inputs need no gradient at the end of the backward.
 class UnitRecording:
     """Two graphs of one unit for one kind of inputs."""
 
@@ -143,6 +145,11 @@ class UnitRecording:
     def is_complete(self) -> bool:
         """Return whether the backward is recorded."""
         return self._backward_graph is not None
+
+    @property
+    def inputs(self) -> int:
+        """Return the number of tensors among the inputs."""
+        return sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
 
     def changed(self) -> str:
         """Return what has changed since the recording; empty if nothing has. Local operation, in every forward."""
@@ -252,8 +259,16 @@ class UnitRecording:
 
     # --------------------------------------------------------------------------------------------------------- backward
 
-    def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
-        """Replay the backward, which the first call records. Return gradients of inputs and parameters."""
+    def run_backward(
+        self, gradients: Sequence[torch.Tensor | None], *, is_alone: bool, is_reduced_next: bool
+    ) -> list[Any]:
+        """Replay the backward, which the first call records. Return gradients of inputs and parameters.
+
+        Args:
+            gradients: Gradients of the outputs.
+            is_alone: Whether the running backward contains no other forward of the unit.
+            is_reduced_next: Whether no other replay comes before the end of the unit's backward.
+        """
         outputs_grad = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
         if not self.is_complete:
             outputs = [o for o, trained in zip(self._outputs, self._trained, strict=True) if trained]
@@ -271,33 +286,12 @@ class UnitRecording:
                 )
             if value.data_ptr() != staged.data_ptr():
                 staged.copy_(value)
-        inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
         if not self.is_complete:
-            restored: list[tuple[Any, str, torch.Tensor]] = []
-            for index, (weight, stand_in) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
-                local = _torch.local_of(weight.parameter)
-                if _te.is_quantized(local):
-                    restored += self._stage(index, local, _torch.local_of(stand_in))
-            del self._buffers.recent[:-1]  # [Note: gradients of weights]
-            try:
-                self._backward_graph, recorded = self._recorder.record(self._backward)
-            except Exception as error:
-                raise OrderError(
-                    "graphed_units: a unit's backward cannot be recorded",
-                    got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                    why="Its forward was recorded, so that it cannot run eagerly any more",
-                    fix="leave the unit out of graphed_units(model, units=...)",
-                ) from error
-            finally:
-                for stand_in, attribute, value in restored:
-                    setattr(stand_in, attribute, value)
-            self._buffers.recent.append(recorded[inputs:])
-            self._gradients = [None if gradient is None else _recorded(gradient) for gradient in recorded]
-            # Later backwards replay the recording, so the autograd graph behind it can be freed.
-            self._stand_ins, self._edges = [], []
+            self._record_backward()
+        inputs = self.inputs
         self._backward_graph.replay()
         results: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
-        accumulates = not _graphs.reduces_gradients(self._unit)
+        is_reduced_next = is_reduced_next and _graphs.reduces_gradients(self._unit)
         managed = {id(parameter) for parameter in _graphs.managed_parameters(self._unit)}
         for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
             if not weight.trained:
@@ -305,11 +299,39 @@ class UnitRecording:
             if gradient is None:
                 results.append(None)
                 continue
-            # The next replay overwrites a gradient that is not reduced before.
-            copies = (accumulates or id(weight.parameter) not in managed) and weight.parameter.grad is None
+            # The next replays overwrite a gradient that is neither added to .grad nor reduced before.
+            stays = weight.parameter.grad is None and not (
+                is_reduced_next and id(weight.parameter) in managed
+            )
+            copies = stays or not is_alone
             local = gradient.local.clone() if copies else gradient.local.detach()
             results.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
         return results
+
+    def _record_backward(self) -> None:
+        """Record the backward, without running it. Raise OrderError if it cannot be recorded."""
+        restored: list[tuple[Any, str, torch.Tensor]] = []
+        for index, (weight, stand_in) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
+            local = _torch.local_of(weight.parameter)
+            if _te.is_quantized(local):
+                restored += self._stage(index, local, _torch.local_of(stand_in))
+        del self._buffers.recent[:-1]  # [Note: gradients of weights]
+        try:
+            self._backward_graph, recorded = self._recorder.record(self._backward)
+        except Exception as error:
+            raise OrderError(
+                "graphed_units: a unit's backward cannot be recorded",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                why="Its forward was recorded, so that it cannot run eagerly any more",
+                fix="leave the unit out of graphed_units(model, units=...)",
+            ) from error
+        finally:
+            for stand_in, attribute, value in restored:
+                setattr(stand_in, attribute, value)
+        self._buffers.recent.append(recorded[self.inputs :])
+        self._gradients = [None if gradient is None else _recorded(gradient) for gradient in recorded]
+        # Later backwards replay the recording, so the autograd graph behind it can be freed.
+        self._stand_ins, self._edges = [], []
 
     def _stage(
         self, index: int, local: torch.Tensor, stand_in: torch.Tensor
@@ -364,4 +386,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[bad-override]
-        return None, None, *ctx.token.backward(grad_outputs)
+        token = ctx.token
+        return (
+            None,
+            None,
+            *token.backward(grad_outputs, _graphs.goes_on_to_inputs(ctx, token.recording.inputs)),
+        )

@@ -50,6 +50,18 @@ def reduces_gradients(unit: nn.Module) -> bool:
     )
 
 
+def goes_on_to_inputs(node: Any, inputs: int) -> bool:
+    """Return whether the running backward goes on from a node to its first ``inputs`` tensors.
+
+    Next is then FSDP2's post-backward, through which the inputs of a unit go.
+    """
+    edges = [edge for edge, _ in node.next_functions[:inputs]]
+    return any(
+        edge is not None and not hasattr(edge, "variable") and torch._C._will_engine_execute_node(edge)
+        for edge in edges
+    )
+
+
 def has_gathered(unit: nn.Module) -> bool:
     """Return whether FSDP2 has all-gathered a unit before, and so chosen the memory for it."""
     return any(managed.all_gather_outputs for managed in managed_fsdp_params(unit))

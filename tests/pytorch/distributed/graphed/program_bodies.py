@@ -32,9 +32,9 @@ class _Unit(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Unit(device="meta", params_dtype=dtype) for _ in range(3))
+        self.blocks = nn.ModuleList(_Unit(device="meta", params_dtype=dtype, **options) for _ in range(3))
 
     def forward(self, x: torch.Tensor, is_first: bool | None = None) -> torch.Tensor:
         for block in self.blocks:
@@ -42,15 +42,38 @@ class _Model(nn.Module):
         return x
 
 
-def _batch(number: int) -> torch.Tensor:
+class _Towers(_Model):
+    """A model whose units all get the inputs of the model, which need no gradient."""
+
+    def forward(self, x: torch.Tensor, is_first: bool | None = None) -> torch.Tensor:
+        return torch.stack([block(x, is_first) for block in self.blocks]).prod(0)
+
+
+def _batch(number: int, rows: int = ROWS) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, HIDDEN, generator=generator).to(harness.device())
+    return torch.randn(rows, HIDDEN, generator=generator).to(harness.device())
 
 
 def _two_forwards(model: nn.Module, number: int) -> torch.Tensor:
     """One backward through two forwards, as for preference pairs."""
     chosen, rejected = model(_batch(number)), model(_batch(100 + number))
     return (chosen - rejected).square().mean()
+
+
+def _after_a_backward(model: nn.Module, number: int) -> torch.Tensor:
+    """Two forwards in one backward, after another backward: ``a + (b + c)``, not ``(a + b) + c``."""
+    model(_batch(200 + number)).square().mean().backward()
+    return _two_forwards(model, number)
+
+
+def _first_is_eager(model: nn.Module, number: int) -> torch.Tensor:
+    """Two forwards, the first of them once with inputs of a new kind, which runs eagerly."""
+    first = model(_batch(number, 2 * ROWS if number >= 3 else ROWS)).square().mean()
+    return first + model(_batch(100 + number)).square().mean()
+
+
+def _towers(model: nn.Module, number: int) -> torch.Tensor:
+    return model(_batch(number)).square().mean()
 
 
 def _casts(model: nn.Module, number: int) -> torch.Tensor:
@@ -66,6 +89,9 @@ def _unit_alone(model: nn.Module, number: int) -> torch.Tensor:
 
 LOOPS: dict[str, Callable[[nn.Module, int], torch.Tensor]] = {
     "two forwards": _two_forwards,
+    "tp, two forwards": _after_a_backward,
+    "first is eager": _first_is_eager,
+    "towers": _towers,
     "a unit alone": _unit_alone,
     "casts": _casts,
 }
@@ -89,11 +115,13 @@ def same_bits(loop: str) -> list[int]:
     """
     import te_fsdp
 
-    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
-    loss_of = LOOPS[loop]
+    tp = 2 if loop.startswith("tp") else 1
+    meshes = te_fsdp.Meshes.build(tp=tp, device_type=harness.device_type())
+    loss_of, options = LOOPS[loop], meshes.te_kwargs() | {"set_parallel_mode": tp > 1}
 
     def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
-        model = _Model(torch.bfloat16 if loop == "casts" else torch.float32)
+        kind = _Towers if loop == "towers" else _Model
+        model = kind(torch.bfloat16 if loop == "casts" else torch.float32, **options)
         policy = te_fsdp.MixedPrecisionPolicy() if loop == "casts" else None
         te_fsdp.fully_shard(model, meshes, units="blocks.*", transport="copy_engine", precision=policy)
         te_fsdp.materialize(model, seed=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -29,6 +31,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.reused: list[torch.Tensor] = []  #: Results of other recordings whose memory this one may use
         self._calls: list[Callable[[], Any]] = []
         self._made: set[int] = set()
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -119,12 +122,25 @@ class Tape(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         """Run the operations."""
+        for tensor in self.reused:
+            tensor.fill_(math.nan)
         for call in self._calls:
             call()
 
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's memory is that of the recording, and not of what it reads."""
+        return tensor.untyped_storage()._cdata in self._made
+
 
 class TapeRecorder:
-    """Records on the CPU, for ``graphed_step``."""
+    """Records on the CPU, for ``graphed_step`` and ``graphed_units``.
+
+    The pool of CUDA graphs gives the memory of results without references to later recordings. Here their replays fill
+    the gradients of such backwards with NaN.
+    """
+
+    def __init__(self) -> None:
+        self._gradients: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
 
     def on_own_stream(self) -> Any:
         """Nothing: there are no streams."""
@@ -135,6 +151,17 @@ class TapeRecorder:
         tape = Tape()
         with tape.capture():
             result = call()
+        kept = {
+            local.untyped_storage()._cdata for each, _ in self._gradients if (local := each()) is not None
+        }
+        tape.reused = [
+            memory
+            for each, memory in self._gradients
+            if each() is None and memory.untyped_storage()._cdata not in kept
+        ]
+        if getattr(call, "__name__", "") == "_backward":
+            locals_ = [getattr(tensor, "_local_tensor", tensor) for tensor in result if tensor is not None]
+            self._gradients += [(weakref.ref(one), _alias(one)) for one in locals_ if tape.has_made(one)]
         return tape, result
 
 
