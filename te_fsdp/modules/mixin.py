@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -73,22 +74,26 @@ class _ToLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Save specs instead of parameters: parameters would form a reference cycle through their local tensors.
         ctx.binding, ctx.names = binding, names
+        ctx.waits = ctx.assigns = binding.fsdp.is_managed and not torch.compiler.is_compiling()
+        if ctx.waits and _torch.backward_id() == -1:
+            # Autograd adds the gradients of several forwards in one backward before FSDP2 reduces them.
+            earlier: Any = binding.fsdp.last_forward and binding.fsdp.last_forward()
+            if earlier is not None and earlier.waits:
+                earlier.assigns = ctx.assigns = False
+            binding.fsdp.last_forward = weakref.ref(ctx)
         local, specs = _torch.locals_and_specs(parameters)
         ctx.specs = specs
-        if is_foreign:
-            local = tuple([t.detach() for t in local])
-        frozen = []
-        for index, parameter in enumerate(parameters):
-            if not parameter.requires_grad:
-                specs[index] = None
-                frozen.append(local[index])
+        local = tuple([t.detach() for t in local]) if is_foreign else local
+        frozen = [index for index, parameter in enumerate(parameters) if not parameter.requires_grad]
+        for index in frozen:
+            specs[index] = None
         if frozen:
-            ctx.mark_non_differentiable(*frozen)
+            ctx.mark_non_differentiable(*[local[index] for index in frozen])
         return local
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        binding, grads, specs = ctx.binding, list(gradients), list(ctx.specs)
+        binding, grads, specs, ctx.waits = ctx.binding, list(gradients), list(ctx.specs), False
         # A DTensor hides from autograd that a gradient is expanded, or returned for two parameters. Autograd would then
         # add to it in place. Clipping scales it in place too.
         storages: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
@@ -121,7 +126,7 @@ class _ToLocal(torch.autograd.Function):
                     grads[index] = summed = gradient.contiguous()
                     dist.all_reduce(summed, group=binding.tp_mesh.get_group())
         dtensors = _torch.dtensors(grads, specs)
-        if binding.fsdp.is_managed and not torch.compiler.is_compiling():
+        if ctx.assigns:
             dtensors = _autograd.assign_to_leaves(ctx, dtensors)
         return None, None, None, *dtensors
 
@@ -386,9 +391,8 @@ def _check_assignment(
 ) -> None:
     """Raise if ``value`` would replace a parameter that FSDP2 manages: FSDP2 would register its parameter again."""
     pair = binding.fsdp.pairs.get(name)
-    if pair is None or pair.shard is None or pair.unsharded is None:
-        return  # FSDP2 sets it for the first time
-    if not _fsdp2.is_assigned_by_user(module, name, value):
+    is_first = pair is None or pair.shard is None or pair.unsharded is None
+    if is_first or not _fsdp2.is_assigned_by_user(module, name, value):
         return
     raise OrderError(
         f"{binding.label(name)}: a parameter assigned after the first forward",
@@ -408,8 +412,7 @@ class ResettableModule(MeshModule):
 
         Collective over the mesh of the parameters. All ranks call it in the same order with equal random state.
         """
-        binding = binding_of(self)
-        if binding is None:
+        if (binding := binding_of(self)) is None:
             super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
             return
         before = dict(self._parameters)
@@ -417,8 +420,7 @@ class ResettableModule(MeshModule):
             super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                old = before.get(name)
-                if old is not None:
+                if (old := before.get(name)) is not None:
                     inherit(old, parameter)
                 binding.carry(name, parameter)
                 describe_shards(self, binding, name, parameter)
@@ -427,8 +429,7 @@ class ResettableModule(MeshModule):
     def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:
         """Change the length of delayed scaling's amax history and update FSDP2's shards."""
         super().adjust_amax_history_length(*args, **kwargs)  # type: ignore[misc]
-        binding = binding_of(self)
-        if binding is not None:
+        if (binding := binding_of(self)) is not None:
             sync_quantizers_with_history(binding, self)
 
     def get_extra_state(self) -> Any:
@@ -445,8 +446,7 @@ class OpMeshModule(ResettableModule):
 
     def op_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operation's backward on local tensors."""
-        binding = binding_of(self)
-        if binding is None:
+        if (binding := binding_of(self)) is None:
             return super().op_backward(*args, **kwargs)  # type: ignore[misc]
         with local_parameters(self, binding, differentiable=False):
             return super().op_backward(*args, **kwargs)  # type: ignore[misc]
@@ -462,8 +462,7 @@ class ForeignModule(MeshModule):
         Raise InitError if a parameter or buffer was left uninitialized.
         """
         stock = functools.partial(super().reset_parameters, *args, **kwargs)  # type: ignore[misc]
-        binding = binding_of(self)
-        if binding is None:
+        if (binding := binding_of(self)) is None:
             stock()
             return
         before = dict(self._parameters)

@@ -53,6 +53,47 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
     return results
 
 
+def two_forwards(axes: dict[str, int]) -> dict[str, int]:
+    """Reduce-scatters of a backward through one and through two forwards of units of torch's ``fully_shard``.
+
+    The gradients of the latter are those of two backwards with one forward each, up to the order of fp32 sums.
+    """
+    import transformer_engine.pytorch as te
+    from torch.distributed.fsdp import fully_shard
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    options = {**meshes.te_kwargs(), "set_parallel_mode": True, "device": "meta"}
+    model = nn.Sequential(*(te.LayerNormMLP(32, 64, **options) for _ in range(3)))
+    te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+    for unit in (*model, model):
+        fully_shard(unit, mesh=meshes.fsdp)
+    te_fsdp.materialize(model, seed=0)
+    # Each tp group computes on equal inputs.
+    generator = torch.Generator().manual_seed(dist.get_rank() // meshes.size("tp"))
+    x = torch.randn(2, 16, 32, generator=generator).to(harness.device()).requires_grad_()
+
+    def gradients() -> dict[str, torch.Tensor]:
+        found = {name: harness.full(p.grad).clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        return found
+
+    counts, checks = {}, harness.Comparisons()
+    for part in x:
+        with recorded() as calls:
+            model(part).square().mean().backward()
+        counts["one"] = sum(call.kind == "reduce_scatter" for call in calls)
+    apart = gradients()
+    with recorded() as calls:
+        (model(x[0]).square().mean() + model(x[1]).square().mean()).backward()
+    counts["two"] = sum(call.kind == "reduce_scatter" for call in calls)
+    for name, gradient in gradients().items():
+        checks.close(name, gradient, apart[name], 1e-5, "fp32: sums of a few products in another order")
+    checks.require(18)
+    return counts
+
+
 def gathers_without_root(microbatches: int) -> dict[str, int]:
     """All-gathers of one step of a model whose two units hold all parameters: ``"strategy loop"`` -> calls."""
     import te_fsdp
