@@ -23,8 +23,9 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.profiler import record_function
 
-from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
+from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, record_of_group
 from te_fsdp.upstream.torch_autograd import function_transform
+from te_fsdp.upstream.torch_dtensor import backward_id
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,16 +83,38 @@ def _shortened(hook: Any) -> Any:
 
 
 class _PostBackward(torch.autograd.Function):
-    """Call a group's ``post_backward`` in the backward of its inputs (FSDP2's ``RegisterPostBackwardFunction``)."""
+    """Call a group's ``post_backward`` in the backward of its inputs (FSDP2's ``RegisterPostBackwardFunction``).
+
+    If a backward contains several forwards of the unit, the last call reduces the gradients of all.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.ran = group, -1
+        nodes = (group.__dict__.get(GROUP) or record_of_group(group)).post_backwards
+        if nodes and nodes[-1]() is None:
+            nodes.clear()
+        nodes.append(weakref.ref(ctx))
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.group.post_backward()
+        group, ctx.ran = ctx.group, backward_id()
+        record, reduces = group.__dict__[GROUP], group.reduce_grads
+        if len(record.post_backwards) > 1:
+            # Autograd adds the gradients of all forwards. A reduction before would mostly send zeros.
+            others = [node for each in record.post_backwards if (node := each()) is not None]
+            record.is_postponed = reduces and any(
+                node.ran != ctx.ran and torch._C._will_engine_execute_node(node) for node in others
+            )
+        if not record.is_postponed:
+            group.post_backward()
+            return None, *gradients
+        group.reduce_grads = False
+        try:
+            group.post_backward()
+        finally:
+            group.reduce_grads, record.is_postponed = True, False
         return None, *gradients
 
 

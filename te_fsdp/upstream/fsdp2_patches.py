@@ -60,7 +60,9 @@ def add_reduction_listener(
             # The method itself runs also for microbatches whose gradients FSDP2 accumulates without a reduction.
             reduces, listeners = group.reduce_grads, record.listeners
             assert listeners is not None
-            before, after, ended = listeners if reduces else ((), (), listeners[2])
+            before, after, ended = (
+                listeners if reduces else ((), (), () if record.is_postponed else listeners[2])
+            )
             shortened = shorten_gradients(group) if reduces else []
             try:
                 # The last one added runs first, so that FSDP2 follows directly on the first one added.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed._composable_state import _module_state_mapping
@@ -29,6 +30,11 @@ class GroupRecord:
     #: Functions called before a reduction, after it, and after each backward (``fsdp2_patches.py``).
     listeners: tuple[list[Listener], list[Listener], list[Listener]] | None = None
     replay: Any = None  #: Function that replays TE's all-gather hooks (``fsdp2_settled.py``)
+    #: Autograd nodes of the group's ``post_backward``, one for each forward with gradients (``fsdp2_hooks.py``)
+    post_backwards: list[weakref.ref[Any]] = field(default_factory=list)
+    is_postponed: bool = (
+        False  #: Whether ``post_backward`` leaves the reduction to a later one of the same backward
+    )
     flags: Any = None  #: Record that is reduced with the gradients (``fsdp2_unused.UseFlags``)
     gathers: Any = None  #: Object that all-gathers the group instead of FSDP2
     sends_without_copy: bool = False  #: Whether gradients are sent without a copy (``symmetric_memory.py``)

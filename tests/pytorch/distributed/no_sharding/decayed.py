@@ -25,8 +25,8 @@ class Branches(nn.Module):
         for name in ("common", "a", "b", "c", "never"):
             setattr(self, name, nn.Linear(WIDTH, WIDTH, device=harness.device()))
 
-    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
-        return getattr(self, branch)(self.common(x))
+    def forward(self, x: torch.Tensor | tuple[torch.Tensor], branch: str) -> torch.Tensor:
+        return getattr(self, branch)(self.common(x[0] if isinstance(x, tuple) else x))
 
 
 def adamw(
@@ -102,14 +102,14 @@ def two_forwards(axes: dict[str, int]) -> dict[str, Any]:
     rank, world, checks = dist.get_rank(), dist.get_world_size(), harness.Comparisons()
     why = "fp32: sums of a few products in another order"
     x = torch.randn(2, world, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(harness.device())
-    # Inputs that require gradients make FSDP2 reduce after each forward's part of the backward.
+    # Nested inputs that require gradients make FSDP2 reduce after each forward's part of the backward.
     x.requires_grad_()
     losses = [
         (reference(first, "c") + reference(second, "ba"[at % 2])).square().mean()
         for at, (first, second) in enumerate(zip(*x, strict=True))
     ]
     (sum(losses) / world).backward()
-    (model(x[0, rank], "c") + model(x[1, rank], "ba"[rank % 2])).square().mean().backward()
+    (model((x[0, rank],), "c") + model((x[1, rank],), "ba"[rank % 2])).square().mean().backward()
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (parameter.grad is None) == (expected.grad is None), f"{name}: {parameter.grad}"
         if expected.grad is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
 
 import harness
@@ -53,8 +54,8 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
     return results
 
 
-def two_forwards(axes: dict[str, int]) -> dict[str, int]:
-    """Reduce-scatters of a backward through one and through two forwards of units of torch's ``fully_shard``.
+def two_forwards(axes: dict[str, int], sharder: str) -> dict[str, int]:
+    """Reduce-scatters of a backward through one and through two forwards of units. ``sharder``: torch or te_fsdp.
 
     The gradients of the latter are those of two backwards with one forward each, up to the order of fp32 sums.
     """
@@ -66,9 +67,12 @@ def two_forwards(axes: dict[str, int]) -> dict[str, int]:
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     options = {**meshes.te_kwargs(), "set_parallel_mode": True, "device": "meta"}
     model = nn.Sequential(*(te.LayerNormMLP(32, 64, **options) for _ in range(3)))
-    te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
-    for unit in (*model, model):
-        fully_shard(unit, mesh=meshes.fsdp)
+    if sharder == "te_fsdp":
+        te_fsdp.fully_shard(model, meshes, units=te.LayerNormMLP, transport="nccl")
+    else:
+        te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+        for unit in (*model, model):
+            fully_shard(unit, mesh=meshes.fsdp)
     te_fsdp.materialize(model, seed=0)
     # Each tp group computes on equal inputs.
     generator = torch.Generator().manual_seed(dist.get_rank() // meshes.size("tp"))
@@ -92,6 +96,30 @@ def two_forwards(axes: dict[str, int]) -> dict[str, int]:
         checks.close(name, gradient, apart[name], 1e-5, "fp32: sums of a few products in another order")
     checks.require(18)
     return counts
+
+
+def interleaved() -> None:
+    """Two forwards before two backwards, as pipelines do: each backward reduces. Raise AssertionError otherwise."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(harness.device())
+    model = copy.deepcopy(reference)
+    te_fsdp.fully_shard(model, meshes, units=nn.Linear)
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)).to(harness.device()).requires_grad_()
+    checks = harness.Comparisons()
+    for each in (model, reference):
+        losses = [each(part).square().mean() for part in x]
+        losses[1].backward()
+        gradients = [harness.full(p.grad).clone() for p in each.parameters()]
+        losses[0].backward()
+        gradients += [harness.full(p.grad) for p in each.parameters()]
+        if each is model:
+            found = gradients
+    for number, (gradient, expected) in enumerate(zip(found, gradients, strict=True)):
+        checks.close(f"{number}", gradient, expected, 1e-6, "fp32: means of equal terms")
+    checks.require(12)
 
 
 def gathers_without_root(microbatches: int) -> dict[str, int]:
