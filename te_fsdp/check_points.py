@@ -1,8 +1,9 @@
-"""The points at which the core runs checks, and the levels of ``fully_shard(..., checks=...)``.
+"""The points at which the core runs checks.
 
-A check compares ranks, or refuses a use that would train wrong. Arguments are validated where they are used, at every
-level. The table of all checks is ``te_fsdp.checks.CHECKS``. The core calls checks by point only and imports none: this
-module loads the table by name for the first model with a level above "off". So the core works without that package.
+A check compares ranks, or refuses a use that would train wrong. ``fully_shard(..., checks=...)`` sets the level of the
+checks that run. Arguments are validated where they are used, at every level. The table of all checks is
+``te_fsdp.checks.CHECKS``. The core calls checks by point only and imports none: this module loads the table by name
+for the first model with a level above "off". So the core works without that package.
 """
 
 from __future__ import annotations

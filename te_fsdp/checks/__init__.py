@@ -1,4 +1,4 @@
-"""Checks that compare ranks or refuse a use that would train wrong: the table of all, and the runner.
+"""Checks that compare ranks or refuse a use that would train wrong.
 
 The core calls the functions of a level at its points (:mod:`te_fsdp.check_points`). A new check is a function in this
 package and a row of :data:`CHECKS`. docs/checks.md prints the table, and what each level costs.
@@ -93,7 +93,7 @@ CHECKS: tuple[Check, ...] = (
     Check("opaque outputs", When.OUTPUT, "", forward.refuse_opaque_output, PlacementError),
     # backward
     Check("start of backward", When.TRAINED, "", backward.check_backward_start, OrderError),
-    Check("second derivatives", When.BACKWARD, "", forward.refuse_second_derivatives_of_te, OrderError),
+    Check("second derivatives", When.BACKWARD, "", backward.refuse_second_derivatives_of_te, OrderError),
     # step
     Check("replaced parameters", When.BOUND_STEP, "", optimizer.refuse_replaced, OrderError),
     Check("main weights", When.BOUND_STEP, "", optimizer.require_main_weights, PrecisionError),

@@ -1,4 +1,4 @@
-"""Checks of a backward: it adds gradients, with the weights of its forward, and is not split."""
+"""Checks of a sharded model's backwards."""
 
 from __future__ import annotations
 
@@ -173,3 +173,35 @@ def refuse_split_backward(state: ShardedModel) -> None:
                 tensor.register_hook(functools.partial(refuse_split, leaf))
 
     handles.append(state.model.register_forward_hook(_torch.disable_compile(watch)))
+
+
+def refuse_second_derivatives(unit: str) -> None:
+    """Raise in a backward with ``create_graph=True`` that reaches a sharded unit. Local, before it is gathered."""
+    if torch.compiler.is_compiling():
+        return  # a compiler traces this hook, too
+    if torch.is_grad_enabled() and _torch.in_backward():
+        raise OrderError(
+            f"{unit or 'the root unit'}: backward with create_graph=True through sharded weights",
+            expected="first derivatives",
+            got="a graph for second derivatives, as for a gradient penalty or a Hessian",
+            why="FSDP2 releases the gathered weights after the first backward, and the second one reads them",
+            fix="keep the weights that the penalty reaches unsharded: strategy='no_shard', or "
+            "te_fsdp.fsdp_no_shard(module); compute the penalty with torch's own layers, because kernels of "
+            "TransformerEngine have no second derivatives",
+        )
+
+
+def refuse_second_derivatives_of_te(state: ShardedModel) -> None:
+    """Raise in a backward with ``create_graph=True`` of a model with a module of TransformerEngine. Local operation."""
+    if not (torch.is_grad_enabled() and _torch.in_backward()):
+        return
+    names = (name or "the model" for name, module in state.model.named_modules() if _te.kind_of(module))
+    name = next(names, None)
+    if name is not None:
+        raise OrderError(
+            f"{name}: backward with create_graph=True through a TransformerEngine module",
+            expected="first derivatives",
+            got="a graph for second derivatives, as for a gradient penalty or a Hessian",
+            why="TransformerEngine's kernels have no second derivatives, so that terms would be missing",
+            fix="use torch's own layers where the penalty reaches",
+        )

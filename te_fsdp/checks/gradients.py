@@ -1,4 +1,4 @@
-"""Checks of gradients: complete before a step, and right over tp in the first steps, also those of the logits."""
+"""Checks of gradients: complete before a step, correct over tp in the first steps."""
 
 # [Note: gradients over tp] Parameters that every tensor-parallel rank replicates have one gradient. With
 # ``sequence_parallel = True`` each rank computes a part of it, and the parts are summed. A layer that sees a

@@ -1,4 +1,4 @@
-"""Checks of a model: the same on all ranks, with values before its first forward, and not taken apart later."""
+"""Checks of a model: built the same on all ranks, initialized before its first forward, kept intact later."""
 
 # [Note: checks of a model]
 #
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.checks.forward import refuse_second_derivatives
+from te_fsdp.checks.backward import refuse_second_derivatives
 from te_fsdp.checks.weights import find_equal_shards, has_device_parameters, refuse_equal_shards
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
