@@ -130,13 +130,13 @@ def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: A
         handle.pop().remove()
     # FSDP2 makes the first unit that runs forward the root of its tree. If that is an inner unit (a script calls an
     # encoder first), FSDP2 raises in the first forward of the model.
-    if _fsdp2_outputs.is_bound_to_root(unit):
+    if _fsdp2.is_bound_to_root(unit):
         return
     around = [state.model] if fsdp2_units.is_fsdp_module(state.model) else []
     around += reversed(state.modules.values())
     for outer in around:
         if outer is not unit and any(inner is unit for inner in outer.modules()):
-            _fsdp2_outputs.make_root(outer)
+            _fsdp2.make_root(outer)
             return
 
 

@@ -1,8 +1,7 @@
-"""Hooks around the forward and backward of an FSDP2 unit, beyond FSDP2's public hooks; torch 2.11 to 2.15."""
+"""Tensors in the outputs of an FSDP2 unit; torch 2.11 to 2.15."""
 
 # [Note: hooks of outputs] FSDP2 all-gathers a unit for backward in hooks on the tensors of its output. It
-# finds them with ``torch.utils._pytree``. The first module that runs forward becomes the root of all modules
-# in it.
+# finds them with ``torch.utils._pytree``.
 
 from __future__ import annotations
 
@@ -55,15 +54,3 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
 def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:
     """Let FSDP2 all-gather a unit in the backward of these outputs (``_register_pre_backward_hook``). Local."""
     fsdp_state_of(unit)._register_pre_backward_hook(tensors)
-
-
-def is_bound_to_root(unit: nn.Module) -> bool:
-    """Return whether FSDP2 has chosen the root of a unit, as it does in the first forward (``FSDPState._is_root``)."""
-    return unit._get_fsdp_state()._is_root is not None  # type: ignore[operator]
-
-
-def make_root(unit: nn.Module) -> None:
-    """Make a unit the root of all units in it (``FSDPState._lazy_init``). Local operation."""
-    # Call it before a unit inside of it runs forward on its own. FSDP2 would make the inner unit a root and
-    # later reject the model.
-    fsdp_state_of(unit)._lazy_init()

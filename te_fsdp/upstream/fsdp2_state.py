@@ -60,6 +60,18 @@ def roots_among(units: Iterable[nn.Module]) -> list[nn.Module]:
     return [unit for unit in units if unit._get_fsdp_state()._is_root]  # type: ignore[operator]
 
 
+def is_bound_to_root(unit: nn.Module) -> bool:
+    """Return whether FSDP2 has chosen the root of a unit, as it does in the first forward (``FSDPState._is_root``)."""
+    return unit._get_fsdp_state()._is_root is not None  # type: ignore[operator]
+
+
+def make_root(unit: nn.Module) -> None:
+    """Make a unit the root of all units in it (``FSDPState._lazy_init``). Local operation."""
+    # Call it before a unit inside of it runs forward on its own. FSDP2 would make the inner unit a root and
+    # later reject the model.
+    fsdp_state_of(unit)._lazy_init()
+
+
 def first_sharded_parameter(unit: nn.Module) -> torch.nn.Parameter | None:
     """Return the first of :func:`sharded_parameters`, or ``None``."""
     for group in fsdp_parameter_groups(unit):
