@@ -29,18 +29,14 @@ from te_fsdp.collectives.agreement import on_any_rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import require_integer, require_kind, require_number
 from te_fsdp.features.clip_grad_norm import clip_grad_norm_
+from te_fsdp.features.cuda_recorder import Inputs, LearningRates, capture_failure, recorder_for
 from te_fsdp.features.graph_checks import (
     Buffers,
-    Inputs,
-    LearningRates,
     Signature,
     Snapshot,
     addresses_between_microbatches,
-    capture_failure,
-    microbatch_of,
     reason_for_eager_step,
     reason_not_recordable,
-    recorder_for,
     require_microbatches,
 )
 from te_fsdp.features.hfsdp.gradients import averages_of
@@ -282,7 +278,7 @@ class GraphedStep:
 
     def _leaves_of(self, leaves: list[Any], number: int) -> list[Any]:
         """Return the arguments of one call of the function."""
-        return leaves if self._microbatches is None else [microbatch_of(leaf, number) for leaf in leaves]
+        return leaves if self._microbatches is None else [_microbatch_of(leaf, number) for leaf in leaves]
 
     def _joined(self, outputs: list[Any]) -> Any:
         return outputs[0] if self._microbatches is None else outputs
@@ -480,3 +476,8 @@ def _copied(output: Any) -> Any:
     leaves, structure = _torch.flatten(output)
     copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return _torch.unflatten(copies, structure)
+
+
+def _microbatch_of(leaf: Any, number: int) -> Any:
+    """Return an argument of one microbatch: the entry of a tensor, or the argument itself."""
+    return leaf[number] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.errors import OrderError, PlacementError, require_integer, require_kind, shorten
-from te_fsdp.features.graph_checks import CudaRecorder, Signature, capture_failure, recorder_for
+from te_fsdp.features.cuda_recorder import CudaRecorder, capture_failure, recorder_for
+from te_fsdp.features.graph_checks import Signature
 from te_fsdp.features.transports import transports_of
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model

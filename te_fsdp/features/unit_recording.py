@@ -24,7 +24,8 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch, unit_graphs as 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.features.graph_checks import CudaRecorder, Signature
+    from te_fsdp.features.cuda_recorder import CudaRecorder
+    from te_fsdp.features.graph_checks import Signature
 
 _CONSTANTS = (bool, int, float, str, type(None))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.tensor
 
-from te_fsdp.features import graph_checks
+from te_fsdp.features import cuda_recorder
 from te_fsdp.upstream import torch_dtensor as _torch
 
 
@@ -61,7 +61,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_a_pool_is_shared_while_a_graph_of_it_lives(device: Device) -> None:
-    recorder = graph_checks.CudaRecorder(torch.device("cpu"))
+    recorder = cuda_recorder.CudaRecorder(torch.device("cpu"))
     first, _ = recorder.record(lambda: 1)
     second, _ = recorder.record(lambda: 2)
     assert device.pools == [(0, 1), (0, 1)]
@@ -76,7 +76,7 @@ def test_a_pool_is_shared_while_a_graph_of_it_lives(device: Device) -> None:
 
 def test_a_capture_that_cannot_end_is_mended(device: Device) -> None:
     generator = torch.Generator()
-    recorder = graph_checks.CudaRecorder(torch.device("cpu"), [generator])
+    recorder = cuda_recorder.CudaRecorder(torch.device("cpu"), [generator])
     device.failing = True
     with pytest.raises(RuntimeError, match="previous error during capture"):
         recorder.record(lambda: 1)
@@ -94,7 +94,7 @@ def test_an_exception_of_the_function_is_raised_first(device: Device) -> None:
     for ends in (True, False):
         device.failing = not ends
         with pytest.raises(ValueError, match="of the function"):
-            graph_checks.CudaRecorder(torch.device("cpu")).record(fails)
+            cuda_recorder.CudaRecorder(torch.device("cpu")).record(fails)
     assert len(device.ended) == 1
     assert gc.isenabled()
 
