@@ -1,4 +1,4 @@
-"""Hooks of a sharded model's forward and of its units: recover from exceptions, wait for new weights, run checks."""
+"""Hooks around a sharded model's forwards: recovery, waits for new weights, checks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import kept_weights
-from te_fsdp.gradient_sync import has_failed_backward, raise_if_backward_failed
-from te_fsdp.optimizer_step import ZeroGrad
+from te_fsdp.gradient_sync import ZeroGrad, has_failed_backward, raise_if_backward_failed
 from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import (
     ShardedModel,

@@ -1,4 +1,4 @@
-"""Control of gradient reductions and weight all-gathers, and operations on all gradients: wait, scale, clear.
+"""Control of gradient synchronization by the training loop.
 
 A gradient is complete when ``.grad`` of the sharded parameter is the mean over all ranks and microbatches so far.
 Until then FSDP2 (or :mod:`te_fsdp.features.replicated_gradients`) stores unreduced gradients outside of ``.grad``.
@@ -16,6 +16,8 @@ Contexts restore the previous setting, also after an exception. Modules without 
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from te_fsdp.layout import SyncMode
 from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import ShardedModel, refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_state as _fsdp2
-from te_fsdp.upstream.torch_dtensor import runs_eagerly
+from te_fsdp.upstream.torch_dtensor import in_backward, runs_eagerly
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,6 +171,28 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     state.sync.failed = state.sync.dropped = False
     for zero in state.components.zero_grad:
         zero(parameters)
+
+
+class ZeroGrad:
+    """Replacement for ``zero_grad`` of one model. It also clears the state of a failed backward and of HFSDP.
+
+    The markers of :mod:`te_fsdp.features.unreduced_gradients` detect all other ways to clear ``.grad``.
+    """
+
+    def __init__(self, state: ShardedModel) -> None:
+        # Weak, because the model owns this object.
+        self._state = weakref.ref(state)
+        functools.update_wrapper(self, type(state.model).zero_grad)
+
+    @runs_eagerly
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of the model, and what te_fsdp has derived from them. Local operation."""
+        state = self._state()
+        assert state is not None  # owned by the model, which is alive during its own method
+        # In backward only the module's own method runs, as without te_fsdp.
+        if not in_backward():
+            zero_grad(state.model, set_to_none=set_to_none)
+        type(state.model).zero_grad(state.model, set_to_none)  # may be the user's override
 
 
 def drop_unreduced_gradients(state: ShardedModel) -> None:

@@ -1,4 +1,4 @@
-"""Functions that run before and after ``optimizer.step()`` of sharded models, and their ``zero_grad()``.
+"""Functions that run around ``optimizer.step()`` of sharded models.
 
     before a step    complete gradients, or raise; make gradients of tp replicas equal
     after a step     reshard weights, so that the next forward all-gathers the new ones
@@ -16,12 +16,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from te_fsdp.gradient_sync import wait_for_reductions, zero_grad
+from te_fsdp.gradient_sync import wait_for_reductions
 from te_fsdp.layout import SyncMode
 from te_fsdp.lifecycle import gradients_of
 from te_fsdp.recovery import undo_step
-from te_fsdp.sharded_model import ShardedModel
-from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -148,28 +146,3 @@ def release_weights(step: Step) -> None:
         # Later forwards then need not search for cleared gradients of earlier microbatches.
         if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.pending():
             state.sync.waiting = False
-
-
-# ------------------------------------------------------------------------------------------------------------ clearing
-
-
-class ZeroGrad:
-    """Replacement for ``zero_grad`` of one model. It also clears the state of a failed backward and of HFSDP.
-
-    The markers of :mod:`te_fsdp.features.unreduced_gradients` detect all other ways to clear ``.grad``.
-    """
-
-    def __init__(self, state: ShardedModel) -> None:
-        # Weak, because the model owns this object.
-        self._state = weakref.ref(state)
-        functools.update_wrapper(self, type(state.model).zero_grad)
-
-    @_torch.runs_eagerly
-    def __call__(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of the model, and what te_fsdp has derived from them. Local operation."""
-        state = self._state()
-        assert state is not None  # owned by the model, which is alive during its own method
-        # In backward only the module's own method runs, as without te_fsdp.
-        if not _torch.in_backward():
-            zero_grad(state.model, set_to_none=set_to_none)
-        type(state.model).zero_grad(state.model, set_to_none)  # may be the user's override
