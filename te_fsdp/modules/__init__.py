@@ -1,1 +1,1 @@
-"""Mixins of TE module classes, their placement plan, and their initialization."""
+"""TransformerEngine's modules on device meshes."""

@@ -1,4 +1,4 @@
-"""Bound ``GroupedLinear``: global names of experts, and single parameters for all experts."""
+"""``GroupedLinear`` modules that are bound to meshes."""
 
 # [Note: experts in one parameter] Experts have global names for callers and local names for TE. The single
 # parameters are a 3-D weight (experts, out, in) and a 2-D bias (experts, out). TE stores them as a

@@ -1,4 +1,4 @@
-"""Checks of the sizes and options of a TE module."""
+"""Checks that the options of a TE module fit its meshes."""
 
 from __future__ import annotations
 

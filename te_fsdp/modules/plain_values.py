@@ -1,4 +1,4 @@
-"""Plain JSON values of module settings, and names of functions."""
+"""Values of module settings as plain JSON."""
 
 from __future__ import annotations
 

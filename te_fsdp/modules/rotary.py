@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings in TransformerEngine and in ``config.json`` files.
+"""Frequencies of rotary embeddings.
 
 Sources: ``RotaryPositionEmbedding`` of TransformerEngine 2.18 to 2.20.2 (``pytorch/attention/rope.py``) and
 ``modeling_rope_utils.py`` of transformers 4.57 and 5.23.

@@ -1,4 +1,4 @@
-"""Units of torch's own ``fully_shard`` in bound models, resharded after an optimizer step and after an evaluation.
+"""Resharding of bound units of torch's own ``fully_shard``, after a step or an evaluation.
 
 FSDP2 keeps the root unsharded after a forward, and any unit after ``set_reshard_after_backward(False)``. A step then
 updates the shards, and the next forward reads the unsharded weights from before the step, without an error. After an
