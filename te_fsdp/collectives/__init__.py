@@ -1,1 +1,1 @@
-"""Agreement of ranks, rendezvous, and collectives on parameters and gradients."""
+"""Communication between ranks that te_fsdp runs itself."""

@@ -1,4 +1,4 @@
-"""Asynchronous operations: collectives, with packing and unpacking, that are started now and waited for later.
+"""Asynchronous operations that overlap with compute: collectives, including their packing.
 
 Operations that start during a backward start in the same order on all ranks (:class:`UnitOrder`):
 

@@ -1,4 +1,4 @@
-"""Collectives on parameters and gradients, started asynchronously (:func:`redistribute`).
+"""Collectives between DTensor placements, started asynchronously (:func:`redistribute`).
 
 The current and the requested DTensor placements of a group's ranks determine the collective:
 
