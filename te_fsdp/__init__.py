@@ -1,4 +1,4 @@
-"""te_fsdp: train stock TransformerEngine models with PyTorch's FSDP2, DTensor and distributed checkpoints.
+"""te_fsdp: train stock TransformerEngine models with PyTorch's FSDP2.
 
 Importing this package runs nothing: no TE, no CUDA, no patching. Names are loaded when first used.
 """

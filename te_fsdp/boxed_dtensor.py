@@ -1,4 +1,4 @@
-"""A DTensor whose shards are several rectangles of the original tensor, for torch's own functions and for DCP.
+"""A DTensor whose shards are several rectangles of the original tensor.
 
 ``Shard(0)`` describes a stacked layout (gated fc1, non-interleaved QKV) only for one tensor-parallel size. FSDP2,
 optimizers and kernels need nothing else, because they work on local tensors. ``full_tensor``, ``redistribute`` and

@@ -1,4 +1,4 @@
-"""``Component``: a feature of a sharded model, and the phases that call it.
+"""``Component``: a feature of a sharded model, which the core calls in phases.
 
 The core calls components by phase and imports none of them. :mod:`te_fsdp.components` lists what is attached, in order.
 """

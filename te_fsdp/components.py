@@ -1,4 +1,4 @@
-"""The order of everything that te_fsdp attaches to a model and runs around forward, backward and optimizer step.
+"""The order of everything that te_fsdp attaches to a model or runs around its steps.
 
 The core packages import no feature and no check. This file lists them: :func:`te_fsdp.fully_shard` runs :data:`SETUP`
 and registers :data:`BEFORE_STEP` and :data:`AFTER_STEP` (:mod:`te_fsdp.lifecycle`). docs/internals.md prints all

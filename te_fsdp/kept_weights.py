@@ -1,4 +1,4 @@
-"""Weights of ``optim`` and ``optim_grads`` that stay unsharded after a forward.
+"""Weights that stay unsharded after a forward, under ``optim`` or ``optim_grads``.
 
 After a forward without gradients, no backward reshards them. They are kept for the next forward, but
 ``model.parameters()`` returns the shards. Code that reads or writes parameters after an evaluation (averages, manual

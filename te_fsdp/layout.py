@@ -1,4 +1,4 @@
-"""Layouts of sharded parameters and the storage table of the strategies, without TE or tensors.
+"""Placements of parameters on the axes of a mesh, without TE or tensors.
 
 Terms (see docs/concepts): *original* is the unsharded parameter of a single process (tp size 1). *tp-local* is the part
 of it on one tensor-parallel rank.

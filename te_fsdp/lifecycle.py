@@ -1,4 +1,4 @@
-"""Hooks around ``optimizer.step()``: one before every step and one after it, each with a list of functions.
+"""Hooks around ``optimizer.step()``, which call lists of functions.
 
     bound models      ``BEFORE_STEP`` and ``AFTER_STEP`` of ``bind_device_mesh.py``
     main weights      those of ``features/main_weights.py``

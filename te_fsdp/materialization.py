@@ -1,7 +1,7 @@
-"""Initialization, conversion and comparison of a model's parameter values.
+"""``materialize``: move a model from meta to the device.
 
-``materialize`` moves a model from meta to the device: every rank gets its shards of the initialization that one
-process would draw. Ranks must build the same model and have equal replicas, which is checked here.
+Every rank gets its shards of the initialization that one process would draw. Ranks must build the same model and have
+equal replicas, which is checked here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model's own initialization (``init_weights`` and its like), run on unsharded tensors."""
+"""A model's own initialization (``init_weights`` or similar), run on unsharded tensors."""
 
 from __future__ import annotations
 

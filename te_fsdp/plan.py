@@ -1,4 +1,4 @@
-"""The plan of ``fully_shard``: units, strategies, dtypes and the storage of each parameter."""
+"""The plan of ``fully_shard``: all decisions, made before anything changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``MixedPrecisionPolicy``: dtypes of main weights, compute, gradient accumulation and gradient communication.
+"""``MixedPrecisionPolicy``: the dtypes of a sharded model.
 
     main weights    main_params_dtype   updated by the optimizer, stored in checkpoints (FSDP2's sharded parameters)
     compute         param_dtype         used by forward and backward (FSDP2's unsharded parameters)

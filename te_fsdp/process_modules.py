@@ -1,4 +1,4 @@
-"""All modules of this process, found by the garbage collector: for setup and errors only."""
+"""All modules of this process, found by the garbage collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of te_fsdp on parameters, quantized local tensors and modules.
+"""Records of te_fsdp on the objects of a model.
 
 Binding, sharding, initialization, casts and loading replace the object of a parameter. The attributes of the old
 object are copied to the new one, its successor (:func:`copy_param_attrs`):

@@ -1,4 +1,4 @@
-"""The shapes of a parameter's local shard, and its global indices in the original tensor."""
+"""Global indices of a parameter's local shard in the original tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fully_shard``: shard a model on FSDP2 and attach the components that it needs.
+"""``fully_shard``: shard a model on FSDP2.
 
 The call plans, checks, shards parameters, then runs the table :data:`te_fsdp.components.SETUP`.
 """

@@ -1,4 +1,4 @@
-"""Checksums and constants, by which checks compare tensors of ranks."""
+"""Summaries of a tensor's values, by which checks compare ranks."""
 
 from __future__ import annotations
 

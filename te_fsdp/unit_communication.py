@@ -1,4 +1,4 @@
-"""Communication of FSDP2's units: dtype and ranks of the gradient reduction, and parameters without a gradient.
+"""Gradient reduction of FSDP2's units: dtype, ranks, parameters without a gradient.
 
 For a different communication dtype each unit has a custom reduce-scatter ([Note: buffers of a reduction]). Other units
 need none, except for ``zero_copy_gradients`` (:mod:`te_fsdp.features.transports`), which also chooses how weights are

@@ -1,4 +1,7 @@
-"""Models that ``fully_shard`` refuses, and parameters that FSDP2 cannot shard with the rest of their unit."""
+"""Parts of a model that FSDP2 cannot shard.
+
+``fully_shard`` refuses the model, or replicates the parameters (:func:`find_unshardable`).
+"""
 
 from __future__ import annotations
 

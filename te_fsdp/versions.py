@@ -1,4 +1,4 @@
-"""Versions of Python, torch and TransformerEngine with which te_fsdp was tested."""
+"""Versions of te_fsdp's requirements with which it was tested."""
 
 from __future__ import annotations
 
