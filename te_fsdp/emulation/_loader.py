@@ -1,4 +1,4 @@
-"""Import hook: TransformerEngine's own modules execute unchanged, and are prepared right afterwards.
+"""Import hook that prepares TransformerEngine's own modules after they have executed unchanged.
 
 Only modules under ``transformer_engine.`` are touched. For each the hook does, in this order: execute the stock
 source; replace its global name ``torch`` by the proxy (framework modules only); apply the entries of

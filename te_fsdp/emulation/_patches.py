@@ -1,4 +1,4 @@
-"""Patches of TransformerEngine's modules and of torch, in addition to the extension.
+"""Patches that TransformerEngine's modules need on a CPU in addition to the extension.
 
 Every entry names the place of TransformerEngine 2.20.2 that forces it, holds for a stated version range, and is
 refused when what it replaces is not there: a new TransformerEngine must not lose a patch silently.

@@ -1,4 +1,4 @@
-"""Enums and plain classes of the compiled extension, with the values of TransformerEngine's headers.
+"""Types of the compiled extension, with the values of TransformerEngine's headers.
 
 TransformerEngine checks several of them for completeness while it is imported (``pytorch/constants.py:94`` and
 ``pytorch/cpp_extensions/fused_attn.py:158`` in 2.20.2), so a drift of these lists stops the import. Values that reach

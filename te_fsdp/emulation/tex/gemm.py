@@ -1,4 +1,4 @@
-"""Matrix products: ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu``.
+"""Matrix products: ``pytorch/csrc/extensions/gemm.cpp``, ``common/gemm/cublaslt_gemm.cu``.
 
 The products accumulate in fp32 whatever the operands are. Which representation of a quantized operand is read follows
 the kernels strictly (``formats.operand``): a missing or invalid one is an error, never replaced by the other.

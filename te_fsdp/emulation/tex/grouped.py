@@ -1,4 +1,4 @@
-"""Grouped tensors: many matrices in one buffer, quantized and multiplied in one call (``GroupedTensor``).
+"""Grouped tensors: many matrices in one buffer, processed in one call (``GroupedTensor``).
 
 Replaces ``pytorch/csrc/extensions/cast.cpp`` (``group_quantize``) and ``gemm.cpp`` (``..._for_grouped_tensor``,
 ``..._for_discrete_in``, ``..._for_discrete_out``). Each member is quantized and multiplied exactly as a tensor of its

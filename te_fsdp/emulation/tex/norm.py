@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: ``pytorch/csrc/extensions/normalization.cpp``, ``common/normalization``.
+"""Normalization: ``pytorch/csrc/extensions/normalization.cpp``, ``common/normalization``.
 
 Everything is computed in fp32 from the stored inputs; statistics are kept in fp32, one per row.
 """

@@ -1,6 +1,7 @@
-"""Packed sequences (``thd``) and caches of keys and values (``csrc/extensions/attention.cpp``).
+"""Sequences of different lengths in attention (``csrc/extensions/attention.cpp``).
 
-``cu_seqlens`` (batch + 1,) are the cumulative lengths of sequences that lie one after the other.
+Layouts: packed (``thd``), padded (``bshd``), and caches of keys and values. ``cu_seqlens`` (batch + 1,) are the
+cumulative lengths of sequences that are packed one after the other.
 """
 
 from __future__ import annotations

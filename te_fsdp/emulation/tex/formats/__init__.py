@@ -1,4 +1,4 @@
-"""Creation, quantization and reading of TransformerEngine's quantized tensors in PyTorch.
+"""Operations on TransformerEngine's quantized tensors, in PyTorch.
 
 The functions here replace those of the compiled extension with the same names. They recognize TransformerEngine's own
 quantizers by their exact class, as the extension does, and read and write the attributes of its tensor classes, which

@@ -1,4 +1,4 @@
-"""Rounding, scales and buffer helpers that all quantization formats share.
+"""Steps of a quantization that all formats share.
 
 Every function works on plain CPU tensors and mirrors one documented step of the CUDA kernels. What a kernel
 leaves undefined (padding, values that no thread writes) is zero here, so that runs are reproducible.

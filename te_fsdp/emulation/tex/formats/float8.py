@@ -1,4 +1,4 @@
-"""FP8 with one scale per tensor: delayed scaling and current scaling.
+"""FP8 with one scale per tensor, by delayed or current scaling.
 
 Buffers of a logical tensor (..., K): ``_data`` (..., K) and ``_transpose`` (K, ...), both uint8, and ``_scale_inv``
 [1] in float32. Where the hardware multiplies 8-bit operands in any layout (architecture 10.0) ``_data`` serves both
