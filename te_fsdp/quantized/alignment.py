@@ -1,4 +1,4 @@
-"""Checks that a quantized weight can be trained on this mesh and device. ``docs/support.md`` lists the combinations."""
+"""Checks that a quantized weight can be trained. ``docs/support.md`` lists the combinations."""
 
 from __future__ import annotations
 

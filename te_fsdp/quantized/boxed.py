@@ -1,4 +1,4 @@
-"""Quantized weights in torch's own state dicts and in plain DCP, on any mesh.
+"""Quantized weights in torch's own state dicts, on any mesh.
 
 A save writes each rectangle of the original weight as one of TE's quantized tensors: data and scales. If a
 rectangle splits a block of scales, its high-precision values are written.

@@ -1,6 +1,7 @@
-"""Finish loads into quantized weights: quantize values that need the amax of all ranks, and drop derived data.
+"""Completion of loads into quantized weights.
 
-:mod:`te_fsdp.quantized.boxed` describes what DCP reads and writes.
+Values that need the amax of all ranks are quantized, and derived data is dropped. :mod:`te_fsdp.quantized.boxed`
+describes what DCP reads and writes.
 """
 
 from __future__ import annotations

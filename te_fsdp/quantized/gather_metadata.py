@@ -1,4 +1,4 @@
-"""Cached metadata of a quantized shard's all-gathers, and all-gathers without TE's hook.
+"""Cached metadata of a quantized shard's all-gathers.
 
     local tensor of the shard
       ._te_fsdp_weight   WeightRecord     te_fsdp's data about this tensor (te_fsdp.records)

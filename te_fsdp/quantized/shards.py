@@ -1,4 +1,4 @@
-"""Shards of quantized weights: a common scale, and the path through FSDP2's ``fully_shard``."""
+"""Shards of quantized weights, quantized with the scale of the unsharded weight."""
 
 from __future__ import annotations
 
