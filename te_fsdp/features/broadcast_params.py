@@ -1,4 +1,4 @@
-"""Groups of ranks that replicate a parameter, and ``broadcast_params``, which makes all copies equal."""
+"""``broadcast_params``: make all copies of each replicated parameter equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions of a sharded model: ``to``, ``half``, ``to_empty`` and similar, which call ``Module._apply``."""
+"""Conversions of a sharded model by ``Module._apply`` (``to``, ``half``, ``to_empty`` or similar)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apply a precision policy to the gradients of a sharded model: reduction, accumulation, and the optimizer's input."""
+"""Dtypes of a sharded model's gradients under a precision policy."""
 
 from __future__ import annotations
 

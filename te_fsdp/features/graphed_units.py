@@ -1,4 +1,4 @@
-"""``graphed_units``: replay forward and backward of each unit from CUDA graphs, inside of an eager loop.
+"""``graphed_units``: replay each unit from CUDA graphs, inside of an eager loop.
 
     forward of a unit, backward of a unit                   a CUDA graph each
     all-gathers, reductions, clipping, optimizer, loss      eager

@@ -1,4 +1,4 @@
-"""``Muon``: torch's Muon on unsharded matrices, and AdamW for all other parameters.
+"""``Muon``: torch's Muon on the unsharded matrices of a sharded model.
 
 Muon orthogonalizes the update of an unsharded matrix. Among the ranks that shard a matrix, one rank (the owner)
 computes it. Owners are assigned so that all ranks compute about the same amount:

@@ -1,4 +1,4 @@
-"""Report the parameter, rank and microbatch that made gradients NaN or infinite, before the values spread.
+"""``report_nan``: report where gradients became NaN or infinite, before the values spread.
 
     backward     right before a unit's gradients are reduced: one norm of the buffer, on the device
     no_sync      right before the next forward: one norm per unit of the accumulated gradients

@@ -1,4 +1,4 @@
-"""Explicit all-gathers of weights, and their release."""
+"""Explicit all-gathers of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How units are all-gathered, and whether their gradients are reduced without a copy.
+"""Choice of the transport of each unit's communication.
 
 The weights of each unit are all-gathered by NCCL as FSDP2 does, or by the copy engines:
 

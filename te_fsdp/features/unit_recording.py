@@ -1,4 +1,4 @@
-"""``UnitRecording``: forward and backward of one unit as two CUDA graphs.
+"""``UnitRecording``: one unit, recorded as two CUDA graphs.
 
     before forward       FSDP2 all-gathers into memory at fixed addresses
     forward graph        reads static inputs, to which each call copies its own; outputs are cloned

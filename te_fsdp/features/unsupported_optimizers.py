@@ -1,4 +1,4 @@
-"""Optimizers of torch and TransformerEngine that cannot update sharded or quantized parameters."""
+"""Optimizers that cannot update sharded or quantized parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of optimizer state over replicas, and the all-gather of updated weights.
+"""Optimizer shards of HFSDP: the rows of a parameter that each replica updates.
 
     mesh                (dp_replicate,                dp_shard,              tp)
     parameter                                         (_StridedShard(0, tp),  Shard(0))
