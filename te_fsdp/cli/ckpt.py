@@ -1,4 +1,4 @@
-"""Commands of ``te-fsdp ckpt``: ``convert``, ``export``, ``inspect``, ``verify`` and ``diff``."""
+"""The commands of ``te-fsdp ckpt``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record of this machine and its Python environment (:class:`Environment`). Collecting it changes nothing."""
+"""Record of this process's environment (:class:`Environment`). Collecting it changes nothing."""
 
 from __future__ import annotations
 

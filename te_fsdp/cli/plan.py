@@ -1,4 +1,4 @@
-"""The commands ``te-fsdp plan`` and ``te-fsdp report``."""
+"""The commands that show a plan: ``te-fsdp plan``, ``te-fsdp report``."""
 
 from __future__ import annotations
 
