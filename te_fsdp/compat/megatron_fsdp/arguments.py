@@ -1,4 +1,4 @@
-"""Translation of Megatron-FSDP's arguments and meshes to te_fsdp's.
+"""Translation of Megatron-FSDP's arguments to te_fsdp's.
 
 Source: the documentation of megatron-fsdp 0.6.1, or its behavior where the documentation does not specify it.
 """

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's second interface (``megatron_fsdp.experimental`` of 0.6.1): placements per axis and module.
+"""Megatron-FSDP's second interface (``megatron_fsdp.experimental`` of 0.6.1).
 
     fully_shard(layer, mesh, placements)           for each unit, inner ones first, and for the model at the end
     optimizer = AdamW(model.parameters())

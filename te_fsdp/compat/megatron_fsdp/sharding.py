@@ -1,4 +1,4 @@
-"""Megatron-FSDP's ``fully_shard``, ``fully_shard_model``, ``fully_shard_optimizer`` and ``MegatronFSDP``."""
+"""Megatron-FSDP's sharding functions (``fully_shard``, ``fully_shard_model``, ``fully_shard_optimizer``)."""
 
 # [Note: initial optimizer state] Scripts of Megatron-FSDP load into ``optimizer.state_dict()`` before the
 # first step. DCP fills the entries of the given state dict. Before the first step an optimizer has no state,
