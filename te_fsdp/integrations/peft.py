@@ -1,4 +1,4 @@
-"""LoRA of Hugging Face PEFT on TransformerEngine's layers, with frozen and quantized bases and tp.
+"""LoRA of Hugging Face PEFT on TransformerEngine's layers.
 
     add_adapters(model, peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "proj"]))    # before fully_shard
     te_fsdp.fully_shard(model, meshes)
@@ -9,8 +9,9 @@
     te_fsdp.checkpoint.save("adapters", adapters_of(model), optimizer)
     merge(model)
 
-PEFT's own layer for TransformerEngine (0.21) does not support tp or merging. It passes the input of the norm to the
-adapter of a ``LayerNormLinear``. It fails if a layer returns its bias, as in ``te.TransformerLayer``. Layout here:
+Weights without adapters are frozen. They may be quantized. PEFT's own layer for TransformerEngine (0.21) does not
+support tp or merging. It passes the input of the norm to the adapter of a ``LayerNormLinear``. It fails if a layer
+returns its bias, as in ``te.TransformerLayer``. Layout here:
 
     layer           A, (r, in)                      B, (out, r)
     column          replicated over tp              rows sharded over tp: te.Linear

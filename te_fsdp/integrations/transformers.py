@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` on te_fsdp, with :class:`TeFsdpAccelerator` and te_fsdp's checkpoints.
+"""``transformers.Trainer`` on te_fsdp (:class:`TeFsdpTrainer`).
 
     meshes = te_fsdp.Meshes.build(tp=2)
     model = build_model(**meshes.te_kwargs())
