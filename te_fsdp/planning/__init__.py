@@ -1,4 +1,4 @@
-"""Memory and communication estimates for a training job of any size, computed in one CPU process.
+"""Cost estimates for a training job of any size, computed in one CPU process.
 
     import te_fsdp.planning as planning
     job = planning.Job("my-llama", strategy="optim_grads_params", optimizer="fused-adam", sequence=8192)

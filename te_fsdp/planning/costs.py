@@ -1,4 +1,4 @@
-"""Memory and communication cost of each parameter and module in a step."""
+"""Cost model of a training step: bytes, floating-point operations, messages."""
 
 # [Note: costs] Parameters are read from the meta model after ``te_fsdp.fully_shard``: from its DTensors and
 # from the plan of each parameter (:class:`~te_fsdp.records.ParameterPlan`). All numbers are those of the
