@@ -1,1 +1,1 @@
-"""Private names of torch and TransformerEngine, with the patches of both. No other file uses private names."""
+"""Private names of other libraries. No other file uses private names."""

@@ -1,4 +1,4 @@
-"""Private names of FSDP2 and autograd for unreduced gradients; torch 2.11 to 2.15."""
+"""Private names of torch for unreduced gradients under FSDP2; torch 2.11 to 2.15."""
 
 from __future__ import annotations
 

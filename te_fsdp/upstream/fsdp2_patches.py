@@ -1,4 +1,4 @@
-"""Replacements of methods on objects of FSDP2 and torch.
+"""Replacements of methods on objects of torch, most of them FSDP2's.
 
 :data:`te_fsdp.upstream.patches.FSDP2` has one row per replacement, with its reason.
 

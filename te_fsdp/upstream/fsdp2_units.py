@@ -1,4 +1,4 @@
-"""Private names of FSDP2's records of a unit and of its parameters. Checked on torch 2.11 to 2.15."""
+"""Private names of FSDP2's records of a unit. Checked on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 

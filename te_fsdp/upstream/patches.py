@@ -1,4 +1,4 @@
-"""Tables of the patches of other libraries, and the application of patches to TransformerEngine."""
+"""Tables of the patches of other libraries."""
 
 # :mod:`te_fsdp.upstream.fsdp2_patches` and the files next to it apply the patches of FSDP2 and torch.
 #

@@ -1,4 +1,4 @@
-"""Private names of torch, except FSDP2's runtime state and patches. Checked with torch 2.11 to 2.15.
+"""Private names of torch outside of FSDP2. Checked with torch 2.11 to 2.15.
 
 The docstring of each function names the private names that it uses.
 """
