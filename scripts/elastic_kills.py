@@ -1,4 +1,4 @@
-"""Kill ranks and nodes of examples/fsdp2_tp/train_elastic.py at random, then repeat the same resumes without kills.
+"""Kill ranks or nodes of examples/fsdp2_tp/train_elastic.py at random.
 
     usage: scripts/elastic_kills.py [--kills 20] [--seed 0] [--nodes 2] [--per-node 1] [--tp 1] ...
 

@@ -1,4 +1,4 @@
-"""Run the distributed tests on this machine's GPUs and record each result in a ledger.
+"""Run the distributed tests on this machine's GPUs for the ledger of results.
 
     python scripts/gpu_tests.py run --commit COMMIT --out results.jsonl     # on the GPU machine
     python scripts/gpu_tests.py merge results.jsonl                         # add the results to tests/gpu_ledger.csv

@@ -1,4 +1,4 @@
-"""Draw the losses of several runs of examples/fsdp2_tp/train_moe.py into one plot, and say how far they are apart.
+"""Compare the losses of several runs of examples/fsdp2_tp/train_moe.py.
 
     usage: scripts/moe_losses.py RUNS_DIR RESULT        writes RESULT.png, RESULT.csv and RESULT.json
 

@@ -1,4 +1,4 @@
-"""Print the sizes of te_fsdp that a reader meets, and their limits. `python scripts/sizes.py [ROOT]`.
+"""Print the sizes of te_fsdp that have limits. `python scripts/sizes.py [ROOT]`.
 
 The emulation is not counted. The spine is the list of files under "Read these files in this order" in
 docs/internals.md, with `__init__.py` and `errors.py`. Imports count wherever they are, also under `TYPE_CHECKING`.

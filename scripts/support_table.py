@@ -1,6 +1,7 @@
-"""Write docs/support.md from the test matrix and the ledger of GPU tests: `python scripts/support_table.py`.
+"""Write the tables of docs/support.md: `python scripts/support_table.py`.
 
-The text around the tables is `scripts/support_page.md`.
+The tables are those of the test matrix and of the ledger of GPU tests. The text around them is
+`scripts/support_page.md`.
 `--check` writes nothing and fails if the page is out of date.
 """
 

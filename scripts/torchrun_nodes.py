@@ -1,4 +1,4 @@
-"""Run torchrun as if this machine were several nodes: more ranks than GPUs, and communication between nodes.
+"""Run torchrun as if this machine were several nodes.
 
     usage: scripts/torchrun_nodes.py NODES PROCESSES_PER_NODE SCRIPT [options...]
 

@@ -1,4 +1,7 @@
-"""Which trainings are compared: every module kind, format, strategy, loop, optimizer and mesh at least once."""
+"""The trainings that are compared.
+
+Every module kind, format, strategy, loop, optimizer and mesh occurs at least once.
+"""
 
 from __future__ import annotations
 

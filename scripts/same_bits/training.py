@@ -1,6 +1,7 @@
-"""One rank of a process group: train cases, and record a digest of the bytes of every value.
+"""One rank of a process group that trains cases.
 
-It uses public APIs of te_fsdp and TransformerEngine only, and no code of the tests, so that it runs on any commit.
+It records a digest of the bytes of every value. It uses public APIs of te_fsdp and TransformerEngine only, and no code
+of the tests, so that it runs on any commit.
 """
 
 from __future__ import annotations

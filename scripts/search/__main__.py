@@ -1,4 +1,4 @@
-"""Train random configurations and compare each with stock TE in one process: `python scripts/search --count 300`.
+"""Compare random training configurations with stock TE in one process: `python scripts/search --count 300`.
 
 Prints a line for each configuration, and at the end how many of each value were tried and all deviations. The exit
 status is 1 if there was one. `--first N --count 1` repeats configuration N; the draw depends on the seed alone.
