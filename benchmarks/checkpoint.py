@@ -1,4 +1,4 @@
-"""Time of checkpoints against plain torch.distributed.checkpoint (DCP), and the stall of asynchronous saves.
+"""Time of checkpoints against plain torch.distributed.checkpoint (DCP).
 
     torchrun --nproc-per-node 4 benchmarks/checkpoint.py --gib 4 --out benchmarks/results/checkpoint-MACHINE.json
     torchrun --nproc-per-node 4 benchmarks/checkpoint.py --tensors 8000 --out benchmarks/results/checkpoint-small-M.json

@@ -1,9 +1,10 @@
-"""Loads of copies of a shard: read by every rank, or once and sent to the others; from a local disk and slow storage.
+"""Time to load copies of a shard, by the way of reading.
 
     PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/checkpoint_read.py --replicate 2 --gib 0.5 --rate 200
 
-The slow storage is local files behind one wire that all ranks share: a transfer begins when the one before has ended,
-at this rate in MB/s. Ways take turns; medians of the slowest rank's seconds, and CPU seconds of the busiest rank.
+Every rank reads, or one rank reads and sends to the others, from a local disk or from slow storage. The slow storage
+is local files behind one wire that all ranks share: a transfer begins when the one before has ended, at this rate in
+MB/s. Ways take turns; medians of the slowest rank's seconds, and CPU seconds of the busiest rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loss curves of a small language model on one GPU and sharded in several ways, compared with the spread of two seeds.
+"""Loss curves of a small language model, sharded in several ways or on one GPU.
 
     torchrun --nproc-per-node 4 benchmarks/convergence.py --out out/convergence                 # four GPUs
     TE_FSDP_EMULATION=10.0 OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/convergence.py \

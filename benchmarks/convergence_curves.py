@@ -1,4 +1,4 @@
-"""Comparison of the loss curves of benchmarks/convergence.py: differences, the spread of two seeds, and the plot.
+"""Comparison of the loss curves of benchmarks/convergence.py.
 
 A curve maps steps to losses. The first word of a run's name is its recipe. "RECIPE one" is the reference of all runs
 with this recipe. "RECIPE one, seed 1" minus the reference is the spread of two seeds, the yardstick.

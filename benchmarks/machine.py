@@ -1,4 +1,4 @@
-"""Machine, versions and commit that every benchmark result records."""
+"""Record of the machine on which a benchmark runs."""
 
 from __future__ import annotations
 

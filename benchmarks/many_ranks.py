@@ -1,4 +1,4 @@
-"""Many real processes on one machine: set-up, three steps, a save, and a load on 16 of them, phase by phase.
+"""Cost of many real processes on one machine, phase by phase.
 
     TE_FSDP_EMULATION=9.0 OMP_NUM_THREADS=1 python benchmarks/many_ranks.py --ranks 32 --out RESULTS.json
 

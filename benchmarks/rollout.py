@@ -1,4 +1,4 @@
-"""Speed and memory of `te_fsdp.huggingface.iter_weights`, compared with a plain broadcast of the same bytes.
+"""Cost of `te_fsdp.huggingface.iter_weights`, compared with a plain broadcast of the same bytes.
 
     torchrun --nproc-per-node 4 benchmarks/rollout.py --out benchmarks/results/rollout-MACHINE.json
     TE_FSDP_EMULATION=9.0 torchrun --nproc-per-node 2 benchmarks/rollout.py --size small      # a check of the script

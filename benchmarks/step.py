@@ -1,4 +1,4 @@
-"""Training steps of te_fsdp (eager and recorded), FSDP2, megatron-fsdp and a lower bound, measured in turn.
+"""Training steps of te_fsdp, compared with those of other libraries.
 
     python benchmarks/step.py --out benchmarks/results/step-MACHINE.json --plot step.png
     python benchmarks/step.py --settings zero3 hsdp hfsdp "hfsdp no overlap" tp --ranks 4

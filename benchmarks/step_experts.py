@@ -1,4 +1,4 @@
-"""Layers of benchmarks/step.py with experts as MLP: attention, a router, and te.GroupedLinears sharded over ep."""
+"""Layers with experts for benchmarks/step.py."""
 
 from __future__ import annotations
 

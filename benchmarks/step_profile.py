@@ -1,4 +1,4 @@
-"""Host time of a step of benchmarks/step.py, by package and by function (--profile)."""
+"""Host time of a step of benchmarks/step.py, by package or function (--profile)."""
 
 from __future__ import annotations
 
