@@ -1,4 +1,4 @@
-"""Options, a small model with 8-bit weights, data and loss, shared by the examples of this folder.
+"""The common setting of the examples of this folder.
 
 Losses are those of the full batch, so they are equal on every mesh up to the order of sums.
 """

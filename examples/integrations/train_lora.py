@@ -1,4 +1,4 @@
-"""LoRA by Hugging Face PEFT: train adapters on frozen 8-bit weights, save them, and merge them at the end.
+"""LoRA by Hugging Face PEFT: train adapters on frozen 8-bit weights.
 
 torchrun --standalone --nproc-per-node 4 -m te_fsdp.emulation examples/integrations/train_lora.py --tp 2
 """
