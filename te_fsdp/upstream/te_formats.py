@@ -1,4 +1,4 @@
-"""Table of TE's quantized formats, and their pickles."""
+"""Table of TE's quantized formats."""
 
 # [Note: formats] Class names, buffers, options, reconstructors and the entries of delayed scaling's
 # ``_extra_state`` are TE's, checked with TE 2.18 to 2.20.2. This file does not import TE, so checkpoints can

@@ -46,17 +46,10 @@ def sources(*folders: str) -> list[str]:
 
 EVERYWHERE = sources("te_fsdp", "tests", "examples", "benchmarks", "scripts")
 # Text files that are not Python: pages, shell scripts, settings.
+PATTERNS = "*.md docs/*.md examples/**/*.md benchmarks/*.md scripts/*.sh *.toml Makefile"
 PAGES = [
     path.relative_to(ROOT).as_posix()
-    for pattern in (
-        "*.md",
-        "docs/*.md",
-        "examples/**/*.md",
-        "benchmarks/*.md",
-        "scripts/*.sh",
-        "*.toml",
-        "Makefile",
-    )
+    for pattern in PATTERNS.split(" ")
     for path in sorted(ROOT.glob(pattern))
 ]
 HERE = "tests/unit/test_house.py"
@@ -78,6 +71,12 @@ def too_long(text: str) -> list[str]:
                     f"line {node.lineno}: {node.name}() has {length} lines, at most {MAX_FUNCTION_LINES}"
                 )
     return offences
+
+
+def joined_subjects(text: str) -> list[str]:
+    """The first line of a file's docstring, unless it names one subject."""
+    first = (ast.get_docstring(nodes(text)[0]) or "").split("\n")[0]
+    return [] if first and not re.search(r"\band\b", first) else [f"line 1: {first}"]
 
 
 def not_ascii(text: str) -> list[str]:
@@ -152,11 +151,9 @@ def te_imports(text: str) -> list[str]:
     results = [
         (line, name) for line, name in imported(text) if name.split(".")[0].startswith("transformer_engine")
     ]
+    functions = ("import_module", "__import__")
     for node in nodes(text):
-        if isinstance(node, ast.Call) and (dotted(node.func) or "").split(".")[-1] in (
-            "import_module",
-            "__import__",
-        ):
+        if isinstance(node, ast.Call) and (dotted(node.func) or "").split(".")[-1] in functions:
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and str(first.value).startswith("transformer_engine"):
                 results.append((node.lineno, str(first.value)))
@@ -302,6 +299,9 @@ PUBLIC = ("__init__.py", "te_fsdp/errors.py", "megatron_fsdp/experimental.py", "
 NO_DOOR = [path for path in LIBRARY if path not in (*TE_DOORS, *TORCH_DOORS)]
 RULES = {
     too_long: EVERYWHERE,
+    joined_subjects: [
+        p for p in sources("te_fsdp", "examples", "benchmarks", "scripts") if "te_fsdp/checkpoint/" not in p
+    ],
     not_ascii: EVERYWHERE + PAGES,
     unfinished: [path for path in EVERYWHERE if not path.startswith(EMULATION) and path != HERE],
     paths_of_one_machine: EVERYWHERE + PAGES,
@@ -347,6 +347,10 @@ def test_files_and_functions_are_short():
     check(too_long)
 
 
+def test_files_have_one_subject():
+    check(joined_subjects)
+
+
 def test_no_two_files_import_each_other():
     """As `make lint` checks for packages, here for files, including those of checkpoints."""
     paths = [path for path in LIBRARY if Path(path).name != "__init__.py"]
@@ -369,11 +373,8 @@ def test_no_path_of_one_machine():
 
 
 def test_no_catch_all_modules():
-    assert not [
-        path
-        for path in EVERYWHERE
-        if re.search(r"util|helpers|misc\.py$", path.replace("emulation/tex/misc.py", ""))
-    ]
+    paths = [path for path in EVERYWHERE if path != "te_fsdp/emulation/tex/misc.py"]
+    assert not [path for path in paths if re.search(r"util|helpers|misc\.py$", path)]
 
 
 def test_private_torch_names_are_in_their_files():
@@ -449,6 +450,9 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (too_long, "x = 1\n" * MAX_FILE_LINES, 0),
         (too_long, LONG_FUNCTION, 1),
         (too_long, LONG_FUNCTION.replace("    x = 1\n", "", 1), 0),
+        (joined_subjects, '"""Two commands."""\nx = "this and that"\n', 0),
+        (joined_subjects, '"""Checks of a forward and a backward.\n\nText.\n"""\n', 1),
+        (joined_subjects, "x = 1\n", 1),
         (not_ascii, "x = '\u2192'\n", 1),
         (unfinished, "x = 1  # " + "TODO: more\n", 1),
         (unfinished, "def f():\n    raise NotImplementedError('later')\n", 1),
@@ -463,11 +467,7 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (private_torch_names, "import torch\nx = torch.__version__\ny = self._torch\n", 0),
         (lists_of_names, "__all__ = ['f']\n", 1),
         (names_of_other_files, "from te_fsdp.mesh_checks import _check\n", 1),
-        (
-            names_of_other_files,
-            "from te_fsdp import _torch\nfrom te_fsdp.upstream.torch_dtensor import placed\n",
-            0,
-        ),
+        (names_of_other_files, "from te_fsdp import _torch\nfrom te_fsdp.upstream.te import kind_of\n", 0),
         (te_imports, "import transformer_engine.pytorch as te\n", 1),
         (te_imports, "def f():\n    from transformer_engine_torch import DType\n", 1),
         (te_imports, "importlib.import_module('transformer_engine.pytorch')\n", 1),
