@@ -1,4 +1,4 @@
-"""Bodies: attention over ``cp`` against one process, and what is refused."""
+"""Bodies: attention over ``cp`` against one process."""
 
 from __future__ import annotations
 

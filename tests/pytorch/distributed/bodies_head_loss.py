@@ -1,4 +1,4 @@
-"""Losses over a vocabulary-parallel head: right ones, and a plain one over each rank's part of the logits."""
+"""Losses over a vocabulary-parallel head."""
 
 from __future__ import annotations
 

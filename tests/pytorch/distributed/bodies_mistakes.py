@@ -1,4 +1,4 @@
-"""Mistakes that the script of a new user makes around training, each on all ranks at once; and what is none."""
+"""Mistakes of new users in scripts around training, each on all ranks at once."""
 
 from __future__ import annotations
 

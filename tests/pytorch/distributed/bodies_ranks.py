@@ -1,4 +1,4 @@
-"""Ranks that do different things in training: errors on all ranks, and what all may change together."""
+"""Ranks that run different trainings, which raises errors on all ranks."""
 
 from __future__ import annotations
 

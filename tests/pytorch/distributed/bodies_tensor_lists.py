@@ -1,4 +1,4 @@
-"""``torch.nn.utils`` over lists of parameters on several meshes, compared with te_fsdp's norm and with full tensors."""
+"""``torch.nn.utils`` over lists of parameters on several meshes, compared with full tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations with unclear torch errors in a sharded model, and models for them (:mod:`bodies_works_after_all`)."""
+"""Operations with unclear torch errors in a sharded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures, markers and options of the distributed tests; `harness` says how to write one."""
+"""Pytest settings of the distributed tests; `harness` says how to write one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples as modules, run by worker processes, and what their runs leave behind."""
+"""The examples as modules, run by worker processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of the tests of the bridge's constructors and of what its index and its wrapper answer."""
+"""Bodies of the tests of the bridge's constructors."""
 
 from __future__ import annotations
 

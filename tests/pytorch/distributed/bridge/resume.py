@@ -1,4 +1,4 @@
-"""Bodies of the tests of resuming: what plain DCP saves and loads goes on as if nothing had happened."""
+"""Bodies of the tests of resuming: a training continues from what plain DCP has saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training script for megatron-fsdp, in the order of its README; the test changes the import and nothing else."""
+"""A training script for megatron-fsdp, in the order of its README."""
 
 import os
 

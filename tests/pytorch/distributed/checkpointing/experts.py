@@ -1,4 +1,4 @@
-"""Bodies: layers of experts saved on one mesh and in one form, loaded on others, compared by logical value."""
+"""Bodies: checkpoints of layers of experts between meshes or forms, compared by logical value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of what can go wrong with files and replicas: corruptions, replicas that drifted apart, bytes on disk."""
+"""Bodies of faults in files or replicas."""
 
 from __future__ import annotations
 

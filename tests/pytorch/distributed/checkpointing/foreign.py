@@ -1,4 +1,4 @@
-"""Bodies: stock TransformerEngine in one process saves and loads with torch alone; te_fsdp on a mesh in between."""
+"""Bodies: files of stock TransformerEngine in one process, exchanged with te_fsdp on a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose weights TE holds quantized, in any format and on any mesh, and training steps of it."""
+"""A model with quantized weights, in any format on any mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: quantized weights onto other meshes and into other formats, against quantizing in one process."""
+"""Bodies: quantized weights onto other meshes or into other formats, against quantizing in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: a Hugging Face model's folder into a sharded model, directly and through a checkpoint."""
+"""Bodies: a Hugging Face model's folder into a sharded model, directly or through a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that do something wrong: each returns the error's class and text, after checking that nothing has changed."""
+"""Bodies that make a mistake: each returns the error's class with its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model with every kind of parameter that a checkpoint must get right, and training steps of it."""
+"""A small model with every kind of parameter in a checkpoint."""
 
 from __future__ import annotations
 

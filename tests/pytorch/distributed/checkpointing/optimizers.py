@@ -1,4 +1,4 @@
-"""Bodies: every kind of optimizer onto another mesh, with frozen, unused and empty parameters."""
+"""Bodies: every kind of optimizer onto another mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model with every kind of parameter that resharding must get right, on any mesh, and training steps of it."""
+"""One model with every kind of parameter that is resharded, on any mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the large products runs: a part by default, all of it on GPUs and with `--matrix full`."""
+"""The part of the large products that runs: all of it on GPUs or with `--matrix full`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs with several models and optimizers, sharded; and a state dict with DTensors in ``extra``."""
+"""Jobs with several sharded models or optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: checkpoints between sharding strategies, kept parameters, sharded states, and main weights as parameters."""
+"""Bodies: checkpoints between sharding strategies."""
 
 from __future__ import annotations
 

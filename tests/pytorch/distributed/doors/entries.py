@@ -1,4 +1,4 @@
-"""Bodies: every value of a state dict is a tensor, and scripts that go over them run."""
+"""Bodies: every value of a state dict is a tensor."""
 
 from __future__ import annotations
 

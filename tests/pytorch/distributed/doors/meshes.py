@@ -1,4 +1,4 @@
-"""Bodies: meshes that others have built, whole ones and stages of a pipeline, against one process."""
+"""Bodies: meshes that were built elsewhere, for a full model or a stage of a pipeline, against one process."""
 
 from __future__ import annotations
 

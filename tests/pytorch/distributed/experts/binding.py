@@ -1,4 +1,4 @@
-"""Bodies: what `set_device_mesh` does to experts, and what it refuses."""
+"""Bodies: what `set_device_mesh` does to experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: train a mixture of experts on a mesh, and compare with stock TE in one process that holds all experts.
+"""Bodies: train a mixture of experts on a mesh, compared with stock TE in one process that has all experts.
 
 `matrix.bodies` says how: the reference first, then each rank compares what it holds; parameters of experts go by
 global names. `matrix.tolerances` says how close is close enough: two GEMMs in a row.

@@ -1,4 +1,4 @@
-"""Meshes of expert parallelism, what may be trained on them, and the tests' parameters made of that."""
+"""Cases of training under expert parallelism, as the tests' parameters."""
 
 from __future__ import annotations
 

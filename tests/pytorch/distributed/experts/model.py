@@ -1,4 +1,4 @@
-"""A small mixture of experts with given routes, for one process and for any mesh.
+"""A small mixture of experts with given routes, for one process or for any mesh.
 
 Tokens travel by all-to-all over ep. Within tp every rank has the same
 tokens; the sums that GroupedLinear leaves to its caller are the model's.

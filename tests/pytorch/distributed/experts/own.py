@@ -1,4 +1,4 @@
-"""A mixture of experts whose stacked weights the user registers as DTensors, and bodies that train and save it.
+"""A mixture of experts whose stacked weights the user registers as DTensors.
 
 Every token passes through all experts, weighted by a softmax. Tokens travel by all-gather and reduce-scatter over ep.
 `form` says where the weights are registered and what reads them:

@@ -1,4 +1,4 @@
-"""Bodies: experts in one parameter under HFSDP, and how many bytes of them a rank holds."""
+"""Bodies: experts in one parameter under HFSDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: a recorded step against the plain loop, bit for bit, and causes of a new recording or an eager run."""
+"""Bodies: a recorded step against the plain loop, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorder for the CPU, which has no CUDA graphs: it remembers functions and calls them again."""
+"""A recorder for the CPU, which has no CUDA graphs: it calls recorded functions again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: units with graphs against the plain loop, bit for bit, and the reasons to run eagerly."""
+"""Bodies: units with graphs against the plain loop, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributed test bodies on a pool of worker processes, the same on CPU and GPUs.
+"""Distributed test bodies on a pool of worker processes, the same on CPU or GPUs.
 
 On the CPU the workers use gloo and emulated TE, on GPUs NCCL and real TE; what gloo would send in small
 collectives goes through shared memory (`harness.exchange`; not with TE_FSDP_TEST_GLOO=1). Write a *body*, a

@@ -1,4 +1,4 @@
-"""Recording of a body's collectives of `torch.distributed`, by kind, dtype and size."""
+"""Recording of a body's collectives of `torch.distributed`, by kind, dtype, size."""
 
 from __future__ import annotations
 

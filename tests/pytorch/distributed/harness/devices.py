@@ -1,4 +1,4 @@
-"""Which device the tests run on, known in the same way inside a pool worker, under torchrun and in pytest."""
+"""The device that the tests run on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`WorkerPool`: rank processes that are started once and run one test body after the other."""
+"""`WorkerPool`: rank processes that are started once, for one test body after the other."""
 
 from __future__ import annotations
 

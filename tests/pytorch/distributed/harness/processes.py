@@ -1,4 +1,4 @@
-"""Starting, watching and ending worker processes; `pool` decides when."""
+"""Worker processes from start to end; `pool` decides when."""
 
 from __future__ import annotations
 

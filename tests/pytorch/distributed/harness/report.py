@@ -1,4 +1,4 @@
-"""The text of a failed run: which ranks failed, died or hang, and where."""
+"""The text of a failed run: ranks that failed, died or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fork server of the CPU pool: imports torch, the emulation and TE once, then forks workers that share them.
+"""Fork server of the CPU pool: forks workers that share the imports of torch, the emulation, TE.
 
 `multiprocessing`'s own fork server is one per process and preloads once; pools differ in what is preloaded.
 """

@@ -1,4 +1,4 @@
-"""Per-process state: what a worker loads once, and what is restored between two runs.
+"""Per-process state that is restored between two runs.
 
 The private torch names used here are those of caches that outlive a process group. They are looked up, never
 required, so that a torch version without one of them still works.

@@ -1,4 +1,4 @@
-"""Bodies: HFSDP against one process, what it keeps and sends, and what it refuses."""
+"""Bodies: HFSDP against one process."""
 
 from __future__ import annotations
 

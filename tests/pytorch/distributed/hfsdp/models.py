@@ -1,4 +1,4 @@
-"""A small model with uneven, frozen and unused parameters, trained on a mesh or by one process."""
+"""A small model with uneven, frozen or unused parameters, trained on a mesh or by one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: who reads `.grad` between a backward and the step, where each copy of the model has its own average."""
+"""Bodies: reads of `.grad` after a backward, before the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: checkpoints of HFSDP with parameters that have main weights and have not stepped."""
+"""Bodies: checkpoints of HFSDP with parameters whose main weights have not stepped."""
 
 from __future__ import annotations
 

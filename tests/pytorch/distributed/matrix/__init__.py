@@ -1,1 +1,1 @@
-"""Every recipe through every module: what is combined, what is refused, and the comparison with one process."""
+"""Every recipe through every module, compared with one process."""

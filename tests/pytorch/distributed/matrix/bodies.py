@@ -1,4 +1,4 @@
-"""Body: train a sharded model and compare outputs, losses, gradients and updates with stock TE in one process.
+"""Body: train a sharded model, compared in values with stock TE in one process.
 
 Rank 0 trains the reference first and sends what it saw to the others; then every rank compares its own part.
 The optimizer is FusedAdam with fp32 main weights and a large eps, which makes its steps proportional to the gradients:

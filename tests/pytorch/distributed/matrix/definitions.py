@@ -1,4 +1,4 @@
-"""The matrix: its factors, and which combinations are refused with which words. Imports neither torch nor TE.
+"""The matrix: its factors, with the refused combinations. Imports neither torch nor TE.
 
 The tests run these definitions, and `scripts/support_table.py` writes `docs/support.md` from them.
 """

@@ -1,4 +1,4 @@
-"""Models of the matrix: one module kind each, and the recipes by name."""
+"""Models of the matrix: one module kind each."""
 
 from __future__ import annotations
 

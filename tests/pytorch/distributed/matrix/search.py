@@ -1,4 +1,4 @@
-"""Body of the random search: train one drawn configuration for three steps and compare with stock TE in one process.
+"""Body of the random search: three steps of one drawn configuration, compared with stock TE in one process.
 
 The oracle is that of `matrix.bodies`: rank 0 trains the unsharded model on the full batch. Outputs, gradients by
 value, their norm and the updates of main weights are compared, within the bounds of `matrix.tolerances`. HFSDP has no

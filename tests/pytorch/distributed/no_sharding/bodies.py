@@ -1,4 +1,4 @@
-"""Bodies: what exempt parameters cost, what they survive, and where they are saved."""
+"""Bodies: properties of exempt parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: gradients that some ranks lack, that add up for long, and those of quantized weights."""
+"""Bodies: unusual gradients of exempt parameters."""
 
 from __future__ import annotations
 

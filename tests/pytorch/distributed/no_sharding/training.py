@@ -1,4 +1,4 @@
-"""Bodies: training with exempt parameters, against one process and against the sharded model.
+"""Bodies: training with exempt parameters, against one process or the sharded model.
 
 Tolerances are those of `parity.runs`, whose sums these are.
 """

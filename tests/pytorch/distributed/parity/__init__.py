@@ -1,1 +1,1 @@
-"""Bodies that train a sharded model and a single-process stock TE model and compare the two by value."""
+"""Bodies that train a sharded model, compared by value with a single-process stock TE model."""

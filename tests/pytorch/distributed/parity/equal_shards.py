@@ -1,4 +1,4 @@
-"""Models that are built on the device: with equal seeds on all ranks, and in the ways that are right."""
+"""Models that are built on the device, with equal seeds on all ranks or correctly."""
 
 from __future__ import annotations
 

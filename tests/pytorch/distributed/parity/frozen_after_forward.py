@@ -1,4 +1,4 @@
-"""Bodies: a weight that is frozen between forward and backward, compared with one process."""
+"""Bodies: a weight that is frozen before the backward of a forward, compared with one process."""
 
 from __future__ import annotations
 

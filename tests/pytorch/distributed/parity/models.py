@@ -1,4 +1,4 @@
-"""Small models of every module kind, written once for stock TE in one process and for tensor parallelism.
+"""Small models of every module kind, written once for stock TE in one process or for tensor parallelism.
 
 Each builder takes a `Build` (device, tensor-parallel group, sequence parallelism) and its own options, and returns a
 `Subject`: the module, the shapes of its global inputs, and which dim of inputs and outputs `tp` cuts. Activations are

@@ -1,4 +1,4 @@
-"""Bodies: `te_fsdp.Muon` against `torch.optim.Muon` and `torch.optim.AdamW` in one process, bit for bit.
+"""Bodies: `te_fsdp.Muon` against torch's optimizers in one process, bit for bit.
 
 The operations are the same on both sides, in the same order and on tensors of the same shapes: only where they run
 differs. Gradients are given, not computed, so that they are equal too.

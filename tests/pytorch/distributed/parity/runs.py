@@ -1,4 +1,4 @@
-"""Train a sharded model and the stock single-process one side by side; every rank compares its own shards.
+"""Train a sharded model next to the stock single-process one; every rank compares its own shards.
 
 Every rank holds the whole reference model and the full batch. It compares the rectangles of each original tensor that
 its local shard consists of (`shard_info`), so that nothing is gathered for a comparison and every rank must be right.

@@ -1,4 +1,4 @@
-"""Optimizers that were built before the model got the parameters that it trains, and those that were not."""
+"""Optimizers that were built before the model got the parameters that it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: functions of a stacked weight and a DTensor from ``distribute_tensor``."""
+"""Bodies: functions of a stacked weight with a DTensor from ``distribute_tensor``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: copies into quantized weights, and flat states of experts."""
+"""Bodies: loads of a state in another form: ordinary DTensors, flat states of experts."""
 
 from __future__ import annotations
 

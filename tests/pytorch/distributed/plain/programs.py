@@ -1,4 +1,4 @@
-"""Bodies: checkpoints at moments, and of models, that random programs reached."""
+"""Bodies: checkpoints at states that random programs reached."""
 
 from __future__ import annotations
 

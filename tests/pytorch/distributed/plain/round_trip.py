@@ -1,4 +1,4 @@
-"""Bodies: a TE module per kind, sharded by torch's fully_shard or te_fsdp's, saved and loaded by plain DCP."""
+"""Bodies: a round trip through plain DCP per TE module, sharded by torch's fully_shard or te_fsdp's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: torch's ``HuggingFaceStorageWriter`` and reader, with quantized weights."""
+"""Bodies: torch's Hugging Face storage (``HuggingFaceStorageWriter``) with quantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: a policy's dtypes by value, against the same arithmetic in one process, and by the bytes on the wire."""
+"""Bodies: a policy's dtypes, against the same arithmetic in one process or by the bytes that are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: bytes of a rank under a policy, compared with the closed form and the report."""
+"""Bodies: bytes of a rank under a policy, compared with the closed form."""
 
 from __future__ import annotations
 

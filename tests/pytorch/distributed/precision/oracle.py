@@ -1,4 +1,4 @@
-"""The policy's arithmetic in one process: what gradients and weights are, to the bit.
+"""The policy's arithmetic in one process, to the bit.
 
 One process holds the unsharded model, computes every rank's gradients one after the other, and rounds and adds them as
 the policy says. With two ranks on an axis sums have two terms, so that their order does not matter and halves are

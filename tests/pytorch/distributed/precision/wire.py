@@ -1,4 +1,4 @@
-"""Bytes on the wire, by kind of collective and dtype."""
+"""Bytes that collectives send, by kind or dtype."""
 
 from __future__ import annotations
 

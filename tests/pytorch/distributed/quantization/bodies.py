@@ -1,4 +1,4 @@
-"""Bodies: sharded quantized training against stock TE in one process, and the bytes of the weights themselves."""
+"""Bodies: sharded quantized training against stock TE in one process."""
 
 from __future__ import annotations
 

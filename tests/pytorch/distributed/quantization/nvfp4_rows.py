@@ -1,4 +1,4 @@
-"""Bodies: NVFP4 weights with one scale per 1 x 16 block (rows) and per 16 x 16 block (squares)."""
+"""Bodies: NVFP4 weights with one scale per 1 x 16 block (rows) or per 16 x 16 block (squares)."""
 
 from __future__ import annotations
 

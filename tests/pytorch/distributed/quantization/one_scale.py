@@ -1,4 +1,4 @@
-"""Bodies: every shard of a quantized weight holds the bytes and the scale that one process would give it.
+"""Bodies: every shard of a quantized weight is quantized as in one process.
 
 The oracle of each comparison is a stock TE model in one process, without te_fsdp: its weights are quantized by
 TE itself from the full value, gathered from all ranks. Raw buffers are compared, not dequantized values.

@@ -1,4 +1,4 @@
-"""Bodies: faults of TE 2.20.2 on one device, each shown on stock TE, and gone with te_fsdp where it mends them.
+"""Bodies: faults of TE 2.20.2 on one device, shown on stock TE, then with te_fsdp's workaround.
 
 docs/upstream.md describes them. A test that shows a fault fails when TE is mended: drop the workaround then.
 """

@@ -1,4 +1,4 @@
-"""Bodies: 2-D MXFP8 weights, whose rowwise and columnwise data are one buffer in shards and all-gathers."""
+"""Bodies: 2-D MXFP8 weights, whose two directions share one buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: the weights of a step are quantized together, with the bits of TE's way, and by few collectives and casts."""
+"""Bodies: the weights of a step are quantized together, with the bits of TE's way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: writes to low-precision weights between two steps, and the value that the next step starts from."""
+"""Bodies: writes to low-precision weights between two steps."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ports of models and training scripts with the structure of TransformerEngine's public recipes."""
+"""Ports of training scripts with the structure of TransformerEngine's public recipes."""

@@ -1,4 +1,4 @@
-"""Bodies: ports of recipes against one process, and their own checkpoints through torch's DCP."""
+"""Bodies: ports of recipes against one process."""
 
 from __future__ import annotations
 

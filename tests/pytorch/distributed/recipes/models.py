@@ -1,4 +1,4 @@
-"""Models that a configuration builds out of TransformerEngine's modules: a Llama, an ESM-2 and a Mixtral.
+"""Models that a configuration builds out of TransformerEngine's modules: Llama, ESM-2, Mixtral.
 
 Their structure is that of public recipes: packed sequences and rotary frequencies that are computed on meta; padding
 masks and a tied head with a bias; experts of a grouped layer, or stacked in one parameter for each projection.

@@ -1,4 +1,4 @@
-"""A recipe's training script with torch's FSDP2, and its port. The test counts the lines that differ.
+"""A recipe's training script with torch's FSDP2, next to its port. The test counts the lines that differ.
 
 Each function builds a model on meta, shards it, and yields model and optimizer, and then each step's loss.
 """

@@ -1,1 +1,1 @@
-"""Models and bodies of test_recomputation: what reads parameters again in backward."""
+"""Bodies of test_recomputation, with models that read parameters again in backward."""

@@ -1,1 +1,1 @@
-"""Bodies of the tests of sharding strategies and of gradient accumulation."""
+"""Bodies of the tests of sharding strategies."""

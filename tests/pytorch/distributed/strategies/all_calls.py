@@ -1,4 +1,4 @@
-"""Counts of Python function calls in a later step, of any package, with te_fsdp, plain FSDP2 and neither."""
+"""Counts of Python function calls in a later step, of any package, by library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: what fully_shard makes of its arguments, and quantized weights under each strategy."""
+"""Bodies: arguments of fully_shard, also for quantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: what ``model.parameters()`` and ``.grad`` are after each call, and gradients that are cleared or stale."""
+"""Bodies: the state that users see between two calls: ``model.parameters()``, ``.grad``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: training by every strategy, mesh and loop against one process, by value; and what breaks it."""
+"""Bodies: training by every strategy, mesh or loop against one process, by value."""
 
 from __future__ import annotations
 

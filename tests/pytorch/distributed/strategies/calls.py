@@ -1,4 +1,4 @@
-"""Counts of te_fsdp's own function calls in a later step, and behavior of the hooks around a step."""
+"""Counts of te_fsdp's own function calls in a later step."""
 
 from __future__ import annotations
 

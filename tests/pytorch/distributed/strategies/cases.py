@@ -1,4 +1,4 @@
-"""Combinations of strategies, outer strategies, loops, meshes and optimizers. Imports neither torch nor TE."""
+"""Combinations of a strategy with other choices. Imports neither torch nor TE."""
 
 from __future__ import annotations
 

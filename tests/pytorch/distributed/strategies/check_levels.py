@@ -1,4 +1,4 @@
-"""Levels of `fully_shard(..., checks=...)`: calls of `te_fsdp.checks`, mistakes that each level finds, and costs."""
+"""Levels of `fully_shard(..., checks=...)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Body: a closure is refused for each reason for which its gradients would come too late, and for no other."""
+"""Body: a closure is refused exactly for the reasons for which its gradients would come too late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: the accumulation contract. What must raise, what puts itself right, and what happens after exceptions."""
+"""Bodies: the accumulation contract."""
 
 from __future__ import annotations
 

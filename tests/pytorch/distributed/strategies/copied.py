@@ -1,4 +1,4 @@
-"""The same training with weights gathered by NCCL (gloo) and by copies."""
+"""The same training with weights gathered by NCCL (gloo) or by copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: collectives in one optimizer step, and bytes that a rank holds, by strategy and loop."""
+"""Bodies: costs of one optimizer step, by strategy or loop."""
 
 from __future__ import annotations
 

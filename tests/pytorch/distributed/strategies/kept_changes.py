@@ -1,4 +1,4 @@
-"""Bodies: changes to weights that ``optim`` and ``optim_grads`` keep unsharded, between two forwards."""
+"""Bodies: changes to weights that stay unsharded between two forwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: models that are created, trained for one step and dropped."""
+"""Bodies: models that are dropped after one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients and hooks of units that a backward leaves out, and of inner units that run alone."""
+"""Gradients of units that a backward leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model with units, and a root with its own parameters: uneven, frozen."""
+"""A small model with units whose root has its own parameters: uneven, frozen."""
 
 from __future__ import annotations
 

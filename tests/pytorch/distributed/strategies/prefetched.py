@@ -1,4 +1,4 @@
-"""Trainings with all-gathers one unit ahead in forward, and the same ones without."""
+"""Trainings with all-gathers one unit ahead in forward, or without."""
 
 from __future__ import annotations
 
