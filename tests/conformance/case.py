@@ -1,4 +1,4 @@
-"""Cases: inputs, tolerances, and the list of all cases."""
+"""Cases of the conformance tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of recorded results: an xz stream of a JSON header and the bytes of the outputs."""
+"""The file of recorded results: an xz stream of a JSON header, then the bytes of the outputs."""
 
 from __future__ import annotations
 

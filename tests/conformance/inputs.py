@@ -1,4 +1,4 @@
-"""Inputs made from seeds with integer arithmetic, so that every machine and every version makes the same bits."""
+"""Inputs made from seeds with integer arithmetic, with the same bits on every machine."""
 
 from __future__ import annotations
 

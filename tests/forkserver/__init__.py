@@ -1,4 +1,4 @@
-"""Python processes that start at once: a server has imported torch and forks them.
+"""Python processes that start at once, forked by a server that has imported torch.
 
 Importing torch takes 1.4 s of CPU time, what FSDP2, DCP and TransformerEngine bring along 2 s more, and some thirty
 tests start programs as users do. A path stands for Python in their command lines:

@@ -1,4 +1,4 @@
-"""Stand-in for Python in a command line: has the fork server run it, and ends as that process does."""
+"""Stand-in for Python in a command line: lets the fork server run it."""
 
 import json
 import os

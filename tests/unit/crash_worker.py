@@ -1,4 +1,4 @@
-"""Ranks that save over and over until one of them is killed; a script, run by test_checkpoint_crash.
+"""Ranks that save repeatedly until one of them is killed; a script, run by test_checkpoint_crash.
 
     python crash_worker.py DIRECTORY SEED TRIALS
 

@@ -1,4 +1,4 @@
-"""A small training, saves of it, and manifests that are edited: for tests of damage."""
+"""Saves of a small training, for tests that damage them."""
 
 from __future__ import annotations
 

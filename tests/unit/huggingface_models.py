@@ -1,4 +1,4 @@
-"""Small Hugging Face models with random weights, and the same models out of ``te.TransformerLayer``."""
+"""Small Hugging Face models with random weights, also out of ``te.TransformerLayer``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Object storage for tests: fsspec's storage of local files under another name, and a real S3 server.
+"""Object storage for tests.
 
 fsspec's ``file://`` is a local path for te_fsdp. Under the name ``slow`` it is treated as object storage, shared by
 processes; it may have a bandwidth that all of them share, and calls a hook before each operation.

@@ -1,4 +1,4 @@
-"""``collective_call`` in one process, its settings and its words."""
+"""``collective_call`` in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public calls given an argument of a wrong kind raise te_fsdp's error with the call and the argument."""
+"""Public calls given an argument of a wrong kind raise te_fsdp's error."""
 
 from __future__ import annotations
 

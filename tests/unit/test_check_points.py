@@ -1,4 +1,4 @@
-"""The core works without te_fsdp.checks: level "off" trains, saves nothing of it, and does not import the package."""
+"""The core works without te_fsdp.checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one process, without TE and without torch.distributed: files, manifest, extra, optimizers."""
+"""Checkpoints of one process, without TE or torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads into another dtype, in part, and with other optimizers, in one process without TransformerEngine."""
+"""Loads that convert a checkpoint, in one process without TransformerEngine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of saves: the newest complete checkpoint is found, and it is exact."""
+"""Processes that are killed in the middle of saves: the newest complete checkpoint is exact."""
 
 from __future__ import annotations
 

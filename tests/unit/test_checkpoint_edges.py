@@ -1,4 +1,4 @@
-"""Checkpoints of one process at the edges: what is on disk when, odd optimizers and tensors, plain directories."""
+"""Checkpoints of one process at the edges: odd optimizers, odd tensors, plain directories."""
 
 from __future__ import annotations
 

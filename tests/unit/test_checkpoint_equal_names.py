@@ -1,4 +1,4 @@
-"""Tensors whose names in the files are equal: stages of one rank that share them, and models with odd names."""
+"""Tensors whose names in the files are equal."""
 
 from __future__ import annotations
 

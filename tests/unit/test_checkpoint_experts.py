@@ -1,4 +1,4 @@
-"""Layers of experts in one process: one tensor for all in the files, whatever the format and the kind of file."""
+"""Layers of experts in one process: one tensor for all in the files of any kind, in any format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint is written: ``~`` in paths, and processes that end by ``os._exit``."""
+"""The place where a checkpoint is written, such as a path with ``~``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a save: it says what DCP's metadata says, is read by parts, and must be of the save."""
+"""The index of a save: it equals DCP's metadata, is read by parts, must be of the save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row order of a fused projection is compared, with and without meshes: equal shapes are not equal layouts."""
+"""The row order of a fused projection is compared: equal shapes are not equal layouts."""
 
 from __future__ import annotations
 

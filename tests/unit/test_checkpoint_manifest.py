@@ -1,4 +1,4 @@
-"""Manifests that say nonsense, each with a good digest: an error that names what is wrong, and nothing has changed."""
+"""Invalid manifests with a good digest raise an error that names the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several models and optimizers by name, and what ``extra`` takes: saved, loaded, refused by name."""
+"""Models or optimizers by name in a checkpoint."""
 
 from __future__ import annotations
 

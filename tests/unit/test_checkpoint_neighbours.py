@@ -1,4 +1,4 @@
-"""Jobs that meet at one path, clocks that are set back, and disks that are full: nothing lost, and said as it is."""
+"""Saves under bad conditions: concurrent jobs, clocks that are set back, full disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles of every supported release of Python: members of enums by name (3.11.0 to 3.11.4) and by value (all others).
+"""Pickles of every supported release of Python, with members of enums by name or by value.
 
 The kind: whatever te_fsdp unpickles through a table of names, and has enums in it. These are DCP's ``.metadata``
 and the ``_extra_state`` of delayed scaling. The bytes below were recorded.

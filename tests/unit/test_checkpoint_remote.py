@@ -1,4 +1,4 @@
-"""Checkpoints on object storage: atomic without renaming and locks, and what does not work there."""
+"""Checkpoints on object storage: atomic without renaming or locks."""
 
 from __future__ import annotations
 

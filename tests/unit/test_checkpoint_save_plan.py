@@ -1,4 +1,4 @@
-"""Assignment of writes to ranks: complete tensors, replicas written once and spread, small messages."""
+"""Assignment of writes to ranks: complete tensors, replicas written once, small messages."""
 
 from __future__ import annotations
 

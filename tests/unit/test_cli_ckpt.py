@@ -1,4 +1,4 @@
-"""`te-fsdp ckpt` as a user starts it: exit codes, text, JSON, and the commands of its page in the documentation."""
+"""`te-fsdp ckpt` as a user starts it: exit codes, text, JSON, commands of its page."""
 
 from __future__ import annotations
 

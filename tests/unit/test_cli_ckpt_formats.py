@@ -1,4 +1,4 @@
-"""Checkpoints into safetensors, torch.save files and back, bit for bit; and what is refused."""
+"""Conversion of checkpoints to other formats or back, bit for bit."""
 
 from __future__ import annotations
 

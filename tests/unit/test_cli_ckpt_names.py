@@ -1,4 +1,4 @@
-"""Names that only the model decides, ties and experts: whatever `convert` writes can be loaded."""
+"""Names that only the model decides: whatever `convert` writes can be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals of `te-fsdp ckpt`, by name and before a file appears; and blocks of rows against full tensors."""
+"""Refusals of `te-fsdp ckpt`, by name, before a file appears."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of `te-fsdp ckpt`: damage is found as it is read, all ends in a text, and none is written to."""
+"""Sources of `te-fsdp ckpt`: damage is found as it is read, none is written to."""
 
 from __future__ import annotations
 

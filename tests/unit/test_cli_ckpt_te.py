@@ -1,4 +1,4 @@
-"""State dicts of stock TransformerEngine models into checkpoints of te_fsdp and back, with the emulated TE."""
+"""Round trips of stock TransformerEngine's state dicts through checkpoints of te_fsdp, with the emulated TE."""
 
 from __future__ import annotations
 

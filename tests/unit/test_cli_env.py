@@ -1,4 +1,4 @@
-"""``te-fsdp env``: what it finds here, and what it says of environments that are not right."""
+"""``te-fsdp env``, also in environments with problems."""
 
 from __future__ import annotations
 

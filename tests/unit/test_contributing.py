@@ -1,4 +1,4 @@
-"""The table of packages in CONTRIBUTING.md has each package and module of te_fsdp once."""
+"""The table of CONTRIBUTING.md has each package or module of te_fsdp once."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Waits of copy-engine all-gathers; parameter groups and streams are stand-ins."""
+"""Waits of copy-engine all-gathers, with stand-ins for streams."""
 
 from __future__ import annotations
 

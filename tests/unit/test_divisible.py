@@ -1,4 +1,4 @@
-"""Heads and features that tensor parallelism does not divide: refused before TE builds anything."""
+"""Sizes that tensor parallelism does not divide: refused before TE builds anything."""
 
 from __future__ import annotations
 

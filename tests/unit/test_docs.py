@@ -1,4 +1,4 @@
-"""The documentation's code is run, and what it mentions exists: names, arguments, files, tests.
+"""The documentation: its code runs, the names that it mentions exist.
 
 The quickstart's Python blocks, joined, are the script that its commands start; both are taken from the page.
 """

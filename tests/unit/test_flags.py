@@ -1,4 +1,4 @@
-"""Flags of public calls take True and False alone: a word such as "false" counts as true in Python."""
+"""Flags of public calls accept bools only: a word such as "false" counts as true in Python."""
 
 from __future__ import annotations
 

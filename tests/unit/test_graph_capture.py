@@ -1,4 +1,4 @@
-"""Recording into CUDA graphs, with graphs that are not there: pools, and what a failed capture leaves."""
+"""Recording into CUDA graphs, with stand-ins for the graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requirements of a single grouped parameter on TransformerEngine and the device, checked before any change."""
+"""Requirements of a single grouped parameter, checked before any change."""
 
 import types
 import warnings

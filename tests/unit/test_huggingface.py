@@ -1,4 +1,4 @@
-"""Hugging Face models and models of ``te.TransformerLayer`` with the same weights compute the same."""
+"""Hugging Face models compute the same as models of ``te.TransformerLayer`` with the same weights."""
 
 from __future__ import annotations
 

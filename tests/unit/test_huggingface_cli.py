@@ -1,4 +1,4 @@
-"""Hugging Face models through ``te-fsdp ckpt``: into a checkpoint that models load, and out of it."""
+"""Hugging Face models through ``te-fsdp ckpt``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map between Hugging Face's and TransformerEngine's tensors, without either: moves, checks, files."""
+"""The map of Hugging Face's tensors to TransformerEngine's, without either library."""
 
 from __future__ import annotations
 

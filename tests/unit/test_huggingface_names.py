@@ -1,4 +1,4 @@
-"""Errors for names of a model's parts, and other arguments, of Hugging Face folders."""
+"""Errors for arguments of Hugging Face folders, such as names of a model's parts."""
 
 from __future__ import annotations
 

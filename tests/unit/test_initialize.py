@@ -1,4 +1,4 @@
-"""materialize in one process: values, dtypes, buffers, random states, and what it cannot initialise."""
+"""materialize in one process."""
 
 from __future__ import annotations
 

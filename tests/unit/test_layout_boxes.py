@@ -1,4 +1,4 @@
-"""Boxes: on any mesh they tile the original and every shard exactly once, and say what slow cutting says."""
+"""Boxes: on any mesh they tile the original tensor exactly once."""
 
 from __future__ import annotations
 

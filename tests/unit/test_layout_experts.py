@@ -1,4 +1,4 @@
-"""Which experts a rank holds, and their names: every expert once, every name one expert's."""
+"""The experts of a rank: every expert once, every name one expert's."""
 
 from __future__ import annotations
 

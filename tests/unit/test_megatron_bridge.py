@@ -1,4 +1,4 @@
-"""The bridge's arguments: the peer's names and defaults, and nothing taken in silence."""
+"""The bridge's arguments: the peer's names, the peer's defaults, none ignored silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes: sizes, names, which ranks share what, and what is refused, each with its full message."""
+"""Meshes: sizes, names, groups, refusals with their full messages."""
 
 from __future__ import annotations
 

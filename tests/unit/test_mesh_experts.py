@@ -1,4 +1,4 @@
-"""Meshes with context and expert parallelism: which ranks share what, and which experts a rank holds."""
+"""Meshes with context parallelism or expert parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in one piece of memory, their rows over ranks, and moves that are waited for later."""
+"""Collectives that are packed into one piece of memory, waited for later."""
 
 from __future__ import annotations
 

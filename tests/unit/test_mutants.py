@@ -1,4 +1,4 @@
-"""The table of faults (`make mutants`): rows fit the sources; the runner tells killed, survived and stale apart."""
+"""The table of faults (`make mutants`): its rows fit the sources, its runner judges correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and its saved outputs are those of such a run."""
+"""The notebook runs from its first cell to its last, with the saved outputs."""
 
 import json
 import re

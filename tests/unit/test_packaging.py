@@ -1,4 +1,4 @@
-"""Settings of pip and of continuous integration: requirements, files, lint with few packages installed."""
+"""Settings of packaging: requirements, files, lint with few packages installed."""
 
 from __future__ import annotations
 

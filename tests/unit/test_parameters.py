@@ -1,4 +1,4 @@
-"""The record on a parameter: who shares it, who has a copy, and what pickles see."""
+"""The record on a parameter: sharing, copies, pickles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of what te_fsdp replaces in TransformerEngine and torch, and faults that one process shows."""
+"""The tables of patches of TransformerEngine or torch."""
 
 from __future__ import annotations
 

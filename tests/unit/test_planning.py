@@ -1,4 +1,4 @@
-"""Plans against closed forms, what they refuse, searches, and the commands."""
+"""Plans against closed forms."""
 
 from __future__ import annotations
 

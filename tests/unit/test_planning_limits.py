@@ -1,4 +1,4 @@
-"""Comparison of `te-fsdp plan` with the device: its recipes and memory; plans that are read from files."""
+"""Comparison of `te-fsdp plan` with the device or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimated step times, compared with closed forms and with measured runs on two H200s."""
+"""Estimated step times, compared with closed forms or with measured runs on two H200s."""
 
 from __future__ import annotations
 

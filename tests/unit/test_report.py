@@ -1,4 +1,4 @@
-"""fully_shard and report in one process that plays a rank of many: placements, shapes, formats, bytes, the table."""
+"""``report`` in one process that simulates a rank of many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of weights for inference engines: every family, in one process, and what is refused."""
+"""Streams of weights for inference engines: every family, in one process."""
 
 from __future__ import annotations
 

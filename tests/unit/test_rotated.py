@@ -1,4 +1,4 @@
-"""Files of `matrix.rotated`: each test runs a case daily, all of them in five days, and known guards always."""
+"""Files of `matrix.rotated`: each test runs a case daily, all its cases in five days."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainings that `make same-bits` compares, and how it tells a difference."""
+"""The trainings that `make same-bits` compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of set-up and step on one rank do not grow with the number of ranks: fake process group, scale_worker.py."""
+"""Costs on one rank do not grow with the number of ranks: fake process group, scale_worker.py."""
 
 from __future__ import annotations
 

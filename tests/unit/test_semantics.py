@@ -1,4 +1,4 @@
-"""The record of modules in a checkpoint, without weights, and differences between two such records."""
+"""The record of modules in a checkpoint, without weights."""
 
 from __future__ import annotations
 

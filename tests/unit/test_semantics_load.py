@@ -1,4 +1,4 @@
-"""Pairs of models whose tensors have the same names and shapes: refused or noted as the page says, and rightly so."""
+"""Models that differ although their tensors have equal names: refused or noted as the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a user's own modules, and of functions, in a checkpoint, and the meaning of a difference."""
+"""The record of a user's own modules or functions in a checkpoint."""
 
 from __future__ import annotations
 

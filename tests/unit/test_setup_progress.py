@@ -1,4 +1,4 @@
-"""The set-up says what it does, with seconds, while pip works; and shows all that pip said if it fails."""
+"""Progress of the set-up while pip works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits between streams while copies run on a side stream; devices and streams are stand-ins that write a log."""
+"""Waits between streams while copies run on a side stream, with stand-ins that write a log."""
 
 from __future__ import annotations
 

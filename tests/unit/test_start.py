@@ -1,4 +1,4 @@
-"""How processes begin: what launchers say in the environment, devices, and a process without torchrun."""
+"""Start of a process: the launcher's environment, devices, a process without torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries of state dicts as one tensor: what a script may do to it, and what is noticed."""
+"""Entries of state dicts as one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of everything that te_fsdp attaches and runs: the tables, and the page that prints them."""
+"""The order of everything that te_fsdp attaches or runs, as its page prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other libraries' words for strategies, and typing errors: the error names the word that is meant."""
+"""Other libraries' words for strategies, or typing errors: the error names the word that is meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/support.md is what the definitions of the test matrix give, and the covering covers."""
+"""docs/support.md is what the definitions of the test matrix give."""
 
 from __future__ import annotations
 

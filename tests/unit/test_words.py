@@ -1,4 +1,4 @@
-"""The language of the project: words that readers of PyTorch's and TransformerEngine's documentation do not know.
+"""The language of the project: words that readers of PyTorch's documentation do not expect.
 
 The rule covers comments, docstrings and other texts of all Python files, and pages outside code blocks.
 It finds words, not unclear sentences. A comment `words: ok` on the line accepts a word in its ordinary sense.

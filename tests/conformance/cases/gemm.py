@@ -1,4 +1,4 @@
-"""Matrix products: layouts, operand formats, output dtypes, accumulation, bias and GELU epilogues."""
+"""Matrix products: layouts, operand formats, output dtypes, accumulation, epilogues."""
 
 from __future__ import annotations
 

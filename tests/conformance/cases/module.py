@@ -1,4 +1,4 @@
-"""Whole modules, two steps forward and backward: the order of rounding between the kernels."""
+"""Two training steps of complete modules: the order of rounding between the kernels."""
 
 from __future__ import annotations
 

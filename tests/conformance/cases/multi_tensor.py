@@ -1,4 +1,4 @@
-"""Kernels over lists of tensors, called as the optimizers and gradient clipping call them."""
+"""Kernels over lists of tensors, called as in an optimizer or in gradient clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: forward, backward, quantized outputs, gamma around zero."""
+"""Normalization layers: forward, backward, quantized outputs, gamma around zero."""
 
 from __future__ import annotations
 

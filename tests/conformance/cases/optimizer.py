@@ -1,4 +1,4 @@
-"""Steps of FusedAdam: parameters, moments and main weights after three steps."""
+"""Steps of FusedAdam: its tensors after three steps."""
 
 from __future__ import annotations
 

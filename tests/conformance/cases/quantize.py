@@ -1,4 +1,4 @@
-"""Quantization: bytes of both directions, scales, amax and dequantized values; all bit for bit."""
+"""Quantization: each stored or dequantized value, bit for bit."""
 
 from __future__ import annotations
 

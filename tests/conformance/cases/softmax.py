@@ -1,4 +1,4 @@
-"""Scaled softmax kernels of unfused attention, forward and backward."""
+"""Scaled softmax kernels of unfused attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that reach every corner of the formats, and comparisons of torch tensors with reference arrays."""
+"""Inputs that reach every corner of the formats."""
 
 from __future__ import annotations
 

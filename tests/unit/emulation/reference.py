@@ -1,4 +1,4 @@
-"""Plain PyTorch versions of TransformerEngine's modules in float64, and how far from them a result may be.
+"""Plain PyTorch versions of TransformerEngine's modules in float64, with bounds of their distance.
 
 Distances are Frobenius norms relative to the reference. Bounds add up along a chain of matrix products:
 

@@ -1,4 +1,4 @@
-"""Fused attention and rotary embedding as attention over a context-parallel axis calls them, against plain torch."""
+"""Attention functions as attention over a context-parallel axis calls them, against plain torch."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Two gloo processes: tensor and sequence parallelism, FSDP2, distributed checkpoints."""
+"""Parallelism on two gloo processes: tensor parallelism, FSDP2, distributed checkpoints."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rounding and scale functions against enumeration and exact fractions."""
+"""Steps of a quantization against enumeration or exact fractions."""
 
 from __future__ import annotations
 

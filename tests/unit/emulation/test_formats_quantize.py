@@ -1,4 +1,4 @@
-"""Every format, both directions, against the slow reference: all bytes, scales and dequantized values."""
+"""Quantization in every format against the slow reference: all bytes, scales, dequantized values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The single grouped parameter of GroupedLinear against one parameter per expert: same bytes, outputs and gradients."""
+"""The single grouped parameter of GroupedLinear against one parameter per expert."""
 
 import contextlib
 import inspect

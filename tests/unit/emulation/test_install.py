@@ -1,4 +1,4 @@
-"""Installation, refusals, entry points, and what user code's torch looks like afterwards."""
+"""Installation of the emulation: refusals, entry points, effects on user code's torch."""
 
 import functools
 import os

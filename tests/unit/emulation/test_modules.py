@@ -1,4 +1,4 @@
-"""Forward and backward of each module against float64 PyTorch; tolerances are derived in ``reference``."""
+"""Each module against float64 PyTorch; tolerances are derived in ``reference``."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FusedAdam, FusedSGD and the multi-tensor kernels."""
+"""Fused optimizers: FusedAdam, FusedSGD, their multi-tensor kernels."""
 
 import pytest
 import torch

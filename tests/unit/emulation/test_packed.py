@@ -1,4 +1,4 @@
-"""Packed sequences and the cache of keys and values: each sequence by itself, and all at once, is the reference."""
+"""Sequences of different lengths, packed or cached; each sequence by itself is the reference."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Quantized modules against float64 PyTorch, and which order of rounding the fused kernels follow."""
+"""Quantized modules against float64 PyTorch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, and the permutation of its tokens, against plain torch in float64."""
+"""The routing of tokens in a mixture of experts against plain torch in float64."""
 
 import pytest
 import torch
