@@ -51,7 +51,7 @@ from te_fsdp.modules.extra_state import (
     marks_of,
     unpack,
 )
-from te_fsdp.upstream.te_formats import read_extra_state, unreadable_state
+from te_fsdp.upstream.te_modules import read_extra_state, unreadable_state
 from te_fsdp.upstream.torch_dtensor import unflatten_state_dict
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")

@@ -1,8 +1,7 @@
 """Table of TE's quantized formats."""
 
-# [Note: formats] Class names, buffers, options, reconstructors and the entries of delayed scaling's
-# ``_extra_state`` are TE's, checked with TE 2.18 to 2.20.2. This file does not import TE, so checkpoints can
-# be read without it.
+# [Note: formats] Class names, buffers, options and reconstructors are TE's, checked with TE 2.18 to 2.20.2.
+# This file does not import TE, so checkpoints can be read without it.
 #
 #     weight (M, K)   buffer                 one element covers (rows, columns)
 #     float8          data                   1 x 1          scale: one per weight
@@ -18,26 +17,15 @@
 #
 # Delayed and current scaling use one format, float8. Their data is the same, but the scale is computed
 # differently.
-#
-# Pickles of delayed scaling's state are read with a table of names (:mod:`te_fsdp.unpickling`). Each name has
-# a substitute.
 
 from __future__ import annotations
 
-import collections
 import functools
-import io
-import pickle
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
-
-from te_fsdp.errors import CheckpointError
-from te_fsdp.unpickling import TableUnpickler
 
 #: Rows and columns of the weight that one buffer element covers; ``None``: the unsharded weight.
 Block: TypeAlias = tuple[int, int] | None
@@ -289,121 +277,3 @@ GROUPED_BUFFERS = {
 def unknown_format(name: str) -> Format:
     """Return the row of an unknown format, which contains only a name."""
     return Format(name)
-
-
-# ------------------------------------------------------------------------------------------------------------- pickles
-
-#: Largest forward and backward values of TE's formats (``transformer_engine.common.recipe.Format``).
-_RANGES = {"E4M3": (448.0, 448.0), "E5M2": (57344.0, 57344.0), "HYBRID": (448.0, 57344.0)}
-_STATE = {
-    "scaling_fwd.scale": "scale_fwd",
-    "scaling_fwd.amax_history": "amax_history_fwd",
-    "scaling_bwd.scale": "scale_bwd",
-    "scaling_bwd.amax_history": "amax_history_bwd",
-}
-
-
-class _Recipe:
-    """Substitute for TE's recipe. ``fields`` contains the pickled attributes."""
-
-    fields: dict[str, Any]
-
-    def __new__(cls, *args: Any) -> _Recipe:
-        recipe = super().__new__(cls)
-        recipe.fields = {}
-        return recipe
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.fields.update(state)
-
-
-class _Largest(tuple):
-    """Substitute for the format's pair of largest values, a named tuple."""
-
-    def __new__(cls, *values: float) -> _Largest:
-        return super().__new__(cls, values)
-
-
-def _load_from_bytes(data: bytes) -> Any:
-    """Substitute for torch's function, which would load any pickle."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _rebuild_whole(
-    storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any
-) -> torch.Tensor:
-    """Substitute for torch's function of the same name."""
-    with warnings.catch_warnings():
-        # The pickle contains typed storages, which torch has deprecated but still reads.
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        full = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped())  # type: ignore[no-matching-overload]
-    return full.as_strided(size, stride, offset).clone()
-
-
-ENTRIES = {
-    "transformer_engine.common.recipe.DelayedScaling": _Recipe,
-    "transformer_engine.common.recipe._FormatHelper": _Largest,
-    "torch._utils._rebuild_tensor_v2": _rebuild_whole,
-    "torch.storage._load_from_bytes": _load_from_bytes,
-    "collections.OrderedDict": collections.OrderedDict,
-}
-
-
-def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-    """Parse an ``_extra_state`` entry: delayed scaling's state as a pickle in a tensor.
-
-    Args:
-        data: Bytes of the tensor.
-        key: Name in the state dict, for errors.
-
-    Returns:
-        The recipe in the form of :func:`te_fsdp.upstream.te_modules.describe_delayed_recipe`, and the tensors by
-        te_fsdp's names. ``None`` without state: no bytes, or a recipe without history.
-
-    Raises:
-        CheckpointError: The data is not TE 2's delayed-scaling state, or the pickle is damaged.
-    """
-    if not data:
-        return None
-    try:
-        # A new enum each time, because a pickle may change the members.
-        allowed = {**ENTRIES, "transformer_engine.common.recipe.Format": Enum("Format", _RANGES)}
-        state = TableUnpickler(data, allowed, "the state of delayed scaling").load()
-        if not isinstance(state, dict) or not isinstance(state.get("recipe"), _Recipe):
-            raise pickle.UnpicklingError("no recipe of delayed scaling")
-        if "scale_fwd" not in state:
-            return None
-        return _describe(state), {ours: state[theirs] for ours, theirs in _STATE.items()}
-    except Exception as error:
-        raise unreadable_state(
-            key,
-            "the delayed-scaling state of TransformerEngine 2, or an empty entry",
-            f"{type(error).__name__}: {error}",
-            why="It is a pickle, and te_fsdp does not execute its contents",
-        ) from error
-
-
-def unreadable_state(key: str, expected: str, got: str, *, why: str = "") -> CheckpointError:
-    """Return the error for an ``_extra_state`` entry that is not delayed scaling's state."""
-    return CheckpointError(
-        f"{key}: te_fsdp cannot read this state",
-        expected=expected,
-        got=got,
-        why=why,
-        fix="omit these entries (te-fsdp ckpt convert --extra-state drop); amax histories then start empty",
-    )
-
-
-def _describe(state: dict[str, Any]) -> dict[str, Any]:
-    fields = state["recipe"].fields
-    # A dataclass pickles attributes that differ from the class's own. Others have TE's defaults.
-    algorithm = fields.get("amax_compute_algo", "max")
-    return {
-        "num_gemms": state["extra_fp8_variables"]["num_gemms"],
-        "margin": fields.get("margin", 0),
-        "fp8_format": fields["fp8_format"].name if "fp8_format" in fields else "HYBRID",
-        "amax_history_len": int(state["amax_history_fwd"].shape[0]),
-        "amax_compute_algo": algorithm if isinstance(algorithm, str) else "max",
-        "reduce_amax": fields.get("reduce_amax", True),
-    }

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.index import unpickle_metadata
 from te_fsdp.unpickling import TableUnpickler
-from te_fsdp.upstream.te_formats import ENTRIES, read_extra_state
+from te_fsdp.upstream.te_modules import ENTRIES, read_extra_state
 
 #: ``.metadata`` of ``dcp.save({"w": torch.arange(3.0), "n": {"step": 4}})``, torch 2.13.
 METADATA = {

@@ -16,7 +16,7 @@ from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli import main
 from te_fsdp.upstream import te as _te
-from te_fsdp.upstream.te_formats import read_extra_state
+from te_fsdp.upstream.te_modules import read_extra_state
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
