@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +28,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from te_fsdp.collectives.agreement import rank
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
 K = TypeVar("K")
@@ -43,8 +42,6 @@ _SMALL, _STACK = 1 << 16, 1 << 23
 _LARGE, _STRETCH = 1 << 21, 1 << 25
 #: Seconds in which the caller continues: it would wait for the new thread, and then for the interpreter lock.
 _HEAD_START = 0.005
-#: Seconds between two drawings of a bar.
-_INTERVAL = 0.1
 
 
 @dataclass
@@ -314,32 +311,3 @@ class Background:
 def background() -> Background:
     """Return the state of this process."""
     return Background()
-
-
-@contextmanager
-def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the bytes that were just moved; rank 0 draws a bar on stderr if enabled.
-
-    ``total`` are the bytes that this rank moves at most.
-    """
-    if not enabled or rank() != 0:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    named = TextColumn("{task.description}", markup=False)  # directories' names may hold brackets
-    columns = (named, BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # Drawn by the thread that moves the bytes: no thread can be started while the interpreter ends.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task, drawn = progress.add_task(text, total=total), 0.0
-
-        def tick(count: int) -> None:
-            nonlocal drawn
-            is_due = time.monotonic() - drawn > _INTERVAL
-            progress.update(task, advance=count, refresh=is_due)
-            drawn = time.monotonic() if is_due else drawn
-
-        yield tick
-        # Replicas that other ranks write never pass here.
-        progress.update(task, completed=total, refresh=True)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from te_fsdp.checkpoint import directory as directories
-from te_fsdp.checkpoint.async_save import SaveHandle, background, bytes_bar
+from te_fsdp.checkpoint.async_save import SaveHandle, background
 from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
@@ -53,6 +53,7 @@ from te_fsdp.checkpoint.planner import (
     signature_of,
     tensors_of,
 )
+from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.shard_files import Listed, explain_os_errors, without_collector
 from te_fsdp.checkpoint.storage import absolute, listing
 from te_fsdp.checkpoint.tensor_entries import Entry, merge_copies, views_of

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from tyro.conf import Positional, arg
 
-from te_fsdp.checkpoint.async_save import bytes_bar
 from te_fsdp.checkpoint.directory import damaged, in_place_of, refused_files
 from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.lazy_tensors import check_zip
@@ -40,6 +39,7 @@ from te_fsdp.checkpoint.portable.huggingface import (
     write_huggingface,
 )
 from te_fsdp.checkpoint.portable.huggingface_config import config_contents
+from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.reader import CHECKPOINT, DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.storage import resolve_path
 from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_lines, print_table

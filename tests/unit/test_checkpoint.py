@@ -14,8 +14,8 @@ from torch import nn
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import manifest
-from te_fsdp.checkpoint.async_save import bytes_bar
 from te_fsdp.checkpoint.extra import decode, encode, tensor_slots
+from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.errors import CheckpointError
 
 
