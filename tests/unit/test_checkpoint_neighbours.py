@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import directory, manifest, planner, storage
-from te_fsdp.checkpoint.storage import Owner
+from te_fsdp.checkpoint import directory, manifest, planner
+from te_fsdp.checkpoint.directory import Owner
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
@@ -119,7 +119,7 @@ def test_a_reused_process_id(tmp_path: Path) -> None:
 def test_a_killed_process_without_waitpid(tmp_path: Path) -> None:
     """A zombie has a process id, and writes nothing any more."""
     child = subprocess.Popen(["sleep", "100"])
-    owner = Owner(storage._machine(), child.pid, storage._start_of(child.pid) or "", 0, "0" * 8)
+    owner = Owner(directory._machine(), child.pid, directory._start_of(child.pid) or "", 0, "0" * 8)
     assert owner.is_alive() is True
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -160,8 +160,8 @@ def test_files_of_killed_jobs(tmp_path: Path) -> None:
 
 def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process id means nothing in a container with its own ones, nor on another host of the same name."""
-    here, stat, read = storage._machine(), os.stat, Path.read_text
-    assert storage._machine() == here
+    here, stat, read = directory._machine(), os.stat, Path.read_text
+    assert directory._machine() == here
 
     def other_container(path: Any, **how: Any) -> Any:
         result = stat(path, **how)
@@ -171,11 +171,11 @@ def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", other_container)
-        assert storage._machine() != here
+        assert directory._machine() != here
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", lambda path, *a: read(path, *a) + "x" * ("boot_id" in str(path)))
-        assert storage._machine() != here
-    assert storage._machine() == here
+        assert directory._machine() != here
+    assert directory._machine() == here
 
 
 # ------------------------------------------------------------------------------------------------- order, not time

@@ -16,9 +16,10 @@ from torch import nn
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory
+from te_fsdp.checkpoint.directory import Owner
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.shard_files import DamagedFileError, open_checked
-from te_fsdp.checkpoint.storage import Owner, RemotePath, absolute, resolve_path
+from te_fsdp.checkpoint.storage import RemotePath, absolute, resolve_path
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 from tests.unit import remote_storage

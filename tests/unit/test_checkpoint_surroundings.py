@@ -15,9 +15,9 @@ from torch import nn
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import manifest as manifests
+from te_fsdp.checkpoint.directory import Owner
 from te_fsdp.checkpoint.index import read_index
 from te_fsdp.checkpoint.lazy_tensors import open_safetensors
-from te_fsdp.checkpoint.storage import Owner
 from te_fsdp.errors import CheckpointError
 
 ELSEWHERE = Owner("node7-12345678", 17, "99", 1700000000, "0" * 8)
