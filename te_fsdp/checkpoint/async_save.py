@@ -1,4 +1,4 @@
-"""Asynchronous saves, one at a time in a process, each with a handle; and the progress bar.
+"""Asynchronous saves, one at a time in a process.
 
 Tensors are first copied to host memory that is kept between saves. A copy of a small tensor costs a device call and a
 call of torch in Python. Tensors of one dtype, shape and device are therefore stacked on their device, and copied and

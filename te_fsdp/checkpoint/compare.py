@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with a model and its optimizer, and of ranks and stages with each other.
+"""Comparison of a checkpoint with the job that loads it.
 
 Everything is compared before anything is changed. The files contain the unsplit model of a pipeline, independent of the
 stages: a save joins the fields of each stage, and a load removes the other stages' tensors from the manifest. Tensors

@@ -1,4 +1,4 @@
-"""Directories of checkpoints: each is visible only when complete, and the first of several concurrent saves wins.
+"""Directories of checkpoints, which become visible only when complete.
 
 Every save writes into its own folder. One step at the end makes it visible: the rename to the target on a disk, the
 creation of the manifest on object storage. That step fails if another save has done it before, so no locks are needed.

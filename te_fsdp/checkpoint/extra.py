@@ -1,4 +1,4 @@
-"""The user's ``extra``, and the options of optimizers, as JSON; their tensors are entries of the files.
+"""JSON form of values that users store: ``extra``, options of optimizers.
 
 ``extra`` takes what ``torch.load(weights_only=True)`` returns. What JSON has no form for is an object with one key::
 

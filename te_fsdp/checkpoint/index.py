@@ -1,4 +1,4 @@
-"""Locations of tensors in a checkpoint's files: te_fsdp's index, and DCP's ``.metadata`` with the same contents.
+"""Locations of tensors in a checkpoint's files.
 
 DCP's metadata is one pickle with several objects for each stored piece, which a reader has to load entirely. For 405B
 parameters on 16,384 ranks that takes a minute and many GB on every loading rank. A save therefore also writes an index

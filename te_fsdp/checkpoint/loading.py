@@ -1,7 +1,8 @@
-"""``load``: compare checkpoint, model and optimizer, report all differences at once, read everything, then change.
+"""``load``: restore a model from a checkpoint on any mesh.
 
-State that was not saved follows state that was: main weights follow the weights, the scales of delayed scaling the
-quantized weights.
+Checkpoint, model and optimizer are compared first, and all differences are reported at once. Then everything is read,
+and only then is anything changed. State that was not saved follows state that was: main weights follow the weights,
+the scales of delayed scaling the quantized weights.
 """
 
 from __future__ import annotations

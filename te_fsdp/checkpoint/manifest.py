@@ -1,4 +1,4 @@
-"""``te_fsdp.json``: the description of a checkpoint, read and compared before any tensor is.
+"""``te_fsdp.json``: the description of a checkpoint, read before any tensor.
 
 Every value is validated when it is read and before it is written. A rule is a :class:`Kind`; ``[rule]``, a list;
 ``{kind: rule}``, an object with any names of a kind; ``{"a": rule, "b?": rule}``, an object with these names, where

@@ -1,4 +1,4 @@
-"""A model's part of a checkpoint: its tensors as entries, and the manifest's description of them.
+"""A model's part of a checkpoint.
 
 Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a quantized
 weight, ``delayed.<module>:<tensor>`` of delayed scaling's state. The parameters of a layer's experts are one tensor,

@@ -1,4 +1,4 @@
-"""An optimizer's part of a checkpoint: state by parameter name, placed like the parameters, and group options.
+"""An optimizer's part of a checkpoint.
 
 Works on the state tensors themselves, because state dicts of torch's optimizers and TE's FusedAdam copy and cast.
 Missing state is allocated at load, without a step. Keys in the files: ``optimizer.state.<name>.<state>``.

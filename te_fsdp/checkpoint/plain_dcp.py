@@ -1,4 +1,4 @@
-"""Tensors and objects in a directory of ``torch.distributed.checkpoint``, with lazy reading.
+"""Contents of a directory of ``torch.distributed.checkpoint``, read lazily.
 
 DCP writes each rectangle of a sharded quantized weight as one of TE's quantized tensors, or as high-precision values
 if it splits a block of scales. The metadata describes all of them like plain tensors.

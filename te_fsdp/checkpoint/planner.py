@@ -1,4 +1,4 @@
-"""Plan a save and write its files, in steps: plan, compare replicas, copy, write, describe.
+"""Steps of a save: plan, compare replicas, copy, write, describe.
 
 DCP's planner describes one contiguous box per rank with several objects each, of which a large job has millions. Here a
 rank sends its boxes as tuples, and rank 0 assigns the writers and returns only the numbers of a rank's own pieces.

@@ -1,4 +1,4 @@
-"""Contents of a file or directory of any kind: a manifest's description, and tensors that are read by blocks."""
+"""Contents of a file or directory of any kind, read by blocks."""
 
 from __future__ import annotations
 

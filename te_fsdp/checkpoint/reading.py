@@ -1,4 +1,4 @@
-"""Data that a load reads: rectangles of the files' tensors, checked, and kept on the host until they are copied.
+"""Data that a load reads: checked rectangles of the files' tensors, kept on the host until they are copied.
 
 A weight of another dtype or format is converted through high precision (:class:`Conversion`).
 """

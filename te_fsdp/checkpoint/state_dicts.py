@@ -1,4 +1,4 @@
-"""State dicts of one process, from ``torch.save`` files and plain DCP directories, as a checkpoint's contents.
+"""State dicts of one process as a checkpoint's contents.
 
 Their tensors are those of the unsharded module, so names and rows are canonical. Modules whose rows or blocks are in
 another order (stacked for tp, quantized for several shards) record that in their ``_extra_state`` entry, and are

@@ -1,4 +1,4 @@
-"""Paths of checkpoints on disk or on object storage, and the identity of the process that writes one.
+"""Paths of checkpoints, on disk or on object storage.
 
 Object storage (``s3://bucket/...``) is accessed through fsspec. fsspec imports the library of a storage kind (s3fs,
 gcsfs, adlfs) on first use. Listings are not cached, because other processes write to the same place.

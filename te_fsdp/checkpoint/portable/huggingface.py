@@ -1,4 +1,4 @@
-"""Hugging Face models of Llama's and GPT-2's style as models of TransformerEngine's modules, and back.
+"""Exchange of weights with Hugging Face models of Llama's or GPT-2's style.
 
 torch's ``HuggingFaceStorageReader`` (2.11 to 2.15) fills tensors with the names and shapes of the files, without an
 index or a check. Here query, key and value become one tensor, norms are shifted, and everything is checked first.

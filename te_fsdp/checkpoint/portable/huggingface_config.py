@@ -1,4 +1,4 @@
-"""Properties of a model in a Hugging Face ``config.json`` that determine weights and TransformerEngine's modules.
+"""The model that a Hugging Face ``config.json`` describes.
 
 Read without the ``transformers`` package. Keys, defaults and rules are those of transformers 4.57 and 5.23
 (``models/*/configuration_*.py``).

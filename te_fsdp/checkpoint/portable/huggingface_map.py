@@ -1,4 +1,4 @@
-"""The map between a Hugging Face model's tensors and a TransformerEngine model's: checked, streamed, both ways.
+"""The map of a Hugging Face model's tensors to a TransformerEngine model's: checked, streamed, both ways.
 
 Hugging Face's names are those of transformers 4.57 and 5.23 (``models/*/modeling_*.py``, of experts
 ``conversion_mapping.py``; ``GPT2Model``'s ``Conv1D`` keeps matrices as ``(in, out)``), TransformerEngine's those of

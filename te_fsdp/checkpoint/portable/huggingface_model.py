@@ -1,4 +1,4 @@
-"""The TransformerEngine model of a Hugging Face model: names, options and functions of its parts."""
+"""The TransformerEngine model that corresponds to a Hugging Face model."""
 
 from __future__ import annotations
 
