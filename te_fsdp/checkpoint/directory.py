@@ -239,6 +239,72 @@ def remove(path: Path) -> None:
         _log.log(level, "%s: cannot be removed: %s", path, error)
 
 
+class Owner(NamedTuple):
+    """A process that writes or removes a checkpoint. Its text is part of a folder name."""
+
+    machine: str  #: Host name, and a digest of the boot and the namespace of process ids
+    pid: int
+    start: str  #: Start of the process in ticks since boot; empty where the system does not report it
+    since: int  #: Start of this piece of work, in seconds since 1970
+    token: str  #: Distinguishes pieces of work of one process
+
+    @classmethod
+    def new(cls) -> Owner:
+        """Return this process, for a new piece of work."""
+        pid = os.getpid()
+        return cls(_machine(), pid, _start_of(pid) or "", int(time.time()), secrets.token_hex(4))
+
+    @classmethod
+    def parse(cls, text: str) -> Owner:
+        """Return the owner in a folder name; one with an empty machine for any other text."""
+        parts = text.split(".")
+        if len(parts) != 5 or not (parts[1].isdigit() and parts[3].isdigit()):
+            return cls("", 0, "", 0, text)
+        return cls(parts[0], int(parts[1]), parts[2], int(parts[3]), parts[4])
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether it is this process."""
+        return self.pid == os.getpid() and self.is_alive() is True
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process is alive; ``None`` if it runs on another machine, or ran before this boot."""
+        if self.machine != _machine():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        start = _start_of(self.pid)
+        return start is None or start == self.start
+
+
+def _machine() -> str:
+    """Return where a process id has its meaning: hosts may share a name, and containers may share a host."""
+    parts = [os.uname().sysname, "", ""]  # empty except on Linux
+    with suppress(OSError):
+        parts[1] = Path("/proc/sys/kernel/random/boot_id").read_text()
+    with suppress(OSError):
+        parts[2] = str(os.stat("/proc/self/ns/pid").st_ino)
+    digits = hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
+    return f"{socket.gethostname().replace('.', '_')[:48]}-{digits}"
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process started; ``""`` for one that has ended, ``None`` where the system does not report it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # proc(5): the third field is the state, the 22nd the start. A killed process stays a zombie until it is reaped.
+    return "" if fields[0] in "ZX" else fields[19]
+
+
 def _owner_of_folder(folder: RemotePath) -> Owner | None:
     """Return the process that wrote a folder; ``None`` for a folder that te_fsdp did not write."""
     owner = Owner.parse(folder.name.removeprefix(_DATA))
@@ -398,69 +464,3 @@ def why_no_checkpoint(path: Path) -> CheckpointError:
         fix = f"in {near[0].parent} there is {names}; te_fsdp.checkpoint.latest(directory) finds the newest"
     what = "a directory of checkpoints" if inside else "no such checkpoint"
     return CheckpointError(f"{path}: {what}", expected=f"a directory with {FILE_NAME}", got=got, fix=fix)
-
-
-class Owner(NamedTuple):
-    """A process that writes or removes a checkpoint. Its text is part of a folder name."""
-
-    machine: str  #: Host name, and a digest of the boot and the namespace of process ids
-    pid: int
-    start: str  #: Start of the process in ticks since boot; empty where the system does not report it
-    since: int  #: Start of this piece of work, in seconds since 1970
-    token: str  #: Distinguishes pieces of work of one process
-
-    @classmethod
-    def new(cls) -> Owner:
-        """Return this process, for a new piece of work."""
-        pid = os.getpid()
-        return cls(_machine(), pid, _start_of(pid) or "", int(time.time()), secrets.token_hex(4))
-
-    @classmethod
-    def parse(cls, text: str) -> Owner:
-        """Return the owner in a folder name; one with an empty machine for any other text."""
-        parts = text.split(".")
-        if len(parts) != 5 or not (parts[1].isdigit() and parts[3].isdigit()):
-            return cls("", 0, "", 0, text)
-        return cls(parts[0], int(parts[1]), parts[2], int(parts[3]), parts[4])
-
-    def __str__(self) -> str:
-        return ".".join(map(str, self))
-
-    @property
-    def is_here(self) -> bool:
-        """Return whether it is this process."""
-        return self.pid == os.getpid() and self.is_alive() is True
-
-    def is_alive(self) -> bool | None:
-        """Return whether the process is alive; ``None`` if it runs on another machine, or ran before this boot."""
-        if self.machine != _machine():
-            return None
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        start = _start_of(self.pid)
-        return start is None or start == self.start
-
-
-def _machine() -> str:
-    """Return where a process id has its meaning: hosts may share a name, and containers may share a host."""
-    known = [os.uname().sysname, "", ""]  # empty except on Linux
-    with suppress(OSError):
-        known[1] = Path("/proc/sys/kernel/random/boot_id").read_text()
-    with suppress(OSError):
-        known[2] = str(os.stat("/proc/self/ns/pid").st_ino)
-    digits = hashlib.blake2b("\n".join(known).encode(), digest_size=4).hexdigest()
-    return f"{socket.gethostname().replace('.', '_')[:48]}-{digits}"
-
-
-def _start_of(pid: int) -> str | None:
-    """Return when a process started; ``""`` for one that has ended, ``None`` where the system does not report it."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    # proc(5): the third field is the state, the 22nd the start. A killed process stays a zombie until it is reaped.
-    return "" if fields[0] in "ZX" else fields[19]

@@ -13,7 +13,7 @@ _INTERVAL = 0.1
 
 
 @contextmanager
-def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[[int], None]]:
+def bytes_bar(description: str, total: int, enabled: bool | None) -> Iterator[Callable[[int], None]]:
     """Yield a function to call with the bytes that were just moved; rank 0 draws a bar on stderr if enabled.
 
     ``total`` are the bytes that this rank moves at most.
@@ -28,7 +28,7 @@ def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[
     columns = (named, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # Drawn by the thread that moves the bytes: no thread can be started while the interpreter ends.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task, drawn = progress.add_task(text, total=total), 0.0
+        task, drawn = progress.add_task(description, total=total), 0.0
 
         def tick(count: int) -> None:
             nonlocal drawn
