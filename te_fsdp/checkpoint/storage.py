@@ -198,5 +198,8 @@ def last_written(folder: Path) -> float | None:
         with suppress(OSError):
             return max(path.lstat().st_mtime for path in (folder, *folder.glob("*")))
         return None
-    found = [(path.listed or {}).get(key) for path in folder.iterdir() for key in _WRITTEN]
-    return max((t.timestamp() if hasattr(t, "timestamp") else float(t) for t in found if t), default=None)
+    times = [(path.listed or {}).get(key) for path in folder.iterdir() for key in _WRITTEN]
+    return max(
+        (t.timestamp() if hasattr(t, "timestamp") else float(t) for t in times if t),
+        default=None,
+    )
