@@ -54,7 +54,7 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         return
     if (
         not _torch.in_backward()
-        and not state.sync.waiting
+        and not (state.sync.waiting and name in state.unsharded.kept)  # between microbatches: a check raises
         and _torch.versions_of(_fsdp2.sharded_parameters(unit)) != versions
     ):
         # The user has written to the shards, so that the next forward must all-gather them.

@@ -21,3 +21,11 @@ def test_writes_raise_in_the_step(pool, strategy):
     """Kind: a write that the step drops."""
     for error in pool.run_expect_error(kept_changes.written, 2, strategy=strategy):
         assert error.type_name == "OrderError" and "head.weight was written to" in error.message
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_writes_between_an_evaluation_and_microbatches(pool, strategy):
+    """Kind: a write that is taken for one between microbatches."""
+    # fp32: gradients summed in another order.
+    assert max(pool.run(kept_changes.written_before_microbatches, 2, strategy=strategy)) < 1e-5

@@ -54,3 +54,29 @@ def written(strategy: str) -> None:
         model.head.weight.mul_(0.5)
     model(x).square().mean().backward()
     optimizer.step()
+
+
+def written_before_microbatches(strategy: str) -> float:
+    """Write to weights after an evaluation and before several microbatches. Return the largest relative difference."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    pair = sharded(meshes, strategy), whole()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in pair)
+    for step in range(2):
+        microbatches = batch(step, meshes.data_size, 2)
+        for model in pair:
+            with torch.no_grad():
+                model(microbatches[0, 0])
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        for number, x in enumerate(microbatches):
+            with te_fsdp.microbatch(pair[0], is_last=number == 1):
+                pair[0](x[meshes.data_rank]).square().mean().backward()
+            pair[1](x.flatten(0, 1)).square().mean().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    both = list(zip(pair[0].parameters(), pair[1].parameters(), strict=True))
+    values = [(harness.full(p.detach()), harness.full(r.detach())) for p, r in both]
+    return max(float((value - expected).norm() / expected.norm()) for value, expected in values)
