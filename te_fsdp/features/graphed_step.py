@@ -43,6 +43,7 @@ from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.features.nan_report import NanReport
 from te_fsdp.features.param_gather import release_params
+from te_fsdp.features.written_weights import update_main_weights_since, weight_versions
 from te_fsdp.gradient_sync import microbatch, require_reduced, wait_for_reductions, zero_grad
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
@@ -50,6 +51,8 @@ from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from te_fsdp.tensor_version import WeightVersions
 
 T = TypeVar("T")
 
@@ -265,6 +268,7 @@ class GraphedStep:
         self._known: list[Signature] = []
         self._recorded: list[_Recording] = []
         self._snapshot: Snapshot | None = None
+        self._weights: WeightVersions | None = None  # after the last replay of the optimizer's step
 
     # ----------------------------------------------------------------------------------------------------- eager steps
 
@@ -456,10 +460,13 @@ class GraphedStep:
         if report is not None:
             report.check()
         if recording.update is not None:
+            # [Note: written weights] The graph does not contain it, because it depends on what user code has done.
+            update_main_weights_since(self._optimizer, self._weights)
             recording.update.replay()
             # A replay changes memory without the code that counts versions. Autograd would not notice saved
             # tensors that were overwritten.
             increment_version(recording.trained)
+            self._weights = weight_versions(self._optimizer, self._weights)
         else:
             norm = self._clip() if norm is None else norm
             self._optimizer.step()

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from te_fsdp.lifecycle import Step
 
 
-def _versions_now(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:
-    """Return the current versions. The parameters are listed again if the optimizer has a different number."""
+def weight_versions(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:
+    """Return the current versions of an optimizer's low-precision parameters. Local operation.
+
+    The parameters are those of ``recorded``, unless the optimizer has a different number now.
+    """
     count = 0
     for group in optimizer.param_groups:
         count += len(group["params"])
@@ -36,7 +39,7 @@ def record_weight_versions(step: Step) -> None:
     """Record the versions of low-precision parameters after a step."""
     main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None:
-        main_parameters.versions = _versions_now(step.optimizer, main_parameters.versions)
+        main_parameters.versions = weight_versions(step.optimizer, main_parameters.versions)
 
 
 # [Note: written weights] An optimizer step updates the main weight and writes it to the parameter. It must start from
@@ -51,15 +54,25 @@ def update_written_main_weights(step: Step) -> None:
         return
     # The first step compares all main weights with their parameters.
     recorded = None if main_parameters is None else main_parameters.versions
-    now = _versions_now(step.optimizer, recorded)
-    if not now.parameters or (recorded is not None and recorded.versions == now.versions) or is_capturing():
+    if is_capturing():  # graphed_step does it before each replay
         return
-    before = recorded.versions if recorded is not None and recorded.parameters is now.parameters else None
-    for index, parameter in enumerate(now.parameters):
-        if before is None or before[index] != now.versions[index]:
-            _update_main_weight(step.optimizer, parameter)
+    now = update_main_weights_since(step.optimizer, recorded)
     if main_parameters is not None:
         main_parameters.versions = now
+
+
+def update_main_weights_since(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:
+    """Update the main weights of parameters that were written to since versions were recorded (``None``: of all).
+
+    Return the current versions. Local operation.
+    """
+    now = weight_versions(optimizer, recorded)
+    before = recorded.versions if recorded is not None and recorded.parameters is now.parameters else None
+    if before != now.versions:
+        for index, parameter in enumerate(now.parameters):
+            if before is None or before[index] != now.versions[index]:
+                _update_main_weight(optimizer, parameter)
+    return now
 
 
 # A function of its own, because tests replace it.

@@ -32,3 +32,11 @@ def test_units_that_are_not_sharded_are_named(pool):
         assert why_eager == {"blocks.0": 'strategy="no_shard", so that it is not an FSDP2 unit'}
     for error in pool.run_expect_error(program_bodies.not_sharded, 2, strategy="no_shard"):
         assert error.message.startswith("graphed_units of a model without FSDP2 units")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["no_shard", "sharded", "quantized"])
+def test_steps_start_from_written_weights(pool, kind):
+    for recordings, replays in pool.run(program_bodies.written, 2, env=ENVIRONMENT, kind=kind, timeout=240):
+        assert recordings >= 1
+        assert replays >= 4

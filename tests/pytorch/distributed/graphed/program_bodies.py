@@ -211,3 +211,61 @@ def not_sharded(strategy: str | dict[str, str]) -> dict[str, str]:
     te_fsdp.materialize(model, seed=0)
     with _recording():
         return te_fsdp.graphed_units(model).why_eager
+
+
+def written(kind: str) -> list[int]:
+    """Write to weights with main weights between steps that are recorded: losses and weights have the same bits.
+
+    Args:
+        kind: "no_shard", "sharded" or "quantized" weights, the latter with FP8 current scaling.
+
+    Returns:
+        The numbers of recordings and of replays.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    strategy = "no_shard" if kind == "no_shard" else "optim_grads_params"
+
+    def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+        with te.quantized_model_init(enabled=kind == "quantized", recipe=Float8CurrentScaling()):
+            model, step = _Model(torch.bfloat16), None
+        te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy=strategy)
+        te_fsdp.materialize(model, seed=0)
+        rate = torch.tensor(0.01, device=harness.device())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+        te_fsdp.main_weights(model, optimizer)
+
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            with te.autocast(enabled=kind == "quantized", recipe=Float8CurrentScaling()):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        if graphs:
+            with _recording():
+                step = te_fsdp.graphed_step(model, optimizer, forward_backward, warmup=1)
+        values = {}
+        for number in range(STEPS):
+            if number == 4:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.copy_(parameter.to(torch.float32, copy=True) * 0.5)
+            x = _batch(number).bfloat16()
+            if step is None:
+                loss = forward_backward(x)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                loss, _ = step(x)
+            values[f"loss {number}"] = loss.detach()
+        values |= {name: harness.full(p.detach()) for name, p in model.named_parameters()}
+        if step is None:
+            return values, []
+        assert not step.why_eager and not step.why_step_eager, (step.why_eager, step.why_step_eager)
+        return values, [step.recordings, step.replays]
+
+    return _compared(train)
