@@ -238,8 +238,8 @@ def alias_single_rank_shards(unit: nn.Module) -> None:
     """Let unsharded parameters use the memory of single-rank shards, and pass gradients on. Local operation.
 
     Values cast to ``param_dtype``, on the host, or in a part of a storage are left to FSDP2. So are
-    all-reduces over ``dp_replicate`` (HSDP), user-defined all-reduce hooks, and parameters on the host. Call
-    this before other listeners of the unit's reductions are added, because it must run right before FSDP2.
+    all-reduces over ``dp_replicate`` (HSDP) and user-defined all-reduce hooks. Call this before other
+    listeners of the unit's reductions are added, because it must run right before FSDP2.
     """
     # Over a shard axis of size 1 FSDP2 copies each shard in every all-gather and stores both copies
     # (``FSDPParamGroup.wait_for_unshard``). Here ``FSDPParam.all_gather_outputs`` is the shard's memory.
@@ -248,8 +248,7 @@ def alias_single_rank_shards(unit: nn.Module) -> None:
     # to its output (``foreach_reduce``). Here they are passed on first, so FSDP2 finds none. Only gradients
     # that must be cast, divided or accumulated are written.
     for group in fsdp_parameter_groups(unit):
-        # Meshes of replicas only have no `shard_mesh_size`: each rank has all rows.
-        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+        if group.mesh_info.shard_mesh_size > 1:
             continue
         for managed in group.fsdp_params:
             stock = managed.init_all_gather_outputs
@@ -303,7 +302,7 @@ def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
     """Map ``id`` of each single-rank parameter of an FSDP module to whether its gradients are passed on."""
     passes: dict[int, bool] = {}
     for group in fsdp_parameter_groups(unit):
-        if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+        if group.mesh_info.shard_mesh_size == 1:
             listeners = record_of_group(group).listeners  # of :func:`alias_single_rank_shards`
             skips_reduction = listeners is not None and _reduce_single_rank in listeners[0]
             passes |= {id(managed.sharded_param): skips_reduction for managed in group.fsdp_params}
@@ -313,8 +312,7 @@ def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
 @torch.no_grad()
 def _reduce_single_rank(group: Any) -> None:
     """Replace ``foreach_reduce`` for a shard group of size 1."""
-    # FSDP2 handles these cases, in which it does more than pass gradients on.
-    if group._all_reduce_hook is not None or group.fsdp_params[0].offload_to_cpu:
+    if group._all_reduce_hook is not None:  # FSDP2 then does more than pass gradients on
         return
     show, factor = getattr(group._reduce_scatter_comm, "expose", None), group.gradient_divide_factor
     seen = set[int]()

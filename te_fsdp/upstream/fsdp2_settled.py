@@ -158,13 +158,12 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     """
     # For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``. Later versions are
     # not changed. Records get a subclass because properties cannot be replaced on an object.
-    supported = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
-    if not all(supported) or getattr(group.mesh_info, "is_spmd_mesh", False):
+    if not all(hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params):
         return
     record_of_group(group).replay = replay
     for managed in group.fsdp_params:
         managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)
-    single_rank = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
+    single_rank = group.mesh_info.shard_mesh_size == 1
     wait = _wait_alone if single_rank else _wait_for_unshard
     group.wait_for_unshard = functools.partial(wait, group, group.wait_for_unshard)
     if not single_rank:
@@ -182,7 +181,7 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
         return
     replay, now = group.__dict__[GROUP].replay, pass_of(group)
     for managed in group.fsdp_params:
-        if managed.sharded_state is not _SHARDED or managed.offload_to_cpu:
+        if managed.sharded_state is not _SHARDED:
             continue
         local = managed.sharded_param._local_tensor
         if type(local) is not torch.Tensor:
@@ -317,11 +316,7 @@ def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
         # ``FSDPParam.all_gather_inputs`` inspects the signature of a hook in each all-gather.
         if not hasattr(local, "fsdp_pre_all_gather"):
             sent.append((managed._sharded_param_data,))
-        elif (
-            not takes_all(type(local))
-            or local.shape != managed.padded_sharded_param_size
-            or managed.offload_to_cpu
-        ):
+        elif not takes_all(type(local)) or local.shape != managed.padded_sharded_param_size:
             sent.append(managed.all_gather_inputs)
         else:
             sent.append(call_all_gather_hook(managed, local))
@@ -343,7 +338,6 @@ class _AllGatherInputs:
         if (
             type(local) is torch.Tensor
             or managed.sharded_state is not _SHARDED
-            or managed.offload_to_cpu
             or local.shape != managed.padded_sharded_param_size
             or not takes_all(type(local))
         ):

@@ -319,7 +319,7 @@ def wait_for_reductions(root: nn.Module) -> None:
 def all_gather_ranks(unit: torch.nn.Module) -> torch.distributed.ProcessGroup | None:
     """Return the process group of a unit's all-gathers; ``None`` for a single rank or a unit without weights."""
     for group in fsdp_parameter_groups(unit):
-        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+        if group.mesh_info.shard_mesh_size > 1:
             return group.mesh_info.shard_process_group
     return None
 

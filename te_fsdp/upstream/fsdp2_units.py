@@ -177,5 +177,4 @@ def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
     """Return the numbers of shards and replicas of a unit's gradients, and whether backward all-reduces the latter."""
     (group, *_) = fsdp_parameter_groups(unit)
     info = group.mesh_info
-    shards, replicas = getattr(info, "shard_mesh_size", 1), getattr(info, "replicate_mesh_size", 1)
-    return shards, replicas, group.all_reduce_grads
+    return info.shard_mesh_size, getattr(info, "replicate_mesh_size", 1), group.all_reduce_grads

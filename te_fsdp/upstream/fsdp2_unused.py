@@ -29,9 +29,9 @@ def complete_gradients(group: Any) -> None:
     """
     # It replaces FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
     info = group.mesh_info
-    is_alone = getattr(info, "shard_mesh_size", 1) == 1 and not hasattr(info, "replicate_mesh_size")
+    is_alone = info.shard_mesh_size == 1 and not hasattr(info, "replicate_mesh_size")
     add_reduction_listener(group, before=functools.partial(_complete, not is_alone))
-    if not (is_alone or hasattr(group, _ORDER) or group.fsdp_params[0].offload_to_cpu):
+    if not is_alone and not hasattr(group, _ORDER):
         flags = record_of_group(group).flags = UseFlags()
         group.finalize_backward = functools.partial(_finalize, group, flags, group.finalize_backward)
 
@@ -112,7 +112,7 @@ class UseFlags:
         if dtype is None:
             stock(*args)
             return
-        ranks, count = getattr(group.mesh_info, "shard_mesh_size", 1), len(trained)
+        ranks, count = group.mesh_info.shard_mesh_size, len(trained)
         key = ranks, count, dtype
         self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
         if self.filled:

@@ -44,10 +44,8 @@ def without_ownership(tensor: torch.Tensor) -> torch.Tensor:
 def reduces_gradients(unit: nn.Module) -> bool:
     """Return whether FSDP2 reduces a unit's gradients at the end of the next backward into other memory."""
     # The only rank of a shard group keeps the gradients themselves.
-    return all(
-        group.reduce_grads and getattr(group.mesh_info, "shard_mesh_size", 1) > 1
-        for group in fsdp_parameter_groups(unit)
-    )
+    groups = fsdp_parameter_groups(unit)
+    return all(group.reduce_grads and group.mesh_info.shard_mesh_size > 1 for group in groups)
 
 
 def goes_on_to_inputs(node: Any, inputs: int) -> bool:
@@ -96,7 +94,7 @@ def keep_casts(unit: nn.Module) -> None:
     The rank all-gathers nothing, and FSDP2 would free the cast weight after each pass.
     """
     for group in fsdp_parameter_groups(unit):
-        if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+        if group.mesh_info.shard_mesh_size == 1:
             for managed in group.fsdp_params:
                 managed.__dict__.setdefault("free_unsharded_param", _keep_cast)
 
