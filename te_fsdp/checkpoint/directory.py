@@ -55,35 +55,14 @@ _NAME_BYTES = 100
 
 
 def begin(target: Path, *, is_file: bool = False) -> Path:
-    """Make the hidden folder of a save, and remove what killed jobs have left. Return the hidden path.
+    """Create the hidden folder that a save writes into, and remove the folders of killed jobs. Local operation.
 
-    For a file only return the path. One process calls this, and :func:`commit` or :func:`discard` afterwards. Raise
-    CheckpointError if something exists at the target, or the system refuses.
+    Return the hidden path, with ``is_file`` for a file that does not exist yet. One process calls this once for a save,
+    and :func:`commit` and :func:`discard` at its end. Raise CheckpointError if the target exists, or for errors of the
+    file system.
     """
     if is_remote(target):
-        if is_file:
-            raise CheckpointError(
-                f"{target}: cannot be written on object storage",
-                expected="a checkpoint of te_fsdp",
-                got="files without a manifest",
-                why="Without renaming, only a manifest makes files appear in one step",
-                fix="write to a local path, and copy that",
-            )
-        if not all(map(_owner_of_folder, target.iterdir())):
-            raise _exists(target)
-        own = cast(Any, target / f"{_DATA}{Owner.new()}")
-        (own / _BEGUN).write_bytes(b"")
-        now = last_written(own) or 0.0
-        for place in target.parent.iterdir():
-            for folder in () if (place / FILE_NAME).exists() else place.iterdir():
-                owner = _owner_of_folder(folder)
-                if owner is None or folder == own:
-                    continue
-                # One save runs at a time: another folder of this process is of a failed save.
-                if owner.is_here or _is_left(cast(Any, folder), owner, now):
-                    _log.info("%s was left by a job that was killed", folder)
-                    remove(cast(Any, folder))
-        return own
+        return _begin_on_object_storage(target)
     with explain_os_errors(target):
         if not target.parent.exists():  # otherwise a later step shows what is wrong with it
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,32 +70,48 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
         _check_free(target)
         temporary = _hidden_name(target, _SAVING)
         temporary.mkdir()
-        # The folder was made just now, so its time is the present by the clock of the storage.
-        now = last_written(temporary) or 0.0
-        for left in target.parent.glob(".*.te_fsdp-*"):
-            found = _HIDDEN.fullmatch(left.name)
-            if found and _is_left(left, Owner.parse(found[1] or ""), now):
-                _log.info("%s was left by a job that was killed", left)
-                remove(left)
+        for folder in target.parent.glob(".*.te_fsdp-*"):
+            if match := _HIDDEN.fullmatch(folder.name):
+                _remove_abandoned(folder, Owner.parse(match[1] or ""), temporary)
         # Only the name was needed, and the folder has shown that the system permits to create it.
         if is_file:
             temporary.rmdir()
     return temporary
 
 
+def _begin_on_object_storage(target: RemotePath) -> Any:
+    if not all(map(_owner_of_folder, target.iterdir())):
+        raise _exists(target)
+    temporary: Any = target / f"{_DATA}{Owner.new()}"
+    (temporary / _BEGUN).write_bytes(b"")
+    for checkpoint in target.parent.iterdir():
+        for folder in () if (checkpoint / FILE_NAME).exists() else checkpoint.iterdir():
+            owner = _owner_of_folder(folder)
+            if owner is not None and folder != temporary:
+                _remove_abandoned(cast(Any, folder), owner, temporary)
+    return temporary
+
+
+def _remove_abandoned(folder: Path, owner: Owner, created: Path) -> None:
+    """Remove a folder whose process is gone, or is unknown and has not written for a day.
+
+    ``created`` was just created. Its time is the present by the clock of the storage, because clocks of machines may
+    differ by days.
+    """
+    is_alive = owner.is_alive()
+    # A process has one save at a time, so its other folders are those of failed saves.
+    is_abandoned = not is_alive or (is_remote(folder) and owner.is_here)
+    if is_alive is None:
+        written = last_written(folder)
+        is_abandoned = written is not None and (last_written(created) or 0.0) - written > _ABANDONED
+    if is_abandoned:
+        _log.info("%s was left by a job that was killed", folder)
+        remove(folder)
+
+
 def _hidden_name(path: Path, mark: str) -> Path:
     name = os.fsencode(path.name)[:_NAME_BYTES].decode(errors="ignore")
     return path.with_name(f".{name}{mark}.{Owner.new()}")
-
-
-def _is_left(folder: Path, owner: Owner, now: float) -> bool:
-    """Return whether the process that wrote a folder is gone, or unknown and without a write for a day.
-
-    ``now`` is a time by the clock of the storage, because clocks of machines may differ by days.
-    """
-    alive = owner.is_alive()
-    written = last_written(folder) if alive is None else None
-    return not alive if alive is not None else written is not None and now - written > _ABANDONED
 
 
 def commit(temporary: Path, target: Path) -> None:
@@ -184,8 +179,16 @@ def new_directory(
     ``needed`` is the number of bytes to write, for messages. On object storage only a checkpoint, which has a
     manifest, can appear in one step. Raise CheckpointError like :func:`begin`.
     """
+    if is_remote(target) and not is_checkpoint:
+        raise CheckpointError(
+            f"{target}: cannot be written on object storage",
+            expected="a checkpoint of te_fsdp",
+            got="files without a manifest",
+            why="Without renaming, only a manifest makes files appear in one step",
+            fix="write to a local path, and copy that",
+        )
     with explain_os_errors(target, needed):
-        temporary = begin(target, is_file=is_file or (is_remote(target) and not is_checkpoint))
+        temporary = begin(target, is_file=is_file)
         try:
             yield temporary
             # Before the rename: after a power failure the name must not refer to files whose bytes are lost.
@@ -333,7 +336,6 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         # it is read again.
         if all(path.exists() for path in seen):
             return whole
-        # keep_last of another job has removed some, after it saved newer ones.
 
 
 def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:

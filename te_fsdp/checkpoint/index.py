@@ -136,10 +136,8 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
         packed = []
         for block in blocks:
             members = [rows for _, rows in block]
-            columns = np.zeros(
-                (max(rows.shape[1] for rows in members), sum(map(len, members))),
-                dtype="<i8",
-            )
+            width = max(rows.shape[1] for rows in members)
+            columns = np.zeros((width, sum(map(len, members))), dtype="<i8")
             at = 0
             for rows in members:
                 columns[: rows.shape[1], at : at + len(rows)] = rows.T
@@ -262,20 +260,29 @@ def files_in(path: Path) -> Callable[[str], Path]:
 
 def check_index(path: Path, manifest: Manifest) -> Index:
     """Return the index; raise CheckpointError unless it has every tensor of the manifest. Local operation."""
-    index, wrong = read_index(path, manifest), []
-    for key, shape, dtype in stored_tensors(manifest):
-        there = index.tensors.get(key)
-        if there is None:
-            wrong.append(f"{key} is missing")
-        elif shape is not None and (there[0], dtype_name(there[1])) != (tuple(shape), dtype):
-            wrong.append(f"{key} is {there[0]} {dtype_name(there[1])} instead of {tuple(shape)} {dtype}")
-    if wrong:
+    index = read_index(path, manifest)
+    if problems := problems_of_tensors(manifest, index.tensors):
         raise CheckpointError(
-            f"{path}: damaged checkpoint: {shorten(wrong)}",
+            f"{path}: damaged checkpoint: {shorten(problems)}",
             why="Its manifest and its tensors are not of one save",
             fix="load an earlier checkpoint, or copy this one again",
         )
     return index
+
+
+def problems_of_tensors(
+    manifest: Manifest, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> list[str]:
+    """Return the manifest's tensors that ``tensors`` lacks, or has with another shape or dtype. Local operation."""
+    problems = []
+    for key, shape, dtype in stored_tensors(manifest):
+        actual_shape, actual_dtype = tensors.get(key, (None, None))
+        if actual_shape is None or actual_dtype is None:
+            problems.append(f"{key} is missing")
+        elif shape is not None and (actual_shape, dtype_name(actual_dtype)) != (tuple(shape), dtype):
+            actual = f"{actual_shape} {dtype_name(actual_dtype)}"
+            problems.append(f"{key} is {actual} instead of {tuple(shape)} {dtype}")
+    return problems
 
 
 def stored_tensors(

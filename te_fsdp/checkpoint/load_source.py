@@ -44,7 +44,7 @@ from te_fsdp.checkpoint.reader import (
     stack_experts,
 )
 from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, rectangle
-from te_fsdp.checkpoint.shard_files import checksum
+from te_fsdp.checkpoint.shard_files import crc32
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.storage import absolute, is_remote
 from te_fsdp.checkpoint.tensor_entries import Entry, stacked_name
@@ -63,8 +63,6 @@ from te_fsdp.upstream.te_formats import NVFP4_ROWS, NVFP4_SQUARES
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from te_fsdp.checkpoint.manifest import Manifest
 
 _log = logging.getLogger("te_fsdp")
 #: Components of an NVFP4 weight with scales of blocks -> the dim in which equal scales make 16 x 16 blocks.
@@ -156,7 +154,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
     def seen(manifest: Manifest | None) -> int | str | None:
         file = path / (DCP_METADATA if manifest is None else FILE_NAME)
         try:
-            return checksum(file) if file.is_file() else None
+            return crc32(file.read_bytes()) if file.is_file() else None
         except OSError as error:  # other ranks may see it
             return str(error)
 

@@ -13,19 +13,12 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.directory import open_checkpoint
-from te_fsdp.checkpoint.index import check_index, stored_tensors
-from te_fsdp.checkpoint.lazy_tensors import (
-    InMemory,
-    Lazy,
-    Stack,
-    dequantized,
-    mapped,
-    total_bytes,
-)
+from te_fsdp.checkpoint.index import check_index, problems_of_tensors, stored_tensors
+from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, Stack, dequantized, mapped, total_bytes
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import tensors_of
 from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
 from te_fsdp.version import VERSION
 
@@ -172,14 +165,9 @@ def from_portable(path: Path, tensors: Mapping[str, Lazy], text: str) -> Content
         # torch.save and safetensors write a tied tensor under each of its names, a checkpoint under the first.
         if name.partition(":")[0] not in manifest.tied
     }
-    absent = []
-    for key, shape, dtype in stored_tensors(manifest):
-        have = None if key not in keys else (*keys[key].shape, dtype_name(keys[key].dtype))
-        if have is None or (shape is not None and have != (*shape, dtype)):
-            absent.append(key if shape is None else f"{key} as {dtype} {tuple(shape)}")
-    if absent:
+    if problems := problems_of_tensors(manifest, {key: (t.shape, t.dtype) for key, t in keys.items()}):
         raise CheckpointError(
-            f"{path}: {len(absent)} tensor(s) of its description are missing: {', '.join(absent[:5])}",
+            f"{path}: its tensors are not those of its description: {shorten(problems)}",
             fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
     return Contents(path, "safetensors", manifest, keys | _empty(manifest))

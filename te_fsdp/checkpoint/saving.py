@@ -76,7 +76,6 @@ from te_fsdp.upstream import (
 from te_fsdp.version import VERSION
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")

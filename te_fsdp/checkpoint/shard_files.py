@@ -58,33 +58,14 @@ def no_progress(count: int) -> None:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector.
-
-    It would traverse millions of descriptions again and again while they are made.
-    """
-    was = gc.isenabled()
+    """Pause Python's garbage collector, which would traverse millions of descriptions while they are made."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
-
-
-def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    with path.open("rb") as file:
-        return _crc(file, math.inf, no_progress)
-
-
-def _crc(file: Any, length: float, tick: Tick) -> int:
-    """Return the CRC-32 of the next ``length`` bytes of an open file, or of the rest if it is shorter."""
-    crc = 0
-    while block := file.read(min(length, _BLOCK)):
-        crc = crc32(block, crc)
-        length -= len(block)
-        tick(len(block))
-    return crc
 
 
 def view_of(data: torch.Tensor) -> memoryview:
@@ -340,12 +321,13 @@ class CheckedFile:
         return data
 
     def check(self, crc: int, tick: Tick) -> None:
-        """Read the whole file and raise DamagedFileError for a change.
-
-        ``crc`` is the checksum of a file without a table.
-        """
+        """Read the file and raise DamagedFileError for a change. ``crc`` is that of a file without a table."""
         pieces = {0: (self.size, crc)} if self.pieces is None else self.pieces
-        with self.path.open("rb") as reader:
-            for at, (length, expected) in pieces.items():
-                if _crc(reader, length, tick) != expected:
-                    raise _changed(at, length)
+        with self.path.open("rb") as file:
+            for offset, (length, expected) in pieces.items():
+                crc, remaining = 0, length
+                while block := file.read(min(remaining, _BLOCK)):
+                    crc, remaining = crc32(block, crc), remaining - len(block)
+                    tick(len(block))
+                if crc != expected:
+                    raise _changed(offset, length)

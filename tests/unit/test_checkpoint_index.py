@@ -134,7 +134,7 @@ def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str
     if change == "unlisted":
         del body["files"][INDEX]
     elif change == "without a table":
-        body["files"][INDEX] = [(path / INDEX).stat().st_size, shard_files.checksum(path / INDEX)]
+        body["files"][INDEX] = [(path / INDEX).stat().st_size, shard_files.crc32((path / INDEX).read_bytes())]
     else:
         shutil.copy(saves[1] / INDEX, path / INDEX)
         body["files"][INDEX] = other["files"][INDEX]

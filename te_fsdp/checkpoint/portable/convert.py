@@ -306,10 +306,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
                 else decode(d["value"], {})
                 for key, d in values.items()
             }
-        objects = {
-            "model": objects,
-            "optimizer": {"state": state, "param_groups": groups},
-        }
+        objects = {"model": objects, "optimizer": {"state": state, "param_groups": groups}}
     read: dict[int, torch.Tensor] = {}  # a tensor under several names is stored once
 
     def whole(tensor: Lazy, key: str) -> torch.Tensor:

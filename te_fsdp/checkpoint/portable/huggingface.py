@@ -16,12 +16,7 @@ import torch
 
 from te_fsdp.checkpoint.compare import Differences, check_whole_job, compare_model
 from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.lazy_tensors import (
-    Lazy,
-    open_safetensors,
-    total_bytes,
-    write_folder,
-)
+from te_fsdp.checkpoint.lazy_tensors import Lazy, open_safetensors, total_bytes, write_folder
 from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
@@ -29,12 +24,7 @@ from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_n
 from te_fsdp.checkpoint.optimizer_state import parts_of
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_model import (
-    ModelDescription,
-    TeBlocks,
-    TeNames,
-    describe_model,
-)
+from te_fsdp.checkpoint.portable.huggingface_model import ModelDescription, TeBlocks, TeNames, describe_model
 from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
 from te_fsdp.checkpoint.portable.weight_transfer import check_fits
 from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts

@@ -17,13 +17,7 @@ from torch import nn
 
 from te_fsdp.checkpoint.async_save import batches
 from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.lazy_tensors import (
-    Lazy,
-    assign_files,
-    total_bytes,
-    write_header,
-    write_index,
-)
+from te_fsdp.checkpoint.lazy_tensors import Lazy, assign_files, total_bytes, write_header, write_index
 from te_fsdp.checkpoint.model_state import owned_parameters
 from te_fsdp.checkpoint.portable.huggingface_config import write_config
 from te_fsdp.checkpoint.portable.huggingface_map import ROUNDED, Group
