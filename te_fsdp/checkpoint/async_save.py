@@ -14,7 +14,6 @@ import functools
 import logging
 import math
 import mmap
-import os
 import sys
 import threading
 import time
@@ -74,13 +73,13 @@ class Block(Generic[K]):
 def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
     """Group tensors that can be copied and written as one. Local operation; moves no data."""
     blocks: list[Block[K]] = []
-    open_: dict[tuple[torch.dtype, torch.Size, torch.device], Block[K]] = {}
+    unfilled: dict[tuple[torch.dtype, torch.Size, torch.device], Block[K]] = {}
     for key, tensor in tensors:
-        kind = tensor.dtype, tensor.shape, tensor.device
-        block = open_.get(kind)
+        layout = tensor.dtype, tensor.shape, tensor.device
+        block = unfilled.get(layout)
         # Stacks are limited: the stacked copy takes memory of the device.
         if block is None or block.bytes >= _STACK or tensor.nbytes > _SMALL:
-            block = open_[kind] = Block([], [])
+            block = unfilled[layout] = Block([], [])
             blocks.append(block)
         block.keys.append(key)
         block.tensors.append(tensor.detach() if tensor.requires_grad else tensor)
@@ -132,13 +131,6 @@ class HostMemory:
         return taken
 
 
-def threads_here(most: int) -> int:
-    """Return the number of cores for each process of this host, at most ``most``. Local operation."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # torchrun's number of processes of this host.
-    return max(1, min(most, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
 class Staging:
     """Host memory in a few large slabs, page-locked where a device copies into it. One save uses it at a time."""
 
@@ -157,17 +149,17 @@ class Staging:
         if self._pinned != bool(devices):
             self.slabs, self._pinned = [], bool(devices)
         copies, count = [], 0
-        for count, some in enumerate(_by_slab(blocks), 1):
-            size = sum(aligned(block.bytes) for block in some)
+        for count, slab_blocks in enumerate(_by_slab(blocks), 1):
+            size = sum(aligned(block.bytes) for block in slab_blocks)
             if len(self.slabs) < count or len(self.slabs[count - 1]) < size:
                 del self.slabs[count - 1 : count]  # freed before the larger one is made
                 self.slabs.insert(count - 1, host_memory(size, pinned=self._pinned))
-            rest = self.slabs[count - 1]
-            for block in some:
+            memory = self.slabs[count - 1]
+            for block in slab_blocks:
                 rows = block.rows()
-                copies.append(rest[: block.bytes].view(rows.dtype).view(rows.shape))
+                copies.append(memory[: block.bytes].view(rows.dtype).view(rows.shape))
                 copies[-1].copy_(rows, non_blocking=True)
-                rest = rest[aligned(block.bytes) :]
+                memory = memory[aligned(block.bytes) :]
         # A smaller model than before: its save returns the memory that it does not use.
         del self.slabs[count:]
         for device in devices:
@@ -177,9 +169,10 @@ class Staging:
 
     def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
         """Yield blocks in order, with their rows on the host until the next block; at most one slab is copied."""
-        for is_here, alike in groupby(blocks, lambda block: block.is_here):
-            for some in _by_slab(alike):
-                yield from zip(some, map(Block.rows, some) if is_here else self.copy(some), strict=True)
+        for is_here, same_place in groupby(blocks, lambda block: block.is_here):
+            for group in _by_slab(same_place):
+                rows = map(Block.rows, group) if is_here else self.copy(group)
+                yield from zip(group, rows, strict=True)
 
 
 def _by_slab(blocks: Iterable[Block[K]]) -> Iterator[list[Block[K]]]:
@@ -188,16 +181,16 @@ def _by_slab(blocks: Iterable[Block[K]]) -> Iterator[list[Block[K]]]:
 
 def batches(items: Iterable[K], bytes_of: Callable[[K], int], limit: int) -> Iterator[list[K]]:
     """Yield lists of consecutive items of at most ``limit`` bytes together; a larger item alone."""
-    some, size = list[K](), 0
+    batch, size = list[K](), 0
     for item in items:
         count = bytes_of(item)
-        if some and size + count > limit:
-            yield some
-            some, size = [], 0
-        some.append(item)
+        if batch and size + count > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
         size += count
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
 class SaveHandle:
@@ -213,7 +206,7 @@ class SaveHandle:
         self.path, self.stall, self.bytes = path, 0.0, 0
         self._finished = threading.Event()
         self._error: TeFsdpError | None = None
-        self._asked = False
+        self._retrieved = False
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error. Local operation."""
@@ -232,14 +225,14 @@ class SaveHandle:
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.path}: still being saved after {timeout} s")
-        self._asked = True
+        self._retrieved = True
         if self._error is not None:
             raise self._error
         return self.path
 
-    def is_unretrieved(self) -> TeFsdpError | None:
+    def unretrieved_error(self) -> TeFsdpError | None:
         """Return the error of the save, unless :meth:`result` has raised it. Local operation."""
-        return self._error if self.done() and not self._asked else None
+        return self._error if self.done() and not self._retrieved else None
 
     def finish(self, error: TeFsdpError | None = None) -> None:
         """Record the result. The save itself calls this."""
@@ -272,7 +265,7 @@ class Background:
         """Raise the error of the last save, unless its handle or this method has raised it."""
         # Once: the following save must be possible.
         last, self._last = self._last, None
-        error = None if last is None else last.is_unretrieved()
+        error = None if last is None else last.unretrieved_error()
         if error is not None:
             raise CheckpointError(
                 f"save: the previous asynchronous save failed and its error was never retrieved: {error}",
@@ -282,7 +275,7 @@ class Background:
 
     def _report(self) -> None:
         """Report an unretrieved error when the interpreter ends, after the thread."""
-        error = None if self._last is None else self._last.is_unretrieved()
+        error = None if self._last is None else self._last.unretrieved_error()
         if error is not None:
             # Not through the logger, which may have no handler.
             sys.stderr.write(f"te_fsdp: {error}\n")

@@ -71,6 +71,10 @@ class Differences:
     #: Settings of modules by name (``<module>.<setting>``), including harmless ones.
     settings: dict[str, Difference] = field(default_factory=dict)
 
+    def add_optimizer(self, text: str, name: str = WHOLE_OPTIMIZER) -> None:
+        """Add a difference of one parameter's optimizer state, of :data:`GROUPS`, or of the entire optimizer."""
+        self.optimizer[text, name] = None
+
     def names(self) -> set[str]:
         """Return the tensors that differ."""
         return {name for _, name in self.tensors}
@@ -86,16 +90,16 @@ class Differences:
             known = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
             return (strict or always) and not known
 
-        left = Differences()
+        result = Differences()
         for name, setting in self.settings.items():
             # With a dot in front too, so that "*.eps" names the setting of a root module.
             if setting.effect != "note" and is_open(name, f".{name}", always=setting.effect == "error"):
-                left.settings[name] = setting
-        left.tensors = {of: detail for of, detail in self.tensors.items() if is_open(of[1])}
+                result.settings[name] = setting
+        result.tensors = {tensor: detail for tensor, detail in self.tensors.items() if is_open(tensor[1])}
         for text, name in self.optimizer:
             if is_open(name, f"optimizer.state.{name}", WHOLE_OPTIMIZER):
-                left.optimizer[text, name] = None
-        return left
+                result.optimizer[text, name] = None
+        return result
 
     def over_all_ranks(self, *, convert: bool) -> Differences:
         """Return the union over ranks, identical on all ranks. Collective over the world.
@@ -104,10 +108,10 @@ class Differences:
         """
         union = Differences()
         # A list, because an object with only allowed differences is false.
-        held = [self] if any(vars(self).values()) else []
-        for other in chain.from_iterable(gather_if_any(held)):
-            for name, found in vars(other).items():
-                getattr(union, name).update(found)
+        own = [self] if any(vars(self).values()) else []
+        for other in chain.from_iterable(gather_if_any(own)):
+            for name, items in vars(other).items():
+                getattr(union, name).update(items)
         if not convert:
             union.tensors.update({("that would be converted", n): how for n, how in union.converted.items()})
             union.converted = {}
@@ -115,7 +119,9 @@ class Differences:
 
     def left(self) -> dict[str, str]:
         """Return every difference by name, with the reason as text."""
-        reasons = {name: [str(one)] for name, one in self.settings.items() if one.effect != "note"}
+        reasons = {
+            name: [str(setting)] for name, setting in self.settings.items() if setting.effect != "note"
+        }
         for (kind, name), detail in self.tensors.items():
             reasons.setdefault(name, []).append(f"{kind}: {detail}" if detail else kind)
         for text, name in self.optimizer:
@@ -128,127 +134,138 @@ class Differences:
         kinds: dict[str, list[str]] = {}
         for (kind, name), detail in self.tensors.items():
             kinds.setdefault(kind, []).append(f"{name}: {detail}" if detail else name)
-        lines = [f"{len(shown)} {kind} ({shorten(shown, 3)})" for kind, shown in kinds.items()]
+        lines = [f"{len(tensors)} {kind} ({shorten(tensors, 3)})" for kind, tensors in kinds.items()]
         for text in dict.fromkeys(text for text, _ in self.optimizer):
-            names = [n for one, n in self.optimizer if one == text and n not in (WHOLE_OPTIMIZER, GROUPS)]
-            lines.append(f"{text} ({shorten(sorted(names))})" if names else text)
-        return lines + format_differences(one for one in self.settings.values() if one.effect != "note")
+            parameters = [
+                n for setting, n in self.optimizer if setting == text and n not in (WHOLE_OPTIMIZER, GROUPS)
+            ]
+            lines.append(f"{text} ({shorten(sorted(parameters))})" if parameters else text)
+        return lines + format_differences(
+            setting for setting in self.settings.values() if setting.effect != "note"
+        )
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
 
 
 def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
-    """Return the differences between a checkpoint and a model, whose ``state`` is given. Local operation."""
+    """Compare a checkpoint with a model: tensors, ties, settings of modules and FP8 recipes. Local operation.
+
+    ``state`` is the model's. Changes ``source`` if te_fsdp did not write it: a format that differs only in the origin
+    of the scale becomes the model's, and ``notes`` names stacked weights whose row order is not certain.
+    """
     manifest = source.manifest
-    # Lazy tensors are those of plain and converted files. TE's float8 tensors do not record the origin of their
-    # scales there, so a weight without state has the scaling of the model.
-    for name, then in manifest.parameters.items() if source.index is None else ():
-        now = state.described.get(name, {}).get("format") or ""
-        if then["format"] and then["format"].replace(" current ", " delayed ") == now:
-            then["format"] = now
-    found = compare_model(manifest, state)
+    # TE's float8 tensors do not record the origin of their scales in plain and converted files, which have no index.
+    for name, saved in manifest.parameters.items() if source.index is None else ():
+        model_format = state.described.get(name, {}).get("format") or ""
+        if saved["format"] and saved["format"].replace(" current ", " delayed ") == model_format:
+            saved["format"] = model_format
+    result = compare_model(manifest, state)
     if source.kind == DCP_KIND:
-        compare_stacked(found, source, state.described)
+        compare_stacked(result, source, state.described)
     for name, first in tied_names(model).items():
-        if (then := manifest.tied.get(name, first)) != first:
-            found.settings[f"{name}.tied"] = Difference(f"{name}.tied", then, first, "error")
-    here, recorded, seen = semantics_of(model), manifest.semantics, list[Difference]()
-    known = from_json(recorded) if recorded else {}
-    # Attributes of a user's module may have a value for each rank. The saved ones are rank 0's.
-    if recorded and rank() == 0:
-        seen += user_differences(from_json(recorded, user_defined=True), user_settings(model))
-    if known:
-        # A difference of a module whose tensors one side lacks is reported with these tensors.
-        alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
-        seen += differences(known, here, alone)
-        recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
-        if all(recipes) and recipes[0] != recipes[1]:
-            seen.append(Difference("recipes", *recipes, "note"))
-    elif values := distinguishing_settings(here):
-        # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
-        is_older = not recorded and distinguishing_settings(
-            {name: one for name, one in here.items() if one.library == "te"}
-        )
-        seen.append(Difference(SETTINGS, "none", values, "strict" if is_older else "note"))
-    found.settings |= {one.name: one for one in seen}
+        if (saved_first := manifest.tied.get(name, first)) != first:
+            result.settings[f"{name}.tied"] = Difference(f"{name}.tied", saved_first, first, "error")
+    result.settings |= {
+        difference.name: difference for difference in _compare_settings(manifest, model, state)
+    }
     # A module has a recipe once it has run under it. Margin and history may change in training. The
     # number of GEMMs and the FP8 formats may not.
     modules, live = modules_of(model), delayed_modules(model)
     for name, saved in manifest.delayed.items():
-        if not _te_modules.has_recipe_state(modules.get(name)):
-            found.tensors["with delayed-scaling state for a module that the model lacks", name] = ""
+        module = modules.get(name)
+        if module is None or not _te_modules.has_recipe_state(module):
+            result.tensors["with delayed-scaling state for a module that the model lacks", name] = ""
             continue
-        module = modules[name]
-        live_recipe = of_all_gemms(
-            module, _te_modules.describe_delayed_recipe(module) if name in live else saved
-        )
+        current = of_all_gemms(module, _te_modules.describe_delayed_recipe(module) if name in live else saved)
         for key in ("num_gemms", "fp8_format"):
-            if saved[key] != live_recipe[key]:
-                shown = _saved_and_here(saved[key], live_recipe[key])
-                found.tensors["with another recipe", name] = f"{key}: {shown}"
-    return found
+            if saved[key] != current[key]:
+                detail = f"{key}: {_saved_and_current(saved[key], current[key])}"
+                result.tensors["with another recipe", name] = detail
+    return result
+
+
+def _compare_settings(manifest: Manifest, model: nn.Module, state: ModelState) -> list[Difference]:
+    """Return the differences between the saved settings of modules and the model's. Local operation."""
+    recorded, current, result = manifest.semantics, semantics_of(model), list[Difference]()
+    # Attributes of a user's module may have a value for each rank. The saved ones are rank 0's.
+    if recorded and rank() == 0:
+        result += user_differences(from_json(recorded, user_defined=True), user_settings(model))
+    saved = from_json(recorded) if recorded else {}
+    if saved:
+        # A difference of a module whose tensors one side lacks is reported with these tensors.
+        unmatched = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
+        result += differences(saved, current, unmatched)
+        recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
+        if all(recipes) and recipes[0] != recipes[1]:
+            result.append(Difference("recipes", *recipes, "note"))
+    elif settings := distinguishing_settings(current):
+        # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
+        of_te = {name: semantics for name, semantics in current.items() if semantics.library == "te"}
+        is_older = not recorded and distinguishing_settings(of_te)
+        result.append(Difference(SETTINGS, "none", settings, "strict" if is_older else "note"))
+    return result
 
 
 def compare_model(manifest: Manifest, state: ModelState) -> Differences:
     """Return the differences in parameters and buffers. Local operation."""
-    found = Differences()
-    saved = {**manifest.parameters, **manifest.buffers}
-    here: dict[str, dict[str, Any]] = {**state.described, **state.buffers}
-    for name in sorted(here.keys() - saved.keys()):
-        found.tensors["missing in the checkpoint", name] = ""
-    for name in sorted(saved.keys() - here.keys()):
-        found.tensors["only in the checkpoint", name] = ""
-    for name in sorted(here.keys() & saved.keys()):
-        then, now = saved[name], here[name]
-        # Converted files and foreign modules may not know their layouts.
-        layouts = then.get("layout"), now.get("layout")
-        if then["shape"] != now["shape"]:
-            shapes = [str(tuple(one["shape"])) for one in (then, now)]
-            for index, one in enumerate((then, now)):
-                if one.get("layout") == GROUPED and one["shape"]:
-                    shapes[index] += f" of {one['shape'][0]} experts"
-            found.tensors["with another shape", name] = _saved_and_here(*shapes)
+    result = Differences()
+    all_saved = {**manifest.parameters, **manifest.buffers}
+    all_current: dict[str, dict[str, Any]] = {**state.described, **state.buffers}
+    for name in sorted(all_current.keys() - all_saved.keys()):
+        result.tensors["missing in the checkpoint", name] = ""
+    for name in sorted(all_saved.keys() - all_current.keys()):
+        result.tensors["only in the checkpoint", name] = ""
+    for name in sorted(all_current.keys() & all_saved.keys()):
+        pair = saved, current = all_saved[name], all_current[name]
+        layouts, formats = ([described.get(key) for described in pair] for key in ("layout", "format"))
+        dtypes = [described["dtype"] for described in pair if described.get("format") is None]
+        kinds = [described.get("format") or described["dtype"] for described in pair]
+        # Components that only the checkpoint has, such as transposes, are not read.
+        lacking = set(current.get("components", ())) - set(saved.get("components", ()))
+        if saved["shape"] != current["shape"]:
+            shapes = [str(tuple(described["shape"])) for described in pair]
+            for index, described in enumerate(pair):
+                if described.get("layout") == GROUPED and described["shape"]:
+                    shapes[index] += f" of {described['shape'][0]} experts"
+            result.tensors["with another shape", name] = _saved_and_current(*shapes)
+        # Converted files and foreign modules may not record their layouts.
         elif layouts[0] != layouts[1] and None not in layouts:
-            found.tensors["with another layout", name] = _saved_and_here(*layouts)
+            result.tensors["with another layout", name] = _saved_and_current(*layouts)
+        elif kinds[0] == kinds[1] and not lacking and name not in state.cut_blocks:
+            continue
+        # Integers and bools are not rounded or quantized: a difference that no conversion removes.
+        elif not all(getattr(torch, dtype).is_floating_point for dtype in dtypes):
+            property_name, values = ("dtype", kinds) if formats == [None, None] else ("format", formats)
+            result.tensors[f"with another {property_name}", name] = _saved_and_current(*values)
         else:
-            formats = then.get("format"), now.get("format")
-            kinds = [one.get("format") or one["dtype"] for one in (then, now)]
-            # Components that only the checkpoint has, such as transposes, are not read.
-            lacks = set(now.get("components", ())) - set(then.get("components", ()))
-            if kinds[0] == kinds[1] and not lacks and name not in state.cut_blocks:
-                continue
-            plain = [one["dtype"] for one in (then, now) if one.get("format") is None]
-            # Integers and bools are not rounded or quantized: a difference that no conversion removes.
-            if not all(getattr(torch, dtype).is_floating_point for dtype in plain):
-                what, both = ("dtype", kinds) if formats == (None, None) else ("format", formats)
-                found.tensors[f"with another {what}", name] = _saved_and_here(*both)
-                continue
-            why = ""
+            reason = ""
             if formats[0] is not None and formats[0] == formats[1]:
-                cause = f"{', '.join(sorted(lacks))} not saved" if lacks else "this mesh cuts through blocks"
-                why = f" ({cause})"
-            found.converted[name] = f"{kinds[0]} -> {kinds[1]}{why}"
-    return found
+                cause = (
+                    f"{', '.join(sorted(lacking))} not saved" if lacking else "this mesh cuts through blocks"
+                )
+                reason = f" ({cause})"
+            result.converted[name] = f"{kinds[0]} -> {kinds[1]}{reason}"
+    return result
 
 
-def _saved_and_here(old: Any, new: Any) -> str:
-    return f"saved {old or 'high precision'}, model has {new or 'high precision'}"
+def _saved_and_current(saved: Any, current: Any) -> str:
+    return f"saved {saved or 'high precision'}, model has {current or 'high precision'}"
 
 
-def compare_stacked(found: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:
+def compare_stacked(differences: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:
     """Check the row order of stacked weights in a plain directory. Local operation.
 
     At tp=1 it is that of the unsharded module. In a directory of tensor parallelism it is not, which is a difference.
     If the directory does not show its mesh, a note asks the user.
     """
     cut, unconfirmed = cut_by_tp(source.tensors), []
-    for name, now in described.items():
-        if not str(now["layout"]).startswith("stacked") or f"model.{name}" not in source.tensors:
+    for name, description in described.items():
+        if not str(description["layout"]).startswith("stacked") or f"model.{name}" not in source.tensors:
             continue
         # Without te_fsdp's manifest only TE's extra state, or pieces of columns, show the order of the rows.
         if f"model.{name}" in cut:
-            found.tensors["whose rows tensor parallelism has put in another order", name] = ""
+            differences.tensors["whose rows tensor parallelism has put in another order", name] = ""
         elif name.rpartition(".")[0] not in source.manifest.extra_states:
             unconfirmed.append(name)
     if unconfirmed and not has_original_order(source.tensors):
@@ -298,11 +315,11 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
     for name in digests[0]:
         others = [r for r, seen in enumerate(digests) if seen[name] != digests[first[stages[r]]][name]]
         if others:
-            to = sorted({first[stages[r]] for r in others})
+            references = sorted({first[stages[r]] for r in others})
             raise CheckpointError(
                 f"save: {name} of the model",
                 expected="the same names, shapes, formats and options on all ranks",
-                got=f"rank(s) {', '.join(map(str, others))} differ from rank {', '.join(map(str, to))}",
+                got=f"rank(s) {', '.join(map(str, others))} differ from rank {', '.join(map(str, references))}",
                 fix="build the same model and optimizer on all ranks",
             )
 
@@ -312,10 +329,10 @@ def join(
 ) -> dict[str, Any] | None:
     """Return the manifest's fields of the unsplit model, ``None`` without stages. Rank 0 alone calls this.
 
-    ``seen`` has each rank's stage number, and the stage's fields from one rank of each stage. ``shared`` are patterns
-    of names that several stages may have. Raise CheckpointError for stages that do not fit together.
+    ``seen`` has each rank's stage number, and the stage's fields from one rank of each stage. ``shared`` are
+    patterns of names that several stages may have. Raise CheckpointError for stages that do not fit together.
     """
-    absent = [str(r) for r, one in enumerate(seen) if one is None]
+    absent = [str(r) for r, stage in enumerate(seen) if stage is None]
     if len(absent) == len(seen):
         return None
     if absent:
@@ -333,7 +350,7 @@ def join(
     joined["extra_states"] = list(dict.fromkeys(n for part in fields for n in part["extra_states"]))
     recorded = [part["semantics"] for part in fields]
     modules = _union([from_json(part) for part in recorded], "settings of modules")
-    for part in reversed(recorded):  # a user's modules may differ, as a stage's number: the first one tells
+    for part in reversed(recorded):  # a user's modules may differ between stages: the first stage's are kept
         modules |= from_json(part, user_defined=True)
     recipes = dict.fromkeys(recipe for part in recorded for recipe in part["recipes"])
     joined["semantics"] = {"recipes": list(recipes), **to_json(modules)}
@@ -341,21 +358,22 @@ def join(
     return joined
 
 
-def _union(parts: list[dict[str, Any]], what: str) -> dict[str, Any]:
-    """Return all entries; raise CheckpointError for a name with different entries in several stages."""
+def _union(parts: list[dict[str, Any]], label: str) -> dict[str, Any]:
+    """Return the items of all stages; raise CheckpointError for a name whose values differ between stages."""
     union: dict[str, Any] = {}
-    for number, part in enumerate(parts):
-        for name, described in part.items():
-            if union.setdefault(name, described) != described:
-                shown = [union[name], described]
-                if isinstance(described, dict):
-                    shown = [", ".join(f"{key} {value}" for key, value in one.items()) for one in shown]
+    for stage, part in enumerate(parts):
+        for name, value in part.items():
+            if union.setdefault(name, value) != value:
+                shown = [union[name], value]
+                if isinstance(value, dict):
+                    shown = [", ".join(f"{key} {item}" for key, item in d.items()) for d in shown]
                 raise CheckpointError(
-                    f"save: {what}: {name} in stage {number}",
+                    f"save: {label}: {name} in stage {stage}",
                     expected=f"as in an earlier stage, {shown[0]}",
                     got=shown[1],
                     why="The files hold one tensor under each name",
-                    fix="give the layers of a stage the names that they have in the whole model",
+                    fix="register each layer under the name that it has in the unsplit model; build parameters that "
+                    "several stages share equally, and name them in save(..., shared=[...])",
                 )
     return union
 
@@ -369,11 +387,11 @@ def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | Non
     ]
     for number, kind in enumerate(kinds):
         if kind != kinds[0]:
-            shown = ["none" if k is None else f"{k[0]} with groups {k[1]}" for k in (kinds[0], kind)]
+            formatted = ["none" if k is None else f"{k[0]} with groups {k[1]}" for k in (kinds[0], kind)]
             raise CheckpointError(
                 f"save: the optimizer of stage {number}",
-                expected=f"as in stage 0, {shown[0]:.300}",
-                got=f"{shown[1]:.300}",
+                expected=f"as in stage 0, {formatted[0]:.300}",
+                got=f"{formatted[1]:.300}",
                 why="In the files it is one optimizer of the whole model",
                 fix="give the optimizers of all stages the same groups in the same order, and options; a group that "
                 "a stage has no parameters for may be empty",
@@ -382,8 +400,8 @@ def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | Non
         return None
     groups = [dict(group) for group in first["groups"]]
     for part in filter(None, others):
-        for group, more in zip(groups, part["groups"], strict=True):
-            group["parameters"] = list(dict.fromkeys([*group["parameters"], *more["parameters"]]))
+        for group, additional in zip(groups, part["groups"], strict=True):
+            group["parameters"] = list(dict.fromkeys([*group["parameters"], *additional["parameters"]]))
     states = _union([part["state"] for part in parts if part is not None], "optimizer state")
     return {"class": first["class"], "groups": groups, "state": states}
 
@@ -394,23 +412,23 @@ def take_own_part(source: Source, model: nn.Module) -> None:
     if stage is None:
         return
 
-    def held() -> set[str]:
+    def own_names() -> set[str]:
         # Modules' names as well: in the whole model no tensor has the name of a module.
         tensors = [*owned_parameters(model), *owned_tensors(model, "_buffers")]
         return {owned.key for owned in tensors} | modules_of(model).keys()
 
-    mine, manifest = all_agree(held), source.manifest
+    own, manifest = all_agree(own_names), source.manifest
     # A tensor that no stage has is not away: it stays in the manifest, and is a difference on all stages.
-    away = set().union(*gather(mine, stage.across)) - mine
+    elsewhere = set().union(*gather(own, stage.across)) - own
 
     def kept(named: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in named.items() if name not in away}
+        return {name: value for name, value in named.items() if name not in elsewhere}
 
     named = ("parameters", "buffers", "delayed")
     fields: dict[str, Any] = {name: kept(getattr(manifest, name)) for name in named}
     if manifest.optimizer is not None:
         groups = [
-            {**group, "parameters": [n for n in group["parameters"] if n not in away]}
+            {**group, "parameters": [n for n in group["parameters"] if n not in elsewhere]}
             for group in manifest.optimizer["groups"]
         ]
         state = kept(manifest.optimizer["state"])

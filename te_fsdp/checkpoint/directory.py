@@ -321,21 +321,21 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     clocks. Incomplete checkpoints (no readable manifest, missing files, wrong sizes) are skipped with a warning.
     ``None`` if there is none. Local operation.
     """
-    place = resolve_path(directory)
+    folder = resolve_path(directory)
     while True:
-        seen = visible(place) or [place] * has_manifest(place)
-        whole = None
-        for path, manifest in reversed(in_order(seen)):
+        checkpoints = visible(folder) or [folder] * has_manifest(folder)
+        newest = None
+        for path, manifest in reversed(in_order(checkpoints)):
             problems = problems_shown(path, manifest)
             if not problems:
-                whole = path
+                newest = path
                 break
             if path.exists():
                 _log.warning("%s is not complete, skipped: %s", path, "; ".join(problems))
         # Another job may have removed a checkpoint meanwhile (keep_last). Its list would then be incomplete, so
         # it is read again.
-        if all(path.exists() for path in seen):
-            return whole
+        if all(path.exists() for path in checkpoints):
+            return newest
 
 
 def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
@@ -352,14 +352,14 @@ def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
             step = int((re.findall(r"\d+", path.name) or [-1])[-1])
         return manifest.number, 0 if manifest.number else manifest.saved_at, step, path.name
 
-    found = []
+    readable = []
     for path in checkpoints:
         try:
-            found.append((path, read_manifest(path)))
+            readable.append((path, read_manifest(path)))
         except CheckpointError as error:
             if path.exists():  # otherwise another job has removed it
                 _log.warning("%s is skipped: %s", path, error)
-    return sorted(found, key=age)
+    return sorted(readable, key=age)
 
 
 def next_number(directory: Path) -> int:
@@ -383,8 +383,8 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
                 (path / FILE_NAME).unlink()
                 gone.append(path)
             else:
-                os.rename(path, hidden := _hidden_name(path, _REMOVING))
-                gone.append(hidden)
+                os.rename(path, new_path := _hidden_name(path, _REMOVING))
+                gone.append(new_path)
         except FileNotFoundError:
             pass  # another job has removed it
         except OSError as error:
@@ -397,18 +397,18 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
 
 def visible(directory: Path) -> list[Path]:
     """Return the visible directories with a manifest; warn about those this user may not enter. Local operation."""
-    found = []
+    checkpoints = []
     with unreadable(directory, "directory", "check the path"):
-        inside = sorted(directory.iterdir()) if directory.is_dir() else []
-    for path in inside:
+        entries = sorted(directory.iterdir()) if directory.is_dir() else []
+    for path in entries:
         try:
             if not path.name.startswith(".") and has_manifest(path):
-                found.append(path)
+                checkpoints.append(path)
         except CheckpointError as error:
             # Every mount of an ext file system has lost+found, which belongs to root.
             level = logging.DEBUG if path.name == "lost+found" else logging.WARNING
             _log.log(level, "%s is skipped: %s", path, error)
-    return found
+    return checkpoints
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -422,7 +422,7 @@ def open_checkpoint(path: Path) -> Manifest:
 
 def refused_files(problems: list[str]) -> list[str]:
     """Return the problems of files that this user may not read."""
-    return [one for one in problems if os.strerror(errno.EACCES) in one or os.strerror(errno.EPERM) in one]
+    return [p for p in problems if os.strerror(errno.EACCES) in p or os.strerror(errno.EPERM) in p]
 
 
 def damaged(path: Path, problems: list[str]) -> None:
@@ -453,16 +453,16 @@ def why_no_checkpoint(path: Path) -> CheckpointError:
             "flattening, read it with te-fsdp ckpt convert",
         )
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
-    fix, inside = "check the path; no checkpoint is in it or next to it", visible(path)
-    files = [path] if not path.is_dir() or inside else path.iterdir()
+    fix, checkpoints = "check the path; no checkpoint is in it or next to it", visible(path)
+    files = [path] if not path.is_dir() or checkpoints else path.iterdir()
     if (path / "config.json").is_file():
         fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"
     elif path.is_file() or any(file.suffix == ".safetensors" for file in files):
         fix = (
             f"te-fsdp ckpt convert {path} TARGET --to checkpoint makes one of torch.save or safetensors files"
         )
-    elif near := inside or visible(path.parent):
-        names = ", ".join(checkpoint.name for checkpoint in near[-5:])
-        fix = f"in {near[0].parent} there is {names}; te_fsdp.checkpoint.latest(directory) finds the newest"
-    what = "a directory of checkpoints" if inside else "no such checkpoint"
-    return CheckpointError(f"{path}: {what}", expected=f"a directory with {FILE_NAME}", got=got, fix=fix)
+    elif nearby := checkpoints or visible(path.parent):
+        names = ", ".join(checkpoint.name for checkpoint in nearby[-5:])
+        fix = f"in {nearby[0].parent} there is {names}; te_fsdp.checkpoint.latest(directory) finds the newest"
+    reason = "a directory of checkpoints" if checkpoints else "no such checkpoint"
+    return CheckpointError(f"{path}: {reason}", expected=f"a directory with {FILE_NAME}", got=got, fix=fix)

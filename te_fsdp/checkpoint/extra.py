@@ -27,6 +27,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.checkpoint.shard_files import damaged_value
 from te_fsdp.checkpoint.tensor_entries import Entry, Piece, whole_entry
 from te_fsdp.errors import CheckpointError
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -82,8 +83,8 @@ def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[st
     entries = {key: entry for key, entry in entries.items() if rank == 0 or key in sharded}
     for where, value in own.items():
         # The rank is part of the key, or the ranks would write one tensor with different values.
-        own[where], more = encode(value, f"{where}@{rank}")
-        entries |= more
+        own[where], value_entries = encode(value, f"{where}@{rank}")
+        entries |= value_entries
     return encoded, own, entries
 
 
@@ -172,7 +173,7 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
         if any(isinstance(key, torch.Tensor) for key in value):
             raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
         items = enumerate(value.items())
-        pairs = [[walk(k, f"{where}/{at}/key"), walk(v, f"{where}/{at}")] for at, (k, v) in items]
+        pairs = [[walk(k, f"{where}/{index}/key"), walk(v, f"{where}/{index}")] for index, (k, v) in items]
         return {_VALUE: [kind.__name__ if kind in _NAMED else "dict", pairs]}
     if kind in _FORMS:
         content = walk(_FORMS[kind][0](value), where)
@@ -251,44 +252,41 @@ def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
     return _replaced(encoded, {_PER_RANK: lambda place, _: {_PER_RANK: [parts[place] for parts in ranks]}})
 
 
-def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: int) -> tuple[Any, list[str]]:
+def for_rank(encoded: Any, saved: dict[str, int], mesh: dict[str, int], rank: int) -> tuple[Any, list[str]]:
     """Return a rank's form of a saved ``extra``, and the places whose values have no rank on this mesh.
 
     The meshes are results of :func:`te_fsdp.checkpoint.model_state.mesh_sizes`: of the save, and of this job.
     """
     ranks = saved.get("ranks", 1)
     # An axis of size 1 has no effect on ranks, so a mesh with and one without it are the same.
-    same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
-    lost: list[str] = []
+    is_same = [a for a in saved.items() if a[1] != 1] == [a for a in mesh.items() if a[1] != 1]
+    unavailable: list[str] = []
 
     def pick(values: list[Any], where: str) -> Any:
         if len(values) != ranks:
-            raise CheckpointError(
-                f"{where}: values of {len(values)} ranks",
-                expected=f"of {ranks}, which saved the checkpoint",
-                fix="load an earlier checkpoint: this one is damaged",
-            )
-        if not same:
-            lost.append(where)
-        return values[rank] if same else None
+            label = f"{where}: values of {len(values)} ranks"
+            raise damaged_value(label, f"of {ranks}, which saved the checkpoint")
+        if not is_same:
+            unavailable.append(where)
+        return values[rank] if is_same else None
 
-    return _replaced(encoded, {_PER_RANK: pick}), lost
+    return _replaced(encoded, {_PER_RANK: pick}), unavailable
 
 
 def references(encoded: Any) -> list[dict[str, Any]]:
     """Return ``key``, ``shape`` and ``dtype`` of each tensor in an encoded value."""
-    found: list[dict[str, Any]] = []
-    _replaced(encoded, {_TENSOR: lambda described, _: found.append(described)})
-    return found
+    described_tensors: list[dict[str, Any]] = []
+    _replaced(encoded, {_TENSOR: lambda described, _: described_tensors.append(described)})
+    return described_tensors
 
 
 def tensor_slots(encoded: Any) -> dict[str, Entry]:
     """Return new CPU tensors to load the tensors of an encoded value into, by key."""
     slots = {}
-    for found in references(encoded):
+    for described in references(encoded):
         # On the CPU, wherever the tensor was at the save: the load may have fewer or other devices.
-        dtype = getattr(torch, found["dtype"].removeprefix("torch."))
-        slots[found["key"]] = whole_entry(torch.empty(found["shape"], dtype=dtype, device="cpu"))
+        dtype = getattr(torch, described["dtype"].removeprefix("torch."))
+        slots[described["key"]] = whole_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))
     return slots
 
 
@@ -335,19 +333,27 @@ def rng_state(tracker: Any = None) -> PerRank:
     loads on any mesh.
     """
     version, words, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    kind, keys, *tail = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
-        "numpy": {"kind": kind, "words": torch.tensor([*map(int, keys)], device="cpu"), "rest": tuple(rest)},
+        "numpy": {
+            "kind": kind,
+            "words": torch.tensor([*map(int, keys)], device="cpu"),
+            "rest": tuple(tail),
+        },
     }
     # Reading the state would initialize CUDA on a process that uses the CPU only.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if tracker is not None:
         if not callable(getattr(tracker, "get_states", None)):
-            got = type(tracker).__name__
-            raise CheckpointError("rng_state: tracker", expected="an object with get_states()", got=got)
+            raise CheckpointError(
+                "rng_state: tracker",
+                expected="an object with get_states()",
+                got=type(tracker).__name__,
+                fix="pass the tracker itself, such as get_cuda_rng_tracker()",
+            )
         state["tracker"] = dict(tracker.get_states())
     return PerRank(state)
 
@@ -365,11 +371,19 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
             fix="seed the ranks again, for example torch.manual_seed(seed + step) with a seed per rank",
         )
     if not isinstance(state, Mapping) or "python" not in state:
-        got = f"{state!r:.80}"
-        raise CheckpointError("set_rng_state: state", expected="the result of rng_state()", got=got)
+        raise CheckpointError(
+            "set_rng_state: state",
+            expected="the value that load returned for a saved rng_state()",
+            got=f"{state!r:.80}",
+            fix='save extra={"rng": rng_state()}, and pass loaded["rng"]',
+        )
     if (tracker is None) != ("tracker" not in state):
-        expected = "one here and at the save, or neither"
-        raise CheckpointError("set_rng_state: tracker", expected=expected, fix="pass it to both")
+        raise CheckpointError(
+            "set_rng_state: tracker",
+            expected="a tracker here if rng_state was given one at the save, else None",
+            got="None" if tracker is None else "a tracker",
+            fix="pass the same tracker to rng_state and to set_rng_state, or to neither",
+        )
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"])

@@ -103,29 +103,31 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
     """
     counts = [int(own[:, 0].max(initial=-1)) + 1 for own in places]
     first = np.cumsum([0, *counts])
-    lies = np.zeros((first[-1], 2), dtype=np.int64)
+    locations = np.zeros((first[-1], 2), dtype=np.int64)
     for begin, own in zip(first, places, strict=False):
-        lies[begin + own[:, 0]] = own[:, 1:]
+        locations[begin + own[:, 0]] = own[:, 1:]
     # Equal cuts are one object in the metadata, which halves its size.
-    cuts: dict[Any, list[dcp.ChunkStorageMetadata]] = {}
+    chunks: dict[Any, list[dcp.ChunkStorageMetadata]] = {}
     metadata = Metadata({}, storage_data={}, storage_meta=dcp.StorageMeta(save_id=mark))
     metadata.version = CURRENT_DCP_VERSION
-    place, blocks, count = _torch.storage_info_class(), list[list[tuple[Any, Rows]]](), _ROWS
+    storage_info, blocks, count = _torch.storage_info_class(), list[list[tuple[Any, Rows]]](), _ROWS
     with without_collector():
         for key, stored in tensors.items():
             writers, boxes = stored.writers, stored.boxes
-            at = lies[first[writers[:, 0]] + writers[:, 1]]
-            cut = boxes.shape, hashlib.blake2b(boxes.tobytes(), digest_size=16).digest()
-            if cut not in cuts:
-                cuts[cut] = [dcp.ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes.tolist()]
+            location_rows = locations[first[writers[:, 0]] + writers[:, 1]]
+            layout = boxes.shape, hashlib.blake2b(boxes.tobytes(), digest_size=16).digest()
+            if layout not in chunks:
+                chunks[layout] = [dcp.ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes.tolist()]
             properties, size = _properties(stored.dtype), torch.Size(stored.shape)
-            metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, size, cuts[cut])
-            rows = np.concatenate([writers[:, :1], at, boxes[:, 0], boxes[:, 1]], axis=1)
-            for number, (chunk, lie) in enumerate(zip(cuts[cut], rows[:, :FIXED].tolist(), strict=True)):
+            metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, size, chunks[layout])
+            rows = np.concatenate([writers[:, :1], location_rows, boxes[:, 0], boxes[:, 1]], axis=1)
+            for number, (chunk, location) in enumerate(
+                zip(chunks[layout], rows[:, :FIXED].tolist(), strict=True)
+            ):
                 index = MetadataIndex(key, None, number)
                 # The constructor would copy it.
                 object.__setattr__(index, "offset", chunk.offsets)
-                metadata.storage_data[index] = place(files[lie[0]], *lie[1:])
+                metadata.storage_data[index] = storage_info(files[location[0]], *location[1:])
             if count >= _ROWS:
                 blocks.append([])
                 count = 0
@@ -138,10 +140,10 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
             members = [rows for _, rows in block]
             width = max(rows.shape[1] for rows in members)
             columns = np.zeros((width, sum(map(len, members))), dtype="<i8")
-            at = 0
+            begin = 0
             for rows in members:
-                columns[: rows.shape[1], at : at + len(rows)] = rows.T
-                at += len(rows)
+                columns[: rows.shape[1], begin : begin + len(rows)] = rows.T
+                begin += len(rows)
             packed.append(zlib.compress(np.diff(columns, axis=1, prepend=0).tobytes(), 1))
         # Enums are stored by value, because pickles of names differ between releases of Python.
         file = io.BytesIO()
@@ -183,8 +185,8 @@ class Index:
     rows: Callable[[Iterable[str]], Iterator[tuple[str, Rows]]]
 
     def __post_init__(self) -> None:
-        if untold := [k for k, (_, dtype) in self.tensors.items() if not isinstance(dtype, torch.dtype)]:
-            raise TypeError(f"no dtype of {untold[0]}")
+        if missing := [k for k, (_, dtype) in self.tensors.items() if not isinstance(dtype, torch.dtype)]:
+            raise TypeError(f"no dtype of {missing[0]}")
 
     @classmethod
     def of(cls, metadata: Metadata) -> Index:
@@ -192,17 +194,17 @@ class Index:
         saved = {
             k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, dcp.TensorStorageMetadata)
         }
-        names = dict.fromkeys(place.relative_path for place in metadata.storage_data.values())
+        names = dict.fromkeys(location.relative_path for location in metadata.storage_data.values())
         files = {name: number for number, name in enumerate(names)}
 
         def rows(keys: Iterable[str]) -> Iterator[tuple[str, Rows]]:
             for key in (key for key in keys if key in saved):
-                found = []
+                table = []
                 for number, chunk in enumerate(saved[key].chunks):
-                    lies = metadata.storage_data[MetadataIndex(key, chunk.offsets, number)]
-                    place = files[lies.relative_path], lies.offset, lies.length
-                    found.append((*place, *chunk.offsets, *chunk.sizes))
-                yield key, np.array(found, dtype=np.int64).reshape(len(found), -1)
+                    location = metadata.storage_data[MetadataIndex(key, chunk.offsets, number)]
+                    fixed = files[location.relative_path], location.offset, location.length
+                    table.append((*fixed, *chunk.offsets, *chunk.sizes))
+                yield key, np.array(table, dtype=np.int64).reshape(len(table), -1)
 
         return cls({k: (tuple(m.size), m.properties.dtype) for k, m in saved.items()}, [*files], rows)
 
@@ -218,16 +220,16 @@ def read_index(path: Path, manifest: Manifest) -> Index:
             return Index.of(read_metadata(path, manifest))
 
     def rows(keys: Iterable[str]) -> Iterator[tuple[str, Rows]]:
-        wanted = set(keys)
+        required = set(keys)
         with unreadable(path, INDEX):
             for block, own in blocks:
-                for key, found in _unpack(block, own) if any(head[0] in wanted for head in own) else ():
-                    if key not in wanted:
+                for key, table in _unpack(block, own) if any(head[0] in required for head in own) else ():
+                    if key not in required:
                         continue
                     # A negative number would select a file from the end of the list, without an error.
-                    if len(found) and not 0 <= found[:, 0].min() <= found[:, 0].max() < len(files):
+                    if len(table) and not 0 <= table[:, 0].min() <= table[:, 0].max() < len(files):
                         raise DamagedFileError(f"{key} is in a file that it does not name")
-                    yield key, found
+                    yield key, table
 
     file, listed = manifest.at(path) / INDEX, manifest.files[INDEX]
     with unreadable(path, INDEX), open_checked(file, listed, manifest.save_id) as stream:

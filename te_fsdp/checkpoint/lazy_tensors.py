@@ -24,7 +24,7 @@ import torch
 
 from te_fsdp.checkpoint.async_save import batches
 from te_fsdp.checkpoint.manifest import Tick, unreadable
-from te_fsdp.checkpoint.shard_files import DamagedFileError, elements_of
+from te_fsdp.checkpoint.shard_files import DamagedFileError, damaged_value, elements_of
 from te_fsdp.checkpoint.storage import is_remote
 from te_fsdp.checkpoint.tensor_entries import boxes_of, is_tiling
 from te_fsdp.errors import CheckpointError, shorten
@@ -82,15 +82,17 @@ class Lazy:
         return self.whole()
 
     def select(self, index: int) -> Lazy:
-        """Return one entry of the first dim. It is kept in memory while its rows are read in order."""
-        entry: InMemory | None = None
+        """Return the lazy tensor at an index of the first dim, as ``tensor[index]``.
+
+        The first read of its rows loads it, and the read of its last row frees it: read the rows in order.
+        """
+        loaded: InMemory | None = None
 
         def read(first: int, last: int) -> torch.Tensor:
-            nonlocal entry
-            whole = entry or InMemory(self.rows(index, index + 1)[0])
-            # Rows are read in order. After the last one the entry is not needed any more.
-            entry = whole if last < whole.height else None
-            return whole.rows(first, last)
+            nonlocal loaded
+            tensor = loaded or InMemory(self.rows(index, index + 1)[0])
+            loaded = tensor if last < tensor.height else None
+            return tensor.rows(first, last)
 
         return Lazy(self.shape[1:], self.dtype, read)
 
@@ -159,7 +161,7 @@ class InMemory(Lazy):
 
 
 @dataclass
-class Piece(Lazy):
+class DcpRecord(Lazy):
     """A record of DCP: a ``torch.save`` file within a file, of a rectangle of a tensor or of another object.
 
     Shape and dtype are those of DCP's metadata. ``check`` compares the bytes with the checksum of ``torch.save``, if
@@ -192,18 +194,16 @@ class Piece(Lazy):
 
         Raise CheckpointError for another shape or dtype than the metadata has, and for damage that ``check`` finds.
         """
-        found: Any = elements_of(data, self.dtype, self.shape, check=check)
-        if found is None:  # written by another release of torch, or a view of a larger tensor
-            found = self._unpickled(data, check=check)
-        got = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
-        if got != (self.shape, self.dtype):
-            raise CheckpointError(
-                f"{self.key}: its bytes in {self.file}",
-                expected=(self.shape, self.dtype),
-                got=got,
-                fix="load an earlier checkpoint: this one is damaged",
-            )
-        return found
+        value: Any = elements_of(data, self.dtype, self.shape, check=check)
+        if value is None:  # written by another release of torch, or a view of a larger tensor
+            value = self._unpickled(data, check=check)
+        actual = (
+            (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+        )
+        if actual != (self.shape, self.dtype):
+            label = f"{self.key}: its bytes in {self.file}"
+            raise damaged_value(label, (self.shape, self.dtype), actual)
+        return value
 
     def load(self) -> Any:
         """Return the stored object, as :func:`load_weights_only`; raise CheckpointError for damage."""
@@ -251,29 +251,28 @@ def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
         with torch.serialization.safe_globals([(get_member_of_class, "builtins.getattr")]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
     except pickle.UnpicklingError as error:
-        if isinstance(file, io.BytesIO):
-            file.seek(0)
+        rewind = file.seek if isinstance(file, io.BytesIO) else lambda _: 0
+        rewind(0)
         # From the opcodes, so nothing in the file runs.
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        problem: Exception = error
+        cause: Exception = error
         # Its import takes seconds, so it happens only if the file contains TE's classes.
         if any(name.startswith("transformer_engine") for name in names) and not _te.is_loaded():
             try:
                 _te.te()
-                if isinstance(file, io.BytesIO):
-                    file.seek(0)
+                rewind(0)
                 return load_weights_only(file, label)
             except ImportError as missing:
-                problem = missing
+                cause = missing
         if not names:
             raise
         raise RefusedClassError(
-            f"{label}: cannot be read weights-only ({type(problem).__name__})",
+            f"{label}: cannot be read weights-only ({type(cause).__name__})",
             expected="tensors, TransformerEngine's quantized tensors and plain containers",
             got=f"an object of {shorten(names)}",
             why="Anything else in a pickle may run code. TransformerEngine's tensors need TransformerEngine",
             fix="load it with torch, and save a plain state_dict() with torch.save, or te_fsdp.checkpoint.save",
-        ) from problem
+        ) from cause
 
 
 def check_zip(file: Any) -> None:
@@ -285,9 +284,8 @@ def check_zip(file: Any) -> None:
         for member in archive.infolist():
             # zipfile compares no checksum that is ``None``.
             member.CRC = member.CRC or None  # type: ignore[bad-assignment]
-            with archive.open(member) as stream:
-                while stream.read(BLOCK_BYTES):
-                    pass
+        if name := archive.testzip():
+            raise zipfile.BadZipFile(f"Bad CRC-32 for file {name!r}")
 
 
 @dataclass
@@ -305,13 +303,8 @@ class Chunked(Lazy):
         boxes = [(tuple(at), tuple(piece.shape)) for at, piece in self.chunks if math.prod(piece.shape)]
         is_placed = all(len(at) == len(self.shape) for box in boxes for at in box)
         if not is_placed or not is_tiling(self.shape, boxes_of(boxes, self.shape)):
-            have = sum(math.prod(sizes) for _, sizes in boxes)
-            raise CheckpointError(
-                f"{self.key}: stored pieces",
-                expected=f"pieces that cover {self.shape} once",
-                got=f"{len(self.chunks)} piece(s) with {have} elements",
-                fix="load an earlier checkpoint: this one is damaged",
-            )
+            actual = f"{len(self.chunks)} with {sum(math.prod(sizes) for _, sizes in boxes)} elements"
+            raise damaged_value(f"{self.key}: stored pieces", f"pieces that cover {self.shape} once", actual)
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
@@ -319,11 +312,11 @@ class Chunked(Lazy):
         if len(self.chunks) == 1:
             return self.chunks[0][1].rows(first, last)
         result = torch.empty(self.shape_of(first, last), dtype=self.dtype, device="cpu")
-        for (at, *below), piece in self.chunks:
-            begin, end = max(first, at), min(last, at + piece.shape[0])
+        for (start, *other_offsets), piece in self.chunks:
+            begin, end = max(first, start), min(last, start + piece.shape[0])
             if begin < end and math.prod(piece.shape):
-                place = (slice(begin - first, end - first), *slices(below, piece.shape[1:]))
-                result[place] = piece.rows(begin - at, end - at)
+                slices_in_rows = (slice(begin - first, end - first), *slices(other_offsets, piece.shape[1:]))
+                result[slices_in_rows] = piece.rows(begin - start, end - start)
         return result
 
 
@@ -344,12 +337,14 @@ def dequantized(
 
     def rows(first: int, last: int) -> torch.Tensor:
         offsets, sizes = (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
-        parts = {}
+        values = {}
         for name, block in needed.items():  # the blocks that cover these rows
             start, size = covering(offsets, sizes, block)
-            part = components[name]
-            parts[name] = part.whole() if block is None else part.rows(start[0], start[0] + size[0])
-        return dequantize_box(format, parts, needed, offsets, sizes).to(dtype)
+            component = components[name]
+            values[name] = (
+                component.whole() if block is None else component.rows(start[0], start[0] + size[0])
+            )
+        return dequantize_box(format, values, needed, offsets, sizes).to(dtype)
 
     return Lazy(shape, dtype, rows)
 
@@ -372,35 +367,32 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     if not path.is_dir():
         return _open_file(path)
     if (path / INDEX).is_file():
-        index = path / INDEX
-        tensors: dict[str, Lazy] = {}
-        metadata: dict[str, str] = {}
-        problems = []
-        with unreadable(index, "index", _COPY):
-            where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            if not where:
+        tensors, metadata, problems = dict[str, Lazy](), dict[str, str](), list[str]()
+        with unreadable(path / INDEX, "index", _COPY):
+            file_of = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            if not file_of:
                 raise DamagedFileError("it names no tensor and no file")
-            for name in sorted(set(where.values())):
+            for name in sorted(set(file_of.values())):
                 # An index comes with the weights, and must not make a reader open other files.
                 if Path(name).name != name:
                     raise DamagedFileError("a file outside of the folder")
-                found, more = _open_file(index.parent / name)
-                metadata |= more
-                problems += [
-                    f"{key} is in {name} but not listed there" for key in found if where.get(key) != name
-                ]
-                tensors |= found
-            problems += [f"{key} is not in {where[key]}" for key in where.keys() - tensors.keys()]
+                in_file, file_metadata = _open_file(path / name)
+                unlisted = [key for key in in_file if file_of.get(key) != name]
+                problems += [f"{key} is in {name} but not listed there" for key in unlisted]
+                tensors, metadata = tensors | in_file, metadata | file_metadata
+            problems += [f"{key} is not in {file_of[key]}" for key in file_of.keys() - tensors.keys()]
             if problems:
                 raise DamagedFileError(shorten(sorted(problems), 5, "; "))
-        return {key: tensors[key] for key in where}, metadata
+        return {key: tensors[key] for key in file_of}, metadata
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        other = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
+        weight_files = [
+            file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")
+        ]
         raise CheckpointError(
             f"{path}: a folder without weights",
             expected=f"*.safetensors files, of several {INDEX} too",
-            got=f"no *.safetensors file{f', but {shorten(other, 3)}' if other else ''}",
+            got=f"no *.safetensors file{f', but {shorten(weight_files, 3)}' if weight_files else ''}",
             fix="download the weights into it (hf download NAME --local-dir FOLDER), or name the folder that holds "
             "them; te-fsdp ckpt convert makes safetensors of torch.save files",
         )
@@ -418,8 +410,8 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     from safetensors import safe_open
 
     if not path.is_file():
-        fix = "download a model of the Hugging Face hub first: hf download NAME --local-dir FOLDER"
-        raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}")
+        fix = "check the path; of a model on the Hugging Face hub: hf download NAME --local-dir FOLDER"
+        raise CheckpointError(f"{path}: no such file", fix=fix)
     # Open the file first: safetensors calls a file that this user may not read missing.
     with (
         unreadable(path, "safetensors file", _COPY),
@@ -447,18 +439,21 @@ def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, s
 
 def write_header(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> None:
     """Write or overwrite a safetensors file without its tensors, whose bytes are appended in order. Local operation."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    at = 0
+    header, begin = dict[str, Any](__metadata__={"format": "pt", **metadata}), 0
     for key, tensor in tensors.items():
-        dtype, end = _DTYPES.get(tensor.dtype), at + tensor.bytes
+        dtype, end = _DTYPES.get(tensor.dtype), begin + tensor.bytes
         if dtype is None:
-            expected = ", ".join(_DTYPES.values())
-            raise CheckpointError(f"{key}: safetensors cannot hold it", expected=expected, got=tensor.dtype)
-        header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # readers map the file, and expect aligned data
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
+            raise CheckpointError(
+                f"{key}: safetensors has no such dtype",
+                expected=", ".join(_DTYPES.values()),
+                got=tensor.dtype,
+                fix="convert it (te-fsdp ckpt convert has --dtype), or write another format",
+            )
+        header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # readers map the file, and expect aligned data
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded)
 
 
 def write_folder(
@@ -466,27 +461,32 @@ def write_folder(
 ) -> list[str]:
     """Write ``model.safetensors``, or shards and their index, into a folder; return the names of the files."""
     files = assign_files(tensors, ([key] for key in tensors), shard_bytes)
-    for n, (file, names) in enumerate(files.items()):
-        write_file(folder / file, {name: tensors[name] for name in names}, {} if n else metadata, tick)
+    for number, (file_name, names) in enumerate(files.items()):
+        write_file(
+            folder / file_name, {name: tensors[name] for name in names}, {} if number else metadata, tick
+        )
     return [*files, *write_index(folder, tensors, files)]
 
 
 def assign_files(
-    tensors: Mapping[str, Lazy], together: Iterable[Sequence[str]], shard_bytes: int
+    tensors: Mapping[str, Lazy], inseparable: Iterable[Sequence[str]], shard_bytes: int
 ) -> dict[str, list[str]]:
-    """Return the names of tensors by file, in order. A group of ``together`` is in one file, whatever its size."""
-    groups = batches(together, lambda names: sum(tensors[name].bytes for name in names), shard_bytes)
+    """Return the names of tensors by file, in order. A group of ``inseparable`` is in one file, whatever its size."""
+    groups = batches(inseparable, lambda names: sum(tensors[name].bytes for name in names), shard_bytes)
     shards = [[*chain(*group)] for group in groups]
     if len(shards) < 2:
         return {"model.safetensors": [*chain(*shards)]}
-    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": names for n, names in enumerate(shards, 1)}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
+        for number, names in enumerate(shards, 1)
+    }
 
 
 def write_index(folder: Path, tensors: Mapping[str, Lazy], files: Mapping[str, Sequence[str]]) -> list[str]:
     """Write the index of a folder with several files; return its name, or nothing for one file."""
     if len(files) == 1:
         return []
-    where = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_size": total_bytes(tensors)}, "weight_map": where}
+    file_of = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": total_bytes(tensors)}, "weight_map": file_of}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return [INDEX]

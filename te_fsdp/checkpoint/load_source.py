@@ -84,21 +84,21 @@ class Source(Contents):
             return self.index.tensors
         return {key: (tensor.shape, tensor.dtype) for key, tensor in self.tensors.items()}
 
-    def stage(self, entries: dict[str, Entry], more: Iterable[Rectangle] = ()) -> None:
+    def stage(self, entries: dict[str, Entry], rectangles: Iterable[Rectangle] = ()) -> None:
         """Read and check the data of entries, and further rectangles, into host memory.
 
         Collective over the world. The entries' own memory is not changed. Raise CheckpointError on all ranks if one
         rank failed. A rank reads only stored pieces that contain its own rows.
         """
-        places = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
+        pieces = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
         # The same rectangle may be wanted twice, by a weight and as the source of a main weight.
-        wanted = [place for place in dict.fromkeys([*places, *more]) if math.prod(place[2])]
-        self.staged.parts.update({place: [] for place in wanted})
+        required = [place for place in dict.fromkeys([*pieces, *rectangles]) if math.prod(place[2])]
+        self.staged.parts.update({place: [] for place in required})
         if self.ranks is None:
-            all_agree(lambda: self._read(wanted))
+            all_agree(lambda: self._read(required))
             return
         dtypes = all_agree(lambda: {key: dtype for key, (_, dtype) in self.described().items()})
-        share = ReadShare.of(self.ranks, wanted, dtypes)
+        share = ReadShare.of(self.ranks, required, dtypes)
 
         def read() -> None:
             share.provide(self.staged)
@@ -114,18 +114,18 @@ class Source(Contents):
     def tensor(self, key: str) -> torch.Tensor:
         """Read and check a full tensor of the files, into host memory. Local operation."""
         shape = self.described()[key][0]
-        place = key, (0,) * len(shape), tuple(shape)
-        self.staged.parts[place] = []
-        self._read([place])
-        found = self.staged.new(place, torch.device("cpu"))
-        del self.staged.parts[place]
-        return found
+        full = key, (0,) * len(shape), tuple(shape)
+        self.staged.parts[full] = []
+        self._read([full])
+        values = self.staged.new(full, torch.device("cpu"))
+        del self.staged.parts[full]
+        return values
 
-    def _read(self, wanted: list[Rectangle]) -> None:
+    def _read(self, required: list[Rectangle]) -> None:
         if self.index is not None:
-            read_stored(self.source, self.manifest, self.index, wanted, self.staged)
+            read_stored(self.source, self.manifest, self.index, required, self.staged)
             return
-        for key, offsets, shape in wanted:
+        for key, offsets, shape in required:
             values = _values(self.tensors[key], offsets, shape)
             self.staged.parts[key, offsets, shape] = [((0,) * len(shape), values)]
 
@@ -151,7 +151,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
     all ranks for an incomplete checkpoint, any other directory, or ranks that do not see the same files.
     """
 
-    def seen(manifest: Manifest | None) -> int | str | None:
+    def checksum_of(manifest: Manifest | None) -> int | str | None:
         file = path / (DCP_METADATA if manifest is None else FILE_NAME)
         try:
             return crc32(file.read_bytes()) if file.is_file() else None
@@ -163,17 +163,17 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
             raise CheckpointError("load: read", expected="'auto', 'each' or 'once'", got=repr(read))
         is_plain = not (has_manifest(path) or (path / FILE_NAME).exists()) and (path / DCP_METADATA).is_file()
         manifest = None if is_plain else open_checkpoint(path)
-        return manifest, seen(manifest), str(path), read
+        return manifest, checksum_of(manifest), str(path), read
 
-    manifest, there, where, read = from_rank_0(first)
+    manifest, checksum, path_on_0, read = from_rank_0(first)
     # Each rank reads its own part. Ranks may have resolved the newest checkpoint at different times, or their file
     # systems may be out of date.
-    others = gather_if_any("" if seen(manifest) == there else f"{path} on rank {rank()}")
-    if others:
+    differing = gather_if_any("" if checksum_of(manifest) == checksum else f"{path} on rank {rank()}")
+    if differing:
         raise CheckpointError(
-            f"{where}: the ranks see different checkpoints",
+            f"{path_on_0}: the ranks see different checkpoints",
             expected="the same on all ranks",
-            got=", ".join([f"{where} on rank 0", *[one for one in others if one][:3]]),
+            got=", ".join([f"{path_on_0} on rank 0", *[one for one in differing if one][:3]]),
             why="Weights of two moments would be mixed. Nothing was loaded",
             fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
             "same path, mount one file system on all nodes",
@@ -225,10 +225,10 @@ def _name_rows(source: Source) -> None:
     Collective over the world if there are weights of this name: each rank reads the scales of some of them.
     """
     parameters = source.manifest.parameters
-    named = [
+    candidates = [
         n for n, described in parameters.items() if str(described["format"]).startswith(f"{NVFP4_SQUARES} ")
     ]
-    if not named:
+    if not candidates:
         return
 
     def has_squares(name: str) -> bool:
@@ -240,7 +240,7 @@ def _name_rows(source: Source) -> None:
         blocks = scales.unflatten(dim, (-1, 16))
         return torch.equal(blocks, blocks.narrow(dim, 0, 1).expand_as(blocks))
 
-    rows = all_agree(lambda: [name for name in named[rank() :: world_size()] if not has_squares(name)])
+    rows = all_agree(lambda: [name for name in candidates[rank() :: world_size()] if not has_squares(name)])
     for name in chain.from_iterable(gather_if_any(rows)):
         described = parameters[name]
         parameters[name] = described | {"format": described["format"].replace(NVFP4_SQUARES, NVFP4_ROWS, 1)}
@@ -258,8 +258,8 @@ def _fit(contents: Contents, changes: list[Change]) -> None:
         all_agree(lambda: stack_experts(contents, experts))
     ties = [(c.name, c.first) for c in changes if c.first is not None and c.name in contents.names]
     # Where the value of a first name is stored: files may have only further names of a tied tensor.
-    source = {first: first if first in contents.names else name for name, first in reversed(ties)}
-    equal = from_rank_0(lambda: [_is_equal(contents, name, source[first]) for name, first in ties])
+    stored_name = {first: first if first in contents.names else name for name, first in reversed(ties)}
+    equal = from_rank_0(lambda: [_is_equal(contents, name, stored_name[first]) for name, first in ties])
     for (name, first), is_equal in zip(ties, equal, strict=True):
         tie(contents, name, first, is_equal=is_equal)
 
@@ -278,15 +278,15 @@ class Change(NamedTuple):
 
 def changes_for(manifest: Manifest, model: nn.Module) -> list[Change]:
     """Return the names in a manifest that differ from a model's by ties or experts. Local operation."""
-    have = manifest.parameters.keys() | manifest.buffers.keys()
+    names = manifest.parameters.keys() | manifest.buffers.keys()
     grouped = {o.key for o in owned_parameters(model) if o.expert is not None or o.is_grouped}
     ties = tied_names(model)
     for name, first in list(ties.items()):
         if stacked_name(first) in grouped and stacked_name(name) != stacked_name(first):
             grouped.add(stacked_name(name))
             ties[stacked_name(name)] = stacked_name(first)
-    experts = [name for name in sorted(grouped) if name not in have and f"{name}0" in have]
-    tied = [Change(name, first) for name, first in ties.items() if name in have | {*experts}]
+    experts = [name for name in sorted(grouped) if name not in names and f"{name}0" in names]
+    tied = [Change(name, first) for name, first in ties.items() if name in names | {*experts}]
     return [*(Change(name, None) for name in experts), *tied]
 
 
@@ -296,15 +296,14 @@ def _is_equal(contents: Contents, name: str, other: str) -> bool:
     # Before any data are read. Different formats mean different values for the model.
     if name == other or described[name] != described[other]:
         return name == other
-    for end in key_ends(described[name]):
-        a, b = (contents.tensors[f"model.{n}{end}"] for n in (name, other))
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
+    for suffix in key_ends(described[name]):
+        pair = [contents.tensors[f"model.{n}{suffix}"] for n in (name, other)]
+        if len({(tensor.shape, tensor.dtype) for tensor in pair}) != 1:
             return False
         # In blocks, because an embedding may be larger than the memory that is free on this host.
-        for block in a.blocks():
+        for block in pair[0].blocks():
             # As bytes, because NaN differs from itself.
-            one, two = (t.rows(*block).contiguous().view(-1).view(torch.uint8) for t in (a, b))
-            if not torch.equal(one, two):
+            if not torch.equal(*(t.rows(*block).contiguous().view(-1).view(torch.uint8) for t in pair)):
                 return False
     return True
 
@@ -319,30 +318,30 @@ def tie(contents: Contents, name: str, first: str, *, is_equal: bool) -> None:
         contents.notes.append(f"{name}: tied to {first} in this model, but its stored values differ")
         return
     is_absent = first not in contents.names
-    for end in key_ends(manifest.tensor(name)):
-        tensor = tensors.pop(f"model.{name}{end}")
+    for suffix in key_ends(manifest.tensor(name)):
+        tensor = tensors.pop(f"model.{name}{suffix}")
         if is_absent:
-            tensors[f"model.{first}{end}"] = tensor
+            tensors[f"model.{first}{suffix}"] = tensor
     for table in (manifest.parameters, manifest.buffers):
         if (described := table.pop(name, None)) is not None and is_absent:
             table[first] = described
     if manifest.optimizer is not None:
-        states, seen = manifest.optimizer["state"], set[str]()
-        own, is_free = states.pop(name, {}), first not in states
-        for key in own:
+        states, assigned = manifest.optimizer["state"], set[str]()
+        is_free, tied_states = first not in states, states.pop(name, {})
+        for key, described in tied_states.items():
             tensor = tensors.pop(f"optimizer.state.{name}.{key}", None)  # a plain value has none
             if is_free:
-                states.setdefault(first, {})[key] = own[key]
+                states.setdefault(first, {})[key] = described
                 tensors |= {} if tensor is None else {f"optimizer.state.{first}.{key}": tensor}
         # A parameter may be in one group only: the first one that has either name keeps it.
         for group in manifest.optimizer["groups"]:
             names = dict.fromkeys(first if n == name else n for n in group["parameters"])
-            group["parameters"] = [n for n in names if n not in seen]
-            seen |= names.keys()
+            group["parameters"] = [n for n in names if n not in assigned]
+            assigned |= names.keys()
     manifest.tied.pop(first, None)
     manifest.tied |= {n: first for n, other in manifest.tied.items() if other == name} | {name: first}
-    how = "stored under this name alone" if is_absent else "and equal to it"
-    contents.notes.append(f"{name}: tied to {first} here, {how}")
+    reason = "stored under this name alone" if is_absent else "and equal to it"
+    contents.notes.append(f"{name}: tied to {first} here, {reason}")
 
 
 # --- verifying
@@ -378,15 +377,17 @@ def _verify_together(path: Path, opened: Manifest | DcpContents) -> None:
 
     Collective over the world. Raise CheckpointError on all ranks, with all damaged files.
     """
-    mine = slice(rank(), None, world_size())  # of the largest first
+    share = slice(rank(), None, world_size())  # of the largest first
 
     def changed() -> list[str]:
         if isinstance(opened, Manifest):
             names = sorted(opened.files, key=lambda name: (-opened.files[name][0], name))
-            return check_files(path, opened, names[mine], checksums=True)
-        some = sorted(opened.records, key=lambda record: -record.length)[mine]
+            return check_files(path, opened, names[share], checksums=True)
+        records = sorted(opened.records, key=lambda record: -record.length)[share]
         return [
-            f"{r.key} in {r.file.name}: its contents have changed (CRC-32)" for r in some if r.has_changed()
+            f"{r.key} in {r.file.name}: its contents have changed (CRC-32)"
+            for r in records
+            if r.has_changed()
         ]
 
     damaged(path, [text for texts in gather_if_any(all_agree(changed)) for text in texts])

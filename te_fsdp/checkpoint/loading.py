@@ -46,7 +46,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     split,
 )
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
-from te_fsdp.checkpoint.shard_files import without_collector
+from te_fsdp.checkpoint.shard_files import damaged_value, without_collector
 from te_fsdp.checkpoint.storage import absolute
 from te_fsdp.checkpoint.tensor_entries import Entry, whole_entry
 from te_fsdp.collectives.agreement import all_agree, gather, rank
@@ -140,10 +140,10 @@ def load(
         began = time.perf_counter()
         opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
         take_own_part(opened, model)
-        state, found = all_agree(lambda: _compare(opened, model, optimizers))
-        found = found.over_all_ranks(convert=convert)
-        _refuse(opened, found.without(allow, strict=strict))
-        loaded = Filling(opened, model, optimizers, state, found).result()
+        state, diff = all_agree(lambda: _compare(opened, model, optimizers))
+        diff = diff.over_all_ranks(convert=convert)
+        _refuse(opened, diff.without(allow, strict=strict))
+        loaded = Filling(opened, model, optimizers, state, diff).result()
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
 
@@ -153,33 +153,33 @@ def _compare(source: Source, model: nn.Module, optimizers: Parts) -> tuple[Model
     manifest, stage = source.manifest, stage_of(model)
     check_whole_job(model, stage)
     state = model_state(model, may_cut_blocks=True)
-    found = compare(source, model, state)
+    diff = compare(source, model, state)
     # Only weights need a source of values. Conversions of optimizer state are casts.
-    for name in found.converted.keys() & state.members.keys():
+    for name in diff.converted.keys() & state.members.keys():
         for owned in state.members[name]:
             Conversion.of(owned, manifest.tensor(name), {})  # raises where there are no values
     if optimizers:
-        compare_optimizers(found, model, optimizers, manifest.optimizer, state.owned)
-    return state, found
+        compare_optimizers(diff, model, optimizers, manifest.optimizer, state.owned)
+    return state, diff
 
 
-def _refuse(source: Source, found: Differences) -> None:
+def _refuse(source: Source, diff: Differences) -> None:
     """Raise if there are differences."""
     # No agreement is needed: ``over_all_ranks`` has given all ranks the same differences.
-    if not found:
+    if not diff:
         return
     mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
     origin = f"saved on {mesh} by te_fsdp {source.manifest.versions.get('te_fsdp')}"
-    if SETTINGS in found.settings:
-        ways = f'load(..., allow=["{SETTINGS}"]) if the modules were built with these settings'
+    if SETTINGS in diff.settings:
+        fix = f'load(..., allow=["{SETTINGS}"]) if the modules were built with these settings'
     else:
-        ways = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
-    if all(setting.effect == "strict" for setting in found.settings.values()):
-        ways += ", or load(..., strict=False) to take what fits"
+        fix = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
+    if all(setting.effect == "strict" for setting in diff.settings.values()):
+        fix += ", or load(..., strict=False) to take what fits"
     raise CheckpointError(
-        f"{source.source} does not fit: {'; '.join(found.texts())}",
+        f"{source.source} does not fit: {'; '.join(diff.texts())}",
         why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
-        fix=ways,
+        fix=fix,
     )
 
 
@@ -195,15 +195,15 @@ class Filling:
         model: nn.Module,
         optimizers: Parts,
         state: ModelState,
-        found: Differences,
+        diff: Differences,
     ) -> None:
         self.source, self.model, self.optimizers, self.stage = source, model, optimizers, stage_of(model)
-        self.state, self.found, self.manifest = state, found, source.manifest
-        fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - found.names()
+        self.state, self.diff, self.manifest = state, diff, source.manifest
+        fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - diff.names()
         # In the model's order, which is every rank's: collectives follow it.
         self.names = [n for n in [*state.described, *state.buffers] if n in fitting]
         self.notes: list[str] = list(source.notes)
-        differing = {name for _, name in found.optimizer}
+        differing = {name for _, name in diff.optimizer}
         taken = bool(optimizers) and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         self.left_states = differing | (state.members.keys() - set(self.names))
@@ -219,30 +219,30 @@ class Filling:
         """
         saved_states = (self.manifest.optimizer or {"state": {}})["state"]
         conversions: dict[str, list[Conversion]] = {}
-        for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
-            saved, own = self.manifest.tensor(name), saved_states.get(name, {})
+        for name in [n for n in self.names if n in self.diff.converted and n not in self.state.buffers]:
+            description, own = self.manifest.tensor(name), saved_states.get(name, {})
             members = self.state.members.get(name, [])
-            conversions[name] = [Conversion.of(owned, saved, own) for owned in members]
+            conversions[name] = [Conversion.of(owned, description, own) for owned in members]
             if members:
-                self.found.converted[name] += f", from {conversions[name][0].source}"
+                self.diff.converted[name] += f", from {conversions[name][0].source}"
         numbers = self._shared_numbers()
         direct = [name for name in self.names if name not in conversions]
-        extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
+        extra, lost = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
         delayed, delayed_slots = self._delayed()
         slots = {**tensor_slots(extra), **delayed_slots}
-        states = [one.state for one in self.optimizers.values()]
+        states = [optimizer.state for optimizer in self.optimizers.values()]
         # A failed read must leave the optimizer as it was. Reads go to the host, so no tensor is written.
         before = [{parameter: dict(state) for parameter, state in own.items()} for own in states]
         try:
             # A rank may lack the memory for optimizer state.
-            entries, more = all_agree(lambda: self._entries(direct, conversions))
-            self.source.stage({**entries, **slots}, [*more, *numbers])
+            entries, rectangles = all_agree(lambda: self._entries(direct, conversions))
+            self.source.stage({**entries, **slots}, [*rectangles, *numbers])
             all_agree(lambda: self._check_shared(numbers))
         except BaseException:
             # State was allocated or dropped, but not written to.
-            for own, kept in zip(states, before, strict=True):
+            for own, original in zip(states, before, strict=True):
                 own.clear()
-                own.update(kept)
+                own.update(original)
             raise
         # Everything was read and checked. From here on the model changes.
         self.source.staged.fill({**entries, **slots})
@@ -257,34 +257,34 @@ class Filling:
                 local.derive_transposes() if owned.is_grouped else drop_derived_state(local)
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
-        for one, saved in self._given():
+        for optimizer, description in self._given():
             loaded = self.state.members.keys() - self.left_states
-            left = restore_groups(one, saved, self.state.owned, loaded)
+            left = restore_groups(optimizer, description, self.state.owned, loaded)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
         for name in sorted({type(other).__name__ for other in self.others}):
             self.notes.append(
                 f"{name}, which was not given to load: its main weights are those of the loaded weights, its other "
                 "state is as it was"
             )
-        if homeless:
+        if lost:
             text = "values per rank were saved on another mesh, so they are None"
-            self.notes.append(f"{text}: {shorten(homeless)}")
+            self.notes.append(f"{text}: {shorten(lost)}")
         return decode(extra, slots)
 
     def result(self) -> Loaded:
         """Return :meth:`run` as the result of a load; log everything that was not simply copied."""
         extra = self.run()
-        harmless = format_differences(one for one in self.found.settings.values() if one.effect == "note")
+        harmless = format_differences(one for one in self.diff.settings.values() if one.effect == "note")
         # A conversion is reported if its tensor, or the state's parameter, was loaded.
         taken = {*self.names}
         if self.saved_optimizer is not None:
             taken |= {f"optimizer.state.{name}" for name in self.state.members.keys() - self.left_states}
-        items = self.found.converted.items()
+        items = self.diff.converted.items()
         converted = {name: how for name, how in items if {name, name.rpartition(".")[0]} & taken}
         notes, path = [*self.notes, *harmless], self.source.source
-        loaded = Loaded(extra, self.found.left(), converted, notes)
+        loaded = Loaded(extra, self.diff.left(), converted, notes)
         if loaded.left:
-            _log.warning("%s: loaded partially; not loaded: %s", path, "; ".join(self.found.texts()))
+            _log.warning("%s: loaded partially; not loaded: %s", path, "; ".join(self.diff.texts()))
         if converted:
             shown = [f"{name}: {how}" for name, how in converted.items()]
             _log.warning("%s: %d tensor(s) converted (%s)", path, len(shown), shorten(shown, 3))
@@ -296,8 +296,8 @@ class Filling:
 
     def _given(self) -> list[tuple[Optimizer, dict[str, Any]]]:
         """Return the optimizers that are loaded, each with its part of the manifest."""
-        there = {} if self.saved_optimizer is None else split(self.saved_optimizer)
-        return [(one, there[name]) for name, one in self.optimizers.items() if name in there]
+        saved_parts = {} if self.saved_optimizer is None else split(self.saved_optimizer)
+        return [(self.optimizers[name], saved_parts[name]) for name in self.optimizers if name in saved_parts]
 
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]
@@ -305,16 +305,16 @@ class Filling:
         """Return entries to copy directly, allocated where the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         weights = self.manifest.parameters
-        for one, saved in self._given():
-            states, mains = prepare_loading(one, saved, weights, self.state.owned, self.left_states)
+        for optimizer, saved in self._given():
+            states, mains = prepare_loading(optimizer, saved, weights, self.state.owned, self.left_states)
             entries, self.mains = entries | states, self.mains | mains
-        planned = [one for named in conversions.values() for one in named]
-        return entries, [place for one in planned for place in one.reads()]
+        planned = (conversion for members in conversions.values() for conversion in members)
+        return entries, [rectangle for conversion in planned for rectangle in conversion.reads()]
 
     def _shared_numbers(self) -> dict[Rectangle, list[int]]:
         """Return numbers that the files have for each expert, and that the experts share here."""
         # The number of one expert would be taken for all, so all are read and compared.
-        found = {}
+        result = {}
         for name, states in (self.saved_optimizer or {"state": {}})["state"].items():
             members = self.state.members.get(name, [])
             if name in self.left_states or not members or members[0].expert is not None:
@@ -322,14 +322,14 @@ class Filling:
             for key, described in states.items():
                 if described.get("scalar"):
                     shape = tuple(described["shape"])
-                    found[f"optimizer.state.{name}.{key}", (0,) * len(shape), shape] = described["experts"]
-        return found
+                    result[f"optimizer.state.{name}.{key}", (0,) * len(shape), shape] = described["experts"]
+        return result
 
     def _check_shared(self, numbers: dict[Rectangle, list[int]]) -> None:
         """Raise CheckpointError if the experts' numbers, which were read, differ. Local operation."""
         staged, host = self.source.staged, torch.device("cpu")
-        read = [(place[0], staged.new(place, host)[experts]) for place, experts in numbers.items()]
-        differing = [key for key, values in read if len(values.unique(dim=0)) > 1]
+        values_by_key = [(place[0], staged.new(place, host)[experts]) for place, experts in numbers.items()]
+        differing = [key for key, values in values_by_key if len(values.unique(dim=0)) > 1]
         if differing:
             raise CheckpointError(
                 f"{self.source.source}: {shorten(differing)}",
@@ -344,31 +344,27 @@ class Filling:
 
         It is small. It is assigned after reading. Modules whose weights have another format here take none.
         """
-        modules, differing, have = modules_of(self.model), self.found.names(), self.source.described()
+        modules, differing, stored = modules_of(self.model), self.diff.names(), self.source.described()
         taken: dict[str, Any] = {}
         slots: dict[str, Entry] = {}
         foreign = []
         for name, recipe in self.manifest.delayed.items():
             if name in differing:
                 continue
-            own = _torch.local_tensors_of(p for p in modules[name]._parameters.values() if p is not None)
-            delayed = [_te.has_delayed_scale(local) for local in own if _te.is_quantized(local)]
+            locals_ = _torch.local_tensors_of(p for p in modules[name]._parameters.values() if p is not None)
+            delayed = [_te.has_delayed_scale(local) for local in locals_ if _te.is_quantized(local)]
             if delayed and not any(delayed):
                 foreign.append(name)
                 continue
             taken[name] = recipe
             for state in (f"delayed.{name}:scaling_fwd", f"delayed.{name}:scaling_bwd"):
                 keys = f"{state}.scale", f"{state}.amax_history"
-                (scales, _), (history, _) = found = [have.get(key, ((), torch.float32)) for key in keys]
+                (scales, _), (history, _) = kinds = [stored.get(key, ((), torch.float32)) for key in keys]
                 if len(scales) != 1 or tuple(history) != (recipe["amax_history_len"], *scales):
-                    raise CheckpointError(
-                        f"{self.source.source}: {keys[1]}",
-                        expected=f"a history of {recipe['amax_history_len']} steps of as many tensors as have a scale",
-                        got=f"shape {history}",
-                        why="Nothing was loaded",
-                        fix="load an earlier checkpoint: this one is damaged",
-                    )
-                for key, (shape, dtype) in zip(keys, found, strict=True):
+                    steps = recipe["amax_history_len"]
+                    expected = f"a history of {steps} steps of as many tensors as have a scale"
+                    raise damaged_value(f"{self.source.source}: {keys[1]}", expected, f"shape {history}")
+                for key, (shape, dtype) in zip(keys, kinds, strict=True):
                     slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
         if foreign:
             self.notes.append(
@@ -379,7 +375,7 @@ class Filling:
 
     def _restart_delayed(self, loaded: dict[str, Any], copied: list[OwnedTensor]) -> None:
         """Reset delayed-scaling state that was not loaded to that of a new module, with the loaded weights' scales."""
-        keep, restarted = loaded.keys() | self.found.names(), []
+        keep, restarted = loaded.keys() | self.diff.names(), []
         for name, (_, states) in delayed_modules(self.model).items():
             # Includes modules of another format, whose saved state has no meaning for these scales.
             if name not in keep:

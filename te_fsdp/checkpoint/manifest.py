@@ -77,20 +77,20 @@ def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
         for index, item in enumerate(value):
             _check(item, rule[0], f"{where}[{index}]", depth + 1)
     elif isinstance(names := next(iter(rule)), Kind):
-        known: set[str] = set()
+        checked: set[str] = set()
         for name, item in value.items():
             _check(name, names, f"a name in {where}")
             # Most tensors have equal descriptions, which are checked once. Equal texts are equal values in JSON.
             text = repr(item)
-            if text not in known:
+            if text not in checked:
                 _check(item, rule[names], f"{where}.{name}", depth + 1)
-                known.add(text)
+                checked.add(text)
     else:
-        rules = {name.rstrip("?"): one for name, one in rule.items()}
+        rules = {name.rstrip("?"): item_rule for name, item_rule in rule.items()}
         required = [name for name in rule if not name.endswith("?")]
-        odd = [f"no {name!r}" for name in required if name not in value] + sorted(value.keys() - rules)
-        if odd:
-            raise _refuse(where or FILE_NAME, f"the keys {', '.join(required)}", odd)
+        problems = [f"no {name!r}" for name in required if name not in value] + sorted(value.keys() - rules)
+        if problems:
+            raise _refuse(where or FILE_NAME, f"the keys {', '.join(required)}", problems)
         for name, item in value.items():
             _check(item, rules[name], f"{where}.{name}".lstrip("."), depth + 1)
 
@@ -249,12 +249,12 @@ class Manifest:
         body = {name: value for name, value in self.body.items() if name != "files"}
         return f"{_OURS}{self.save_id}-{_digest(json.dumps(body, sort_keys=True).encode())}"
 
-    def check_identity(self, found: str | None) -> None:
+    def check_identity(self, mark: str | None) -> None:
         """Raise DamagedFileError unless this mark in DCP's metadata is of the same save and the same fields."""
-        ours = self.identity if self.save_id else None
-        if found != ours and (ours or is_ours(found)):
+        expected = self.identity if self.save_id else None
+        if mark != expected and (expected or is_ours(mark)):
             raise DamagedFileError(
-                f"it and {FILE_NAME} are not of one save, or {FILE_NAME} was changed: expected {ours}, got {found}"
+                f"it and {FILE_NAME} are not of one save, or {FILE_NAME} was changed: expected {expected}, got {mark}"
             )
 
 
@@ -269,23 +269,23 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options"):
         body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
         lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
-        text = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+        encoded = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
         # Thousands of tensors would make the collector traverse all objects of the process.
         with without_collector():
-            body = json.loads(text)
+            body = json.loads(encoded)
             del body["digest"]
             parse_manifest(body)
             del body
     with synced(path) as file:
-        file.write(text.replace(_NO_DIGEST.encode(), _digest(text).encode(), 1))
+        file.write(encoded.replace(_NO_DIGEST.encode(), _digest(encoded).encode(), 1))
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest; raise CheckpointError if it is unreadable, changed, or of a newer te_fsdp. Local operation."""
     path = directory / FILE_NAME
     with unreadable(path, "manifest"):
-        text = path.read_bytes()
-        body = json.loads(text)
+        encoded = path.read_bytes()
+        body = json.loads(encoded)
         if type(body) is not dict or type(body.get("format_version")) is not int:
             raise InvalidError("no object with a format_version")
         if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
@@ -297,13 +297,13 @@ def read_manifest(directory: Path) -> Manifest:
             )
         # A digest of the text: "1e-5" and "1E-5" are one number, and one of them is damage.
         digest = str(body.pop("digest", None))
-        found = _digest(text.replace(digest.encode(), _NO_DIGEST.encode(), 1))
-        if digest != found:
-            raise InvalidError(f"expected digest {digest!a:.40}, got {found}")
+        computed = _digest(encoded.replace(digest.encode(), _NO_DIGEST.encode(), 1))
+        if digest != computed:
+            raise InvalidError(f"expected digest {digest!a:.40}, got {computed}")
         manifest = parse_manifest(body)
-        others = (DCP_METADATA, INDEX)  # their readers check them
+        exempt = (DCP_METADATA, INDEX)  # their readers check them
         unlisted = [
-            name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others
+            name for name, listed in manifest.files.items() if len(listed) != 3 and name not in exempt
         ]
         if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
             raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
@@ -350,10 +350,10 @@ def save_number(directory: Path) -> int:
     """Return the number of the save from the first lines of its manifest; 0 without one. Local operation."""
     try:
         with (directory / FILE_NAME).open("rb") as file:
-            found = re.search(rb'"number": (\d{1,18}),', file.read(120))
+            match = re.search(rb'"number": (\d{1,18}),', file.read(120))
     except OSError:  # another job has removed it
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
 def check_files(
@@ -369,9 +369,9 @@ def check_files(
     ``names`` selects some of them.
     """
     problems, folder = [], manifest.at(directory)
-    seen = listing(folder)  # one request for a thousand files
+    listed_files = listing(folder)  # one request for a thousand files
     for name in manifest.files if names is None else names:
-        listed, path = manifest.files[name], seen.get(name) or folder / name
+        listed, path = manifest.files[name], listed_files.get(name) or folder / name
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
@@ -414,8 +414,8 @@ def metadata_of(path: Path, manifest: Manifest) -> bytes:
     return data
 
 
-def _digest(text: bytes) -> str:
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 @functools.cache  # called for every tensor

@@ -76,18 +76,18 @@ class JoinedModules(nn.Module):
             yield from part.named_modules(memo, ".".join(filter(None, (prefix, name))), remove_duplicate)
 
 
-def joined_model(given: Any) -> nn.Module:
+def joined_model(models: Any) -> nn.Module:
     """Return a model, models by name, or a rank's stages as one module; CheckpointError for others."""
-    if isinstance(given, nn.Module):
-        return given
+    if isinstance(models, nn.Module):
+        return models
     # A state dict is a mapping too, but not of models.
-    is_named = isinstance(given, Mapping) and not any(
-        isinstance(value, torch.Tensor) for value in given.values()
+    is_named = isinstance(models, Mapping) and not any(
+        isinstance(value, torch.Tensor) for value in models.values()
     )
     if is_named:
-        check_names(given, "model")
+        check_names(models, "model")
     parts = []
-    for name, model in given.items() if is_named else [("", given)]:
+    for name, model in models.items() if is_named else [("", models)]:
         stages = [model] if isinstance(model, nn.Module) else model
         stages = list(stages) if isinstance(stages, Iterable) else []
         if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
@@ -102,14 +102,14 @@ def joined_model(given: Any) -> nn.Module:
     return parts[0][1] if len(parts) == 1 and not is_named else JoinedModules(parts)
 
 
-def check_names(given: Mapping[Any, Any], what: str) -> None:
+def check_names(given: Mapping[Any, Any], noun: str) -> None:
     """Raise CheckpointError for models or optimizers by names that the files cannot have."""
-    odd = [name for name in given if type(name) is not str or not name or set(name) & {".", "=", ",", "/"}]
-    if odd or not given:
+    invalid = [n for n in given if type(n) is not str or not n or set(n) & {".", "=", ",", "/"}]
+    if invalid or not given:
         raise CheckpointError(
-            f"checkpoint: {what}s by name",
-            expected=f'a dict of {what}s, whose names have none of . = , / in them, such as {{"actor": ...}}',
-            got=", ".join(map(repr, odd)) or "an empty dict",
+            f"checkpoint: {noun}s by name",
+            expected=f'a dict of {noun}s, whose names have none of . = , / in them, such as {{"actor": ...}}',
+            got=", ".join(map(repr, invalid)) or "an empty dict",
             fix="give each a short name, the same at each save and load",
         )
 
@@ -206,10 +206,10 @@ class OwnedTensor:
         total, *original = info.original_shape
         found = []
         for box in info.boxes:
-            one = Box(box.original[1:], box.local[1:], box.sizes[1:])
+            expert_box = Box(box.original[1:], box.local[1:], box.sizes[1:])
             for index in range(box.sizes[0]):
                 place = ExpertPlace(box.original[0] + index, total)
-                found.append(OwnedPart(place, box.local[0] + index, (one,), tuple(original)))
+                found.append(OwnedPart(place, box.local[0] + index, (expert_box,), tuple(original)))
         return found
 
 
@@ -228,19 +228,19 @@ def owned_parameters(model: nn.Module) -> list[OwnedTensor]:
 
 def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[OwnedTensor]:
     """Return every parameter, or persistent buffer, once, under its first name. Local operation."""
-    found: dict[int, OwnedTensor] = {}
+    tensors: dict[int, OwnedTensor] = {}
     for prefix, module in model.named_modules():
         for name, tensor in getattr(module, kind).items():
             # A tied parameter is stored once, under its first name.
-            if tensor is None or id(tensor) in found:
+            if tensor is None or id(tensor) in tensors:
                 continue
             # Files do not have the parts that torch.compile and activation checkpointing insert into names.
             fqn = _torch.without_wrappers(f"{prefix}.{name}")
             if kind == "_parameters":
-                found[id(tensor)] = OwnedTensor(fqn, module, name, tensor, _place_of(module, name))
+                tensors[id(tensor)] = OwnedTensor(fqn, module, name, tensor, _place_of(module, name))
             elif _torch.is_persistent(module, name):
-                found[id(tensor)] = OwnedTensor(fqn, module, name, tensor)
-    return list(found.values())
+                tensors[id(tensor)] = OwnedTensor(fqn, module, name, tensor)
+    return list(tensors.values())
 
 
 def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
@@ -337,7 +337,8 @@ def model_state(
 def _add_parameter(
     state: ModelState, owned: OwnedTensor, layout: Layout | None, may_cut_blocks: bool
 ) -> None:
-    local, name, shape = owned.local, owned.key, owned.info.original_shape
+    local: Any = owned.local
+    name, shape = owned.key, owned.info.original_shape
     is_grouped = owned.expert is not None or owned.is_grouped
     described: dict[str, Any] = {
         "shape": [*shape] if owned.expert is None else [owned.expert.total, *shape],
@@ -349,25 +350,28 @@ def _add_parameter(
     if not _te.is_quantized(local):
         entries[f"model.{name}"] = owned.entry(local)
     else:
-        one: Any = owned.local
+        weight = local
         if owned.is_grouped:
-            held = one.experts
-            if not held:  # a rank without experts has none to describe
-                shape = (1, *owned.info.original_shape[1:])
-                held = empty_experts(shape, _te.quantizer_of(one), one.dtype, one.device).experts
-            one = held[0]
-        names = sorted(component.name for component in components_of(one, owned.fqn))
-        text = describe_format(one, owned.fqn)
-        assert text is not None
-        needed_components(text, names, owned.fqn)  # raises for values whose bytes are not saved
-        described |= {"format": text, "components": names}
+            # A rank without experts has none to describe.
+            empty = (1, *shape[1:]), _te.quantizer_of(local), local.dtype, local.device
+            weight = (local.experts or empty_experts(*empty).experts)[0]
+        names = sorted(component.name for component in components_of(weight, owned.fqn))
+        format_ = describe_format(weight, owned.fqn)
+        assert format_ is not None
+        needed_components(format_, names, owned.fqn)  # raises for values whose bytes are not saved
+        described |= {"format": format_, "components": names}
         try:
-            # A load may convert such a weight through high precision. A save has no form for half a block.
-            entries = _quantized_entries(owned)
+            for part in owned.parts():
+                weight = local if part.index is None else local.experts[part.index]
+                for component in components_of(weight, owned.fqn):
+                    entry = as_grouped_entry(component_entry(component, part, owned.fqn), part.place)
+                    add_entry(entries, f"model.{name}:{component.name}", entry)
         except PlacementError:
+            # A load may convert such a weight through high precision. A save has no form for half a block.
             if not may_cut_blocks:
                 raise
             state.cut_blocks.add(name)
+            entries = {}
     for key, entry in entries.items():
         add_entry(state.entries, key, entry)
     state.keys[name] = list(entries)
@@ -382,17 +386,6 @@ def _add_parameter(
             why="A checkpoint holds the weights of all experts of a layer as one tensor",
             fix="build all experts of one layer with the same options",
         )
-
-
-def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:
-    """Return entries of a quantized parameter's components, views of its buffers; PlacementError for cut blocks."""
-    entries: dict[str, Entry] = {}
-    local: Any = owned.local
-    for part in owned.parts():
-        for component in components_of(local if part.index is None else local.experts[part.index], owned.fqn):
-            entry = as_grouped_entry(component_entry(component, part, owned.fqn), part.place)
-            add_entry(entries, f"model.{owned.key}:{component.name}", entry)
-    return entries
 
 
 def component_entry(component: Component, part: OwnedPart, label: str) -> Entry:
@@ -410,7 +403,7 @@ def component_entry(component: Component, part: OwnedPart, label: str) -> Entry:
 def delayed_modules(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     """Return the modules with delayed scaling's state, and the state, by name. Local operation."""
     states = ((name, m, _te.delayed_states(m)) for name, m in model.named_modules())
-    return {_torch.without_wrappers(name): (m, found) for name, m, found in states if found is not None}
+    return {_torch.without_wrappers(name): (m, state) for name, m, state in states if state is not None}
 
 
 def of_all_gemms(module: nn.Module, recipe: dict[str, Any]) -> dict[str, Any]:
@@ -437,8 +430,8 @@ def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry
     modules, entries = modules_of(model), {}
     for name, recipe in described.items():
         module, experts = modules[name], local_experts(modules[name])
-        own = recipe if experts is None else {**recipe, "num_gemms": experts.count}
-        entries |= dict(_delayed_entries(name, module, _te_modules.make_delayed_states(module, own)))
+        local_recipe = recipe if experts is None else {**recipe, "num_gemms": experts.count}
+        entries |= dict(_delayed_entries(name, module, _te_modules.make_delayed_states(module, local_recipe)))
     return entries
 
 
@@ -446,13 +439,13 @@ def _delayed_entries(name: str, module: nn.Module, states: dict[str, Any]) -> It
     """Yield a module's scales ``(tensors,)`` and histories ``(steps, tensors)``, or its experts' part of them."""
     experts = local_experts(module) or ExpertRange(0, 1, 1)
     for key, state in states.items():
-        for what in ("scale", "amax_history"):
-            tensor = getattr(state, what).detach()
+        for attribute in ("scale", "amax_history"):
+            tensor = getattr(state, attribute).detach()
             # A module has the scales of all its GEMMs in one tensor. Those of an expert are adjacent in it.
-            each = tensor.shape[-1] // experts.count
-            shape = (*tensor.shape[:-1], each * experts.total)
-            at = (0,) * (tensor.ndim - 1) + (each * experts.first,)
-            yield f"delayed.{name}:{key}.{what}", Entry(shape, tensor.dtype, (Piece(at, tensor),))
+            per_expert = tensor.shape[-1] // experts.count
+            shape = (*tensor.shape[:-1], per_expert * experts.total)
+            offsets = (0,) * (tensor.ndim - 1) + (per_expert * experts.first,)
+            yield f"delayed.{name}:{key}.{attribute}", Entry(shape, tensor.dtype, (Piece(offsets, tensor),))
 
 
 def share_newest_amax(entries: dict[str, Entry], mesh: DeviceMesh | None = None) -> None:
@@ -468,9 +461,9 @@ def share_newest_amax(entries: dict[str, Entry], mesh: DeviceMesh | None = None)
     # Amaxes are not negative, so zeros are neutral for the experts of other ranks.
     newest = pieces[0].tensor.new_zeros(sum(entry.shape[1] for entry in histories))
     rows = newest.split([entry.shape[1] for entry in histories])
-    own = [row.narrow(0, p.offsets[1], p.tensor.shape[1]) for row, p in zip(rows, pieces, strict=True)]
-    for row, piece in zip(own, pieces, strict=True):
+    own_parts = [row.narrow(0, p.offsets[1], p.tensor.shape[1]) for row, p in zip(rows, pieces, strict=True)]
+    for row, piece in zip(own_parts, pieces, strict=True):
         row.copy_(piece.tensor[0])
     maximum(newest, mesh)
-    for row, piece in zip(own, pieces, strict=True):
+    for row, piece in zip(own_parts, pieces, strict=True):
         piece.tensor[0] = row

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from te_fsdp.checkpoint.compare import GROUPS, WHOLE_OPTIMIZER, Differences
+from te_fsdp.checkpoint.compare import GROUPS, Differences
 from te_fsdp.checkpoint.extra import decode, encode_numbers
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import OwnedTensor, check_names
@@ -54,15 +54,16 @@ def parts_of(optimizer: Any) -> Parts:
         require_optimizer(optimizer, "checkpoint: model, optimizer")
         return {"": unwrap_optimizer(optimizer)}
     check_names(optimizer, "optimizer")
-    for name, one in optimizer.items():
-        require_optimizer(one, f"checkpoint: model, optimizer {name!r}")
-    return {name: unwrap_optimizer(one) for name, one in optimizer.items()}
+    for name, value in optimizer.items():
+        require_optimizer(value, f"checkpoint: model, optimizer {name!r}")
+    return {name: unwrap_optimizer(value) for name, value in optimizer.items()}
 
 
 def class_of(parts: Parts) -> str:
     """Return what the manifest has as the class: that of one optimizer, or names and classes of several."""
     return ", ".join(
-        f"{name}={type(one).__name__}" if name else type(one).__name__ for name, one in parts.items()
+        f"{name}={type(optimizer).__name__}" if name else type(optimizer).__name__
+        for name, optimizer in parts.items()
     )
 
 
@@ -93,10 +94,10 @@ class OptimizerState:
                 add_entry(self.entries, f"optimizer.state.{name}.{key}", entry)
 
 
-def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
+def join_ranks_experts(by_rank: list[dict[str, States]]) -> dict[str, States]:
     """Return the states of all ranks' experts; raise CheckpointError for different kinds in one layer."""
     joined: dict[str, States] = {}
-    for experts in seen:
+    for experts in by_rank:
         for name, states in experts.items():
             join_experts(joined.setdefault(name, {}), states, name)
     return {name: joined[name] for name in sorted(joined)}
@@ -107,8 +108,8 @@ def optimizer_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor
 
     Raise CheckpointError for state without a place in the original parameter, and for a parameter of two optimizers.
     """
-    found, holders = OptimizerState({"state": {}, "class": class_of(parts)}, {}), dict[str, str]()
-    states: dict[str, States] = found.described["state"]
+    result, holders = OptimizerState({"state": {}, "class": class_of(parts)}, {}), dict[str, str]()
+    states: dict[str, States] = result.described["state"]
     for name, optimizer in parts.items():
         check_optimizer(model, optimizer)
         check_scaled_state(optimizer)
@@ -124,8 +125,8 @@ def optimizer_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor
                     fix="give the parameter, or all experts of a layer, to one of them",
                 )
         for parameter, state in optimizer.state.items():
-            one = owned.get(id(parameter))
-            if one is None:
+            target = owned.get(id(parameter))
+            if target is None:
                 raise CheckpointError(
                     f"{type(optimizer).__name__}: state of a parameter that the model does not have",
                     expected="state of the model's parameters",
@@ -136,16 +137,16 @@ def optimizer_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor
             for key, value in state.items():
                 if value is None:
                     continue
-                label = f"optimizer.state.{one.key}.{key}"
-                described, entry = describe_state(label, value, one)
-                if one.expert is None:
-                    states.setdefault(one.key, {})[key] = described
+                label = f"optimizer.state.{target.key}.{key}"
+                described, entry = describe_state(label, value, target)
+                if target.expert is None:
+                    states.setdefault(target.key, {})[key] = described
                 else:
-                    described = of_all_experts(described, one.expert, one.info.original_shape)
-                    join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
+                    described = of_all_experts(described, target.expert, target.info.original_shape)
+                    join_experts(result.experts.setdefault(target.key, {}), {key: described}, target.key)
                 if entry is not None:
-                    add_entry(found.entries, label, as_grouped_entry(entry, one.expert))
-    return found
+                    add_entry(result.entries, label, as_grouped_entry(entry, target.expert))
+    return result
 
 
 def describe_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]:
@@ -155,23 +156,25 @@ def describe_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]
     CheckpointError for options that cannot be stored, and for experts of one layer in several groups.
     """
     groups: list[dict[str, Any]] = []
-    for of, optimizer in parts.items():
-        where: dict[str, int] = {}
+    for label, optimizer in parts.items():
+        group_of: dict[str, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             encoded = encode_numbers(
                 options, f"optimizer.param_groups[{index}]"
             )  # lr and betas may be tensors
-            own = list(dict.fromkeys(names[id(p)] for p in group["params"]))
-            torn = [name for name in own if where.setdefault(name, index) != index]
-            if torn:
+            parameters = list(dict.fromkeys(names[id(p)] for p in group["params"]))
+            divided = [name for name in parameters if group_of.setdefault(name, index) != index]
+            if divided:
                 raise CheckpointError(
-                    f"optimizer: experts of {torn[0]} in the groups {where[torn[0]]} and {index}",
+                    f"optimizer: experts of {divided[0]} in the groups {group_of[divided[0]]} and {index}",
                     expected="all experts of a layer in one group",
                     why="A checkpoint holds the weights of all experts as one tensor",
                     fix="give them one group",
                 )
-            groups.append({"parameters": own, "options": encoded} | ({"optimizer": of} if of else {}))
+            groups.append(
+                {"parameters": parameters, "options": encoded} | ({"optimizer": label} if label else {})
+            )
     return groups
 
 
@@ -183,16 +186,16 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
     """
     if not isinstance(value, torch.Tensor):
         return {"value": encode_numbers(value, key)}, None
-    local, whole = _torch.local_of(value), owned.parameter.shape
+    local, full_shape = _torch.local_of(value), owned.parameter.shape
     described: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
     # The step count. A parameter with one element has state of that shape, too, which is its own.
-    if value.numel() == 1 and value.ndim <= 1 and value.shape != whole:
+    if value.numel() == 1 and value.ndim <= 1 and value.shape != full_shape:
         return described, whole_entry(local)
-    if value.shape != whole or _te.is_quantized(local):
+    if value.shape != full_shape or _te.is_quantized(local):
         format_ = f" in {_te.format_of(local)}" if _te.is_quantized(local) else ""
         raise CheckpointError(
             f"{key}: state without a known place in the parameter",
-            expected=f"a scalar, or high precision of shape {tuple(whole)}",
+            expected=f"a scalar, or high precision of shape {tuple(full_shape)}",
             got=f"shape {tuple(value.shape)}{format_}",
             fix="use an optimizer whose state is element by element (AdamW, SGD, FusedAdam without uint8)",
         )
@@ -232,101 +235,95 @@ def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if set(names) <= {""}:
         return {"": saved}
     # The manifest has one class for all, such as "muon=Muon, adam=AdamW".
-    classes = dict(one.split("=", 1) for one in saved["class"].split(", "))
-    found = {}
+    classes = dict(item.split("=", 1) for item in saved["class"].split(", "))
+    result = {}
     for name in names:
         groups = [group for group in saved["groups"] if group.get("optimizer", "") == name]
-        own = {parameter for group in groups for parameter in group["parameters"]}
-        state = {key: states for key, states in saved["state"].items() if key in own}
-        found[name] = {"class": classes.get(name, ""), "groups": groups, "state": state}
-    return found
+        parameters = {parameter for group in groups for parameter in group["parameters"]}
+        state = {key: states for key, states in saved["state"].items() if key in parameters}
+        result[name] = {"class": classes.get(name, ""), "groups": groups, "state": state}
+    return result
 
 
 def compare_optimizers(
-    found: Differences,
+    diff: Differences,
     model: nn.Module,
     parts: Parts,
     saved: dict[str, Any] | None,
     owned: dict[int, OwnedTensor],
 ) -> None:
     """Add the differences between saved optimizers and these. Local operation; changes nothing."""
-    for one in parts.values():
-        check_optimizer(model, one)
-        check_scaled_state(one)
+    for optimizer in parts.values():
+        check_optimizer(model, optimizer)
+        check_scaled_state(optimizer)
     if saved is None:
-        found.optimizer["optimizer: none in the checkpoint", WHOLE_OPTIMIZER] = None
+        diff.add_optimizer("optimizer: none in the checkpoint")
         return
-    there = split(saved)
+    saved_parts = split(saved)
     # Without names on one side, optimizers cannot be matched.
-    if ("" in there) != ("" in parts):
-        shown = [shorten([*names]) if "" not in names else "one without a name" for names in (there, parts)]
-        found.optimizer[f"optimizer: saved {shown[0]}, here {shown[1]}", WHOLE_OPTIMIZER] = None
+    if ("" in saved_parts) != ("" in parts):
+        names = [shorten([*p]) if "" not in p else "one without a name" for p in (saved_parts, parts)]
+        diff.add_optimizer(f"optimizer: saved {names[0]}, here {names[1]}")
         return
-    for name in sorted(there.keys() | parts.keys()):
-        if name in there and name in parts:
-            # Collected separately, so that each text can begin with the name of the optimizer.
-            own = Differences()
-            compare_optimizer(own, parts[name], there[name], owned)
-            found.optimizer |= {(f"{name}: {text}" if name else text, of): None for text, of in own.optimizer}
-            found.converted |= own.converted
-            continue
-        if name in there:
-            where, keys = "only", {key for group in there[name]["groups"] for key in group["parameters"]}
-        else:
-            groups = parts[name].param_groups
-            where, keys = "not", {owned[id(p)].key for group in groups for p in group["params"]}
-        for key in sorted(keys):
-            found.optimizer[f"optimizer {name!r} is {where} in the checkpoint", key] = None
+    for name in sorted(saved_parts.keys() & parts.keys()):
+        # Collected separately, so that each text can begin with the name of the optimizer.
+        part_diff = Differences()
+        compare_optimizer(part_diff, parts[name], saved_parts[name], owned)
+        for text, parameter in part_diff.optimizer:
+            diff.add_optimizer(f"{name}: {text}" if name else text, parameter)
+        diff.converted |= part_diff.converted
+    for name in sorted(saved_parts.keys() - parts.keys()):
+        for key in sorted({key for group in saved_parts[name]["groups"] for key in group["parameters"]}):
+            diff.add_optimizer(f"optimizer {name!r} is only in the checkpoint", key)
+    for name in sorted(parts.keys() - saved_parts.keys()):
+        for key in sorted({owned[id(p)].key for group in parts[name].param_groups for p in group["params"]}):
+            diff.add_optimizer(f"optimizer {name!r} is not in the checkpoint", key)
 
 
 def compare_optimizer(
-    found: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor]
+    diff: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor]
 ) -> None:
     """Add the differences between a saved optimizer and this one. Local operation; changes nothing."""
-    name = type(optimizer).__name__
+    kind = type(optimizer).__name__
     # Different classes may still have equal state, so the comparison goes on and reports all differences.
-    if saved["class"] != name:
-        found.optimizer[f"optimizer: saved {saved['class']}, this one is {name}", WHOLE_OPTIMIZER] = None
-    here = [{owned[id(p)].key for p in group["params"]} for group in optimizer.param_groups]
-    there = [set(group["parameters"]) for group in saved["groups"]]
-    if len(here) != len(there):
-        found.optimizer[f"optimizer: {len(there)} groups saved, here {len(here)}", GROUPS] = None
+    if saved["class"] != kind:
+        diff.add_optimizer(f"optimizer: saved {saved['class']}, this one is {kind}")
+    groups = [{owned[id(p)].key for p in group["params"]} for group in optimizer.param_groups]
+    saved_groups = [set(group["parameters"]) for group in saved["groups"]]
+    if len(groups) != len(saved_groups):
+        diff.add_optimizer(f"optimizer: {len(saved_groups)} groups saved, here {len(groups)}", GROUPS)
         # Groups cannot be paired then, but missing parameters are still reported.
-        here, there = [set().union(*here)], [set().union(*there)]
-    for index, (now, then) in enumerate(zip(here, there, strict=True)):
+        groups, saved_groups = [set().union(*groups)], [set().union(*saved_groups)]
+    for index, (current, before) in enumerate(zip(groups, saved_groups, strict=True)):
         # By name: the order of parameters may differ between versions of a script.
-        for verb, which in ("missing in", now - then), ("only in", then - now):
-            for parameter in sorted(which):
-                text = f"optimizer group {index}: {len(which)} {verb} the checkpoint"
-                found.optimizer[text, parameter] = None
-    for one in owned.values():
-        states = _own_states(saved, one)
-        if states:
-            name, shapes = one.key, ((), (1,), one.info.original_shape)
-            expected = _expected_dtypes(optimizer, one.parameter, states)
-            # The parameter's first step, which allocates the moments, came after the save.
-            if states.keys() == {MAIN}:
-                expected = {key: dtype for key, dtype in expected.items() if key == MAIN}
-            for key in sorted(states.keys() ^ expected.keys()):
-                where = "only in the checkpoint" if key in states else "not in the checkpoint"
-                if key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
-                    found.optimizer[f"optimizer state {key!r} is {where}", name] = None
+        for verb, names in ("missing in", current - before), ("only in", before - current):
+            for name in sorted(names):
+                diff.add_optimizer(f"optimizer group {index}: {len(names)} {verb} the checkpoint", name)
+    for target in owned.values():
+        name, states = target.key, _own_states(saved, target)
+        expected = _expected_dtypes(optimizer, target.parameter, states) if states else {}
+        # The parameter's first step, which allocates the moments, came after the save.
+        if states.keys() == {MAIN}:
+            expected = {key: dtype for key, dtype in expected.items() if key == MAIN}
+        for key in sorted(states.keys() ^ expected.keys()):
+            where = "only in the checkpoint" if key in states else "not in the checkpoint"
+            if key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
+                diff.add_optimizer(f"optimizer state {key!r} is {where}", name)
+            else:
+                result = "left out" if key in states else "made from the loaded weights"
+                diff.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {result}"
+        for key, described in states.items():
+            if "dtype" not in described:
+                continue
+            label, dtype, wanted = f"optimizer state {key!r}", described["dtype"], expected.get(key)
+            if wanted is not None and dtype != wanted:
+                if all(getattr(torch, d).is_floating_point for d in (dtype, wanted)):
+                    diff.converted[f"optimizer.state.{name}.{key}"] = f"{dtype} -> {wanted}"
                 else:
-                    made = "left out" if key in states else "made from the loaded weights"
-                    found.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {made}"
-            for key, described in states.items():
-                dtype, wanted = described.get("dtype"), expected.get(key)
-                if dtype is None:
-                    continue
-                if wanted is not None and dtype != wanted:
-                    if all(getattr(torch, d).is_floating_point for d in (dtype, wanted)):
-                        found.converted[f"optimizer.state.{name}.{key}"] = f"{dtype} -> {wanted}"
-                    else:
-                        text = f"optimizer state {key!r}: saved {dtype}, this optimizer keeps {wanted}"
-                        found.optimizer[text, name] = None
-                shape = tuple(described["shape"])
-                if shape not in shapes:
-                    found.optimizer[f"optimizer state {key!r}: saved shape {shape}", name] = None
+                    diff.add_optimizer(f"{label}: saved {dtype}, this optimizer keeps {wanted}", name)
+            shape = tuple(described["shape"])
+            if shape not in ((), (1,), target.info.original_shape):
+                diff.add_optimizer(f"{label}: saved shape {shape}", name)
 
 
 def _own_states(saved: dict[str, Any], owned: OwnedTensor) -> States:
@@ -362,31 +359,31 @@ def prepare_loading(
     saved: dict[str, Any],
     weights: dict[str, dict[str, Any]],
     owned: dict[int, OwnedTensor],
-    leave: set[str],
+    excluded: set[str],
 ) -> tuple[dict[str, Entry], set[str]]:
     """Allocate missing state of an optimizer that was compared as saved, and drop other state. Local operation.
 
-    No step is made. ``weights`` are the saved parameters. The state of the tensors in ``leave`` stays. Return entries
-    of the live state tensors, still to be filled, and the names of the parameters with a main weight among them.
+    No step is made. ``weights`` are the saved parameters. The state of the tensors in ``excluded`` stays. Return
+    entries of the live state tensors, still to be filled, and the names of the parameters with a main weight in them.
     """
     entries: dict[str, Entry] = {}
     mains: set[str] = set()
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        one = owned[id(parameter)]
-        if one.key in leave:
+        target = owned[id(parameter)]
+        if target.key in excluded:
             continue
-        states = _own_states(saved, one)
+        states = _own_states(saved, target)
         if not states:
             state = optimizer.state.pop(parameter, {})
             # Keep the main weight of an optimizer that cannot initialize it, to set it later.
             if MAIN in state and not hasattr(optimizer, "initialize_state"):
                 optimizer.state[parameter][MAIN] = state[MAIN]
             continue
-        fresh = _fresh_state(optimizer, one, states, weights[one.key]["dtype"])
-        mains |= {one.fqn} if MAIN in fresh else set()
+        fresh = _fresh_state(optimizer, target, states, weights[target.key]["dtype"])
+        mains |= {target.fqn} if MAIN in fresh else set()
         for key, value in fresh.items():
-            label = f"optimizer.state.{one.key}.{key}"
-            entry = describe_state(label, value, one)[1]
+            label = f"optimizer.state.{target.key}.{key}"
+            entry = describe_state(label, value, target)[1]
             if entry is not None:
                 add_entry(entries, label, as_grouped_entry(entry, states[key].get("at")))
     return entries, mains
@@ -396,7 +393,7 @@ def _fresh_state(
     optimizer: Optimizer, owned: OwnedTensor, states: States, weight_dtype: str
 ) -> dict[str, Any]:
     """Give a parameter, whose weight was saved in a dtype, the described state, with memory still to be filled."""
-    parameter, whole = owned.parameter, owned.info.original_shape
+    parameter, full_shape = owned.parameter, owned.info.original_shape
     expected = _expected_dtypes(optimizer, parameter, states)
     # It allocates state in TE's own dtypes and scales, which differ from the parameter's.
     initialize_fused_adam(optimizer, parameter)
@@ -409,7 +406,7 @@ def _fresh_state(
             fresh[key] = decode(described["value"], {})
             continue
         shape, dtype = tuple(described["shape"]), expected[key] or described["dtype"]
-        if shape == whole:
+        if shape == full_shape:
             if expected[key] is None and dtype == weight_dtype and key != "step":
                 # torch's optimizers keep state in the dtype of what they update: the main weight, or the weight.
                 updated = present.get(MAIN)
@@ -417,10 +414,10 @@ def _fresh_state(
             shape = tuple(parameter.shape)
         fresh[key] = _slot(optimizer, parameter, present.get(key), shape, getattr(torch, dtype))
     # A main weight that the checkpoint lacks is set later from the loaded weight.
-    kept = {k: v for k, v in present.items() if k == MAIN and k not in fresh and k not in states}
+    unsaved_main = {k: v for k, v in present.items() if k == MAIN and k not in fresh and k not in states}
     # Cleared, not merged: state that the checkpoint lacks belongs to steps after the save.
     present.clear()
-    present.update(fresh | kept)
+    present.update(fresh | unsaved_main)
     return fresh
 
 
@@ -461,12 +458,12 @@ def restore_groups(
     ``loaded`` are the tensors whose state was loaded. Return the groups whose options were left: their loaded
     parameters are from several saved groups, or from none.
     """
-    where = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
+    index_of = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
     # Frozen groups have no loaded parameters. With equal numbers they are still paired by position.
     same_number = len(saved["groups"]) == len(optimizer.param_groups)
-    left = []
+    unchanged = []
     for index, group in enumerate(optimizer.param_groups):
-        sources = {where[name] for name in {owned[id(p)].key for p in group["params"]} & loaded}
+        sources = {index_of[name] for name in {owned[id(p)].key for p in group["params"]} & loaded}
         if same_number and sources <= {index}:
             sources = {index}
         if len(sources) == 1:
@@ -477,7 +474,7 @@ def restore_groups(
             for key, value in options.items():
                 group[key] = _restored(group.get(key), value)
         else:
-            left.append(index)
+            unchanged.append(index)
         # These options, which may be from the checkpoint, need "step" on the device: torch's rule. Other kernels accept
         # it on both.
         if not (group.get("capturable") or group.get("fused")):
@@ -487,4 +484,4 @@ def restore_groups(
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != parameter.shape:
                     state[key] = value.to(parameter.device)
-    return left
+    return unchanged

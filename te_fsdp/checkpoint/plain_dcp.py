@@ -17,7 +17,7 @@ import torch
 from te_fsdp.boxed_dtensor import ORIGINAL_ORDER
 from te_fsdp.checkpoint.directory import damaged, why_no_checkpoint
 from te_fsdp.checkpoint.index import Index, files_in, read_metadata
-from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Lazy, Piece, Stack, dequantized
+from te_fsdp.checkpoint.lazy_tensors import Chunked, DcpRecord, InMemory, Lazy, Stack, dequantized
 from te_fsdp.checkpoint.manifest import DCP_METADATA, is_ours, unreadable
 from te_fsdp.checkpoint.shard_files import frame_of
 from te_fsdp.checkpoint.storage import listing
@@ -46,9 +46,9 @@ class DcpContents:
     """Contents of a plain DCP directory, by key."""
 
     tensors: dict[str, Lazy]
-    others: dict[str, Piece]  #: Pickled objects
+    others: dict[str, DcpRecord]  #: Pickled objects
     paths: dict[str, tuple[Any, ...]]  #: Location in the nested dict, for keys that DCP flattened
-    records: list[Piece]  #: All records of the directory's files
+    records: list[DcpRecord]  #: All records of the directory's files
 
 
 def open_dcp(path: Path, *, needs_paths: bool = False) -> DcpContents:
@@ -58,37 +58,37 @@ def open_dcp(path: Path, *, needs_paths: bool = False) -> DcpContents:
     for metadata that does not record the location of each key in the nested dict.
     """
     metadata = read_metadata(path)
-    keys, known = metadata.state_dict_metadata.keys(), metadata.planner_data
-    has_paths = bool(keys) and isinstance(known, dict) and keys <= known.keys()
+    keys, planner_data = metadata.state_dict_metadata.keys(), metadata.planner_data
+    has_paths = bool(keys) and isinstance(planner_data, dict) and keys <= planner_data.keys()
     if is_ours(getattr(metadata.storage_meta, "save_id", None)) or (needs_paths and not has_paths):
         raise why_no_checkpoint(path)
     file_of = files_in(path)
-    records: dict[str, list[Piece]] = {}
+    records: dict[str, list[DcpRecord]] = {}
     ends: dict[str, int] = {}
     with unreadable(path, DCP_METADATA):
-        order = lambda item: (item[1].relative_path, item[1].offset, item[1].length)  # noqa: E731
+        file_order = lambda item: (item[1].relative_path, item[1].offset, item[1].length)  # noqa: E731
         # In the order of the files, in which records that overlap are neighbors.
-        for index, place in sorted(metadata.storage_data.items(), key=order):
-            name, begin = place.relative_path, place.offset
-            if begin < ends.get(name, 0) or place.length <= 0:
-                what = f"no {place.length} bytes of its own at byte {begin} of {name}"
-                raise ValueError(f"{index.fqn}: {what}; is another piece stored there (safetensors?)")
-            ends[name] = begin + place.length
-            records.setdefault(index.fqn, []).append(Piece(file_of(name), index.fqn, begin, place.length))
+        for index, info in sorted(metadata.storage_data.items(), key=file_order):
+            name, begin = info.relative_path, info.offset
+            if begin < ends.get(name, 0) or info.length <= 0:
+                reason = f"no {info.length} bytes of its own at byte {begin} of {name}"
+                raise ValueError(f"{index.fqn}: {reason}; is another piece stored there (safetensors?)")
+            ends[name] = begin + info.length
+            records.setdefault(index.fqn, []).append(DcpRecord(file_of(name), index.fqn, begin, info.length))
         found = Index.of(metadata)
-        others = {k: records[k][0] for k in metadata.state_dict_metadata if k not in found.tensors}
+        objects = {k: records[k][0] for k in metadata.state_dict_metadata if k not in found.tensors}
         paths, described = dict(metadata.planner_data or {}), metadata.state_dict_metadata.keys()
         for key in (records.keys() - described) | (described - paths.keys() if paths else set()):
             raise ValueError(f"the description of {key} is incomplete")
         for key in (key for key, path in paths.items() if key != ".".join(map(str, path))):
             raise ValueError(f"the path of {key} is {paths[key]}")  # DCP joins the path into the key
     problems, seen = [], listing(path)
-    for name, end in sorted(ends.items()):
+    for name, needed in sorted(ends.items()):
         file = seen.get(name) or path / name
         if name not in seen and not file.is_file():
             problems.append(f"{name} is missing")
-        elif (size := file.stat().st_size) < end:
-            problems.append(f"{name}: expected {end} bytes, got {size}")
+        elif (size := file.stat().st_size) < needed:
+            problems.append(f"{name}: expected {needed} bytes, got {size}")
     damaged(path, problems)
     tensors = tensors_of(path, found, check=True)
     # te_fsdp's DTensors record the order of their rows as a memory format, which DCP writes and does not use.
@@ -96,7 +96,7 @@ def open_dcp(path: Path, *, needs_paths: bool = False) -> DcpContents:
         properties = getattr(metadata.state_dict_metadata[key], "properties", None)
         if isinstance(tensor, Chunked) and getattr(properties, "memory_format", None) is ORIGINAL_ORDER:
             tensor.in_original_order = True
-    return DcpContents(tensors, others, paths, [*chain.from_iterable(records.values())])
+    return DcpContents(tensors, objects, paths, [*chain.from_iterable(records.values())])
 
 
 def tensors_of(path: Path, index: Index, *, check: bool = False) -> dict[str, Lazy]:
@@ -111,9 +111,9 @@ def tensors_of(path: Path, index: Index, *, check: bool = False) -> dict[str, La
             (shape, dtype), chunks = index.tensors[key], []
             for number, begin, length, *box in rows.tolist():
                 # Nothing is read here. A piece opens its file only when its values are needed.
-                at, sizes = tuple(box[: len(shape)]), tuple(box[len(shape) :])
-                piece = Piece(file_of(index.files[number]), key, begin, length, sizes, dtype, check)
-                chunks.append((at, piece))
+                offsets, sizes = tuple(box[: len(shape)]), tuple(box[len(shape) :])
+                piece = DcpRecord(file_of(index.files[number]), key, begin, length, sizes, dtype, check)
+                chunks.append((offsets, piece))
             tensors[key] = Chunked(key, shape, dtype, chunks)
     return tensors
 
@@ -133,10 +133,10 @@ def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
     """
     if has_original_order(tensors):
         return set()
-    cut = {key: tensor.chunks for key, tensor in tensors.items() if isinstance(tensor, Chunked)}
-    if not any(any(offsets[1:]) for chunks in cut.values() for offsets, _ in chunks):
+    chunks_by_key = {key: tensor.chunks for key, tensor in tensors.items() if isinstance(tensor, Chunked)}
+    if not any(any(offsets[1:]) for chunks in chunks_by_key.values() for offsets, _ in chunks):
         return set()
-    return {key for key, chunks in cut.items() if len({offsets[:1] for offsets, _ in chunks}) > 1}
+    return {key for key, chunks in chunks_by_key.items() if len({offsets[:1] for offsets, _ in chunks}) > 1}
 
 
 # -------------------------------------------------------------------------------------------- quantized weights
@@ -156,14 +156,14 @@ class Quantized:
         return dequantized(key, self.shape, torch.float32, self.format, self.components)
 
 
-def as_lazy(found: torch.Tensor, key: str) -> Any:
+def as_lazy(tensor: torch.Tensor, key: str) -> Any:
     """Return a loaded tensor as a lazy one, or the components of one of TE's; any other subclass unchanged."""
-    if not _te.is_quantized(found):
-        is_plain = type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout == torch.strided
-        return InMemory(found.detach().resolve_conj().resolve_neg()) if is_plain else found
+    if not _te.is_quantized(tensor):
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        return InMemory(tensor.detach().resolve_conj().resolve_neg()) if is_plain else tensor
     try:
-        components: dict[str, Lazy] = {c.name: InMemory(c.tensor) for c in components_of(found, key)}
-        return Quantized(describe_format(found, key) or "", found.dtype, tuple(found.shape), components)
+        components: dict[str, Lazy] = {c.name: InMemory(c.tensor) for c in components_of(tensor, key)}
+        return Quantized(describe_format(tensor, key) or "", tensor.dtype, tuple(tensor.shape), components)
     except PlacementError as error:
         raise CheckpointError(str(error)) from error
 
@@ -185,16 +185,16 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
     # Replace each record of a quantized tensor by the tensor. Plain records are not read.
     parts: list[_Part] = []
     plain = set[tuple[Any, int]]()  # records of another release of torch: one of each length is read
-    for at, piece in tensor.chunks:
-        parts.append((at, piece))
-        if not isinstance(piece, Piece) or (piece.shape, piece.length) in plain:
+    for offsets, piece in tensor.chunks:
+        parts.append((offsets, piece))
+        if not isinstance(piece, DcpRecord) or (piece.shape, piece.length) in plain:
             continue
         # Only the length of the record differs.
         if piece.bytes < piece.length == frame_of(piece.dtype, piece.shape).length:
             continue
         loaded = piece.load()
         if _te.is_quantized(loaded):
-            parts[-1] = (at, loaded)
+            parts[-1] = (offsets, loaded)
         else:
             plain.add((piece.shape, piece.length))
     if all(isinstance(part, Lazy) for _, part in parts):
@@ -219,41 +219,41 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
 def _stack(key: str, tensor: Chunked, parts: Sequence[_Part]) -> Any:
     """Return the weights of all experts in one tensor, from pieces of one expert each."""
     by_expert: list[list[_Part]] = [[] for _ in range(tensor.shape[0])]
-    for (index, *at), part in parts:
-        one = part.select(0) if isinstance(part, Lazy) else part.view(part.shape[1:])
-        by_expert[index].append((tuple(at), one))
+    for (index, *offsets), part in parts:
+        own = part.select(0) if isinstance(part, Lazy) else part.view(part.shape[1:])
+        by_expert[index].append((tuple(offsets), own))
     # Each expert has its own scales, so they are joined one by one.
     experts = [_join(key, tensor, tensor.shape[1:], own) for own in by_expert]
-    if not all(isinstance(one, Quantized) for one in experts):
-        return Stack([one.values(key) if isinstance(one, Quantized) else one for one in experts])
+    if not all(isinstance(expert, Quantized) for expert in experts):
+        return Stack([expert.values(key) if isinstance(expert, Quantized) else expert for expert in experts])
     stacked: dict[str, Lazy] = {
-        n: Stack([one.components[n] for one in experts]) for n in experts[0].components
+        n: Stack([expert.components[n] for expert in experts]) for n in experts[0].components
     }
     return replace(experts[0], shape=tensor.shape, components=stacked)
 
 
-def _join(key: str, whole: Chunked, shape: tuple[int, ...], parts: Sequence[_Part]) -> Any:
+def _join(key: str, tensor: Chunked, shape: tuple[int, ...], parts: Sequence[_Part]) -> Any:
     """Return a weight from its pieces: the stored components, or FP32 values if these do not fit together.
 
     Pieces that were quantized separately need not have one scale.
     """
     if not any(isinstance(part, Lazy) for _, part in parts):
-        kinds = {describe_format(part, key) for _, part in parts}
-        components = _join_components(key, shape, parts) if len(kinds) == 1 else None
+        formats = {describe_format(part, key) for _, part in parts}
+        components = _join_components(key, shape, parts) if len(formats) == 1 else None
         if components is not None:
-            return Quantized(str(kinds.pop()), parts[0][1].dtype, shape, components)
+            return Quantized(str(formats.pop()), parts[0][1].dtype, shape, components)
     plain: list[tuple[tuple[int, ...], Lazy]] = []
-    for at, part in parts:
+    for offsets, part in parts:
         # FP32 contains the values of every format exactly, whatever the scales of the pieces.
         value = part.whole().float() if isinstance(part, Lazy) else part.dequantize(dtype=torch.float32)
-        plain.append((at, InMemory(value.detach())))
-    return Chunked(key, shape, torch.float32, plain, in_original_order=whole.in_original_order)
+        plain.append((offsets, InMemory(value.detach())))
+    return Chunked(key, shape, torch.float32, plain, in_original_order=tensor.in_original_order)
 
 
 def _join_components(key: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> dict[str, Lazy] | None:
     """Return the components of a weight; ``None`` if pieces split blocks or have different scales per weight."""
     joined: dict[str, torch.Tensor] = {}
-    for at, part in parts:
+    for offsets, part in parts:
         for component in components_of(part, key):
             is_new = component.name not in joined
             if component.block is None:
@@ -264,12 +264,12 @@ def _join_components(key: str, shape: tuple[int, ...], parts: Sequence[_Part]) -
                 joined[component.name] = component.tensor.new_empty(component.shape(shape))
             # A piece may end within a block. Then its scales are not those of the full weight.
             try:
-                (box,) = component.boxes([Box(at, (0,) * len(at), tuple(part.shape))], key, shape)
+                (box,) = component.boxes([Box(offsets, (0,) * len(offsets), tuple(part.shape))], key, shape)
             except PlacementError:
                 return None
             joined[component.name][box.original_slices()] = component.tensor
     # A component is usable only if every piece has it.
     names = [{component.name for component in components_of(part, key)} for _, part in parts]
-    if any(one != names[0] for one in names):
+    if any(names_of_part != names[0] for names_of_part in names):
         return None  # transposes exist in some pieces only
     return {name: InMemory(tensor) for name, tensor in joined.items()}

@@ -78,7 +78,7 @@ class Writing:
     problem: Exception | None = None  #: Error of :meth:`copy`
 
     def __post_init__(self, tensors: list[torch.Tensor]) -> None:
-        self.own = [Block(numbers, [tensors[at] for at in numbers]) for numbers in self.plan.blocks]
+        self.own = [Block(numbers, [tensors[number] for number in numbers]) for numbers in self.plan.blocks]
 
     @property
     def bytes(self) -> int:
@@ -124,13 +124,15 @@ class Writing:
         # A later save writes the same pieces at the same places, and then reuses index and metadata.
         lengths = np.array([length for length, _ in file.sums], dtype=np.int64)
         places = np.stack([np.array(order, dtype=np.int64), lengths.cumsum() - lengths, lengths], axis=1)
-        known = self.plan.places
-        if known is not None and not np.array_equal(places, known):
-            text = f"{self.path}: save: pieces are not at the places in the metadata of an earlier save"
+        planned = self.plan.places
+        if planned is not None and not np.array_equal(places, planned):
+            message = f"{self.path}: save: pieces are not at the places in the metadata of an earlier save"
             # Old metadata with new places would be a checkpoint that reads wrong bytes.
-            raise CheckpointError(text, fix="please report this; building the model again makes a new plan")
+            raise CheckpointError(
+                message, fix="please report this; building the model again makes a new plan"
+            )
         self.plan.places = places
-        return None if known is not None else places, listed
+        return None if planned is not None else places, listed
 
     def finish(self, written: list[tuple[Rows | None, Listed]]) -> None:
         """Write index and metadata, and list all files in the manifest. Rank 0 alone calls this.
@@ -143,7 +145,7 @@ class Writing:
         manifest.folder = self.path.name if is_remote(self.path) else ""
         manifest.format_version = HAS_FOLDER if manifest.folder else SUMS_PIECES
         if plan.encoded is None:
-            places = [own for own, _ in written if own is not None]
+            places = [rank_places for rank_places, _ in written if rank_places is not None]
             plan.encoded = encode(plan.tensors or {}, files, places, manifest.identity)
             # The boxes of all ranks. The encoded form is all that later saves need.
             plan.tensors = None
@@ -178,7 +180,7 @@ def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], si
     plan, tensors = ranks.round(mine, assign_writers), tensors_of(entries)
     plan.signature = signature
     # Numbers only: the plan outlives this save, and must not keep its tensors alive.
-    plan.blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in plan.writes)]
+    plan.blocks = [block.keys for block in blocks_of((number, tensors[number]) for number in plan.writes)]
     return plan
 
 
@@ -198,8 +200,8 @@ def assign_writers(all_held: list[Held]) -> list[WritePlan]:
         for (_, sizes), holders in pieces.items():
             if len(holders) > 1:
                 group = groups.setdefault(tuple(rank for rank, _ in holders), len(groups))
-                for rank, at in holders:
-                    plans[rank].groups.setdefault(group, {})[len(names)] = at
+                for rank, index in holders:
+                    plans[rank].groups.setdefault(group, {})[len(names)] = index
                 # Replicated pieces only, because no other piece can differ between ranks.
                 names.append(key)
             writer, number = lightest(holders, load, math.prod(sizes) * dtype.itemsize)
@@ -227,14 +229,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     entries: dict[str, Entry] = {}
     for tensor, first, last, key in blocks:
         piece = torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta")
-        begin = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
-        add_entry(entries, key, Entry(tensor.shape, tensor.dtype, (Piece(begin, piece),)))
+        offsets = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
+        add_entry(entries, key, Entry(tensor.shape, tensor.dtype, (Piece(offsets, piece),)))
     # The same code as for a job, so that converted and saved files have one format.
     alone = RankMessenger(0, 1, None)
     plan = plan_entries(alone, path, entries, None)
     rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
     # Generators: one block of rows is in memory at a time.
-    copies = (([at], row) for at, row in enumerate(rows))
+    copies = (([number], stacked) for number, stacked in enumerate(rows))
     writing = Writing(alone, path, manifest, plan, tensors_of(entries), copies)
     writing.finish([writing.write(tick)])
     return manifest
@@ -266,21 +268,27 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
         return
 
     def of_groups() -> dict[int, int]:
-        return {group: checksum(tensors[at] for at in own.values()) for group, own in plan.groups.items()}
+        return {
+            group: checksum(tensors[i] for i in indices.values()) for group, indices in plan.groups.items()
+        }
 
     def of_pieces() -> dict[int, int]:
-        return {number: checksum([tensors[at]]) for own in plan.groups.values() for number, at in own.items()}
+        return {
+            number: checksum([tensors[i]])
+            for indices in plan.groups.values()
+            for number, i in indices.items()
+        }
 
     def refuse(seen: list[dict[int, int]]) -> list[None]:
         differing: dict[str, set[tuple[int, int]]] = {}
         for number, pairs in _differing_ranks(seen).items():
             differing.setdefault(plan.names[number], set()).update(pairs)
-        shown = []
+        formatted = []
         for name, pairs in sorted(differing.items()):
-            who = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
-            shown.append(f"{name} ({', '.join(who[:2])}{', ...' if len(who) > 2 else ''})")
+            deviations = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
+            formatted.append(f"{name} ({', '.join(deviations[:2])}{', ...' if len(deviations) > 2 else ''})")
         raise CheckpointError(
-            f"save: {len(shown)} tensor(s) differ between ranks that must hold the same: {shorten(shown)}",
+            f"save: {len(formatted)} tensor(s) differ between ranks that must hold the same: {shorten(formatted)}",
             expected="equal values on all ranks",
             got="different values",
             why="The files contain one of them, and the others would be lost",
@@ -299,22 +307,22 @@ def _differing_ranks(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, in
     """Return the ranks whose value of a number differs from its first rank, with that rank, by number."""
     # Ranks in order, so that the first holder of a piece is the reference of all others.
     first: dict[int, tuple[int, int]] = {}
-    found: dict[int, list[tuple[int, int]]] = {}
+    differing: dict[int, list[tuple[int, int]]] = {}
     for rank, values in enumerate(seen):
         for number, value in values.items():
             holder, expected = first.setdefault(number, (rank, value))
             if value != expected:
-                found.setdefault(number, []).append((rank, holder))
-    return found
+                differing.setdefault(number, []).append((rank, holder))
+    return differing
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Return one number for the bytes of tensors: CRC-32 on the host; on a device weighted sums, fetched together."""
-    sums, elsewhere = list[int](), list[torch.Tensor]()
+    sums, on_devices = list[int](), list[torch.Tensor]()
     for block in blocks_of(enumerate(tensors)):
         rows = flat_rows(block.rows())
         if block.is_here:
             sums.append(crc32(view_of(rows.view(torch.uint8).view(-1))))
         else:
-            elsewhere.append(row_checksums(rows))
-    return digest(repr([*sums, *(torch.cat(elsewhere).tolist() if elsewhere else [])]))
+            on_devices.append(row_checksums(rows))
+    return digest(repr([*sums, *(torch.cat(on_devices).tolist() if on_devices else [])]))

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +57,18 @@ class Contents:
         described = self.manifest.parameters.get(name, {})
         if described.get("format") is None:
             return None
-        return {part: self.tensors[f"model.{name}:{part}"] for part in described["components"]}
+        return {c: self.tensors[f"model.{name}:{c}"] for c in described["components"]}
 
     def value(self, name: str) -> Lazy:
         """Return a parameter's or buffer's value, dequantized; raise CheckpointError if its format cannot be."""
-        parts = self.components(name)
-        if parts is None:
+        components = self.components(name)
+        if components is None:
             return self.tensors[f"model.{name}"]
         described = self.manifest.parameters[name]
         shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
         if described["layout"] != GROUPED:
-            return dequantized(name, shape, dtype, described["format"], parts)
-        experts = [{part: t.select(index) for part, t in parts.items()} for index in range(shape[0])]
+            return dequantized(name, shape, dtype, described["format"], components)
+        experts = [{part: t.select(index) for part, t in components.items()} for index in range(shape[0])]
         return Stack([dequantized(name, shape[1:], dtype, described["format"], own) for own in experts])
 
     def best_value(self, name: str, weights: str) -> tuple[Lazy, str]:
@@ -149,12 +149,6 @@ def portable_name(key: str) -> str:
     return key.removeprefix("model.") if key.startswith("model.") else f"{OTHER}{key}"
 
 
-def portable_text(manifest: Manifest) -> str:
-    """Return a manifest as text for a portable file."""
-    # Without the fields that describe files.
-    return json.dumps({k: v for k, v in asdict(manifest).items() if k not in ("files", "folder")})
-
-
 def from_portable(path: Path, tensors: Mapping[str, Lazy], text: str) -> Contents:
     """Return the contents of safetensors with te_fsdp's manifest; CheckpointError for missing tensors or damage."""
     with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
@@ -184,18 +178,19 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
     ``_extra_state`` entry shows this. A plain module may number its parameters as well, so names alone do not decide.
     """
     manifest, tensors = contents.manifest, contents.tensors
-    found = _layers(manifest, wanted)
-    stacked_of = {name: stacked for stacked, members in found.items() for name in members}
-    if not found:
+    layers = _layers(manifest, wanted)
+    stacked_of = {name: stacked for stacked, members in layers.items() for name in members}
+    if not layers:
         return
     parameters: dict[str, dict[str, Any]] = {}
     for name, described in manifest.parameters.items():
         stacked = stacked_of.get(name, name)
-        if stacked in found and stacked not in parameters:
-            members = found[stacked]
+        if stacked in layers and stacked not in parameters:
+            members = layers[stacked]
             described = {**described, "shape": [len(members), *described["shape"]], "layout": GROUPED}
-            for end in key_ends(described):
-                tensors[f"model.{stacked}{end}"] = Stack([tensors.pop(f"model.{n}{end}") for n in members])
+            for suffix in key_ends(described):
+                parts = [tensors.pop(f"model.{n}{suffix}") for n in members]
+                tensors[f"model.{stacked}{suffix}"] = Stack(parts)
         parameters.setdefault(stacked, described)
     manifest.parameters = parameters
     if manifest.optimizer is not None:
@@ -204,12 +199,13 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
             for group in manifest.optimizer["groups"]
         ]
         saved_states, stacked_states = manifest.optimizer["state"], dict[str, dict[str, Any]]()
-        for stacked, members in found.items():
-            whole = manifest.parameters[stacked]["shape"][1:]
+        for stacked, members in layers.items():
+            shape = manifest.parameters[stacked]["shape"][1:]
             joined: dict[str, dict[str, Any]] = {}
             for index, name in enumerate(members):
-                place, own = ExpertPlace(index, len(members)), saved_states.get(name, {})
-                join_experts(joined, {k: of_all_experts(d, place, whole) for k, d in own.items()}, stacked)
+                place, states = ExpertPlace(index, len(members)), saved_states.get(name, {})
+                described_states = {k: of_all_experts(d, place, shape) for k, d in states.items()}
+                join_experts(joined, described_states, stacked)
             for key, described in joined.items():
                 if "dtype" in described:
                     # For an expert without the state: one expanded zero.
@@ -221,8 +217,8 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
                 stacked_states[stacked] = joined
         states = {n: own for n, own in saved_states.items() if n not in stacked_of} | stacked_states
         manifest.optimizer = {**manifest.optimizer, "state": states, "groups": groups}
-    layers = {stacked.rpartition(".")[0] for stacked in found}
-    contents.notes.append(f"experts: the weights of {len(layers)} layer(s) taken as one tensor each")
+    modules = {stacked.rpartition(".")[0] for stacked in layers}
+    contents.notes.append(f"experts: the weights of {len(modules)} layer(s) taken as one tensor each")
 
 
 def key_ends(described: Mapping[str, Any]) -> list[str]:
@@ -237,7 +233,7 @@ def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, lis
     for name in parameters:
         if match := _OF_EXPERT.fullmatch(name):
             numbered.setdefault(stacked_name(name), {})[int(match[3])] = name
-    found = {}
+    layers = {}
     for stacked, by_index in numbered.items():
         # Numbers with gaps are not those of the experts of one layer.
         if sorted(by_index) != list(range(len(by_index))) or stacked in parameters:
@@ -249,8 +245,8 @@ def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, lis
         is_layer = is_te if wanted is None else stacked in wanted
         dims = 2 if stacked.endswith("weight") else 1
         if is_layer and len(kinds[0]["shape"]) == dims and all(kind == kinds[0] for kind in kinds):
-            found[stacked] = members
-    return found
+            layers[stacked] = members
+    return layers
 
 
 def split_experts(contents: Contents) -> Contents:
@@ -274,9 +270,9 @@ def split_experts(contents: Contents) -> Contents:
         if name not in totals:
             manifest.parameters[name] = described
             continue
-        for end in key_ends(described):
-            whole = split.tensors.pop(f"model.{name}{end}")
-            split.tensors |= {f"model.{name}{i}{end}": whole.select(i) for i in range(totals[name])}
+        for suffix in key_ends(described):
+            weights = split.tensors.pop(f"model.{name}{suffix}")
+            split.tensors |= {f"model.{name}{i}{suffix}": weights.select(i) for i in range(totals[name])}
         for index in range(totals[name]):
             manifest.parameters[f"{name}{index}"] = {**described, "shape": described["shape"][1:]}
     return split
@@ -284,10 +280,10 @@ def split_experts(contents: Contents) -> Contents:
 
 def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
     """Return groups of a state dict with the experts of all ranks: DCP writes lists of names as on rank 0."""
-    held = {name for group in groups for name in group["params"]}
+    present = {name for group in groups for name in group["params"]}
     groups = [{**group, "params": list(group["params"])} for group in groups]
-    for name in (n for n in manifest.parameters if n in states and n not in held and stacked_name(n) != n):
-        homes = [g for g in groups if stacked_name(name) in {stacked_name(str(n)) for n in g["params"]}]
-        if len(homes) == 1:
-            homes[0]["params"].append(name)
+    for name in (n for n in manifest.parameters if n in states and n not in present and stacked_name(n) != n):
+        matches = [g for g in groups if stacked_name(name) in {stacked_name(str(n)) for n in g["params"]}]
+        if len(matches) == 1:
+            matches[0]["params"].append(name)
     return groups

@@ -6,6 +6,7 @@ A weight of another dtype or format is converted through high precision (:class:
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint.async_save import HostMemory, background, threads_here
+from te_fsdp.checkpoint.async_save import HostMemory, background
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
-from te_fsdp.checkpoint.lazy_tensors import Piece as StoredPiece
+from te_fsdp.checkpoint.lazy_tensors import DcpRecord
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import OwnedPart, OwnedTensor
 from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, open_checked
@@ -62,16 +63,16 @@ class Staged:
     #: Offsets and values of the parts of each rectangle.
     parts: dict[Rectangle, list[tuple[tuple[int, ...], torch.Tensor]]] = field(default_factory=dict)
 
-    def copy(self, place: Rectangle, into: torch.Tensor) -> None:
+    def copy(self, rectangle: Rectangle, target: torch.Tensor) -> None:
         """Copy the data of a rectangle into memory of its shape. Local operation."""
-        for offsets, values in self.parts.get(place, []):
-            into[slices(offsets, values.shape)].copy_(values)
+        for offsets, values in self.parts.get(rectangle, []):
+            target[slices(offsets, values.shape)].copy_(values)
 
-    def new(self, place: Rectangle, device: torch.device) -> torch.Tensor:
+    def new(self, rectangle: Rectangle, device: torch.device) -> torch.Tensor:
         """Return the data of a non-empty rectangle as a new tensor. Local operation."""
-        into = torch.empty(place[2], dtype=self.parts[place][0][1].dtype, device=device)
-        self.copy(place, into)
-        return into
+        result = torch.empty(rectangle[2], dtype=self.parts[rectangle][0][1].dtype, device=device)
+        self.copy(rectangle, result)
+        return result
 
     def fill(self, entries: dict[str, Entry]) -> None:
         """Copy the data of entries into their memory. Local operation."""
@@ -93,19 +94,23 @@ class _PieceOverlap(NamedTuple):
 
 
 #: A stored piece, and the overlaps to read.
-_Wanted = tuple[StoredPiece, list[_PieceOverlap]]
+_Wanted = tuple[DcpRecord, list[_PieceOverlap]]
 
 
 # The index has the locations (:mod:`te_fsdp.checkpoint.index`). DCP's reader is not used: it reads a piece
 # once for each rectangle, checks nothing, and writes into the model while it reads.
-def read_stored(path: Path, manifest: Manifest, index: Index, wanted: list[Rectangle], into: Staged) -> None:
+def read_stored(
+    path: Path, manifest: Manifest, index: Index, required: list[Rectangle], into: Staged
+) -> None:
     """Read rectangles from the files of a checkpoint into ``into``; each byte is read once. Local operation.
 
     Raise CheckpointError for files that are not as saved, or incomplete.
     """
-    by_file = pieces_to_read(path, manifest, index, wanted)
+    by_file = pieces_to_read(path, manifest, index, required)
     path, memory = manifest.at(path), HostMemory(background().spare())
-    with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores_of_process = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
+    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores_of_process)), "te_fsdp load") as pool:
         for name, pieces in by_file.items():
             try:
                 with open_checked(path / name, manifest.files.get(name), manifest.save_id) as file:
@@ -125,34 +130,34 @@ def read_stored(path: Path, manifest: Manifest, index: Index, wanted: list[Recta
 
 
 def pieces_to_read(
-    path: Path, manifest: Manifest, index: Index, wanted: list[Rectangle]
+    path: Path, manifest: Manifest, index: Index, required: list[Rectangle]
 ) -> dict[str, list[_Wanted]]:
     """Return the pieces that :func:`read_stored` reads, by file, in file order; raise the same. Local operation."""
     path = manifest.at(path)
-    missing: dict[str, list[Rectangle]] = {}
-    for place in wanted:
-        missing.setdefault(place[0], []).append(place)
-    found: dict[str, dict[int, _Wanted]] = {}
+    unread: dict[str, list[Rectangle]] = {}
+    for place in required:
+        unread.setdefault(place[0], []).append(place)
+    by_file: dict[str, dict[int, _Wanted]] = {}
     file_of = files_in(path)
     # The index is read in blocks of tensors, so all keys are requested together.
-    for key, rows in index.rows([*missing]):
+    for key, rows in index.rows([*unread]):
         covered, (shape, dtype) = 0, index.tensors[key]
         # A rectangle of another number of dims overlaps nothing, and stays in the count of what is missing.
-        for place in (place for place in missing[key] if len(place[1]) == len(shape)):
+        for place in (place for place in unread[key] if len(place[1]) == len(shape)):
             for (number, begin, length), sizes, part in _overlapping(rows, place):
-                in_file = found.setdefault(index.files[number], {})
+                in_file = by_file.setdefault(index.files[number], {})
                 if begin not in in_file:
                     file = file_of(index.files[number])
-                    in_file[begin] = StoredPiece(file, key, begin, length, sizes, dtype), []
+                    in_file[begin] = DcpRecord(file, key, begin, length, sizes, dtype), []
                 in_file[begin][1].append(part)
                 covered += math.prod(part.shape)
         # Stored pieces do not overlap (`is_tiling`), so a count of elements is enough.
-        if covered == sum(math.prod(sizes) for _, _, sizes in missing[key]):
-            del missing[key]
-    if missing:
+        if covered == sum(math.prod(sizes) for _, _, sizes in unread[key]):
+            del unread[key]
+    if unread:
         said_by = INDEX if INDEX in manifest.files else DCP_METADATA
-        damaged(path, [f"{said_by}: {next(iter(missing))} is missing, or incomplete"])
-    return {name: [at[offset] for offset in sorted(at)] for name, at in found.items()}
+        damaged(path, [f"{said_by}: {next(iter(unread))} is missing, or incomplete"])
+    return {name: [pieces[offset] for offset in sorted(pieces)] for name, pieces in by_file.items()}
 
 
 def _overlapping(
@@ -166,36 +171,36 @@ def _overlapping(
         begins, ends = rows[:, FIXED : FIXED + dims], rows[:, FIXED : FIXED + dims] + rows[:, FIXED + dims :]
         rows = rows[((begins < np.add(offsets, sizes)) & (ends > offsets)).all(axis=1)]
     for number, first, length, *box in rows.tolist():
-        begins, shape = box[:dims], tuple(box[dims:])
+        begins, piece_shape = box[:dims], tuple(box[dims:])
         low = tuple(map(max, begins, offsets))
-        high = (min(a + n, b + m) for a, n, b, m in zip(begins, shape, offsets, sizes, strict=True))
+        high = (min(a + n, b + m) for a, n, b, m in zip(begins, piece_shape, offsets, sizes, strict=True))
         own = tuple(b - a for a, b in zip(low, high, strict=True))
         if all(count > 0 for count in own):
             in_piece = tuple(a - b for a, b in zip(low, begins, strict=True))
             in_place = tuple(a - b for a, b in zip(low, offsets, strict=True))
-            yield (number, first, length), shape, _PieceOverlap(place, own, in_piece, in_place)
+            yield (number, first, length), piece_shape, _PieceOverlap(place, own, in_piece, in_place)
 
 
 def _runs(pieces: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
     """Yield adjacent pieces of up to :data:`_RUN` bytes together, or one larger piece, with their bytes."""
-    first = end = cut = 0
-    for at, piece in enumerate(piece for piece, _ in pieces):
-        if at > cut and (piece.offset != end or piece.offset + piece.length - first > _RUN):
-            yield pieces[cut:at], end - first
-            cut = at
-        first, end = piece.offset if at == cut else first, piece.offset + piece.length
-    yield pieces[cut:], end - first
+    first = end = start = 0
+    for index, piece in enumerate(piece for piece, _ in pieces):
+        if index > start and (piece.offset != end or piece.offset + piece.length - first > _RUN):
+            yield pieces[start:index], end - first
+            start = index
+        first, end = piece.offset if index == start else first, piece.offset + piece.length
+    yield pieces[start:], end - first
 
 
 def _read(file: CheckedFile, run: list[_Wanted], into: Staged, data: torch.Tensor) -> None:
     """Read and check adjacent pieces in one buffer, and keep the wanted parts."""
     lengths = [piece.length for piece, _ in run]
     file.read(run[0][0].offset, lengths, data)
-    for (piece, parts), own in zip(run, data.split(lengths), strict=True):
+    for (piece, parts), piece_data in zip(run, data.split(lengths), strict=True):
         # Adjacent pieces begin at any byte, where elements of several bytes cannot.
-        own = own if len(run) == 1 else own.clone()
+        piece_data = piece_data if len(run) == 1 else piece_data.clone()
         # A file without a table of checksums may have checksums of torch.save.
-        tensor = piece.tensor_in(own, check=file.pieces is None)
+        tensor = piece.tensor_in(piece_data, check=file.pieces is None)
         is_kept = 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
         for part in parts:
             values = tensor[slices(part.in_piece, part.shape)]
@@ -221,34 +226,34 @@ class ReadShare:
 
     @classmethod
     def of(
-        cls, ranks: RankMessenger, wanted: list[Rectangle], dtypes: Mapping[str, torch.dtype]
+        cls, ranks: RankMessenger, required: list[Rectangle], dtypes: Mapping[str, torch.dtype]
     ) -> ReadShare:
         """Find the ranks that need the same data. Collective over the ranks: a round of small messages.
 
         The parts have similar sizes, in the order of the whole: neighbors are adjacent in the files.
         """
         # In the order of the request, which ranks with the same data share.
-        common = {p: dtypes[p[0]] for p in wanted if p[0].startswith(_COMMON) and p[0] in dtypes}
+        shared = {p: dtypes[p[0]] for p in required if p[0].startswith(_COMMON) and p[0] in dtypes}
 
         def ranks_with_same_reads(seen: list[int]) -> list[list[int]]:
             """Return, for each rank, the ranks with its number, limited so that each still reads a large part."""
-            alike: dict[int, list[int]] = {}
-            found = []
+            members_of: dict[int, list[int]] = {}
+            result = []
             for rank, number in enumerate(seen):
-                if len(alike.setdefault(number, [])) == _MOST_RANKS:
-                    alike[number] = []
-                alike[number].append(rank)
-                found.append(alike[number])
-            return found
+                if len(members_of.setdefault(number, [])) == _MOST_RANKS:
+                    members_of[number] = []
+                members_of[number].append(rank)
+                result.append(members_of[number])
+            return result
 
         # Digests, because the lists of a large model have many MB on all ranks together.
-        members = ranks.round(lambda: digest(repr([*common])), ranks_with_same_reads)
+        members = ranks.round(lambda: digest(repr([*shared])), ranks_with_same_reads)
         parts: list[dict[Rectangle, torch.dtype]] = [{} for _ in members]
-        ends = [*accumulate(math.prod(place[2]) * dtype.itemsize for place, dtype in common.items())]
-        for (place, dtype), end in zip(common.items(), ends, strict=True):
+        ends = [*accumulate(math.prod(place[2]) * dtype.itemsize for place, dtype in shared.items())]
+        for (place, dtype), end in zip(shared.items(), ends, strict=True):
             parts[(end - 1) * len(members) // ends[-1]][place] = dtype
         me = members.index(ranks.rank)
-        own = [place for place in wanted if place in parts[me] or place not in common]
+        own = [place for place in required if place in parts[me] or place not in shared]
         return cls(ranks, members, parts, me, own)
 
     def provide(self, staged: Staged) -> None:
@@ -272,10 +277,10 @@ class ReadShare:
         group, count, lost = self.ranks.group, len(self.members), dict[int, str]()
         # Parts may differ in their number of rectangles, but all members make all turns.
         for places in zip_longest(*self.parts):
-            mine = places[self.me]
+            own = places[self.me]
             sent: list[torch.Tensor] = []
-            if mine is not None and count > 1:
-                sent.append(_bytes(staged.parts[mine][0][1]))
+            if own is not None and count > 1:
+                sent.append(_bytes(staged.parts[own][0][1]))
             for turn in range(1, count):
                 to, source = ((self.me + step) % count for step in (turn, -turn))
                 calls, works = [], []

@@ -160,12 +160,12 @@ def refuse_pending_gradients(model: nn.Module) -> None:
         if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.sync.completed:
             pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
         units.update(state.modules.values())
-    plain = [
+    torch_units = [
         module for module in model.modules() if fsdp2_units.is_fsdp_module(module) and module not in units
     ]
     records = [
         _fsdp2.sharded_param_of(record)
-        for unit in plain
+        for unit in torch_units
         for record in _fsdp2_gradients.params_with_unreduced_gradients(unit)
     ]
     names = {id(parameter): name for name, parameter in model.named_parameters()} if records else {}
@@ -318,34 +318,40 @@ def _fingerprint(
     grouped = any(_te.kind_of(module) == "GroupedLinear" for module in model.modules())
     if grouped or (optimizer is not None and main_parameters_of(optimizer) is not None):
         return None
-    look: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
+    fingerprint: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
     parameters, buffers = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     for prefix, module in model.named_modules():
         binding = binding_of(module)
-        tie = binding and (binding.tp_mesh, dict(binding.rules), binding.ep.mesh, binding.ep.experts_mesh)
-        saved = [b for n, b in module._buffers.items() if b is not None and _torch.is_persistent(module, n)]
+        layout = binding and (binding.tp_mesh, dict(binding.rules), binding.ep.mesh, binding.ep.experts_mesh)
+        persistent = [
+            b for n, b in module._buffers.items() if b is not None and _torch.is_persistent(module, n)
+        ]
         parameters |= {id(p): p for p in module._parameters.values() if p is not None}
-        buffers |= {id(buffer): buffer for buffer in saved}
-        own = *module._parameters, *map(id, module._parameters.values())
-        look.append((prefix, id(module), type(module), tie, own, *module._buffers, *map(id, saved)))
+        buffers |= {id(buffer): buffer for buffer in persistent}
+        parameter_ids = *module._parameters, *map(id, module._parameters.values())
+        fingerprint.append(
+            (prefix, id(module), type(module), layout, parameter_ids, *module._buffers, *map(id, persistent))
+        )
     # Comparing by columns takes a third of the time of one row per tensor.
-    kept = [] if optimizer is None else [*optimizer.state.values()]
-    values = [value for state in kept for value in state.values()]
+    optimizer_states = [] if optimizer is None else [*optimizer.state.values()]
+    values = [value for state in optimizer_states for value in state.values()]
     tensor_types = {kind for kind in {*map(type, values)} if issubclass(kind, torch.Tensor)}
     states = [value for value in values if type(value) in tensor_types]
     if optimizer is not None:
-        look.append((type(optimizer), [[id(p) for p in group["params"]] for group in optimizer.param_groups]))
-        look += [[*map(id, optimizer.state)], [*map(tuple, kept)]]
-        look.append([None if type(value) in tensor_types else repr(value) for value in values])
+        fingerprint.append(
+            (type(optimizer), [[id(p) for p in group["params"]] for group in optimizer.param_groups])
+        )
+        fingerprint += [[*map(id, optimizer.state)], [*map(tuple, optimizer_states)]]
+        fingerprint.append([None if type(value) in tensor_types else repr(value) for value in values])
     tensors = [*parameters.values(), *buffers.values(), *states]
     leaves = _torch.local_tensors_of(tensors)
     if not {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}:
         return None
-    look += [[*map(id, tensors)], [*map(id, leaves)], _torch.specs_of(tensors)]
-    look += [[leaf.shape for leaf in leaves], [*map(torch.Tensor.stride, leaves)]]
-    look += [[leaf.dtype for leaf in leaves], [*map(torch.Tensor.storage_offset, leaves)]]
-    look += [[leaf.device for leaf in leaves]]
-    return look, leaves
+    fingerprint += [[*map(id, tensors)], [*map(id, leaves)], _torch.specs_of(tensors)]
+    fingerprint += [[leaf.shape for leaf in leaves], [*map(torch.Tensor.stride, leaves)]]
+    fingerprint += [[leaf.dtype for leaf in leaves], [*map(torch.Tensor.storage_offset, leaves)]]
+    fingerprint += [[leaf.device for leaf in leaves]]
+    return fingerprint, leaves
 
 
 @without_collector()  # the collector would take half of the call's time for many tensors
@@ -360,7 +366,7 @@ def _prepare(
 ) -> Writing:
     """Begin a save. Collect, check, make the hidden directory and assign the writers. Collective over the ranks."""
     model, optimizers, shared = joined_model(given), parts_of(optimizer), tuple(shared)
-    found, begun = list[_Collected](), list[Path]()
+    attempt, created = list[_Collected](), list[Path]()
     # A joined model is made for each call, so the cache of the previous save is found by its first part.
     anchor = model.parts[0][1] if isinstance(model, JoinedModules) else model
     before: _SaveCache | None = background().plans.get(anchor)
@@ -368,31 +374,31 @@ def _prepare(
     if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):
         before = None  # the save that its plan was made for has failed
 
-    def mine(before: _SaveCache | None) -> _Seen:
+    def collect(before: _SaveCache | None) -> _Seen:
         background().raise_unretrieved()
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             expected = "None (keep all) or a whole number from 1"
             raise CheckpointError("save: keep_last", expected=expected, got=repr(keep_last))
-        found[:] = [_Collected(model, optimizers, extra, before, shared)]
-        return found[0].seen(target)
+        attempt[:] = [_Collected(model, optimizers, extra, before, shared)]
+        return attempt[0].seen(target)
 
     def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:
-        digests, own, experts, tokens, stages = map(list, zip(*seen, strict=True))
+        digests, per_rank, experts, tokens, stages = map(list, zip(*seen, strict=True))
         if len({*tokens}) > 1:
             return [None] * len(seen)  # a change on one rank makes all ranks plan again
         check_same_model(digests, [stage and stage[0] for stage in stages])
-        found[0].whole = join(stages, shared) or {}
-        found[0].extra = join_ranks(found[0].extra, own)
-        everywhere = join_ranks_experts(experts)
+        attempt[0].whole = join(stages, shared) or {}
+        attempt[0].extra = join_ranks(attempt[0].extra, per_rank)
+        expert_states = join_ranks_experts(experts)
         # After all comparisons, so that a refused save leaves no folder.
-        begun.append(directories.begin(target))
-        return [(begun[0], everywhere, secrets.token_hex(16))] * len(seen)
+        created.append(directories.begin(target))
+        return [(created[0], expert_states, secrets.token_hex(16))] * len(seen)
 
     try:
-        begun_with = ranks.round(partial(mine, before), begin) or ranks.round(partial(mine, None), begin)
-        assert begun_with is not None
-        temporary, experts, save_id = begun_with
-        collected, known = found[0], found[0].known
+        begun = ranks.round(partial(collect, before), begin) or ranks.round(partial(collect, None), begin)
+        assert begun is not None
+        temporary, experts, save_id = begun
+        collected, known = attempt[0], attempt[0].known
         manifest = _describe(ranks, collected, experts, save_id)
         plan = known.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         tensors = collected.tensors()
@@ -404,7 +410,7 @@ def _prepare(
         background().plans[anchor] = known
         return writing
     except BaseException:
-        for temporary in begun:
+        for temporary in created:
             directories.discard(temporary)
         raise
 
@@ -440,9 +446,9 @@ def _complete(
     handle: SaveHandle, writing: Writing, keep_last: int | None, progress: bool | None, began: float
 ) -> None:
     """Write the files and make them visible, or raise any rank's error. Collective over the ranks, in any thread."""
-    ranks, manifest, target, hidden = writing.ranks, writing.manifest, handle.path, []
+    ranks, manifest, target, old_checkpoints = writing.ranks, writing.manifest, handle.path, []
 
-    def mine() -> tuple[Any, Listed]:
+    def write() -> tuple[Any, Listed]:
         bar = bytes_bar(f"saving {target.name}", handle.bytes, progress)
         with explain_os_errors(target, handle.bytes), bar as tick:
             return writing.write(tick)
@@ -451,10 +457,10 @@ def _complete(
         names = [file_of(rank) for rank in range(ranks.size)]
         # One listing, because a check of each file costs a request on network file systems.
         seen = listing(writing.path)
-        absent = [name for name in names if not (name in seen or (writing.path / name).is_file())]
-        if absent:
+        invisible = [name for name in names if not (name in seen or (writing.path / name).is_file())]
+        if invisible:
             raise CheckpointError(
-                f"{writing.path}: rank 0 does not see {shorten(absent)}",
+                f"{writing.path}: rank 0 does not see {shorten(invisible)}",
                 expected="a directory that all ranks share",
                 fix="save onto a file system that all nodes mount",
             )
@@ -465,18 +471,18 @@ def _complete(
             write_manifest(writing.path, manifest)
             directories.commit(writing.path, target)
         if keep_last is not None:
-            hidden.extend(directories.hide_old(target, manifest, keep_last))
+            old_checkpoints.extend(directories.hide_old(target, manifest, keep_last))
         return [None] * len(written)
 
     try:
-        ranks.round(mine, commit)
+        ranks.round(write, commit)
     except TeFsdpError as error:
         raise as_failed_save(target, error, manifest.save_id) from error
     finally:
         if ranks.rank == 0:
             directories.discard(writing.path)
     # Removing takes long on network file systems. The checkpoints are already hidden, so no rank waits.
-    for path in hidden:
+    for path in old_checkpoints:
         directories.remove(path)
     _log.info("saved %s in %.2f s", target, time.perf_counter() - began)
     handle.finish()

@@ -104,13 +104,13 @@ def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]
                 why="No file appeared there",
                 fix="check the path and the permissions",
             ) from error
-        what, fix = _FULL[error.errno]
+        cause, fix = _FULL[error.errno]
         # The target itself does not exist, and its parent may be what could not be made.
-        place = next(path for path in target.parents if path.exists())
+        existing = next(path for path in target.parents if path.exists())
         raise CheckpointError(
-            f"{target}: {what} ({error.strerror})",
+            f"{target}: {cause} ({error.strerror})",
             expected="space for it" if needed is None else f"space for {needed:,} bytes of this process",
-            got=f"{shutil.disk_usage(place).free:,} bytes free on the file system of {place}",
+            got=f"{shutil.disk_usage(existing).free:,} bytes free on the file system of {existing}",
             fix=f"{fix}, or write elsewhere",
         ) from error
 
@@ -167,8 +167,8 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
         # Its memory is never touched, so the system allocates none.
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
     assert len(file.found) == 1 or not size, "torch leaves the elements out in one place"
-    begin, around = [*file.found, 0][0], file.getvalue()
-    return Frame(around[:begin], size, around[begin:])
+    begin, frame = [*file.found, 0][0], file.getvalue()
+    return Frame(frame[:begin], size, frame[begin:])
 
 
 def elements_of(
@@ -213,14 +213,14 @@ class SummedFile:
         data = flat_rows(rows).view(torch.uint8).numpy()
         if frame.length > _BLOCK:
             for row in data:
-                cut = range(0, frame.size, _BLOCK)
-                self.add([frame.head, *(row[at : at + _BLOCK] for at in cut), frame.tail])
+                cuts = range(0, frame.size, _BLOCK)
+                self.add([frame.head, *(row[begin : begin + _BLOCK] for begin in cuts), frame.tail])
             return
         # Small pieces are joined and written at once: the number of calls determines how long training waits.
-        length, around, together = frame.length, (frame.head, frame.tail), _BLOCK // frame.length
-        for some in (data[at : at + together] for at in range(0, len(data), together)):
-            head, tail = (np.frombuffer(b * len(some), np.uint8).reshape(len(some), -1) for b in around)
-            pieces = np.concatenate([head, some, tail], axis=1)
+        length, around, per_write = frame.length, (frame.head, frame.tail), _BLOCK // frame.length
+        for chunk in (data[begin : begin + per_write] for begin in range(0, len(data), per_write)):
+            head, tail = (np.frombuffer(b * len(chunk), np.uint8).reshape(len(chunk), -1) for b in around)
+            pieces = np.concatenate([head, chunk, tail], axis=1)
             self.raw.write(pieces.reshape(-1))
             self.sums += [(length, crc32(piece)) for piece in pieces]
 
@@ -248,13 +248,19 @@ class SummedFile:
 class DamagedFileError(CheckpointError):
     """A file that is not as it was saved. The text describes the damage, without the name of the file."""
 
-    def __init__(self, what: str, begin: int | None = None) -> None:
-        super().__init__(what)
+    def __init__(self, problem: str, begin: int | None = None) -> None:
+        super().__init__(problem)
         self.begin = begin  #: Offset of the damaged piece, if it is one
 
 
-def _changed(at: int, length: int) -> DamagedFileError:
-    return DamagedFileError(f"its contents have changed (CRC-32 of bytes {at} to {at + length})", at)
+def damaged_value(label: str, expected: object, got: object = None) -> CheckpointError:
+    """Return the error for a value in the files that no save writes."""
+    fix = "load an earlier checkpoint: this one is damaged"
+    return CheckpointError(label, expected=expected, got=got, fix=fix)
+
+
+def _changed(begin: int, length: int) -> DamagedFileError:
+    return DamagedFileError(f"its contents have changed (CRC-32 of bytes {begin} to {begin + length})", begin)
 
 
 @contextmanager
@@ -273,8 +279,8 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
         if len(listed) != 3:
             yield unchecked
             return
-        rest = torch.empty(size - listed[2], dtype=torch.uint8, device="cpu")
-        table, name = bytes(view_of(unchecked.read(listed[2], [], rest))), path.name.encode()
+        tail = torch.empty(size - listed[2], dtype=torch.uint8, device="cpu")
+        table, name = bytes(view_of(unchecked.read(listed[2], [], tail))), path.name.encode()
         head = _HEAD.size + len(name)
         # Before the checksum: the file of another save is intact, and its error names the cause.
         if table.startswith(_MARK) and table[8:40] != save_id.encode():
@@ -283,10 +289,10 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
             raise DamagedFileError("another file of the same save")
         if crc32(table) != listed[1] or (len(table) - head) % _ROW.size:
             raise DamagedFileError("its table of checksums has changed (CRC-32)")
-        pieces, at = {}, 0
+        pieces, offset = {}, 0
         for length, crc in _ROW.iter_unpack(table[head:]):
-            pieces[at] = length, crc
-            at += length
+            pieces[offset] = length, crc
+            offset += length
         yield replace(unchecked, pieces=pieces)
 
 
@@ -305,15 +311,15 @@ class CheckedFile:
 
         Raise DamagedFileError if they are not the saved bytes, or the file has no such pieces.
         """
-        view, have = view_of(data), 0
-        while have < len(view):
-            count = self.read_at(view[have:], offset + have)
+        view, count_read = view_of(data), 0
+        while count_read < len(view):
+            count = self.read_at(view[count_read:], offset + count_read)
             if not count:
-                raise DamagedFileError(f"expected {offset + len(view)} bytes, got {offset + have}")
-            have += count
+                raise DamagedFileError(f"expected {offset + len(view)} bytes, got {offset + count_read}")
+            count_read += count
         for length in lengths if self.pieces is not None else ():
-            known, crc = self.pieces.get(offset, (None, 0))  # type: ignore[union-attr]
-            if known != length:
+            piece_length, crc = self.pieces.get(offset, (None, 0))  # type: ignore[union-attr]
+            if piece_length != length:
                 raise DamagedFileError(f"no piece of {length} bytes begins at byte {offset}", offset)
             if crc32(view[:length]) != crc:
                 raise _changed(offset, length)

@@ -74,9 +74,9 @@ def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
     # A file of te_fsdp describes its layout. Without the description, a key with OTHER is a part of one.
     if MANIFEST_KEY in metadata:
         return from_portable(path, tensors, metadata[MANIFEST_KEY])
-    if others := [name for name in tensors if name.startswith(OTHER)]:
+    if te_fsdp_names := [name for name in tensors if name.startswith(OTHER)]:
         raise CheckpointError(
-            f"{path}: unreadable description by te_fsdp (none, but {others[0]})",
+            f"{path}: unreadable description by te_fsdp (none, but {te_fsdp_names[0]})",
             fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
     contents = Contents(path, "safetensors", empty_manifest())
@@ -113,19 +113,19 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
     if len(inner) == 1 and isinstance(inner[0], dict) and inner[0].keys() & {*_MODEL_KEYS}:
         # One object under its own name, such as {"app": AppState(...)} in torch's tutorials.
         return _from_tree(path, kind, inner[0], choices)
-    where, state = _find_model(path, tree, choices.key)
+    model_key, state = _find_model(path, tree, choices.key)
     contents = Contents(path, kind, empty_manifest())
     _add_model(contents, state, choices)
-    taken = state.keys() if where is None else {where.partition(".")[0]}
-    left = [str(key) for key in tree if str(key) not in taken]
+    taken = state.keys() if model_key is None else {model_key.partition(".")[0]}
+    unread_keys = [str(key) for key in tree if str(key) not in taken]
     # torch.save files have optimizer state without names, so it is read from DCP directories only.
-    for key in [k for k in left if k in _OPTIMIZER_KEYS and kind == DCP_KIND]:
+    for key in [k for k in unread_keys if k in _OPTIMIZER_KEYS and kind == DCP_KIND]:
         if _add_optimizer(contents, tree[key], choices):
-            left.remove(key)
-    if where is not None:
-        contents.notes.append(f"weights: taken from {where!r}")
-    if left:
-        contents.notes.append(f"left: {', '.join(sorted(left))}")
+            unread_keys.remove(key)
+    if model_key is not None:
+        contents.notes.append(f"weights: taken from {model_key!r}")
+    if unread_keys:
+        contents.notes.append(f"left: {', '.join(sorted(unread_keys))}")
     return contents
 
 
@@ -142,15 +142,15 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
         # A training script may keep its step or its arguments next to the weights.
         others = dict | list | str | float | int | None
         return None, {k: v for k, v in tree.items() if _is_extra(k) or not isinstance(v, others)}
-    found = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
-    if len(found) != 1:
+    model_keys = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
+    if len(model_keys) != 1:
         raise CheckpointError(
             f"{path}: no state dict found in it",
             expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
             got=_keys(tree),
             fix="save one of these; te-fsdp ckpt convert has --key for other keys",
         )
-    return found[0], tree[found[0]]
+    return model_keys[0], tree[model_keys[0]]
 
 
 def _keys(tree: Any) -> str:
@@ -168,16 +168,16 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     # Files of torch.save have tied weights twice. One process shares their memory, which shows the tie.
     first: dict[Any, str] = {}
     for name, value in ((name, value) for name, value in state.items() if not _is_extra(name)):
-        place: Any = name
+        identity: Any = name
         if isinstance(value, InMemory) and value.bytes:
             # An empty tensor has no address of its own, so two of them would look tied.
-            place = (value.tensor.data_ptr(), value.shape, value.tensor.stride(), value.dtype)
+            identity = (value.tensor.data_ptr(), value.shape, value.tensor.stride(), value.dtype)
         if not isinstance(name, str):
             unread.append(f"{name!r}, a name that is not text")
-        elif first.setdefault(place, name) != name:
+        elif first.setdefault(identity, name) != name:
             # Tied weights are one tensor under several names. A checkpoint stores it under the first.
-            contents.notes.append(f"{name}: tied to {first[place]}, stored once")
-            manifest.tied[name] = first[place]
+            contents.notes.append(f"{name}: tied to {first[identity]}, stored once")
+            manifest.tied[name] = first[identity]
         elif isinstance(value, Quantized):
             # TE's float8 tensor does not record the origin of its scale; the module's state does.
             is_delayed = name.rpartition(".")[0] in contents.manifest.delayed
@@ -200,11 +200,11 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             fix="leave them out of it; te-fsdp ckpt convert has --key for the key of the model's state dict",
         )
     if read := len(manifest.delayed):
-        text = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
-        contents.notes.append(text)
-    if empty := len(extras) - read:
-        why = "dropped as requested" if choices.extra_state == "drop" else "without state"
-        contents.notes.append(f"_extra_state of {empty} module(s): {why}")
+        note = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
+        contents.notes.append(note)
+    if unread_count := len(extras) - read:
+        reason = "dropped as requested" if choices.extra_state == "drop" else "without state"
+        contents.notes.append(f"_extra_state of {unread_count} module(s): {reason}")
     if not extras:
         contents.notes.append(
             "_extra_state: none in the file; delayed scaling would start with new histories"
@@ -242,13 +242,13 @@ def _delayed_state(value: Lazy, key: str) -> dict[str, Any]:
     """Return the delayed-scaling state in an entry of TE's or of ours, in the form of a bound module's state dict."""
     try:
         entry = value.whole()
-        own, data = unpack(entry), bytes_of(entry)
+        own_entry, data = unpack(entry), bytes_of(entry)
     except DamagedEntryError as error:
         raise CheckpointError(
             f"{key}: no state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}"
         ) from error
-    if own is not None:
-        state = own[1] or {}
+    if own_entry is not None:
+        state = own_entry[1] or {}
     else:
         recipe, tensors = read_extra_state(data, key) or ({}, {})
         state = {"recipe": recipe, **tensors} if tensors else {}
@@ -305,21 +305,21 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
                     tensors[f"optimizer.state.{name}.{key}"] = value
                 elif value is not None:
                     states.setdefault(name, {})[key] = {"value": encode_numbers(value, f"{key} of {name}")}
-        own = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+        group_options = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         described_groups = [
             {"parameters": [names[n] for n in group["params"]], "options": encode_numbers(options, "options")}
-            for group, options in zip(groups, own, strict=True)
+            for group, options in zip(groups, group_options, strict=True)
         ]
         # The state dict of torch does not record the class of its optimizer.
-        kind = _class_of(groups) or choices.optimizer_class
-        if kind is None:
+        class_name = _class_of(groups) or choices.optimizer_class
+        if class_name is None:
             raise CheckpointError(
                 "its class cannot be inferred from its options (save it with te_fsdp.checkpoint.save)"
             )
-        described = {"class": kind, "groups": described_groups, "state": states}
+        described = {"class": class_name, "groups": described_groups, "state": states}
     except (CheckpointError, TypeError, KeyError, ValueError, AttributeError) as error:
-        why = f"not a torch optimizer's state_dict() ({type(error).__name__}: {error})"
-        contents.notes.append(f"optimizer: left, {error if isinstance(error, CheckpointError) else why}")
+        reason = f"not a torch optimizer's state_dict() ({type(error).__name__}: {error})"
+        contents.notes.append(f"optimizer: left, {error if isinstance(error, CheckpointError) else reason}")
         return False
     contents.manifest.optimizer = described
     contents.tensors |= tensors
@@ -335,15 +335,18 @@ def _nested(state: Any) -> Any:
     states: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
-        kind, _, rest = key.partition(".")
-        name, _, last = rest.rpartition(".")
+        kind, _, path = key.partition(".")
+        name, _, last = path.rpartition(".")
         (states if kind == "state" else options).setdefault(name, {})[last] = value
     # The flat form repeats the options for each parameter. Parameters with equal options become one group.
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, own in options.items():
-        same = [names for known, names in groups if known == own]
-        same[0].append(name) if same else groups.append((own, [name]))
-    return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
+        equal_groups = [names for known, names in groups if known == own]
+        equal_groups[0].append(name) if equal_groups else groups.append((own, [name]))
+    return {
+        "state": states,
+        "param_groups": [{**own, "params": names} for own, names in groups],
+    }
 
 
 def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
@@ -358,8 +361,8 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
             "it numbers its parameters without names (save the state of get_state_dict, or give the optimizer "
             "model.named_parameters())"
         )
-    if strange := [name for name in names.values() if name not in contents.manifest.parameters]:
-        raise CheckpointError(f"it names {strange[0]}, which the state dict lacks")
+    if unknown := [name for name in names.values() if name not in contents.manifest.parameters]:
+        raise CheckpointError(f"it names {unknown[0]}, which the state dict lacks")
     return names
 
 

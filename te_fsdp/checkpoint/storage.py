@@ -40,29 +40,29 @@ def resolve_path(path: str | os.PathLike[str] | Path) -> Path:
             got=type(path).__name__,
             fix="pass the path first: checkpoint.save(path, model, optimizer), load(path, model, optimizer)",
         )
-    text = os.fspath(path)
-    found = _URL.fullmatch(text) if "://" in text or isinstance(path, PurePath) else None
-    if found is None:
-        full = os.path.expanduser(text)
-        if full.startswith("~"):
+    given = os.fspath(path)
+    match = _URL.fullmatch(given) if "://" in given or isinstance(path, PurePath) else None
+    if match is None:
+        expanded = os.path.expanduser(given)
+        if expanded.startswith("~"):
             raise CheckpointError(
-                f"checkpoint: path {text}",
+                f"checkpoint: path {given}",
                 expected="a user that this machine has, after ~",
-                got=f"{text.split('/')[0]}, whose home directory is unknown",
-                fix=f"write the home directory itself, or ./{text} for a directory of this name",
+                got=f"{given.split('/')[0]}, whose home directory is unknown",
+                fix=f"write the home directory itself, or ./{given} for a directory of this name",
             )
-        return Path(full)
-    scheme, rest = found.groups()
+        return Path(expanded)
+    scheme, remainder = match.groups()
     if scheme in ("file", "local"):
-        return Path(rest if "://" in text else f"/{rest}")
-    return cast(Any, RemotePath(f"{scheme}://{rest}"))
+        return Path(remainder if "://" in given else f"/{remainder}")
+    return cast(Any, RemotePath(f"{scheme}://{remainder}"))
 
 
 def absolute(path: str | os.PathLike[str] | Path) -> Path:
     """Return :func:`resolve_path` as an absolute path; ``..`` is resolved after links. Local operation."""
-    place = resolve_path(path)
-    full = os.path.realpath if ".." in str(place).split("/") else os.path.abspath
-    return place if is_remote(place) else Path(full(place))
+    resolved = resolve_path(path)
+    resolve = os.path.realpath if ".." in str(resolved).split("/") else os.path.abspath
+    return resolved if is_remote(resolved) else Path(resolve(resolved))
 
 
 def is_remote(path: Path) -> TypeGuard[Any]:
@@ -132,13 +132,13 @@ class RemotePath:
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield the direct children, with one request per thousand names; none for a missing path."""
         try:
-            found = self.call("ls", detail=True)
+            infos = self.call("ls", detail=True)
         except FileNotFoundError:
             return
-        own = self._place[1].rstrip("/")
-        for info in found:
+        own_key = self._place[1].rstrip("/")
+        for info in infos:
             key = info["name"].rstrip("/")
-            if key and key != own:  # some file systems list a folder in itself
+            if key and key != own_key:  # some file systems list a folder in itself
                 yield RemotePath(f"{self.url}/{key.rpartition('/')[2]}", info)
 
     def stat(self) -> Any:

@@ -66,9 +66,11 @@ def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
     if local.shape == torch.Size(shape):
         return whole_entry(local)
-    local, own = local.detach(), tuple(local.shape)
+    local, local_shape = local.detach(), tuple(local.shape)
     # Most shards are one box and need no view.
-    pieces = tuple(Piece(b.original, local if b.sizes == own else local[b.local_slices()]) for b in boxes)
+    pieces = tuple(
+        Piece(box.original, local if box.sizes == local_shape else local[box.local_slices()]) for box in boxes
+    )
     return Entry(tuple(shape), local.dtype, pieces)
 
 
@@ -80,8 +82,8 @@ def whole_entry(tensor: torch.Tensor) -> Entry:
 
 def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
     """Add an entry under a key; add the pieces to those of an existing entry."""
-    have = entries[key].pieces if key in entries else ()
-    entries[key] = replace(entry, pieces=(*have, *entry.pieces))
+    present = entries[key].pieces if key in entries else ()
+    entries[key] = replace(entry, pieces=(*present, *entry.pieces))
 
 
 def views_of(
@@ -91,13 +93,14 @@ def views_of(
     if len(leaves) != len(entries):
         return None
     views: list[tuple[int, tuple[Any, ...] | None]] = []
-    for at, (leaf, entry) in enumerate(zip(leaves, entries, strict=True)):
-        for part in () if entry.is_empty else (piece.tensor for piece in entry.pieces):
+    for index, (leaf, entry) in enumerate(zip(leaves, entries, strict=True)):
+        for tensor in () if entry.is_empty else (piece.tensor for piece in entry.pieces):
             # A piece in other memory is a copy, which would be stale in the next save.
-            if part.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
+            if tensor.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
                 return None
-            whole = part.shape == leaf.shape and part.data_ptr() == leaf.data_ptr()
-            views.append((at, None if whole else (part.shape, part.stride(), part.storage_offset())))
+            is_leaf = tensor.shape == leaf.shape and tensor.data_ptr() == leaf.data_ptr()
+            view = None if is_leaf else (tensor.shape, tensor.stride(), tensor.storage_offset())
+            views.append((index, view))
     return views
 
 
@@ -110,21 +113,21 @@ def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str 
     ``shared`` are patterns of names that are allowed. ``stages`` says which stages have the names; ``None``: one model.
     """
     patterns, counts = tuple(shared), Counter(names)
-    twice = [name for name, count in counts.items() if count > 1]
-    twice = [name for name in twice if not any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if not twice:
+    repeated = [name for name, count in counts.items() if count > 1]
+    repeated = [name for name in repeated if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not repeated:
         return
     why = "The files hold one tensor under each name, so that all others would be lost"
     if stages is None:
         raise CheckpointError(
-            f"checkpoint: {len(twice)} name(s) of several tensors of the model: {shorten(twice)}",
+            f"checkpoint: {len(repeated)} name(s) of several tensors of the model: {shorten(repeated)}",
             expected="a name of its own for each, without the parts that torch.compile and activation checkpointing "
             "insert",
             why=why,
             fix="rename a module: leave out dots, _orig_mod and _checkpoint_wrapped_module",
         )
     raise CheckpointError(
-        f"save: {len(twice)} tensor(s) of one name in {stages}: {shorten(twice)}",
+        f"save: {len(repeated)} tensor(s) of one name in {stages}: {shorten(repeated)}",
         expected="every name in one stage",
         got="layers that each stage counts from 0, or tensors that stages share",
         why=why,
@@ -139,23 +142,23 @@ def merge_copies(entries: dict[str, Entry]) -> bool:
 
     Raise CheckpointError for copies that differ.
     """
-    found = False
+    has_copies = False
     for key, entry in entries.items():
         by_place = {(piece.offsets, piece.tensor.shape): piece for piece in reversed(entry.pieces)}
         if len(by_place) == len(entry.pieces):
             continue
-        found = True
+        has_copies = True
         for piece in entry.pieces:
-            pair = [piece.tensor, by_place[piece.offsets, piece.tensor.shape].tensor]
-            first, other = (part.contiguous().flatten().view(torch.uint8) for part in pair)
-            if not torch.equal(first, other):
+            copies = [piece.tensor, by_place[piece.offsets, piece.tensor.shape].tensor]
+            first, second = (tensor.contiguous().flatten().view(torch.uint8) for tensor in copies)
+            if not torch.equal(first, second):
                 raise CheckpointError(
                     f"save: {key} differs between stages of one rank",
                     expected="equal values of what stages share, which is stored once",
                     fix="synchronize it after each step",
                 )
         entries[key] = replace(entry, pieces=tuple(by_place.values()))
-    return found
+    return has_copies
 
 
 # --- ranks with a piece
@@ -185,32 +188,32 @@ def holders_of(call: str, ranks: Iterable[Held]) -> dict[str, Holders]:
     """
     described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     pieces: dict[str, dict[Place, list[tuple[int, int]]]] = {}
-    for rank, held in enumerate(ranks):
+    for rank, rank_pieces in enumerate(ranks):
         number = 0
-        for key, shape, dtype, places in held:
+        for key, shape, dtype, places in rank_pieces:
             described.setdefault(key, (shape, dtype))
-            have = pieces.setdefault(key, {})
+            holders = pieces.setdefault(key, {})
             for place in places:
                 # Ranks with the same place have replicas of one piece.
-                have.setdefault(place, []).append((rank, number))
+                holders.setdefault(place, []).append((rank, number))
                 number += 1
-    found, wrong = dict[str, Holders](), list[str]()
-    for key, have in pieces.items():
+    results, problems = dict[str, Holders](), list[str]()
+    for key, holders in pieces.items():
         shape, dtype = described[key]
-        boxes = boxes_of(have, shape)
-        found[key] = Holders(shape, dtype, have, boxes)
+        boxes = boxes_of(holders, shape)
+        results[key] = Holders(shape, dtype, holders, boxes)
         if not is_tiling(shape, boxes):
-            wrong.append(
+            problems.append(
                 f"{key} ({boxes[:, 1].prod(axis=1).sum()} of {np.prod(shape, dtype=np.int64)} elements)"
             )
-    if wrong:
+    if problems:
         raise CheckpointError(
-            f"{call}: the pieces of {shorten(wrong)}",
+            f"{call}: the pieces of {shorten(problems)}",
             expected="together the whole tensor, each element once",
             got="others",
             fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
         )
-    return found
+    return results
 
 
 def lightest(
@@ -310,30 +313,31 @@ def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str
     return {**described, "shape": shape if at is None else shape[1:], "at": at}
 
 
-def of_all_experts(described: dict[str, Any], place: ExpertPlace, whole: Sequence[int]) -> dict[str, Any]:
-    """Invert :func:`per_expert` for a state of one expert, whose own weight has the shape ``whole``."""
-    found = {**described, "experts": [place.index]}
+def of_all_experts(described: dict[str, Any], place: ExpertPlace, weight: Sequence[int]) -> dict[str, Any]:
+    """Invert :func:`per_expert` for a state of one expert; ``weight`` is the shape of that expert's weight."""
+    result = {**described, "experts": [place.index]}
     if "dtype" in described:
         shape = described["shape"]
-        found |= {"shape": [place.total, *shape], "scalar": shape in ([], [1]) and shape != [*whole]}
-    return found
+        result |= {"shape": [place.total, *shape], "scalar": shape in ([], [1]) and shape != [*weight]}
+    return result
 
 
-def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]], label: str) -> None:
-    """Add descriptions of states of more experts to ``states``, by name of the state.
+def join_experts(states: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]], label: str) -> None:
+    """Add the descriptions of further experts' states to ``states``, by name of the state.
 
     Raise CheckpointError for the same state with another shape, dtype or value. ``label`` is the stacked tensor's name.
     """
-    for key, described in more.items():
-        both = states.setdefault(key, described), described
+    for key, described in new.items():
+        present = states.setdefault(key, described)
+        experts = present["experts"], described["experts"]
         # Everything except the list of experts must be equal: the files have one description for all.
-        (experts, kind), (others, other) = ((one["experts"], {**one, "experts": None}) for one in both)
-        if kind != other:
-            kinds = (", ".join(f"{k} {v}" for k, v in one.items() if k != "experts") for one in both)
+        kinds = [{**description, "experts": None} for description in (present, described)]
+        if kinds[0] != kinds[1]:
+            formatted = (", ".join(f"{k} {v}" for k, v in kind.items() if k != "experts") for kind in kinds)
             raise CheckpointError(
-                f"optimizer.state.{label}.{key}: experts {experts} and {others}",
+                f"optimizer.state.{label}.{key}: experts {experts[0]} and {experts[1]}",
                 expected="the same kind of state for all experts of a layer",
-                got=" and ".join(kinds),
+                got=" and ".join(formatted),
                 fix="give all experts of a layer to one optimizer, with the same options",
             )
-        states[key] = {**both[0], "experts": sorted({*experts, *others})}
+        states[key] = {**present, "experts": sorted({*experts[0], *experts[1]})}

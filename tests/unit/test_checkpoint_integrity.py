@@ -20,7 +20,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import lazy_tensors, manifest as manifests, reading, shard_files
 from te_fsdp.checkpoint.index import read_index
-from te_fsdp.checkpoint.lazy_tensors import Piece
+from te_fsdp.checkpoint.lazy_tensors import DcpRecord
 from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
@@ -265,7 +265,7 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
         torch.save(value, tmp_path / "a")
         piece = torch.frombuffer(bytearray((tmp_path / "a").read_bytes()), dtype=torch.uint8)
         lengths.add(len(piece))
-        stored = Piece(tmp_path / "a", "a", 0, len(piece), (4, 4), torch.float32)
+        stored = DcpRecord(tmp_path / "a", "a", 0, len(piece), (4, 4), torch.float32)
         for check in (False, True):
             assert torch.equal(stored.tensor_in(piece, check=check), value)
         assert torch.equal(stored.rows(1, 3), value[1:3])

@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from te_fsdp.checkpoint.lazy_tensors import Piece
+from te_fsdp.checkpoint.lazy_tensors import DcpRecord
 from te_fsdp.checkpoint.storage import resolve_path
 
 
@@ -19,4 +19,4 @@ def test_a_record_beyond_the_end_has_changed(tmp_path: Path, place: str) -> None
     if place == "memory":
         fsspec.filesystem("memory").pipe("/short/a.distcp", b"0123456789")
         file = resolve_path("memory://short/a.distcp")
-    assert Piece(file, "weight", 4, 20).has_changed()
+    assert DcpRecord(file, "weight", 4, 20).has_changed()

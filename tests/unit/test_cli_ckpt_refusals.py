@@ -22,7 +22,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory, lazy_tensors
 from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Piece
+from te_fsdp.checkpoint.lazy_tensors import Chunked, DcpRecord, InMemory
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
@@ -333,7 +333,7 @@ def test_rows_are_those_of_the_unsharded_weight(
     record = io.BytesIO()
     torch.save(view, record)
     file.write_bytes(b"abcde" + record.getvalue() + b"xyz")
-    stored = Piece(file, "k", 5, len(record.getvalue()), tuple(shape), dtype, check=True)
+    stored = DcpRecord(file, "k", 5, len(record.getvalue()), tuple(shape), dtype, check=True)
     blocks = list(stored.blocks(budget))
     assert [first for first, _ in blocks] == [0, *(last for _, last in blocks[:-1])] and blocks[-1][
         1

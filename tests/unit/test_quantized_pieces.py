@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Piece
+from te_fsdp.checkpoint.lazy_tensors import Chunked, DcpRecord, Lazy
 from te_fsdp.checkpoint.plain_dcp import Quantized, quantized_or_plain
 from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.boxed import QuantizedSlice, values_of
@@ -41,7 +41,7 @@ def chunked(folder: Path, pieces: list[torch.Tensor], *, offsets: Any = HALVES) 
         file, record = folder / str(number), io.BytesIO()
         torch.save(piece, record)
         file.write_bytes(record.getvalue())
-        stored = Piece(file, "w", 0, file.stat().st_size, tuple(piece.shape), torch.bfloat16, check=True)
+        stored = DcpRecord(file, "w", 0, file.stat().st_size, tuple(piece.shape), torch.bfloat16, check=True)
         chunks.append((at, stored))
     return Chunked("w", SHAPE, torch.bfloat16, chunks)
 

@@ -5,12 +5,13 @@ Two checkpoints are compared by logical value: quantized weights are dequantized
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,6 @@ from te_fsdp.checkpoint.reader import (
     describe,
     open_checkpoint_contents,
     portable_name,
-    portable_text,
     split_experts,
     stack_experts,
 )
@@ -158,23 +158,23 @@ def check_written(target: Path, contents: Contents) -> None:
     CheckpointError then. Compares names, dtypes and shapes, not values. Local operation.
     """
 
-    def listed(one: Contents) -> dict[str, str]:
-        tensors = {key: t for key, t in one.tensors.items() if math.prod(t.shape)}
+    def tensors_of(contents: Contents) -> dict[str, str]:
+        tensors = {key: t for key, t in contents.tensors.items() if math.prod(t.shape)}
         return {key: f"{dtype_name(t.dtype)} {tuple(t.shape)}" for key, t in tensors.items()}
 
     try:
-        found, expected = listed(open_any(target)), listed(contents)
+        written, expected = tensors_of(open_any(target)), tensors_of(contents)
     except CheckpointError:
         remove(target)
         raise
-    wrong = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
-    if wrong:
+    differing = sorted(k for k in written.keys() | expected.keys() if written.get(k) != expected.get(k))
+    if differing:
         remove(target)
-        one = wrong[0]
+        name = differing[0]
         raise CheckpointError(
-            f"{target}: {len(wrong)} tensor(s) differ from what was to be written: {shorten(wrong, 3)}",
-            expected=f"{one}: {expected.get(one, 'absent')}",
-            got=found.get(one, "absent"),
+            f"{target}: {len(differing)} tensor(s) differ from what was to be written: {shorten(differing, 3)}",
+            expected=f"{name}: {expected.get(name, 'absent')}",
+            got=written.get(name, "absent"),
             why="The target was opened again after it was written, and removed",
             fix="write another kind (--to), and report this with the source's te-fsdp ckpt inspect --json",
         )
@@ -211,9 +211,9 @@ def transformed(
     tensors = {k: t for k, t in contents.tensors.items() if not k.startswith("model.")}
     sources: dict[str, str] = {}
     for name in contents.names:
-        parts = contents.components(name)
-        if parts is not None and not dequantize:
-            tensors |= {f"model.{name}:{part}": tensor for part, tensor in parts.items()}
+        components = contents.components(name)
+        if components is not None and not dequantize:
+            tensors |= {f"model.{name}:{part}": tensor for part, tensor in components.items()}
             sources[name] = "quantized"
             continue
         value, sources[name] = contents.best_value(name, weights)
@@ -263,7 +263,8 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick) -> list[str]:
 def write_safetensors(target: Path, contents: Contents, tick: Tick, *, shard_bytes: int) -> list[str]:
     """Write a ``.safetensors`` file, or a folder with shards and their index. Like :func:`write_checkpoint`."""
     tensors = {portable_name(key): tensor for key, tensor in contents.tensors.items()}
-    metadata = {MANIFEST_KEY: portable_text(contents.manifest)}
+    fields = asdict(contents.manifest).items()
+    metadata = {MANIFEST_KEY: json.dumps({k: v for k, v in fields if k not in ("files", "folder")})}
     is_file = target.suffix == ".safetensors"
     with new_directory(target, needed=contents.bytes, is_file=is_file) as place:
         if not is_file:
@@ -294,8 +295,11 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
         numbers = {name: number for number, name in enumerate(names)}
         groups = []
         for group in contents.manifest.optimizer["groups"]:
-            own = {"params": [numbers[n] for n in group["parameters"]], "param_names": [*group["parameters"]]}
-            groups.append(decode(group["options"], {}) | own)
+            named = {
+                "params": [numbers[n] for n in group["parameters"]],
+                "param_names": [*group["parameters"]],
+            }
+            groups.append(decode(group["options"], {}) | named)
         state: dict[int, dict[str, Any]] = {}
         for name, values in contents.manifest.optimizer["state"].items():
             if name not in numbers:
@@ -309,7 +313,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
         objects = {"model": objects, "optimizer": {"state": state, "param_groups": groups}}
     read: dict[int, torch.Tensor] = {}  # a tensor under several names is stored once
 
-    def whole(tensor: Lazy, key: str) -> torch.Tensor:
+    def load(tensor: Lazy, key: str) -> torch.Tensor:
         if id(tensor) not in read:
             read[id(tensor)] = tensor.whole()
             tick(tensor.bytes)
@@ -317,7 +321,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
 
     with new_directory(target, needed=contents.bytes, is_file=True) as place, place.open("wb") as file:
         try:
-            torch.save(with_leaves(objects, whole), file)
+            torch.save(with_leaves(objects, load), file)
         except RuntimeError as error:  # torch's writer fails again when it is closed after a failed write
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             raise cause from None
@@ -407,20 +411,20 @@ def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: floa
         return
     if a.dtype != b.dtype:
         report.differences.append(Difference(name, "dtype", f"{dtype_name(a.dtype)} / {dtype_name(b.dtype)}"))
-    found = Difference(name, "values")
+    difference = Difference(name, "values")
     # In fp64 a block takes eight times the bytes of an fp8 one.
     for first, last in a.blocks(BLOCK_BYTES // 4):
-        _add_block(found, a.rows(first, last), b.rows(first, last), rtol, atol)
+        _add_block(difference, a.rows(first, last), b.rows(first, last), rtol, atol)
         tick(a.bytes // a.height * (last - first))
     report.compared += 1
-    report.equal += not found.elements
-    if found.elements:
-        largest = f"max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}"
-        found.detail = f"{found.elements} of {math.prod(a.shape)}, {largest}"
-        report.differences.append(found)
+    report.equal += not difference.elements
+    if difference.elements:
+        largest = f"max abs {difference.max_abs:.3g}, max rel {difference.max_rel:.3g}"
+        difference.detail = f"{difference.elements} of {math.prod(a.shape)}, {largest}"
+        report.differences.append(difference)
 
 
-def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> None:
+def _add_block(difference: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> None:
     if a.dtype == b.dtype and torch.equal(a, b):
         return
     if not a.dtype.is_floating_point and a.dtype == b.dtype and a.dtype.itemsize == 8:
@@ -436,9 +440,9 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
     largest = torch.maximum(a.abs(), b.abs()).double()[differs]
     gap = torch.where(gap.isfinite(), gap, torch.inf)
     relative = torch.where(gap.isfinite(), gap / largest, torch.inf)  # unequal, so that one is not 0
-    found.elements += int(differs.sum())
-    found.max_abs = max(found.max_abs, float(gap.max()))
-    found.max_rel = max(found.max_rel, float(relative.max()))
+    difference.elements += int(differs.sum())
+    difference.max_abs = max(difference.max_abs, float(gap.max()))
+    difference.max_rel = max(difference.max_rel, float(relative.max()))
 
 
 def _compare_dicts(label: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -103,10 +103,10 @@ def export_huggingface(
     layers, ``TeBlocks.of(model)``, which a state dict does not record. Other arguments are those of
     :func:`save_huggingface`. Raise CheckpointError if ``target`` exists, options are unknown, or tensors do not fit.
     """
-    held, described, _ = _opened(source, config)
-    weights = WeightMap.build(described, blocks, names, ModelDescription(held.keys(), {}, {}))
-    tensors, place = weights.lazily(held, to_te=False, dtype=dtype), absolute(target)  # type: ignore[arg-type]
-    write_huggingface(place, tensors, described, no_progress, shard_bytes=max_file_bytes)
+    tensors_by_name, described, _ = _opened(source, config)
+    weights = WeightMap.build(described, blocks, names, ModelDescription(tensors_by_name.keys(), {}, {}))
+    tensors, path = weights.lazily(tensors_by_name, to_te=False, dtype=dtype), absolute(target)  # type: ignore[arg-type]
+    write_huggingface(path, tensors, described, no_progress, shard_bytes=max_file_bytes)
 
 
 def write_huggingface(
@@ -153,10 +153,10 @@ def load_huggingface(
         OrderError: An optimizer of other parameters.
     """
     with collective_call("checkpoint.load_huggingface"):
-        filling, lacked = all_agree(lambda: _filling(source, model, optimizer, config, names, blocks))
+        filling, absent = all_agree(lambda: _filling(source, model, optimizer, config, names, blocks))
         filling.run()
         for owned in owned_parameters(model):
-            owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in lacked)
+            owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in absent)
     for note in filling.notes if rank() == 0 else ():
         _log.warning("%s: %s", filling.source.source, note)
 
@@ -184,13 +184,13 @@ def _filling(
     for name in tied_names(model) if weights.architecture.tied else ():
         manifest.parameters.pop(name, None)
     # Hugging Face's files have no buffers of these models.
-    found = compare_model(manifest, state).without([*state.buffers], strict=True)
-    check_fits("load_huggingface", model, weights, found.texts())
+    diff = compare_model(manifest, state).without([*state.buffers], strict=True)
+    check_fits("load_huggingface", model, weights, diff.texts())
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
-    lacked = {name for group in weights.groups for name in group.zeros}
-    note = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(lacked), 3)}"
-    opened.notes = [note] if lacked else []
-    return Filling(opened, model, parts_of(optimizer), state, Differences(converted=quantized)), lacked
+    absent = {name for group in weights.groups for name in group.zeros}
+    note = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(absent), 3)}"
+    opened.notes = [note] if absent else []
+    return Filling(opened, model, parts_of(optimizer), state, Differences(converted=quantized)), absent
 
 
 def values_for_huggingface(
@@ -208,14 +208,14 @@ def values_for_huggingface(
     weights = WeightMap.build(like, blocks, names, ModelDescription(saved, recorded, frequencies))
     if not recorded:
         notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")
-    wrong = [*weights.differences] + [
+    problems = [*weights.differences] + [
         f"{name} is {saved[name]}, not {layout}"
         for name, layout in weights.layouts().items()
         if saved.get(name) not in (None, layout)
     ]
-    if wrong:
+    if problems:
         raise CheckpointError(
-            f"{contents.source}: another model than {like} describes: {', '.join(wrong)}",
+            f"{contents.source}: another model than {like} describes: {', '.join(problems)}",
             why="Nothing was written",
             fix="take the config.json of this model; where options were given, those of its layers",
         )

@@ -228,12 +228,12 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
             families.
     """
     entries = config_contents(source)
-    named = entries.get("model_type")
-    family = FAMILIES.get(named) if isinstance(named, str) else None
+    model_type = entries.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         expected = f"one of {', '.join(FAMILIES)}"
-        raise CheckpointError("config.json: model_type", expected=expected, got=repr(named))
-    wanted: dict[str, tuple[Any, ...]] = {
+        raise CheckpointError("config.json: model_type", expected=expected, got=repr(model_type))
+    supported: dict[str, tuple[Any, ...]] = {
         family.keys.get("hidden_act", "hidden_act"): family.activations,
         "add_cross_attention": (False,),
         "scale_attn_by_inverse_layer_idx": (False,),
@@ -247,20 +247,20 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
     }
     problems = [
         f"{key} is {entries[key]!r}, supported: {', '.join(map(str, values))}"
-        for key, values in wanted.items()
+        for key, values in supported.items()
         if entries.get(key, values[0]) not in values
     ]
-    found = None
+    result = None
     try:
-        found = _architecture(_Config(entries, family), str(named))
+        result = _architecture(_Config(entries, family), str(model_type))
     except ValueError as error:
         problems.append(str(error))
-    if problems or found is None:
+    if problems or result is None:
         raise CheckpointError(
-            f"config.json of a {named} model: {'; '.join(problems)}",
+            f"config.json of a {model_type} model: {'; '.join(problems)}",
             why="TransformerEngine's layer would compute something else",
         )
-    return found
+    return result
 
 
 def config_contents(source: Any) -> Mapping[str, Any]:

@@ -80,23 +80,23 @@ class Form:
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Shape]) -> list[torch.Tensor]:
         """Return the parts, as views if possible; all names of one part must have the same value."""
-        found = [tensors[name] for name in self.names[: len(parts)]]
+        stored = [tensors[name] for name in self.names[: len(parts)]]
         for name in (name for name in self.names[len(parts) :] if name in tensors):
-            both = tensors[name], found[0]
-            bits = (tensor.contiguous().view(torch.uint8) for tensor in both)  # NaN equals NaN
-            if both[0].dtype != both[1].dtype or not torch.equal(*bits):
+            copies = tensors[name], stored[0]
+            bits = (tensor.contiguous().view(torch.uint8) for tensor in copies)  # NaN equals NaN
+            if copies[0].dtype != copies[1].dtype or not torch.equal(*bits):
                 raise CheckpointError(
                     f"{name}: differs from {self.names[0]}",
                     expected="the same values, since the Hugging Face model ties the two",
                     fix='untie them in config.json ("tie_word_embeddings": false), or tie them in the model',
                 )
         if self.transposed:
-            found = [tensor.t() for tensor in found]
-        if len(found) < len(parts):
+            stored = [tensor.t() for tensor in stored]
+        if len(stored) < len(parts):
             rows = [part[0] // self.groups for part in parts]
-            cut = found[0].unflatten(0, (self.groups, -1)).split(rows, 1)
-            found = [piece.flatten(0, 1) for piece in cut]
-        return found
+            split = stored[0].unflatten(0, (self.groups, -1)).split(rows, 1)
+            stored = [piece.flatten(0, 1) for piece in split]
+        return stored
 
     def pack(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors to store under the form's names; the inverse of :meth:`unpack`."""
@@ -135,13 +135,13 @@ class Group:
         if source.zero_centered != target.zero_centered:
             # In float64, rounded once: exact for gammas of ordinary size in float32 and narrower.
             parts = [part.double() + (1.0 if source.zero_centered else -1.0) for part in parts]
-        found = {name: tensor.to(dtype) for name, tensor in target.pack(parts).items()}
+        result = {name: tensor.to(dtype) for name, tensor in target.pack(parts).items()}
         if to_te:
-            return found | {
+            return result | {
                 n: torch.zeros(shape, dtype=dtype, device="cpu") for n, shape in self.zeros.items()
             }
         self.check_zeros(tensors)
-        return found
+        return result
 
     def check_zeros(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Check that biases that the Hugging Face model lacks are zero; raise CheckpointError otherwise."""
@@ -158,13 +158,13 @@ class Group:
         """Return whether zero-centering had to round, so that the inverse conversion would not be exact."""
         if self.huggingface.zero_centered == self.te.zero_centered:
             return False
-        mine, other = next(iter(tensors.values())), next(iter(converted.values()))
-        return bool(((other.double() - mine.to(other.dtype).double()).abs() != 1.0).any())
+        source, target = next(iter(tensors.values())), next(iter(converted.values()))
+        return bool(((target.double() - source.to(target.dtype).double()).abs() != 1.0).any())
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """All groups of one model, in its order. Prefixes: ``theirs`` of Hugging Face, ``ours`` of TransformerEngine."""
+    """All groups of one model, in its order. Prefixes: ``hf`` of Hugging Face, ``te`` of TransformerEngine."""
 
     a: Architecture
     style: Names
@@ -177,8 +177,8 @@ class _Tables:
         wide, embedding = (a.vocabulary, a.hidden), f"{style.prefix}{style.embedding}.weight"
         # Either side may store a tied weight twice. One group of both names compares the two.
         if a.tied:
-            ours = (names.embedding,) if names.head is None else (names.embedding, names.head)
-            yield Group((wide,), Form((embedding, "lm_head.weight")), Form(ours))
+            te = (names.embedding,) if names.head is None else (names.embedding, names.head)
+            yield Group((wide,), Form((embedding, "lm_head.weight")), Form(te))
         else:
             yield _one(wide, embedding, names.embedding)
         if a.positions:
@@ -190,47 +190,47 @@ class _Tables:
             assert names.head is not None
             yield _one(wide, "lm_head.weight", names.head)
 
-    def layer(self, theirs: str, ours: str) -> Iterator[Group]:
-        a, names, style, mlp = self.a, self.names, self.style, ours + self.names.mlp
-        yield from self.attention(theirs, ours + names.attention)
+    def layer(self, hf: str, te: str) -> Iterator[Group]:
+        a, names, style, mlp = self.a, self.names, self.style, te + self.names.mlp
+        yield from self.attention(hf, te + names.attention)
         if a.experts is not None:
-            yield from self.norm(theirs + style.mlp_norm, ours + names.mlp_norm)
-            yield from self.experts(theirs + style.experts, ours)
+            yield from self.norm(hf + style.mlp_norm, te + names.mlp_norm)
+            yield from self.experts(hf + style.experts, te)
             return
-        yield from self.norm(theirs + style.mlp_norm, f"{mlp}layer_norm_")
+        yield from self.norm(hf + style.mlp_norm, f"{mlp}layer_norm_")
         gated, biases = len(style.fc1) > 1, (a.mlp_bias, bool(self.blocks.mlp_bias))
         fc1 = Form((f"{mlp}fc1_*",), layout=Layout("stacked", (1, 1)) if gated else PLAIN)
-        yield from self.linear(theirs, style.fc1, fc1, [(a.ffn, a.hidden)] * len(style.fc1), biases)
-        yield from self.linear(theirs, (style.fc2,), Form((f"{mlp}fc2_*",)), [(a.hidden, a.ffn)], biases)
+        yield from self.linear(hf, style.fc1, fc1, [(a.ffn, a.hidden)] * len(style.fc1), biases)
+        yield from self.linear(hf, (style.fc2,), Form((f"{mlp}fc2_*",)), [(a.hidden, a.ffn)], biases)
 
-    def attention(self, theirs: str, ours: str) -> Iterator[Group]:
-        a, style, qkv, bias = self.a, self.style, f"{ours}layernorm_qkv.", bool(self.blocks.bias)
-        here, heads = self.recorded.get(ours.removesuffix(".")), (a.heads, a.kv_heads, a.kv_heads)
-        told = None if here is None else here.settings.get("qkv_weight_interleaved")
+    def attention(self, hf: str, te: str) -> Iterator[Group]:
+        a, style, qkv, bias = self.a, self.style, f"{te}layernorm_qkv.", bool(self.blocks.bias)
+        semantics, heads = self.recorded.get(te.removesuffix(".")), (a.heads, a.kv_heads, a.kv_heads)
+        interleaved = None if semantics is None else semantics.settings.get("qkv_weight_interleaved")
         if not self.blocks.fuse_qkv_params:
             form = Form(tuple(f"{qkv}{part}_*" for part in ("query", "key", "value")))
-        elif (self.blocks.qkv_weight_interleaved if told is None else told) is not False:
+        elif (self.blocks.qkv_weight_interleaved if interleaved is None else interleaved) is not False:
             form = Form((f"{qkv}*",), groups=a.kv_heads)
         else:
             form = Form((f"{qkv}*",), layout=Layout("stacked", heads))
-        yield from self.norm(theirs + style.attention_norm, f"{qkv}layer_norm_")
+        yield from self.norm(hf + style.attention_norm, f"{qkv}layer_norm_")
         shapes = [(count * a.head_dim, a.hidden) for count in heads]
-        yield from self.linear(theirs, style.qkv, form, shapes, (a.qkv_bias, bias))
-        proj, shape = Form((f"{ours}proj.*",)), (a.hidden, a.heads * a.head_dim)
-        yield from self.linear(theirs, (style.proj,), proj, [shape], (a.proj_bias, bias))
+        yield from self.linear(hf, style.qkv, form, shapes, (a.qkv_bias, bias))
+        proj, shape = Form((f"{te}proj.*",)), (a.hidden, a.heads * a.head_dim)
+        yield from self.linear(hf, (style.proj,), proj, [shape], (a.proj_bias, bias))
         for part in "qk" if a.qk_norm else "":
-            yield _one((a.head_dim,), f"{theirs}self_attn.{part}_norm.weight", f"{ours}{part}_norm.weight")
+            yield _one((a.head_dim,), f"{hf}self_attn.{part}_norm.weight", f"{te}{part}_norm.weight")
 
-    def experts(self, block: str, ours: str) -> Iterator[Group]:
+    def experts(self, block: str, te: str) -> Iterator[Group]:
         """Yield the groups of the router, of each expert separately, and of the shared expert."""
         a, e, names = self.a, self.a.experts, self.names
         assert e is not None
-        yield _one((e.count, a.hidden), f"{block}gate.weight", ours + names.router)
+        yield _one((e.count, a.hidden), f"{block}gate.weight", te + names.router)
 
-        def mlp(theirs: str, fc1: str, fc2: str, ffn: int, layout: Layout) -> Iterator[Group]:
-            up, down = (Form((ours + name,), layout=layout) for name in (fc1, fc2))
-            yield from self.linear(theirs, self.style.expert_fc1, up, [(ffn, a.hidden)] * 2)
-            yield from self.linear(theirs, (self.style.expert_fc2,), down, [(a.hidden, ffn)])
+        def mlp(hf: str, fc1: str, fc2: str, ffn: int, layout: Layout) -> Iterator[Group]:
+            up, down = (Form((te + name,), layout=layout) for name in (fc1, fc2))
+            yield from self.linear(hf, self.style.expert_fc1, up, [(ffn, a.hidden)] * 2)
+            yield from self.linear(hf, (self.style.expert_fc2,), down, [(a.hidden, ffn)])
 
         for n in range(e.count):
             fc1, fc2 = f"{names.experts_fc1}*{n}", f"{names.experts_fc2}*{n}"
@@ -238,24 +238,24 @@ class _Tables:
         if e.shared_ffn:
             fc1, fc2 = f"{names.shared_fc1}*", f"{names.shared_fc2}*"
             yield from mlp(f"{block}shared_expert.", fc1, fc2, e.shared_ffn, PLAIN)
-            yield _one((1, a.hidden), f"{block}shared_expert_gate.weight", ours + names.shared_gate)
+            yield _one((1, a.hidden), f"{block}shared_expert_gate.weight", te + names.shared_gate)
 
-    def norm(self, theirs: str, ours: str) -> Iterator[Group]:
-        """Yield the groups of weight and bias, if there is one. ``ours`` is their prefix."""
-        told = centering(self.recorded, ours.removesuffix("layer_norm_").removesuffix("."))
-        if told is None:
-            last = ours == self.names.final_norm
-            told = self.blocks.final_norm_zero_centered if last else self.blocks.zero_centered_gamma
-        weight, shape = Form((f"{ours}weight",), zero_centered=bool(told)), (self.a.hidden,)
-        yield Group((shape,), Form((f"{theirs}.weight",), zero_centered=self.a.zero_centered), weight)
+    def norm(self, hf: str, te: str) -> Iterator[Group]:
+        """Yield the groups of weight and bias, if there is one. ``te`` is their prefix."""
+        centered = centering(self.recorded, te.removesuffix("layer_norm_").removesuffix("."))
+        if centered is None:
+            last = te == self.names.final_norm
+            centered = self.blocks.final_norm_zero_centered if last else self.blocks.zero_centered_gamma
+        weight, shape = Form((f"{te}weight",), zero_centered=bool(centered)), (self.a.hidden,)
+        yield Group((shape,), Form((f"{hf}.weight",), zero_centered=self.a.zero_centered), weight)
         if self.a.style == "gpt2":
-            yield _one(shape, f"{theirs}.bias", f"{ours}bias")
+            yield _one(shape, f"{hf}.bias", f"{te}bias")
 
     def linear(
         self,
-        theirs: str,
+        hf: str,
         parts: Sequence[str],
-        ours: Form,
+        te: Form,
         shapes: Sequence[Shape],
         biases: Sequence[bool] = (False, False),
     ) -> Iterator[Group]:
@@ -265,16 +265,16 @@ class _Tables:
             return replace(form, names=tuple(name.replace("*", kind) for name in form.names))
 
         heights = tuple(shape[:1] for shape in shapes)
-        huggingface = Form(tuple(f"{theirs}{part}.*" for part in parts), transposed=self.a.style == "gpt2")
-        zeros = named(ours, "bias").shapes(heights) if biases[1] and not biases[0] else {}
-        yield Group(tuple(shapes), named(huggingface, "weight"), named(ours, "weight"), zeros)
+        huggingface = Form(tuple(f"{hf}{part}.*" for part in parts), transposed=self.a.style == "gpt2")
+        zeros = named(te, "bias").shapes(heights) if biases[1] and not biases[0] else {}
+        yield Group(tuple(shapes), named(huggingface, "weight"), named(te, "weight"), zeros)
         if all(biases):
-            yield Group(heights, named(huggingface, "bias"), named(ours, "bias"))
+            yield Group(heights, named(huggingface, "bias"), named(te, "bias"))
 
 
-def _one(shape: Shape, theirs: str, ours: str) -> Group:
+def _one(shape: Shape, hf: str, te: str) -> Group:
     """Return the group of a tensor with one name on either side."""
-    return Group((shape,), Form((theirs,)), Form((ours,)))
+    return Group((shape,), Form((hf,)), Form((te,)))
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class WeightMap:
         config: Any,
         blocks: TeBlocks | None = None,
         names: TeNames | None = None,
-        told: ModelDescription | None = None,
+        model: ModelDescription | None = None,
     ) -> WeightMap:
         """Return the map of a model from the arguments of :func:`read_config`, or an :class:`Architecture`.
 
@@ -302,10 +302,10 @@ class WeightMap:
         defaults are TransformerEngine's.
         """
         blocks, names = given_or_default(blocks, TeBlocks), given_or_default(names, TeNames)
-        if told is not None:
-            blocks = known_blocks(blocks, told, names)
+        if model is not None:
+            blocks = known_blocks(blocks, model, names)
         a = config if isinstance(config, Architecture) else read_config(config)
-        told, style = told or ModelDescription((), {}, {}), FAMILIES[a.model_type].names
+        model, style = model or ModelDescription((), {}, {}), FAMILIES[a.model_type].names
         bias = (a.qkv_bias or a.proj_bias or a.mlp_bias) if blocks.bias is None else blocks.bias
         mlp_bias = bias if blocks.mlp_bias is None else blocks.mlp_bias
         if ((a.qkv_bias or a.proj_bias) and not bias) or (a.mlp_bias and not mlp_bias):
@@ -319,9 +319,9 @@ class WeightMap:
                 expected="a name for lm_head.weight, since config.json does not tie it to the embedding",
                 fix="give the model a head and pass TeNames(head=...)",
             )
-        tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, told.recorded)
+        tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, model.recorded)
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(a, tuple(tables.model()), ignored, tuple(layer_differences(told, a, names)))
+        return cls(a, tuple(tables.model()), ignored, tuple(layer_differences(model, a, names)))
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Return every tensor's shape, of the unsharded TransformerEngine model or of the Hugging Face model."""
@@ -350,7 +350,7 @@ class WeightMap:
                 got=repr(dtype),
                 why="Values in fewer bits need scales, which nothing would hold",
             )
-        expected, found, held = self.shapes(te=not to_te), {}, []
+        expected, result, cache = self.shapes(te=not to_te), {}, []
         required = [name for group in self.groups for name in group.names(te=not to_te, tied=False)]
         _check(source, expected, required, re.compile(_IGNORED_HUGGINGFACE if to_te else self.ignored_te))
         warned = False
@@ -360,15 +360,15 @@ class WeightMap:
         ) -> torch.Tensor:
             nonlocal warned
             # Tensors are read in order, each in blocks of rows, so the group of the last call is enough.
-            if not held or held[0] is not group:
-                held.clear()
+            if not cache or cache[0] is not group:
+                cache.clear()
                 read = {key: tensor.whole() for key, tensor in tensors.items()}
                 converted = group.convert(read, to_te=to_te, dtype=kind)
                 if not warned and group.rounds(read, converted):
                     warned = True
                     _log.warning(ROUNDED, ", ".join(converted))
-                held[:] = group, converted
-            return held[1][name][first:last].clone()
+                cache[:] = group, converted
+            return cache[1][name][first:last].clone()
 
         for group in self.groups:
             present = {name: source[name] for name in group.names(te=not to_te, tied=True) if name in source}
@@ -376,8 +376,8 @@ class WeightMap:
             kinds = [tensor.dtype for name, tensor in tensors.items() if name not in group.zeros]
             kind, shapes = dtype or reduce(torch.promote_types, kinds), group.shapes(te=to_te)
             for name in group.names(te=to_te, tied=to_te):
-                found[name] = Lazy(shapes[name], kind, partial(rows, group, tensors, kind, name))
-        return found
+                result[name] = Lazy(shapes[name], kind, partial(rows, group, tensors, kind, name))
+        return result
 
 
 def _check(

@@ -92,26 +92,27 @@ class ModelDescription(NamedTuple):
 def describe_model(model: nn.Module) -> ModelDescription:
     """Return the properties of a model, with names without the prefixes of wrappers. Local operation."""
     names = {_torch.without_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    held = {_torch.without_wrappers(name): held for name, held in model.named_buffers() if not held.is_meta}
-    return ModelDescription(names, semantics_of(model), frequencies_of(held, held.__getitem__))
+    buffers = {_torch.without_wrappers(name): b for name, b in model.named_buffers() if not b.is_meta}
+    return ModelDescription(names, semantics_of(model), frequencies_of(buffers, buffers.__getitem__))
 
 
-def known_blocks(blocks: TeBlocks, told: ModelDescription, names: TeNames) -> TeBlocks:
+def known_blocks(blocks: TeBlocks, model: ModelDescription, names: TeNames) -> TeBlocks:
     """Return the options of a model's layers, all known: from the model, else from ``blocks``."""
-    parameters, recorded, _ = told
+    parameters, recorded, _ = model
     _check_names(parameters, names)
     attention = names.layer.format(layer=0) + names.attention
-    qkv, here = f"{attention}layernorm_qkv", recorded.get(attention.removesuffix("."))
-    seen: dict[str, bool | None] = {
+    qkv, semantics = f"{attention}layernorm_qkv", recorded.get(attention.removesuffix("."))
+    options: dict[str, bool | None] = {
         "fuse_qkv_params": f"{qkv}.weight" in parameters,
         "bias": f"{qkv}.bias" in parameters or f"{qkv}.query_bias" in parameters,
         "mlp_bias": any(name.endswith(".fc2_bias") for name in parameters),
         "zero_centered_gamma": centering(recorded, qkv),
         "final_norm_zero_centered": centering(recorded, names.final_norm.removesuffix(".")),
     }
-    if here is not None or not seen["fuse_qkv_params"]:  # without which it has no effect
-        seen["qkv_weight_interleaved"] = here is None or here.settings.get("qkv_weight_interleaved")
-    blocks = replace(blocks, **{name: value for name, value in seen.items() if value is not None})
+    if semantics is not None or not options["fuse_qkv_params"]:  # without which it has no effect
+        name = "qkv_weight_interleaved"
+        options[name] = semantics is None or semantics.settings.get(name)
+    blocks = replace(blocks, **{name: value for name, value in options.items() if value is not None})
     unknown = [field.name for field in fields(blocks) if getattr(blocks, field.name) is None]
     if unknown:
         raise CheckpointError(
@@ -151,16 +152,16 @@ def centering(recorded: Recorded, module: str) -> bool | None:
     return recorded[module]["zero_centered_gamma"] if module in recorded else None
 
 
-def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -> list[str]:
+def layer_differences(model: ModelDescription, a: Architecture, names: TeNames) -> list[str]:
     """Return settings of modules with which the same weights have another function, as texts. Local operation.
 
     Settings without an expected value must be as in a module without them. Not compared: dropout, centering of norms
     (which is converted), modules of custom classes.
     """
-    wanted, recorded = dict[str, Semantics](), told.recorded
+    expected, recorded = dict[str, Semantics](), model.recorded
 
     def want(name: str, kind: str, **settings: Any) -> None:
-        wanted[name.removesuffix(".")] = Semantics(kind, "te", settings)
+        expected[name.removesuffix(".")] = Semantics(kind, "te", settings)
 
     kind = "RMSNorm" if a.style == "llama" else "LayerNorm"
     kwargs, norm = a.te_attention_kwargs(), {"eps": a.norm_eps, "normalization": kind}
@@ -168,9 +169,9 @@ def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -
     attention = {"attention_type": "self"} | {key: value for key, value in kwargs.items() if key in SETTINGS}
     for layer in (names.layer.format(layer=n) for n in range(a.layers)):
         mask: dict[str, Any] = {"window_size": window, "attn_mask_type": causal}
-        here = recorded.get(layer.removesuffix("."))
-        if here is not None and here.kind == "TransformerLayer":  # passes both to its attention
-            want(layer, here.kind, window_size=window, self_attn_mask_type=causal)
+        semantics = recorded.get(layer.removesuffix("."))
+        if semantics is not None and semantics.kind == "TransformerLayer":  # passes both to its attention
+            want(layer, semantics.kind, window_size=window, self_attn_mask_type=causal)
             mask = {}
         want(layer + names.attention, "MultiheadAttention", **attention, **mask)
         want(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", **norm)
@@ -179,9 +180,9 @@ def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -
     want(names.final_norm, kind, eps=a.norm_eps)
     for name, one in recorded.items():
         if one.kind == "RotaryPositionEmbedding":
-            has = told.frequencies.get(name)
-            want(name, one.kind, **wanted_rotary(one, has, a.rope_theta, a.head_dim, a.rope_scaling))
-    found = (one for one in differences(wanted, recorded) if one.effect == "error")
+            frequencies = model.frequencies.get(name)
+            want(name, one.kind, **wanted_rotary(one, frequencies, a.rope_theta, a.head_dim, a.rope_scaling))
+    found = (one for one in differences(expected, recorded) if one.effect == "error")
     texts = format_differences(
         (one for one in found if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}"
     )

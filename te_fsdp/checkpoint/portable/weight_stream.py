@@ -174,9 +174,9 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self._groups = list(self._weights.groups)
         if self.since is not None:
             before = self.since.checksums
-            mine = {name for name, sums in self.checksums.items() if sums != before.get(name)}
+            changed_here = {name for name, sums in self.checksums.items() if sums != before.get(name)}
             # A group is sent if any rank has changed a part of it, so all ranks need one list.
-            changed = set[str]().union(*gather(mine))
+            changed = set[str]().union(*gather(changed_here))
             self._groups = [g for g in self._groups if changed.intersection(tensors_of(g, self._plan))]
         # Half of the limit for the assembled tensors, half for a message, or for a group's converted tensors.
         self.buckets = [*batches(self._groups, self._bytes, self.bucket_bytes // 2)]
@@ -193,28 +193,28 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         for group in self._groups:
             queues.setdefault(ranks[self.names_of(group)[0]], []).append(group)
         buckets = (
-            [(at, bucket) for bucket in batches(own, self._bytes, limit)] for at, own in queues.items()
+            [(rank_, bucket) for bucket in batches(own, self._bytes, limit)] for rank_, own in queues.items()
         )
         # In turns, so that one rank writes its bucket while the next one receives.
         turns = [one for turn in zip_longest(*buckets) for one in turn if one is not None]
-        self.receivers, self.buckets = [at for at, _ in turns], [bucket for _, bucket in turns]
+        self.receivers, self.buckets = [rank_ for rank_, _ in turns], [bucket for _, bucket in turns]
 
     def _describe(self) -> dict[str, Lazy]:
         """Return shapes and dtypes of the tensors; raise CheckpointError for a model that does not fit the map."""
         # Only shapes and dtypes are needed, so nothing is ever read.
         described = partial(Lazy, read=cast("Any", None))
         parameters = {name: one for name, one in self._plan.described.items() if not one.is_component}
-        held = {name: described(one.shape, one.dtype) for name, one in parameters.items()}
+        shapes = {name: described(one.shape, one.dtype) for name, one in parameters.items()}
         # The map checks names and shapes of tensors that are never read here.
-        plain, found = self._weights.lazily(held, to_te=False, dtype=self._dtype), {}
+        plain, result = self._weights.lazily(shapes, to_te=False, dtype=self._dtype), {}
         for group in self._weights.groups:
             for name in group.names(te=False, tied=False):
-                found[name] = plain[name]
+                result[name] = plain[name]
                 if self._is_fp8(group):
                     shape = tuple(-(-size // BLOCK) for size in plain[name].shape)
-                    found[name] = described(plain[name].shape, torch.float8_e4m3fn)
-                    found[scale_name(name)] = described(shape, torch.float32)
-        return found
+                    result[name] = described(plain[name].shape, torch.float8_e4m3fn)
+                    result[scale_name(name)] = described(shape, torch.float32)
+        return result
 
     def _is_fp8(self, group: Group) -> bool:
         return self.format == "fp8-block" and is_linear(group, self.names)
@@ -248,25 +248,25 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
             for group in groups:
                 # Popped, so that the memory of a group is free once its tensors are yielded.
                 own = {name: tensors.pop(name) for name in tensors_of(group, plan)} if receives else {}
-                left = self.names_of(group)
+                remaining = self.names_of(group)
                 try:
                     for name, tensor in self._converted(plan, group, own) if receives else ():
                         yield name, tensor
-                        left.remove(name)
+                        remaining.remove(name)
                         del tensor
                 except Exception as error:
                     failed = failed or error
                 del own
-                yield from ((name, None) for name in left)
+                yield from ((name, None) for name in remaining)
         all_agree(lambda: raise_error(failed))
         # Without a reference to the previous stream: a chain of streams would keep all their checksums.
         self.since, self.ended = None, True
 
     def _written(self) -> OrderError | None:
         """Return the error of a stream whose weights were written to since its start. Local operation."""
-        now = versions_of(one.parameter for one in self._owned)
-        together = zip(self._owned, now, self._versions, strict=True)
-        written = [one.fqn for one, version, before in together if version != before]
+        versions = versions_of(one.parameter for one in self._owned)
+        triples = zip(self._owned, versions, self._versions, strict=True)
+        written = [one.fqn for one, version, before in triples if version != before]
         if not written:
             return None
         return OrderError(
@@ -333,13 +333,13 @@ def _check_options(format: object, receiver: object, bucket_bytes: object, since
 
 def _compare_options(options: dict[str, object]) -> None:
     """Raise CheckpointError on all ranks if an option differs between ranks. Collective over the world."""
-    seen = gather(options)
-    if wrong := [name for name in options if any(one[name] != seen[0][name] for one in seen)]:
+    by_rank = gather(options)
+    if differing := [name for name in options if any(one[name] != by_rank[0][name] for one in by_rank)]:
         # Each rank would send other buckets, or wait for messages that no rank sends.
         raise CheckpointError(
-            f"iter_weights: {', '.join(wrong)}",
+            f"iter_weights: {', '.join(differing)}",
             expected="the same on all ranks",
-            got=shorten([f"rank {n}: {[one[name] for name in wrong]!r:.60}" for n, one in enumerate(seen)]),
+            got=shorten([f"rank {n}: {[own[k] for k in differing]!r:.60}" for n, own in enumerate(by_rank)]),
             fix="pass equal arguments; with receiver=0 the other ranks iterate, too, and get None",
         )
 

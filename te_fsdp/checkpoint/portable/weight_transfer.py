@@ -75,17 +75,17 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
     FSDP2 units are resharded. Values are those of an fp32 main weight if the optimizer has one, else the parameter's. A
     tied parameter has its first name; a stacked parameter of experts becomes one for each, with global indices.
     """
-    found: dict[str, Share] = {}
+    result: dict[str, Share] = {}
     for owned in owned_parameters(model):
         share = _share(owned, optimizer)
         if not owned.is_grouped:
-            found[owned.fqn] = share
+            result[owned.fqn] = share
             continue
         for n in range(share.shape[0]):
-            held = [(at, piece) for at, piece in share.pieces if at[0] <= n < at[0] + piece.shape[0]]
-            pieces = [(at[1:], piece.select(n - at[0])) for at, piece in held]
-            found[f"{owned.fqn}{n}"] = share._replace(shape=share.shape[1:], pieces=pieces)
-    return found
+            own = [(at, piece) for at, piece in share.pieces if at[0] <= n < at[0] + piece.shape[0]]
+            pieces = [(at[1:], piece.select(n - at[0])) for at, piece in own]
+            result[f"{owned.fqn}{n}"] = share._replace(shape=share.shape[1:], pieces=pieces)
+    return result
 
 
 class _Dequantized(Lazy):
@@ -118,25 +118,25 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
             return with_remainders(InMemory(local[at]), InMemory(main[at]))
         return _Dequantized(local, at, box.sizes, dtype)
 
-    held = [(box.original, piece(box)) for box in info.boxes]
-    return Share(info.original_shape, dtype, dtype if main is None else torch.float32, held)
+    pieces = [(box.original, piece(box)) for box in info.boxes]
+    return Share(info.original_shape, dtype, dtype if main is None else torch.float32, pieces)
 
 
-def describe_shares(seen: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
+def describe_shares(by_rank: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
     """Return every tensor of the unsharded model, without shares, from the ranks' descriptions, which must agree."""
-    found: dict[str, Share] = {}
-    for number, every in enumerate(seen):
-        for name, about in every.items():
-            one = about._replace(pieces=())
+    result: dict[str, Share] = {}
+    for number, shares in enumerate(by_rank):
+        for name, share in shares.items():
+            kind = share._replace(pieces=())
             # A rank without elements may have no main weight either.
-            if about.pieces and found.setdefault(name, one) != one:
+            if share.pieces and result.setdefault(name, kind) != kind:
                 raise CheckpointError(
                     f"{name}: of another kind on rank {number}",
-                    expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
-                    got=tuple(one[:3]),
+                    expected=f"shape, dtype and dtype of the main weight {tuple(result[name][:3])}",
+                    got=tuple(kind[:3]),
                     fix="build and train the same model, with the same optimizer, on all ranks",
                 )
-    return found
+    return result
 
 
 # ------------------------------------------------------------------------------------------------------- FP8
@@ -222,15 +222,15 @@ def block_shares(owned: OwnedTensor) -> dict[str, Share]:
         return {}
     if getattr(local.get_metadata()["fp8_dtype"], "name", "") != "kFloat8E4M3":
         return {}
-    (part,), have = owned.parts(), {one.name: one for one in components_of(local, owned.fqn)}
-    found = {}
+    (part,), components = owned.parts(), {one.name: one for one in components_of(local, owned.fqn)}
+    result = {}
     for kind, name in (("data", "rowwise_data"), ("scale", "rowwise_scale_inv")):
         try:
-            entry = component_entry(have[name], part, owned.fqn)
+            entry = component_entry(components[name], part, owned.fqn)
         except (KeyError, PlacementError):  # without the component, or a shard that ends within a block
             return {}
-        found[f"{owned.fqn}:{kind}"] = Share.of(entry, entry.dtype)._replace(is_component=True)
-    return found
+        result[f"{owned.fqn}:{kind}"] = Share.of(entry, entry.dtype)._replace(is_component=True)
+    return result
 
 
 def repack(group: Group, tensors: Mapping[str, torch.Tensor], block: int) -> dict[str, torch.Tensor]:
@@ -300,8 +300,8 @@ def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[s
     if weights.differences:
         problems.append(f"layers that would compute something else: {shorten([*weights.differences], 20)}")
     if cut:
-        what = "gate above up, cut by tensor parallelism as one block (use expert parallelism)"
-        problems.append(f"{what}: {shorten(cut, 20)}")
+        problem = "gate above up, cut by tensor parallelism as one block (use expert parallelism)"
+        problems.append(f"{problem}: {shorten(cut, 20)}")
     if problems:
         raise CheckpointError(
             f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
@@ -315,19 +315,18 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
 
     ``shares`` may have FP8 bytes and scales of weights in addition to their values.
     """
-    everyone = gather({name: share.about for name, share in shares.items()})
+    by_rank = gather({name: share.about for name, share in shares.items()})
     # Bytes are sent where every rank with a part of the weight has them in whole blocks, for all weights of a group.
-    held = [
-        {n for n, own in seen.items() if any(math.prod(sizes) for _, sizes in own.pieces)}
-        for seen in everyone
+    stored = [
+        {n for n, own in seen.items() if any(math.prod(sizes) for _, sizes in own.pieces)} for seen in by_rank
     ]
     fits = {
         name
         for group in weights.groups
         if is_linear(group, names) and has_whole_blocks(group)
         for name in group.te.names
-        if all(f"{name}:data" in seen or name not in own for seen, own in zip(everyone, held, strict=True))
-        and any(f"{name}:data" in seen for seen in everyone)
+        if all(f"{name}:data" in seen or name not in own for seen, own in zip(by_rank, stored, strict=True))
+        and any(f"{name}:data" in seen for seen in by_rank)
     }
     chosen = frozenset(
         name for group in weights.groups if fits.issuperset(group.te.names) for name in group.te.names
@@ -337,28 +336,28 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
         return name.rpartition(":")[0] in chosen if share.is_component else name not in chosen
 
     # In each rank's order, by which its pieces are numbered.
-    sent = [[(name, one) for name, one in seen.items() if is_sent(name, one)] for seen in everyone]
-    described, load = describe_shares(everyone), Counter[int]()
+    sent = [[(name, one) for name, one in seen.items() if is_sent(name, one)] for seen in by_rank]
+    described, load = describe_shares(by_rank), Counter[int]()
     messages = ([(name, one.shape, one.values, [*one.pieces]) for name, one in own] for own in sent)
     pieces: dict[str, list[Piece]] = {}
     for name, (_, dtype, places, _) in holders_of("iter_weights", messages).items():
         pieces[name] = []
-        for (offsets, sizes), have in places.items():
+        for (offsets, sizes), holders in places.items():
             count = math.prod(sizes) * dtype.itemsize
-            pieces[name].append(Piece(*lightest(have, load, count), name, offsets, sizes))
+            pieces[name].append(Piece(*lightest(holders, load, count), name, offsets, sizes))
     own = {name: [piece for _, piece in shares[name].pieces] for name, _ in sent[rank()]}
     return TransferPlan(described, pieces, chosen, own)
 
 
 def tensors_of(group: Group, plan: TransferPlan) -> list[str]:
     """Return the names of the tensors that are sent for a group."""
-    found = []
+    result = []
     for name in group.names(te=True, tied=True):
         if name in plan.exact:
-            found += [f"{name}:data", f"{name}:scale"]
+            result += [f"{name}:data", f"{name}:scale"]
         elif name in plan.pieces:
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 def checksums_of(piece: Lazy, bytes_at_once: int) -> list[int]:
@@ -390,10 +389,10 @@ def assemble(
     messages: dict[int, list[Piece]] = {}
     for piece in (piece for name in names for piece in plan.pieces[name]):
         messages.setdefault(piece.holder, []).append(piece)
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for name in names if receives else ():
-        about = plan.described[name]
-        found[name] = torch.empty(about.shape, dtype=about.values, device=device)
+        share = plan.described[name]
+        result[name] = torch.empty(share.shape, dtype=share.values, device=device)
     for holder, pieces in sorted(messages.items()):
         sizes = [aligned(math.prod(p.sizes) * plan.described[p.tensor].values.itemsize) for p in pieces]
         if holder != rank() and not receives and receiver is not None:
@@ -411,10 +410,10 @@ def assemble(
             for piece, data in zip(pieces, message.split(sizes), strict=True):
                 dtype = plan.described[piece.tensor].values
                 data = data[: math.prod(piece.sizes) * dtype.itemsize]
-                found[piece.tensor][slices(piece.offsets, piece.sizes)] = data.view(dtype).view(piece.sizes)
+                result[piece.tensor][slices(piece.offsets, piece.sizes)] = data.view(dtype).view(piece.sizes)
         del message
     all_agree(lambda: raise_error(failed))
-    return found
+    return result
 
 
 def _send(message: torch.Tensor, holder: int, receiver: int | None) -> None:
