@@ -45,7 +45,7 @@ _HEAD_START = 0.005
 
 @dataclass
 class Block(Generic[K]):
-    """A large tensor, or small ones of one dtype and shape on one device, each with its key; any strides."""
+    """A large tensor, or small tensors of one dtype, shape and device, each with its key. Any strides."""
 
     keys: list[K]
     tensors: list[torch.Tensor]
@@ -62,7 +62,7 @@ class Block(Generic[K]):
 
     @property
     def is_here(self) -> bool:
-        """Return whether the device is the host."""
+        """Return whether the tensors are in host memory."""
         return self.device.type == "cpu"
 
     def rows(self) -> torch.Tensor:
@@ -115,7 +115,7 @@ def host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
 
 
 class HostMemory:
-    """Memory on the host for tensors that are kept together: parts of what is spare, then of new stretches."""
+    """Allocator of host memory for tensors of one load: parts of the spare slabs first, then of new stretches."""
 
     def __init__(self, spare: Iterable[torch.Tensor] = ()) -> None:
         self._spare, self._rest = [*spare], host_memory(0)
@@ -168,7 +168,7 @@ class Staging:
         return copies
 
     def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
-        """Yield blocks in order, with their rows on the host until the next block; at most one slab is copied."""
+        """Yield blocks in order with their rows on the host, valid until the next block. Copy one slab at a time."""
         for is_here, same_place in groupby(blocks, lambda block: block.is_here):
             for group in _by_slab(same_place):
                 rows = map(Block.rows, group) if is_here else self.copy(group)
@@ -231,7 +231,7 @@ class SaveHandle:
         return self.path
 
     def unretrieved_error(self) -> TeFsdpError | None:
-        """Return the error of the save, unless :meth:`result` has raised it. Local operation."""
+        """Return the error of a failed save whose :meth:`result` was never called. Local operation."""
         return self._error if self.done() and not self._retrieved else None
 
     def finish(self, error: TeFsdpError | None = None) -> None:
@@ -262,7 +262,7 @@ class Background:
         return [] if self._thread is not None and self._thread.is_alive() else [*self.staging.slabs]
 
     def raise_unretrieved(self) -> None:
-        """Raise the error of the last save, unless its handle or this method has raised it."""
+        """Raise the error of the previous save, if neither its handle nor this method has raised it."""
         # Once: the following save must be possible.
         last, self._last = self._last, None
         error = None if last is None else last.unretrieved_error()
@@ -281,7 +281,7 @@ class Background:
             sys.stderr.write(f"te_fsdp: {error}\n")
 
     def start(self, handle: SaveHandle, work: Callable[[], None]) -> None:
-        """Run the rest of a save in a thread, which reports the result to the handle. The interpreter waits for it."""
+        """Run ``work`` in a thread that reports its result to the handle. The interpreter waits for it at exit."""
 
         def run() -> None:
             time.sleep(_HEAD_START)

@@ -60,7 +60,7 @@ WHOLE_OPTIMIZER, GROUPS = "optimizer", "optimizer.param_groups"
 
 @dataclass
 class Differences:
-    """Differences, and tensors that fit after a conversion."""
+    """Differences between a checkpoint and a model with its optimizer, and tensors that need a conversion."""
 
     #: Kind of difference, tensor or module -> detail (may be empty).
     tensors: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -80,15 +80,12 @@ class Differences:
         return {name for _, name in self.tensors}
 
     def without(self, allow: str | Iterable[str], *, strict: bool) -> Differences:
-        """Return the differences that ``allow`` does not name.
-
-        Without ``strict`` only settings that change the function.
-        """
+        """Return the differences that ``allow`` does not name. Not ``strict``: only settings of effect ``"error"``."""
         patterns = [allow] if isinstance(allow, str) else list(allow)
 
         def is_open(*names: str, always: bool = False) -> bool:
-            known = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-            return (strict or always) and not known
+            is_allowed = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+            return (strict or always) and not is_allowed
 
         result = Differences()
         for name, setting in self.settings.items():
@@ -118,10 +115,8 @@ class Differences:
         return union
 
     def left(self) -> dict[str, str]:
-        """Return every difference by name, with the reason as text."""
-        reasons = {
-            name: [str(setting)] for name, setting in self.settings.items() if setting.effect != "note"
-        }
+        """Return the reason of every difference, by name of the tensor, setting or optimizer state."""
+        reasons = {name: [str(s)] for name, s in self.settings.items() if s.effect != "note"}
         for (kind, name), detail in self.tensors.items():
             reasons.setdefault(name, []).append(f"{kind}: {detail}" if detail else kind)
         for text, name in self.optimizer:
@@ -136,13 +131,9 @@ class Differences:
             kinds.setdefault(kind, []).append(f"{name}: {detail}" if detail else name)
         lines = [f"{len(tensors)} {kind} ({shorten(tensors, 3)})" for kind, tensors in kinds.items()]
         for text in dict.fromkeys(text for text, _ in self.optimizer):
-            parameters = [
-                n for setting, n in self.optimizer if setting == text and n not in (WHOLE_OPTIMIZER, GROUPS)
-            ]
-            lines.append(f"{text} ({shorten(sorted(parameters))})" if parameters else text)
-        return lines + format_differences(
-            setting for setting in self.settings.values() if setting.effect != "note"
-        )
+            names = {name for other, name in self.optimizer if other == text} - {WHOLE_OPTIMIZER, GROUPS}
+            lines.append(f"{text} ({shorten(sorted(names))})" if names else text)
+        return lines + format_differences(s for s in self.settings.values() if s.effect != "note")
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
@@ -280,8 +271,8 @@ def compare_stacked(differences: Differences, source: Source, described: dict[st
 # --- ranks and stages
 
 
-def check_whole_job(model: nn.Module, stage: Stage | None) -> None:
-    """Raise CheckpointError for a separate model on some ranks."""
+def check_spans_world(model: nn.Module, stage: Stage | None) -> None:
+    """Raise CheckpointError if the model's mesh does not cover the world and it is not a pipeline stage."""
     for ranks in (meshes.device_mesh.size() for meshes in meshes_of(model)):
         if stage is None and ranks != world_size():
             raise CheckpointError(

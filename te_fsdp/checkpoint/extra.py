@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checkpoint.shard_files import damaged_value
-from te_fsdp.checkpoint.tensor_entries import Entry, Piece, whole_entry
+from te_fsdp.checkpoint.tensor_entries import Entry, Piece, replicated_entry
 from te_fsdp.errors import CheckpointError
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -89,10 +89,7 @@ def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[st
 
 
 def encode(
-    value: Any,
-    where: str = "extra",
-    own: dict[str, Any] | None = None,
-    sharded: set[str] | None = None,
+    value: Any, where: str = "extra", own: dict[str, Any] | None = None, sharded: set[str] | None = None
 ) -> tuple[Any, dict[str, Entry]]:
     """Return the JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
 
@@ -119,7 +116,7 @@ def encode(
             and value.layout == torch.strided
             and not (value.is_nested or value.is_quantized)  # torch's own quantization
         ):
-            entry = whole_entry(value.resolve_conj().resolve_neg())
+            entry = replicated_entry(value.resolve_conj().resolve_neg())
         if entry is not None:
             entries[where] = entry
             return {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
@@ -228,7 +225,7 @@ def _sharded_entry(value: DTensor, where: str) -> Entry:
 
 
 def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:
-    """Return a JSON form with the single-key objects of these marks replaced, given value and place."""
+    """Return a JSON form in which each object ``{mark: value}`` is replaced by ``marks[mark](value, place)``."""
     if isinstance(node, list):
         return [_replaced(item, marks, f"{where}/{index}") for index, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -286,7 +283,7 @@ def tensor_slots(encoded: Any) -> dict[str, Entry]:
     for described in references(encoded):
         # On the CPU, wherever the tensor was at the save: the load may have fewer or other devices.
         dtype = getattr(torch, described["dtype"].removeprefix("torch."))
-        slots[described["key"]] = whole_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))
+        slots[described["key"]] = replicated_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))
     return slots
 
 
@@ -337,11 +334,7 @@ def rng_state(tracker: Any = None) -> PerRank:
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
-        "numpy": {
-            "kind": kind,
-            "words": torch.tensor([*map(int, keys)], device="cpu"),
-            "rest": tuple(tail),
-        },
+        "numpy": {"kind": kind, "words": torch.tensor([*map(int, keys)], device="cpu"), "rest": tuple(tail)},
     }
     # Reading the state would initialize CUDA on a process that uses the CPU only.
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -165,10 +165,10 @@ def _unpack(data: memoryview, heads: list[_Head]) -> Iterator[tuple[str, Rows]]:
     # At most one byte more than expected: more is damage, and must not take memory.
     flat = zlib.decompressobj().decompress(data, 8 * width * count + 1)
     columns = np.frombuffer(flat, dtype="<i8").reshape(width, count).cumsum(axis=1)
-    at = 0
+    begin = 0
     for key, shape, _, rows in heads:
-        yield key, columns[: FIXED + 2 * len(shape), at : at + rows].T
-        at += rows
+        yield key, columns[: FIXED + 2 * len(shape), begin : begin + rows].T
+        begin += rows
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -244,7 +244,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
 
 
 def files_in(path: Path) -> Callable[[str], Path]:
-    """Return a function from file names in metadata to paths; it raises CheckpointError outside of ``path``."""
+    """Return a function that maps file names to paths; it raises CheckpointError for files outside ``path``."""
 
     @functools.cache
     def file_of(name: str) -> Path:
@@ -310,7 +310,7 @@ def stored_tensors(
     for described in references(manifest.extra):
         plain.append((described["key"], described["shape"], described["dtype"].removeprefix("torch.")))
     # DCP stores no chunk for a tensor without elements, so such tensors are only in the manifest.
-    yield from (one for one in plain if empty != bool(math.prod(one[1])))
+    yield from (item for item in plain if empty != bool(math.prod(item[1])))
 
 
 # ------------------------------------------------------------------------------------------------ DCP's metadata
@@ -338,9 +338,9 @@ class _Properties(TensorProperties):
     """Properties written by another torch: 2.15 added strides at the end, on which earlier versions fail."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        made: Any = self
-        made.__class__ = TensorProperties  # dataclasses of two classes are never equal
-        made.__setstate__(state[: len(_properties(torch.float32).__getstate__())])
+        properties: Any = self
+        properties.__class__ = TensorProperties  # dataclasses of two classes are never equal
+        properties.__setstate__(state[: len(_properties(torch.float32).__getstate__())])
 
 
 #: Everything in DCP's metadata, in addition to dtypes.

@@ -73,13 +73,13 @@ class Lazy:
         """
         return self._read(first, last)
 
-    def whole(self) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         """Return all rows."""
         return self.rows(0, self.height)
 
     def on_device(self) -> torch.Tensor:
         """Return all rows on the device that stores them; the caller must not change them."""
-        return self.whole()
+        return self.full()
 
     def select(self, index: int) -> Lazy:
         """Return the lazy tensor at an index of the first dim, as ``tensor[index]``.
@@ -133,7 +133,7 @@ class Stack(Lazy):
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        return torch.stack([part.whole() for part in self.parts[first:last]])
+        return torch.stack([part.full() for part in self.parts[first:last]])
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
@@ -162,7 +162,7 @@ class InMemory(Lazy):
 
 @dataclass
 class DcpRecord(Lazy):
-    """A record of DCP: a ``torch.save`` file within a file, of a rectangle of a tensor or of another object.
+    """A record in a DCP file: the ``torch.save`` bytes of a rectangle of a tensor, or of another object.
 
     Shape and dtype are those of DCP's metadata. ``check`` compares the bytes with the checksum of ``torch.save``, if
     it wrote one, when they are first read.
@@ -341,9 +341,7 @@ def dequantized(
         for name, block in needed.items():  # the blocks that cover these rows
             start, size = covering(offsets, sizes, block)
             component = components[name]
-            values[name] = (
-                component.whole() if block is None else component.rows(start[0], start[0] + size[0])
-            )
+            values[name] = component.full() if block is None else component.rows(start[0], start[0] + size[0])
         return dequantize_box(format, values, needed, offsets, sizes).to(dtype)
 
     return Lazy(shape, dtype, rows)
@@ -461,25 +459,21 @@ def write_folder(
 ) -> list[str]:
     """Write ``model.safetensors``, or shards and their index, into a folder; return the names of the files."""
     files = assign_files(tensors, ([key] for key in tensors), shard_bytes)
-    for number, (file_name, names) in enumerate(files.items()):
-        write_file(
-            folder / file_name, {name: tensors[name] for name in names}, {} if number else metadata, tick
-        )
+    for file, names in files.items():
+        write_file(folder / file, {name: tensors[name] for name in names}, metadata, tick)
+        metadata = {}  # in the first file only
     return [*files, *write_index(folder, tensors, files)]
 
 
 def assign_files(
     tensors: Mapping[str, Lazy], inseparable: Iterable[Sequence[str]], shard_bytes: int
 ) -> dict[str, list[str]]:
-    """Return the names of tensors by file, in order. A group of ``inseparable`` is in one file, whatever its size."""
+    """Return the tensors of each file, in order. Names of one list of ``inseparable`` are in the same file."""
     groups = batches(inseparable, lambda names: sum(tensors[name].bytes for name in names), shard_bytes)
     shards = [[*chain(*group)] for group in groups]
     if len(shards) < 2:
         return {"model.safetensors": [*chain(*shards)]}
-    return {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
-        for number, names in enumerate(shards, 1)
-    }
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": names for n, names in enumerate(shards, 1)}
 
 
 def write_index(folder: Path, tensors: Mapping[str, Lazy], files: Mapping[str, Sequence[str]]) -> list[str]:

@@ -133,7 +133,7 @@ class Source(Contents):
 def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """Return a rectangle of a tensor, contiguous, on the host."""
     if not shape:
-        return tensor.whole().reshape(())
+        return tensor.full().reshape(())
     begin, end = offsets[0], offsets[0] + shape[0]
     if isinstance(tensor, Stack):  # do not read the rows of other experts
         return torch.stack([_values(tensor.select(i), offsets[1:], shape[1:]) for i in range(begin, end)])
@@ -379,15 +379,12 @@ def _verify_together(path: Path, opened: Manifest | DcpContents) -> None:
     """
     share = slice(rank(), None, world_size())  # of the largest first
 
-    def changed() -> list[str]:
+    def problems() -> list[str]:
         if isinstance(opened, Manifest):
             names = sorted(opened.files, key=lambda name: (-opened.files[name][0], name))
             return check_files(path, opened, names[share], checksums=True)
         records = sorted(opened.records, key=lambda record: -record.length)[share]
-        return [
-            f"{r.key} in {r.file.name}: its contents have changed (CRC-32)"
-            for r in records
-            if r.has_changed()
-        ]
+        changed = [record for record in records if record.has_changed()]
+        return [f"{r.key} in {r.file.name}: its contents have changed (CRC-32)" for r in changed]
 
-    damaged(path, [text for texts in gather_if_any(all_agree(changed)) for text in texts])
+    damaged(path, [*chain.from_iterable(gather_if_any(all_agree(problems)))])

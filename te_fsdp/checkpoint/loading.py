@@ -19,7 +19,7 @@ from te_fsdp.checkpoint.compare import (
     SETTINGS,
     WHOLE_OPTIMIZER,
     Differences,
-    check_whole_job,
+    check_spans_world,
     compare,
     take_own_part,
 )
@@ -48,7 +48,7 @@ from te_fsdp.checkpoint.optimizer_state import (
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.shard_files import damaged_value, without_collector
 from te_fsdp.checkpoint.storage import absolute
-from te_fsdp.checkpoint.tensor_entries import Entry, whole_entry
+from te_fsdp.checkpoint.tensor_entries import Entry, replicated_entry
 from te_fsdp.collectives.agreement import all_agree, gather, rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, require_flags, require_kind, shorten
@@ -151,7 +151,7 @@ def load(
 def _compare(source: Source, model: nn.Module, optimizers: Parts) -> tuple[ModelState, Differences]:
     """Return this rank's model state and all differences that it detects; change nothing."""
     manifest, stage = source.manifest, stage_of(model)
-    check_whole_job(model, stage)
+    check_spans_world(model, stage)
     state = model_state(model, may_cut_blocks=True)
     diff = compare(source, model, state)
     # Only weights need a source of values. Conversions of optimizer state are casts.
@@ -190,12 +190,7 @@ class Filling:
     """
 
     def __init__(
-        self,
-        source: Source,
-        model: nn.Module,
-        optimizers: Parts,
-        state: ModelState,
-        diff: Differences,
+        self, source: Source, model: nn.Module, optimizers: Parts, state: ModelState, diff: Differences
     ) -> None:
         self.source, self.model, self.optimizers, self.stage = source, model, optimizers, stage_of(model)
         self.state, self.diff, self.manifest = state, diff, source.manifest
@@ -365,7 +360,7 @@ class Filling:
                     expected = f"a history of {steps} steps of as many tensors as have a scale"
                     raise damaged_value(f"{self.source.source}: {keys[1]}", expected, f"shape {history}")
                 for key, (shape, dtype) in zip(keys, kinds, strict=True):
-                    slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
+                    slots[key] = replicated_entry(torch.empty(shape, dtype=dtype, device="cpu"))
         if foreign:
             self.notes.append(
                 f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have another format here"

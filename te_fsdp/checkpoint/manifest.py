@@ -81,10 +81,10 @@ def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
         for name, item in value.items():
             _check(name, names, f"a name in {where}")
             # Most tensors have equal descriptions, which are checked once. Equal texts are equal values in JSON.
-            text = repr(item)
-            if text not in checked:
+            json_text = repr(item)
+            if json_text not in checked:
                 _check(item, rule[names], f"{where}.{name}", depth + 1)
-                checked.add(text)
+                checked.add(json_text)
     else:
         rules = {name.rstrip("?"): item_rule for name, item_rule in rule.items()}
         required = [name for name in rule if not name.endswith("?")]
@@ -104,7 +104,7 @@ def _encodes(value: Any) -> bool:
     return type(value) is str and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
 
 
-def _whole(low: int = 0, high: int = 2**63 - 1) -> Kind:
+def _integer(low: int = 0, high: int = 2**63 - 1) -> Kind:
     # type() and not isinstance(): bool is a subclass of int.
     return Kind(f"a whole number from {low}", lambda value: type(value) is int and low <= value <= high)
 
@@ -135,18 +135,18 @@ def _semantics(value: Any) -> Any:
     kinds = value.get("kinds") if type(value) is dict else None
     most = len(kinds) - 1 if type(kinds) is list else 0
     kind = {"kind": _TEXT, "library": _TEXT, "settings": {_TEXT: _encoded}}
-    return {"kinds": [kind], "modules": {_TEXT: _whole(0, most)}, "recipes?": [_TEXT]}
+    return {"kinds": [kind], "modules": {_TEXT: _integer(0, most)}, "recipes?": [_TEXT]}
 
 
 def _parameter(value: Any) -> Any:
     quantized = type(value) is dict and value.get("format") is not None
-    more = {"format": _TEXT, "components": [_TEXT]} if quantized else {"format": _NULL}
-    return {**_TENSOR, "layout": _or_null(_TEXT), **more}
+    rules = {"format": _TEXT, "components": [_TEXT]} if quantized else {"format": _NULL}
+    return {**_TENSOR, "layout": _or_null(_TEXT), **rules}
 
 
 def _state(value: Any) -> Any:
     plain = type(value) is dict and "value" in value
-    return {**({"value": _encoded} if plain else _TENSOR), "experts?": [_whole()], "scalar?": _FLAG}
+    return {**({"value": _encoded} if plain else _TENSOR), "experts?": [_integer()], "scalar?": _FLAG}
 
 
 _NULL = Kind("null", lambda value: value is None)
@@ -161,12 +161,12 @@ _FILE = Kind(
     lambda value: (
         type(value) is list
         and len(value) in (2, 3)
-        and all(map(_whole().fits, value))
+        and all(map(_integer().fits, value))
         and value[1] < 2**32
         and value[2:] <= value[:1]
     ),
 )
-_TENSOR = {"shape": [_whole()], "dtype": Kind("the name of a dtype", _is_dtype)}
+_TENSOR = {"shape": [_integer()], "dtype": Kind("the name of a dtype", _is_dtype)}
 _DTYPE = Kind("the name of a dtype", lambda name: str(name)[:6] == "torch." and _is_dtype(name[6:]))
 _MARKED = {
     "te_fsdp.tuple": [_encoded],
@@ -175,10 +175,10 @@ _MARKED = {
     "te_fsdp.tensor": {**_TENSOR, "key": _TEXT, "dtype": _DTYPE},
 }
 _DELAYED = {
-    "num_gemms": _whole(1),
+    "num_gemms": _integer(1),
     "margin": Kind("a number", lambda value: type(value) in (int, float)),
     "fp8_format": Kind("E4M3, E5M2 or HYBRID", ("E4M3", "E5M2", "HYBRID").__contains__),
-    "amax_history_len": _whole(1),
+    "amax_history_len": _integer(1),
     "amax_compute_algo": Kind("max or most_recent", ("max", "most_recent").__contains__),
     "reduce_amax": _FLAG,
 }
@@ -199,8 +199,8 @@ class Manifest:
     #: Of te_fsdp, torch and TransformerEngine that wrote it
     versions: Annotated[dict[str, str], {_TEXT: _TEXT}]
     #: Axis sizes and the number of ranks that wrote it; what is loaded does not depend on them
-    mesh: Annotated[dict[str, int], {_TEXT: _whole(1)}]
-    saved_at: Annotated[int, _whole()]  #: Time of the save on rank 0, nanoseconds since 1970
+    mesh: Annotated[dict[str, int], {_TEXT: _integer(1)}]
+    saved_at: Annotated[int, _integer()]  #: Time of the save on rank 0, nanoseconds since 1970
     #: Per name: shape, dtype, layout (null for modules that neither TE nor te_fsdp knows), format (null for high
     #: precision) and, for quantized ones, components
     parameters: Annotated[dict[str, dict[str, Any]], {_TEXT: _parameter}]
@@ -220,8 +220,8 @@ class Manifest:
     #: From :func:`te_fsdp.modules.semantics.record`; null before format 3, empty in what was converted
     semantics: Annotated[dict[str, Any] | None, _or_null(_semantics)] = None
     #: Number of the save, one more than the largest in the directory; 0 in early manifests
-    number: Annotated[int, _whole()] = 0
-    format_version: Annotated[int, _whole(1)] = SUMS_PIECES
+    number: Annotated[int, _integer()] = 0
+    format_version: Annotated[int, _integer(1)] = SUMS_PIECES
     #: Drawn for each save; empty before :data:`SUMS_PIECES`
     save_id: Annotated[str, _ID] = ""
     #: Name of the folder with the other files, next to the manifest; empty: the files are next to it

@@ -29,8 +29,8 @@ from te_fsdp.checkpoint.tensor_entries import (
     as_grouped_entry,
     cut_entry,
     refuse_equal_names,
+    replicated_entry,
     stacked_name,
-    whole_entry,
 )
 from te_fsdp.collectives.agreement import maximum, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
@@ -204,13 +204,13 @@ class OwnedTensor:
         if not self.is_grouped:
             return [OwnedPart(self.expert, None, info.boxes, info.original_shape)]
         total, *original = info.original_shape
-        found = []
+        result = []
         for box in info.boxes:
             expert_box = Box(box.original[1:], box.local[1:], box.sizes[1:])
             for index in range(box.sizes[0]):
                 place = ExpertPlace(box.original[0] + index, total)
-                found.append(OwnedPart(place, box.local[0] + index, (expert_box,), tuple(original)))
-        return found
+                result.append(OwnedPart(place, box.local[0] + index, (expert_box,), tuple(original)))
+        return result
 
 
 def wait_and_reshard(model: nn.Module) -> None:
@@ -378,11 +378,11 @@ def _add_parameter(
     first = state.described.setdefault(name, described)
     # All experts of a layer are one tensor, with one entry in the manifest.
     if first != described:
-        wrong = [key for key in first if first[key] != described.get(key)]
+        differing = [key for key in first if first[key] != described.get(key)]
         raise CheckpointError(
             f"{name}: {owned.fqn} differs from the tensors of the other experts",
-            expected=", ".join(f"{key} {first[key]}" for key in wrong),
-            got=", ".join(f"{key} {described.get(key)}" for key in wrong),
+            expected=", ".join(f"{key} {first[key]}" for key in differing),
+            got=", ".join(f"{key} {described.get(key)}" for key in differing),
             why="A checkpoint holds the weights of all experts of a layer as one tensor",
             fix="build all experts of one layer with the same options",
         )
@@ -392,7 +392,7 @@ def component_entry(component: Component, part: OwnedPart, label: str) -> Entry:
     """Return the entry of a component of one weight; PlacementError, which names ``label``, for cut blocks."""
     # Without a block a component belongs to the full weight (a scale per tensor). Every shard has it.
     if component.block is None:
-        return whole_entry(component.tensor)
+        return replicated_entry(component.tensor)
     rectangles = component.boxes(part.boxes, label, part.original)
     return cut_entry(component.tensor, component.shape(part.original), rectangles)
 

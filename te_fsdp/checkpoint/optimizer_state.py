@@ -27,7 +27,7 @@ from te_fsdp.checkpoint.tensor_entries import (
     join_experts,
     of_all_experts,
     per_expert,
-    whole_entry,
+    replicated_entry,
 )
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.features.main_params import MAIN, is_low_precision, optimizer_shard_in, rows_of_state
@@ -60,11 +60,9 @@ def parts_of(optimizer: Any) -> Parts:
 
 
 def class_of(parts: Parts) -> str:
-    """Return what the manifest has as the class: that of one optimizer, or names and classes of several."""
-    return ", ".join(
-        f"{name}={type(optimizer).__name__}" if name else type(optimizer).__name__
-        for name, optimizer in parts.items()
-    )
+    """Return the manifest's ``class``: the class of one optimizer, or names and classes of several."""
+    classes = {name: type(optimizer).__name__ for name, optimizer in parts.items()}
+    return ", ".join(f"{name}={class_name}" if name else class_name for name, class_name in classes.items())
 
 
 @dataclass
@@ -88,7 +86,7 @@ class OptimizerState:
                 dtype, device = getattr(torch, described["dtype"]), owned.local.device
                 if described["scalar"]:
                     number = torch.zeros(described["shape"][1:], dtype=dtype, device="cpu")
-                    entry = as_grouped_entry(whole_entry(number), owned.expert)
+                    entry = as_grouped_entry(replicated_entry(number), owned.expert)
                 else:
                     entry = owned.entry(torch.zeros(owned.info.local_shape, dtype=dtype, device=device))
                 add_entry(self.entries, f"optimizer.state.{name}.{key}", entry)
@@ -160,9 +158,8 @@ def describe_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]
         group_of: dict[str, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            encoded = encode_numbers(
-                options, f"optimizer.param_groups[{index}]"
-            )  # lr and betas may be tensors
+            # The learning rate and betas may be tensors.
+            encoded = encode_numbers(options, f"optimizer.param_groups[{index}]")
             parameters = list(dict.fromkeys(names[id(p)] for p in group["params"]))
             divided = [name for name in parameters if group_of.setdefault(name, index) != index]
             if divided:
@@ -190,7 +187,7 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
     described: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
     # The step count. A parameter with one element has state of that shape, too, which is its own.
     if value.numel() == 1 and value.ndim <= 1 and value.shape != full_shape:
-        return described, whole_entry(local)
+        return described, replicated_entry(local)
     if value.shape != full_shape or _te.is_quantized(local):
         format_ = f" in {_te.format_of(local)}" if _te.is_quantized(local) else ""
         raise CheckpointError(

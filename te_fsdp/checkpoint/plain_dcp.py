@@ -75,22 +75,22 @@ def open_dcp(path: Path, *, needs_paths: bool = False) -> DcpContents:
                 raise ValueError(f"{index.fqn}: {reason}; is another piece stored there (safetensors?)")
             ends[name] = begin + info.length
             records.setdefault(index.fqn, []).append(DcpRecord(file_of(name), index.fqn, begin, info.length))
-        found = Index.of(metadata)
-        objects = {k: records[k][0] for k in metadata.state_dict_metadata if k not in found.tensors}
+        stored = Index.of(metadata)
+        objects = {k: records[k][0] for k in metadata.state_dict_metadata if k not in stored.tensors}
         paths, described = dict(metadata.planner_data or {}), metadata.state_dict_metadata.keys()
         for key in (records.keys() - described) | (described - paths.keys() if paths else set()):
             raise ValueError(f"the description of {key} is incomplete")
         for key in (key for key, path in paths.items() if key != ".".join(map(str, path))):
             raise ValueError(f"the path of {key} is {paths[key]}")  # DCP joins the path into the key
-    problems, seen = [], listing(path)
+    problems, listed = [], listing(path)
     for name, needed in sorted(ends.items()):
-        file = seen.get(name) or path / name
-        if name not in seen and not file.is_file():
+        file = listed.get(name) or path / name
+        if name not in listed and not file.is_file():
             problems.append(f"{name} is missing")
         elif (size := file.stat().st_size) < needed:
             problems.append(f"{name}: expected {needed} bytes, got {size}")
     damaged(path, problems)
-    tensors = tensors_of(path, found, check=True)
+    tensors = tensors_of(path, stored, check=True)
     # te_fsdp's DTensors record the order of their rows as a memory format, which DCP writes and does not use.
     for key, tensor in tensors.items():
         properties = getattr(metadata.state_dict_metadata[key], "properties", None)
@@ -245,7 +245,7 @@ def _join(key: str, tensor: Chunked, shape: tuple[int, ...], parts: Sequence[_Pa
     plain: list[tuple[tuple[int, ...], Lazy]] = []
     for offsets, part in parts:
         # FP32 contains the values of every format exactly, whatever the scales of the pieces.
-        value = part.whole().float() if isinstance(part, Lazy) else part.dequantize(dtype=torch.float32)
+        value = part.full().float() if isinstance(part, Lazy) else part.dequantize(dtype=torch.float32)
         plain.append((offsets, InMemory(value.detach())))
     return Chunked(key, shape, torch.float32, plain, in_original_order=tensor.in_original_order)
 

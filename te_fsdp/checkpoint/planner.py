@@ -126,11 +126,9 @@ class Writing:
         places = np.stack([np.array(order, dtype=np.int64), lengths.cumsum() - lengths, lengths], axis=1)
         planned = self.plan.places
         if planned is not None and not np.array_equal(places, planned):
-            message = f"{self.path}: save: pieces are not at the places in the metadata of an earlier save"
+            what = f"{self.path}: save: pieces are not at the places in the metadata of an earlier save"
             # Old metadata with new places would be a checkpoint that reads wrong bytes.
-            raise CheckpointError(
-                message, fix="please report this; building the model again makes a new plan"
-            )
+            raise CheckpointError(what, fix="please report this; building the model again makes a new plan")
         self.plan.places = places
         return None if planned is not None else places, listed
 
@@ -268,16 +266,10 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
         return
 
     def of_groups() -> dict[int, int]:
-        return {
-            group: checksum(tensors[i] for i in indices.values()) for group, indices in plan.groups.items()
-        }
+        return {group: checksum(tensors[i] for i in own.values()) for group, own in plan.groups.items()}
 
     def of_pieces() -> dict[int, int]:
-        return {
-            number: checksum([tensors[i]])
-            for indices in plan.groups.values()
-            for number, i in indices.items()
-        }
+        return {number: checksum([tensors[i]]) for own in plan.groups.values() for number, i in own.items()}
 
     def refuse(seen: list[dict[int, int]]) -> list[None]:
         differing: dict[str, set[tuple[int, int]]] = {}

@@ -124,7 +124,7 @@ def empty_manifest() -> Manifest:
 
 
 def describe(tensor: Lazy) -> dict[str, Any]:
-    """Return the manifest's entry of a high-precision parameter of unknown layout."""
+    """Return the manifest's description of a high-precision parameter of unknown layout."""
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "layout": None, "format": None}
 
 
@@ -136,7 +136,7 @@ def open_checkpoint_contents(path: Path) -> Contents:
 
 
 def _empty(manifest: Manifest) -> dict[str, Lazy]:
-    """Return tensors without elements, which are described but not stored."""
+    """Return the tensors without elements. The manifest describes them, and files do not store them."""
     return {
         key: InMemory(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
         for key, shape, dtype in stored_tensors(manifest, empty=True)
@@ -149,10 +149,10 @@ def portable_name(key: str) -> str:
     return key.removeprefix("model.") if key.startswith("model.") else f"{OTHER}{key}"
 
 
-def from_portable(path: Path, tensors: Mapping[str, Lazy], text: str) -> Contents:
+def from_portable(path: Path, tensors: Mapping[str, Lazy], description: str) -> Contents:
     """Return the contents of safetensors with te_fsdp's manifest; CheckpointError for missing tensors or damage."""
     with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
-        manifest = parse_manifest(json.loads(text))
+        manifest = parse_manifest(json.loads(description))
     keys = {
         name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
         for name, tensor in tensors.items()
@@ -171,7 +171,7 @@ def from_portable(path: Path, tensors: Mapping[str, Lazy], text: str) -> Content
 
 
 def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> None:
-    """Put the weights of each expert (``weight0``, ``weight1``, ...) together, with their optimizer state; changes it.
+    """Stack the experts' weights (``weight0``, ``weight1``, ...) and optimizer state in place.
 
     A module's tensors belong to experts if they are numbered from 0 without gaps and are of one kind. In addition, the
     model must have the stacked name (``wanted``). Without a model, the module must be TE's: te_fsdp's manifest or an
@@ -222,7 +222,7 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
 
 
 def key_ends(described: Mapping[str, Any]) -> list[str]:
-    """Return the suffixes of the keys of a parameter's tensors."""
+    """Return the key suffix of each stored tensor of a parameter: ``""``, or ``:<component>`` for each component."""
     return [f":{part}" for part in described["components"]] if "components" in described else [""]
 
 
@@ -279,7 +279,7 @@ def split_experts(contents: Contents) -> Contents:
 
 
 def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
-    """Return groups of a state dict with the experts of all ranks: DCP writes lists of names as on rank 0."""
+    """Add the experts of other ranks to param groups: DCP writes the lists of names of rank 0 only."""
     present = {name for group in groups for name in group["params"]}
     groups = [{**group, "params": list(group["params"])} for group in groups]
     for name in (n for n in manifest.parameters if n in states and n not in present and stacked_name(n) != n):

@@ -182,7 +182,7 @@ def _overlapping(
 
 
 def _runs(pieces: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
-    """Yield adjacent pieces of up to :data:`_RUN` bytes together, or one larger piece, with their bytes."""
+    """Yield runs of adjacent pieces, of at most :data:`_RUN` bytes or one larger piece, and their sizes."""
     first = end = start = 0
     for index, piece in enumerate(piece for piece, _ in pieces):
         if index > start and (piece.offset != end or piece.offset + piece.length - first > _RUN):
@@ -257,14 +257,14 @@ class ReadShare:
         return cls(ranks, members, parts, me, own)
 
     def provide(self, staged: Staged) -> None:
-        """Allocate memory for the other ranks' parts. Local operation; may fail, so all ranks must agree on it."""
+        """Allocate memory for the other ranks' parts. Local. It may fail: share the error with all ranks."""
         others = self.parts[: self.me] + self.parts[self.me + 1 :]
         for place, dtype in chain(*(part.items() for part in others)):
             values = torch.empty(place[2], dtype=dtype, device="cpu")
             staged.parts[place] = [((0,) * values.ndim, values)]
 
     def join_parts(self, staged: Staged) -> None:
-        """Make one tensor of each rectangle that is sent. Local operation; may fail, so all ranks must agree on it."""
+        """Copy each rectangle to send into one tensor. Local. It may fail: share the error with all ranks."""
         for place in self.parts[self.me]:
             staged.parts[place] = [((0,) * len(place[2]), staged.new(place, torch.device("cpu")))]
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.async_save import SaveHandle, background
-from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
+from te_fsdp.checkpoint.compare import check_same_model, check_spans_world, join
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
@@ -191,20 +191,20 @@ class _SaveCache:
     names: dict[int, str]
     digests: dict[str, bytes]  #: Of values that must be identical on all ranks
     #: From :func:`_fingerprint`; ``None``: unknown, so that the next save describes everything again
-    look: list[Any] | None
+    fingerprint: list[Any] | None
     #: Index of each stored tensor in those of :func:`_fingerprint`, and shape, strides and offset of a part of it
     views: list[tuple[int, tuple[Any, ...] | None]]
     plan: WritePlan | None = None
 
 
 class _Collected:
-    """Contribution of one rank: its tensors and their description in the manifest.
+    """One rank's contribution to a save: its tensors, and their description in the manifest.
 
     Raises all errors that a rank detects alone. ``before`` is the cache of the previous save of this model, reused if
     nothing has changed since.
     """
 
-    whole: Mapping[str, Any] = {}  #: Fields of all stages of a pipeline; on rank 0
+    joined: Mapping[str, Any] = {}  #: Fields of all stages of a pipeline; on rank 0
 
     def __init__(
         self,
@@ -216,21 +216,21 @@ class _Collected:
     ) -> None:
         self.optimizers, self.stage = optimizers, stage_of(model)
         refuse_pending_gradients(model)
-        check_whole_job(model, self.stage)
+        check_spans_world(model, self.stage)
         self.extra, self.own, extra_entries = encode_extra(extra, rank())
         self.delayed, self.delayed_entries = delayed_state(model)
         self.others = _stored({**self.delayed_entries, **extra_entries})
         # Includes the tensors of ``extra`` and of delayed scaling: their pieces are in the plan.
-        look, self.leaves = _fingerprint(model, optimizers, self.others) or (None, [])
-        self.is_known = before is not None and look is not None and before.look == look
-        if before is not None and self.is_known:
-            self.known = before
+        fingerprint, self.leaves = _fingerprint(model, optimizers, self.others) or (None, [])
+        self.is_cached = before is not None and fingerprint is not None and before.fingerprint == fingerprint
+        if before is not None and self.is_cached:
+            self.cache = before
         else:
             self.state = model_state(model, shared=shared)
             self.optimized = optimizer_state(model, self.optimizers, self.state.owned)
             # Copies are compared in each save, which therefore reuses no description.
             if any([merge_copies(self.state.entries), merge_copies(self.optimized.entries)]):
-                look = None
+                fingerprint = None
             fields = {
                 "parameters": self.state.described,
                 "buffers": self.state.buffers,
@@ -243,22 +243,23 @@ class _Collected:
             digests["optimizer"] = _digest(self.optimized.described["state"])
             names = {id(o.parameter): o.key for o in self.state.owned.values()}
             views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
-            self.known = _SaveCache(fields, names, digests, None if views is None else look, views or [])
+            fingerprint = None if views is None else fingerprint
+            self.cache = _SaveCache(fields, names, digests, fingerprint, views or [])
             # Missing states of experts are added later; the ranks' messages determine them.
             self.signature = rank(), world_size(), signature_of(self.entries())
             # The description may have changed, for example a name of a tie, while the pieces are the same.
             if before is not None and before.plan is not None and before.plan.signature == self.signature:
-                self.known.plan = before.plan
-        self.groups = describe_groups(optimizers, self.known.names)
+                self.cache.plan = before.plan
+        self.groups = describe_groups(optimizers, self.cache.names)
         self.semantics = record(model)
 
     def seen(self, target: Path) -> _Seen:
-        """Return the message to rank 0."""
-        known, stage, kind = self.known, None, class_of(self.optimizers)
+        """Return this rank's message to rank 0, which compares the ranks."""
+        cache, stage, kind = self.cache, None, class_of(self.optimizers)
         digests = {
             "path": os.fsencode(str(target)),
-            **known.digests,
-            "optimizer": known.digests["optimizer"] + _digest((kind, self.groups)),
+            **cache.digests,
+            "optimizer": cache.digests["optimizer"] + _digest((kind, self.groups)),
             "delayed-scaling state": _digest(self.delayed),
             # A rank's experts may not have run, and a user's modules may store their rank.
             "settings of modules": _digest(to_json(from_json(self.semantics))),
@@ -267,13 +268,13 @@ class _Collected:
             # One rank of each stage sends its fields: the others of the stage have the same.
             speaks = int(self.stage.mesh.mesh.min()) == rank()
             stage = self.stage.across.get_local_rank(), self.fields() if speaks else None
-        experts = {} if self.is_known else self.optimized.experts
-        token = None if known.plan is None else known.plan.token
+        experts = {} if self.is_cached else self.optimized.experts
+        token = None if cache.plan is None else cache.plan.token
         return digests, self.own, experts, token, stage
 
     def fields(self) -> dict[str, Any]:
         """Return this rank's fields of the manifest."""
-        fields = {**self.known.fields, "delayed": self.delayed, "semantics": self.semantics}
+        fields = {**self.cache.fields, "delayed": self.delayed, "semantics": self.semantics}
         if self.optimizers:
             fields["optimizer"] = {**fields["optimizer"], "groups": self.groups}
         return fields
@@ -285,11 +286,11 @@ class _Collected:
     @torch.no_grad()
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of all pieces of :meth:`entries`, in the order of the pieces' numbers."""
-        if not self.is_known:
+        if not self.is_cached:
             return tensors_of(self.entries())
-        views = ((self.leaves[at], part) for at, part in self.known.views)
-        found = [leaf if part is None else leaf.as_strided(*part) for leaf, part in views]
-        return [*found, *tensors_of(self.others)]
+        views = ((self.leaves[index], layout) for index, layout in self.cache.views)
+        tensors = [leaf if layout is None else leaf.as_strided(*layout) for leaf, layout in views]
+        return [*tensors, *tensors_of(self.others)]
 
 
 def _stored(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -318,40 +319,36 @@ def _fingerprint(
     grouped = any(_te.kind_of(module) == "GroupedLinear" for module in model.modules())
     if grouped or (optimizer is not None and main_parameters_of(optimizer) is not None):
         return None
-    fingerprint: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
+    facts: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
     parameters, buffers = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     for prefix, module in model.named_modules():
         binding = binding_of(module)
         layout = binding and (binding.tp_mesh, dict(binding.rules), binding.ep.mesh, binding.ep.experts_mesh)
-        persistent = [
-            b for n, b in module._buffers.items() if b is not None and _torch.is_persistent(module, n)
-        ]
+        saved = [b for n, b in module._buffers.items() if b is not None and _torch.is_persistent(module, n)]
         parameters |= {id(p): p for p in module._parameters.values() if p is not None}
-        buffers |= {id(buffer): buffer for buffer in persistent}
-        parameter_ids = *module._parameters, *map(id, module._parameters.values())
-        fingerprint.append(
-            (prefix, id(module), type(module), layout, parameter_ids, *module._buffers, *map(id, persistent))
-        )
+        buffers |= {id(buffer): buffer for buffer in saved}
+        own = *module._parameters, *map(id, module._parameters.values())
+        facts.append((prefix, id(module), type(module), layout, own, *module._buffers, *map(id, saved)))
     # Comparing by columns takes a third of the time of one row per tensor.
     optimizer_states = [] if optimizer is None else [*optimizer.state.values()]
     values = [value for state in optimizer_states for value in state.values()]
     tensor_types = {kind for kind in {*map(type, values)} if issubclass(kind, torch.Tensor)}
     states = [value for value in values if type(value) in tensor_types]
     if optimizer is not None:
-        fingerprint.append(
+        facts.append(
             (type(optimizer), [[id(p) for p in group["params"]] for group in optimizer.param_groups])
         )
-        fingerprint += [[*map(id, optimizer.state)], [*map(tuple, optimizer_states)]]
-        fingerprint.append([None if type(value) in tensor_types else repr(value) for value in values])
+        facts += [[*map(id, optimizer.state)], [*map(tuple, optimizer_states)]]
+        facts.append([None if type(value) in tensor_types else repr(value) for value in values])
     tensors = [*parameters.values(), *buffers.values(), *states]
     leaves = _torch.local_tensors_of(tensors)
     if not {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}:
         return None
-    fingerprint += [[*map(id, tensors)], [*map(id, leaves)], _torch.specs_of(tensors)]
-    fingerprint += [[leaf.shape for leaf in leaves], [*map(torch.Tensor.stride, leaves)]]
-    fingerprint += [[leaf.dtype for leaf in leaves], [*map(torch.Tensor.storage_offset, leaves)]]
-    fingerprint += [[leaf.device for leaf in leaves]]
-    return fingerprint, leaves
+    facts += [[*map(id, tensors)], [*map(id, leaves)], _torch.specs_of(tensors)]
+    facts += [[leaf.shape for leaf in leaves], [*map(torch.Tensor.stride, leaves)]]
+    facts += [[leaf.dtype for leaf in leaves], [*map(torch.Tensor.storage_offset, leaves)]]
+    facts += [[leaf.device for leaf in leaves]]
+    return facts, leaves
 
 
 @without_collector()  # the collector would take half of the call's time for many tensors
@@ -387,7 +384,7 @@ def _prepare(
         if len({*tokens}) > 1:
             return [None] * len(seen)  # a change on one rank makes all ranks plan again
         check_same_model(digests, [stage and stage[0] for stage in stages])
-        attempt[0].whole = join(stages, shared) or {}
+        attempt[0].joined = join(stages, shared) or {}
         attempt[0].extra = join_ranks(attempt[0].extra, per_rank)
         expert_states = join_ranks_experts(experts)
         # After all comparisons, so that a refused save leaves no folder.
@@ -398,16 +395,16 @@ def _prepare(
         begun = ranks.round(partial(collect, before), begin) or ranks.round(partial(collect, None), begin)
         assert begun is not None
         temporary, experts, save_id = begun
-        collected, known = attempt[0], attempt[0].known
+        collected, cache = attempt[0], attempt[0].cache
         manifest = _describe(ranks, collected, experts, save_id)
-        plan = known.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
+        plan = cache.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         tensors = collected.tensors()
         # Before the copy: an asynchronous save must raise in the call, not in its thread.
         check_replicas(ranks, plan, tensors)
         writing = Writing(ranks, temporary, manifest, plan, tensors)
         # After the checks: a save that raised leaves no plan behind.
-        known.plan = plan
-        background().plans[anchor] = known
+        cache.plan = plan
+        background().plans[anchor] = cache
         return writing
     except BaseException:
         for temporary in created:
@@ -425,7 +422,7 @@ def _describe(
     if experts:  # allocates
 
         def complete() -> None:
-            if not collected.is_known:  # else this stage has none
+            if not collected.is_cached:  # else this stage has none
                 collected.optimized.complete(experts, collected.state.members)
 
         ranks.round(complete, lambda seen: [None] * len(seen))
@@ -434,7 +431,7 @@ def _describe(
     versions = {"te_fsdp": VERSION, "torch": torch.__version__}
     if _te.is_loaded():
         versions["transformer_engine"] = metadata.version("transformer_engine")
-    fields = {**collected.fields(), **collected.whole}
+    fields = {**collected.fields(), **collected.joined}
     fields |= {"versions": versions, "extra": collected.extra}
     if fields["optimizer"] is not None:
         # Not in place: a later save reuses the dict.

@@ -148,7 +148,7 @@ class Frame(NamedTuple):
 
 
 class _Gaps(io.BytesIO):
-    """A file that leaves out skipped data, and records their offsets."""
+    """A file in memory that records the offsets of skipped data instead of storing them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 def elements_of(
     data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, check: bool = False
 ) -> torch.Tensor | None:
-    """Return the tensor in the bytes of a piece, uint8 on the host; a view. ``None`` for any other frame.
+    """Return a view of the tensor in a stored piece (uint8, on the host); ``None`` for bytes of another frame.
 
     ``check`` compares the elements with the checksum of ``torch.save``, if it wrote one; raise DamagedFileError.
     """
@@ -225,7 +225,7 @@ class SummedFile:
             self.sums += [(length, crc32(piece)) for piece in pieces]
 
     def add(self, parts: list[Any]) -> None:
-        """Add a piece, given as consecutive parts."""
+        """Append one piece, given as consecutive byte buffers."""
         crc = length = 0
         for part in parts:  # written while it is in the processor's cache
             crc = crc32(part, crc)
@@ -246,7 +246,7 @@ class SummedFile:
 
 
 class DamagedFileError(CheckpointError):
-    """A file that is not as it was saved. The text describes the damage, without the name of the file."""
+    """A file that has changed since the save. The message describes the damage and does not name the file."""
 
     def __init__(self, problem: str, begin: int | None = None) -> None:
         super().__init__(problem)
@@ -298,7 +298,7 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """Result of :func:`open_checked`."""
+    """A file opened by :func:`open_checked`, whose reads are compared with its checksums."""
 
     path: Path
     size: int

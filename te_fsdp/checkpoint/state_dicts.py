@@ -62,9 +62,8 @@ _EXTRA = "_extra_state"
 def open_torch_contents(path: Path, choices: Choices) -> Contents:
     """Return the model's state dict in a ``torch.save`` file, which is mapped; raise CheckpointError for others."""
     with unreadable(path, "file of torch.save", "the file is damaged, truncated or of another kind"):
-        tree = with_leaves(
-            load_weights_only(path, str(path)), as_lazy
-        )  # an object that holds itself: RecursionError
+        # An object that contains itself raises RecursionError here.
+        tree = with_leaves(load_weights_only(path, str(path)), as_lazy)
     return _from_tree(path, "torch.save", tree, choices)
 
 
@@ -218,7 +217,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         condition = str(next(iter(value), ""))
         _check_uncut(key, marks_of(condition) if len(value) == 1 else (-1,), condition)
         value = next(iter(value.values()))
-    if isinstance(value, Lazy) and len(value.shape) > 1 and not has_expert_rows(value.whole()):
+    if isinstance(value, Lazy) and len(value.shape) > 1 and not has_expert_rows(value.full()):
         _check_uncut(key, tuple(value.shape[1:]), describe_load_condition(tuple(value.shape[1:])))
     # After the checks of the row order, which dropping the state must not skip.
     if choices.extra_state == "drop":
@@ -241,7 +240,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
 def _delayed_state(value: Lazy, key: str) -> dict[str, Any]:
     """Return the delayed-scaling state in an entry of TE's or of ours, in the form of a bound module's state dict."""
     try:
-        entry = value.whole()
+        entry = value.full()
         own_entry, data = unpack(entry), bytes_of(entry)
     except DamagedEntryError as error:
         raise CheckpointError(
@@ -279,7 +278,7 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
 
     def option(value: Any, key: str) -> Any:
         is_number = key.startswith("param_groups.") and isinstance(value, Lazy) and value.shape in ((), (1,))
-        return value.whole().item() if is_number else value
+        return value.full().item() if is_number else value
 
     state = with_leaves(state, option)  # reads options, before the try: damage is an error, not a note
     try:
@@ -343,10 +342,7 @@ def _nested(state: Any) -> Any:
     for name, own in options.items():
         equal_groups = [names for known, names in groups if known == own]
         equal_groups[0].append(name) if equal_groups else groups.append((own, [name]))
-    return {
-        "state": states,
-        "param_groups": [{**own, "params": names} for own, names in groups],
-    }
+    return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
 
 
 def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:

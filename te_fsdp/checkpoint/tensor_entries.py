@@ -62,26 +62,24 @@ class Entry:
 
 
 def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> Entry:
-    """Return the entry of a tensor of this shape, of which this rank has these boxes in a plain local tensor."""
+    """Return the entry of an unsharded tensor of a shape, of which a plain local tensor has the given boxes."""
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
     if local.shape == torch.Size(shape):
-        return whole_entry(local)
-    local, local_shape = local.detach(), tuple(local.shape)
+        return replicated_entry(local)
+    local, full = local.detach(), tuple(local.shape)
     # Most shards are one box and need no view.
-    pieces = tuple(
-        Piece(box.original, local if box.sizes == local_shape else local[box.local_slices()]) for box in boxes
-    )
+    pieces = tuple(Piece(b.original, local if b.sizes == full else local[b.local_slices()]) for b in boxes)
     return Entry(tuple(shape), local.dtype, pieces)
 
 
-def whole_entry(tensor: torch.Tensor) -> Entry:
-    """Return the entry of a tensor that every rank has completely."""
+def replicated_entry(tensor: torch.Tensor) -> Entry:
+    """Return the entry of a tensor that is replicated on every rank."""
     shape = tuple(tensor.shape)
     return Entry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),))
 
 
 def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
-    """Add an entry under a key; add the pieces to those of an existing entry."""
+    """Add an entry under a key, or its pieces to the entry that exists there."""
     present = entries[key].pieces if key in entries else ()
     entries[key] = replace(entry, pieces=(*present, *entry.pieces))
 
@@ -89,7 +87,7 @@ def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
 def views_of(
     leaves: list[torch.Tensor], entries: list[Entry]
 ) -> list[tuple[int, tuple[Any, ...] | None]] | None:
-    """Return the places of the entries' pieces in the tensors that they are views of; ``None`` for other pieces."""
+    """Return each piece as a view of one of ``leaves`` (index and layout); ``None`` if a piece is not a view."""
     if len(leaves) != len(entries):
         return None
     views: list[tuple[int, tuple[Any, ...] | None]] = []
@@ -280,7 +278,7 @@ class ExpertPlace:
 
 
 def as_grouped_entry(entry: Entry, place: ExpertPlace | None) -> Entry:
-    """Return an expert's entry as one of the stacked tensor; entries without a place are unchanged."""
+    """Return an expert's entry as an entry of the stacked tensor; unchanged without a place."""
     if place is None:
         return entry
     pieces = tuple(Piece((place.index, *p.offsets), p.tensor.unsqueeze(0)) for p in entry.pieces)

@@ -195,9 +195,9 @@ class TeModel(nn.Module):
 
 def to_te(weights: hf.WeightMap, source: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the TransformerEngine model."""
-    return ((name, lazy.whole()) for name, lazy in weights.lazily(source, to_te=True, **options).items())
+    return ((name, lazy.full()) for name, lazy in weights.lazily(source, to_te=True, **options).items())
 
 
 def to_huggingface(weights: hf.WeightMap, source: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the Hugging Face model."""
-    return ((name, lazy.whole()) for name, lazy in weights.lazily(source, to_te=False, **options).items())
+    return ((name, lazy.full()) for name, lazy in weights.lazily(source, to_te=False, **options).items())

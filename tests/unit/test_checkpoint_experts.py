@@ -110,7 +110,7 @@ def test_one_tensor_for_all_experts(te: Any, recipe: str, tmp_path: Path) -> Non
     assert loaded.is_complete and not loaded.converted and not loaded.notes
     assert differing(run.state(), other.state()) == []
     assert torch.equal(run.output(), other.output())
-    full = open_any(tmp_path / "c").value("experts.weight").whole()
+    full = open_any(tmp_path / "c").value("experts.weight").full()
     assert torch.equal(full, torch.stack([run.state()[f"experts.weight{i}"] for i in range(EXPERTS)]))
 
 

@@ -57,7 +57,7 @@ def run(*words: Any, code: int = 0) -> None:
 def differing(a: Contents, b: Contents) -> list[str]:
     wrong = sorted(a.tensors.keys() ^ b.tensors.keys())
     for key in a.tensors.keys() & b.tensors.keys():
-        left, right = a.tensors[key].whole(), b.tensors[key].whole()
+        left, right = a.tensors[key].full(), b.tensors[key].full()
         if left.dtype != right.dtype or not torch.equal(left, right):
             wrong.append(key)
     one, other = (dataclasses.asdict(c.manifest) for c in (a, b))
@@ -127,7 +127,7 @@ def test_the_safetensors_package_reads_written_files(tmp_path: Path, folder: boo
     torch.testing.assert_close(results, expected, rtol=0, atol=0)
     package.save_file(results, tmp_path / "theirs.safetensors")
     theirs = open_any(tmp_path / "theirs.safetensors")
-    torch.testing.assert_close({n: theirs.value(n).whole() for n in theirs.names}, expected, rtol=0, atol=0)
+    torch.testing.assert_close({n: theirs.value(n).full() for n in theirs.names}, expected, rtol=0, atol=0)
 
 
 def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     got = open_any(tmp_path / "a")
     assert set(got.names) == {name for name in state if not name.startswith("tied")}
     for name in got.names:
-        assert torch.equal(got.value(name).whole(), state[name]), name
+        assert torch.equal(got.value(name).full(), state[name]), name
     for name in ("tied.weight", "tied.bias"):
         del state[name]  # DCP writes two tensors, and the tie cannot be detected
     dcp.save(
@@ -194,6 +194,6 @@ def test_dtype_applies_to_parameters_only(tmp_path: Path) -> None:
     run("convert", saved(tmp_path / "a"), tmp_path / "b", "--to", "checkpoint", "--dtype", "bfloat16")
     got, model = open_any(tmp_path / "b"), trained()[0]
     for name, parameter in model.named_parameters():
-        assert torch.equal(got.value(name).whole(), parameter.detach().bfloat16()), name
+        assert torch.equal(got.value(name).full(), parameter.detach().bfloat16()), name
     assert got.value("norm.running_var").dtype == torch.float32
     assert got.tensors["optimizer.state.a.weight.exp_avg"].dtype == torch.float32

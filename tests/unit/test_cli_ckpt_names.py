@@ -183,4 +183,4 @@ def test_convert_opens_written_files(
         monkeypatch.undo()
         one, other = (open_any(tmp_path / name) for name in ("a.pt", target))
         assert one.names == other.names
-        assert all(torch.equal(one.value(name).whole(), other.value(name).whole()) for name in one.names)
+        assert all(torch.equal(one.value(name).full(), other.value(name).full()) for name in one.names)

@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, capsys: pytest.Captu
 def values(path: Path) -> dict[str, bytes]:
     """Return the bytes of the weights by name."""
     contents = open_any(path)
-    return {name: contents.value(name).whole().numpy().tobytes() for name in contents.names}
+    return {name: contents.value(name).full().numpy().tobytes() for name in contents.names}
 
 
 def test_unfinished_and_foreign_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
 
     def read() -> dict[str, torch.Tensor]:
         contents = open_any(tmp_path / "d")
-        return {name: contents.value(name).whole() for name in contents.names}
+        return {name: contents.value(name).full() for name in contents.names}
 
     refused = 0
     for at in range(len(good)):
@@ -209,7 +209,7 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     contents = open_any(tmp_path / "a.pt")
     for name, want in state().items():
         assert torch.equal(
-            contents.value(name).whole().view(torch.uint8), want.contiguous().view(torch.uint8)
+            contents.value(name).full().view(torch.uint8), want.contiguous().view(torch.uint8)
         ), name
 
 
@@ -346,7 +346,7 @@ def test_names_of_any_script(tmp_path: Path) -> None:
     assert main(["ckpt", "export", str(tmp_path / "x"), str(tmp_path / "y"), "--dtype", "float32"]) == 0
     for path in (tmp_path / "x", tmp_path / "y"):
         contents = open_any(path)
-        assert {name: contents.value(name).whole().tolist() for name in contents.names} == {
+        assert {name: contents.value(name).full().tolist() for name in contents.names} == {
             name: value.tolist() for name, value in values.items()
         }
 

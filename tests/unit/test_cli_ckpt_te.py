@@ -125,7 +125,7 @@ def test_a_quantized_state_dict(
     assert contents.manifest.parameters["head.weight"]["format"] == FORMATS[recipe]
     for name in ("head.weight", "mlp.fc1_weight", "mlp.fc2_weight"):
         weight = model.get_parameter(name)
-        assert torch.equal(contents.value(name).whole(), weight.dequantize()), f"{name}: dequantize() of TE"
+        assert torch.equal(contents.value(name).full(), weight.dequantize()), f"{name}: dequantize() of TE"
         blocks = [contents.value(name).rows(*block) for block in contents.value(name).blocks(10_000)]
         assert len(blocks) > 1 and torch.equal(torch.cat(blocks), weight.dequantize())
 
@@ -261,8 +261,8 @@ def test_export_uses_main_weights(
     apart = 0
     for name, parameter in twin.named_parameters():
         main_weight = whole.state[parameter]["master_param"]
-        assert torch.equal(exported.value(name).whole(), main_weight), name
-        apart += not torch.equal(computed.value(name).whole(), main_weight)
+        assert torch.equal(exported.value(name).full(), main_weight), name
+        apart += not torch.equal(computed.value(name).full(), main_weight)
     assert apart > 3, "the control: bf16 weights are not the main weights"
 
 
@@ -275,7 +275,7 @@ def test_export_of_quantized_weights(
     said = run(capsys, "export", tmp_path / "c", tmp_path / "x")
     origin = {t["name"]: t["from"] for t in said["tensors"]}
     assert origin["head.weight"] == "dequantized" and origin["head.bias"] == "stored"
-    assert torch.equal(open_any(tmp_path / "x").value("head.weight").whole(), model.head.weight.dequantize())
+    assert torch.equal(open_any(tmp_path / "x").value("head.weight").full(), model.head.weight.dequantize())
     assert main(["ckpt", "export", str(tmp_path / "c"), str(tmp_path / "y"), "--weights", "main"]) == 1
     assert "mlp.fc1_weight: no main weight" in capsys.readouterr().err
     assert not (tmp_path / "y").exists()

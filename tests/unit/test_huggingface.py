@@ -118,7 +118,7 @@ def test_same_logits_there_and_back(
     assert files[0]["weight_map"].keys() == files[1]["weight_map"].keys()
     from_state = open_safetensors(tmp_path / "state")[0]
     assert all(
-        torch.equal(lazy.whole(), from_state[key].whole()) for key, lazy in open_safetensors(back)[0].items()
+        torch.equal(lazy.full(), from_state[key].full()) for key, lazy in open_safetensors(back)[0].items()
     )
 
 
@@ -342,7 +342,7 @@ def test_other_norms_than_the_layers_have(te: Any, originals: dict[str, nn.Modul
     assert difference(model, exact) <= bound
     hf.save_huggingface(tmp_path / "back", model, config=config)
     before, after = (open_safetensors(path)[0] for path in (folder, tmp_path / "back"))
-    assert all(torch.equal(lazy.whole(), after[name].whole()) for name, lazy in before.items())
+    assert all(torch.equal(lazy.full(), after[name].full()) for name, lazy in before.items())
 
 
 def test_one_parameter_for_all_experts(
@@ -359,7 +359,7 @@ def test_one_parameter_for_all_experts(
     hf.load_huggingface(folder, model)
     hf.save_huggingface(tmp_path / "back", model, config=config)
     before, after = (open_safetensors(path)[0] for path in (folder, tmp_path / "back"))
-    assert all(torch.equal(lazy.whole(), after[name].whole()) for name, lazy in before.items())
+    assert all(torch.equal(lazy.full(), after[name].full()) for name, lazy in before.items())
 
 
 class Watch(TorchDispatchMode):

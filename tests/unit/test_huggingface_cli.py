@@ -75,7 +75,7 @@ def test_out_of_a_checkpoint(te: Any, folder: Path, tmp_path: Path) -> None:
     assert ckpt("export", saved, back, "--like", folder, "--max-shard-size", "20kB") == 0
     before, after = open_safetensors(folder)[0], open_safetensors(back)[0]
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
+    assert all(torch.equal(before[name].full(), after[name].full()) for name in before)
     assert json.loads((back / "config.json").read_text()) == CONFIG | {"torch_dtype": "bfloat16"}
 
 
@@ -100,7 +100,7 @@ def test_the_dtype_is_that_of_the_folder(
         model.embedding.weight.add_(2**-12)  # no number of bf16's any more
     checkpoint.save(tmp_path / "step-0", model)
     assert ckpt("export", tmp_path / "step-0", tmp_path / "back", "--like", folder, *flags) == 0
-    after = {name: tensor.whole() for name, tensor in open_safetensors(tmp_path / "back")[0].items()}
+    after = {name: tensor.full() for name, tensor in open_safetensors(tmp_path / "back")[0].items()}
     assert {tensor.dtype for tensor in after.values()} == {expected}
     assert torch.equal(after["model.embed_tokens.weight"], model.embedding.weight.detach().to(expected))
     config = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -118,7 +118,7 @@ def test_the_page(te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert main(documented.words(export)[1:]) == 0
     before, after = (open_safetensors(Path(name))[0] for name in ("my-llama", "my-llama-trained"))
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
+    assert all(torch.equal(before[name].full(), after[name].full()) for name in before)
 
 
 def test_another_layout_is_noticed(
@@ -155,7 +155,7 @@ def test_another_layout_is_noticed(
     assert ckpt(*old, *centered, "--te.layers.qkv-weight-interleaved", "False") == 0
     assert "semantics (eps, activation, window, ...) are not recorded" in capsys.readouterr().out
     told, known = (open_safetensors(tmp_path / name)[0] for name in ("old", "back"))
-    assert all(torch.equal(told[name].whole(), known[name].whole()) for name in known)
+    assert all(torch.equal(told[name].full(), known[name].full()) for name in known)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_experts(te: Any, tmp_path: Path) -> None:
     assert ckpt("export", tmp_path / "step-0", tmp_path / "back", "--like", folder) == 0
     before, after = open_safetensors(folder)[0], open_safetensors(tmp_path / "back")[0]
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
+    assert all(torch.equal(before[name].full(), after[name].full()) for name in before)
 
 
 def test_errors_name_the_mistake(
@@ -232,4 +232,4 @@ def test_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write_tensors(tmp_path / "x", tensors, lambda _: None, empty_manifest())
     assert len(given) == 9
     read = plain_dcp.tensors_of(tmp_path / "x", Index.of(read_metadata(tmp_path / "x")))
-    assert all(torch.equal(read[key].whole(), tensor.tensor) for key, tensor in tensors.items())
+    assert all(torch.equal(read[key].full(), tensor.tensor) for key, tensor in tensors.items())

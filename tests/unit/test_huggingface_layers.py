@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All that the files hold."""
-    return {name: lazy.whole() for name, lazy in open_safetensors(folder)[0].items()}
+    return {name: lazy.full() for name, lazy in open_safetensors(folder)[0].items()}
 
 
 def model(te: Any, folder: Path, change: Change | None = None, **layers: Any) -> TeModel:

@@ -111,7 +111,7 @@ def test_there_and_back(config):
     assert {n: tuple(t.shape) for n, t in converted.items()} == weights.shapes(te=True)
     assert all(t.is_contiguous() for t in converted.values())
     lazy = weights.lazily({k: InMemory(v) for k, v in source.items()}, to_te=True)
-    assert same({k: v.whole() for k, v in lazy.items()}, converted)
+    assert same({k: v.full() for k, v in lazy.items()}, converted)
     assert all((v.shape, v.dtype) == (tuple(converted[k].shape), converted[k].dtype) for k, v in lazy.items())
     back = dict(to_huggingface(weights, converted))
     assert back.keys() | {"lm_head.weight"} == source.keys() | {"lm_head.weight"}
@@ -144,7 +144,7 @@ def test_dtype():
     assert {t.dtype for t in there.values()} == {torch.bfloat16}, "zeros too"
     assert {t.dtype for t in dict(to_te(weights, source, dtype=torch.float32)).values()} == {torch.float32}
     lazy = weights.lazily({k: InMemory(v) for k, v in source.items()}, to_te=True)
-    assert {t.dtype for t in lazy.values()} == {t.whole().dtype for t in lazy.values()} == {torch.bfloat16}
+    assert {t.dtype for t in lazy.values()} == {t.full().dtype for t in lazy.values()} == {torch.bfloat16}
     source["model.layers.1.mlp.up_proj.weight"] = source["model.layers.1.mlp.up_proj.weight"].float()
     both = dict(to_te(weights, source))
     assert both["layers.1.layernorm_mlp.fc1_weight"].dtype == torch.float32, "that holds both"

@@ -60,10 +60,8 @@ def test_components_of_pieces_are_joined(te, tmp_path, recipe):
     assert isinstance(result, Quantized) and (result.shape, result.dtype) == (SHAPE, torch.bfloat16)
     own = {component.name: component.tensor for component in components_of(weight, "w")}
     assert result.components.keys() == own.keys()
-    assert [
-        name for name, part in result.components.items() if not torch.equal(part.whole(), own[name])
-    ] == []
-    assert torch.equal(result.values("w").whole().bfloat16(), values_of(weight, torch.bfloat16))
+    assert [name for name, part in result.components.items() if not torch.equal(part.full(), own[name])] == []
+    assert torch.equal(result.values("w").full().bfloat16(), values_of(weight, torch.bfloat16))
 
 
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
@@ -73,8 +71,8 @@ def test_pieces_with_separate_scales_are_values(te, tmp_path, recipe):
     pieces = [half_of(one, HALVES[0]), half_of(other, HALVES[1])]
     result = quantized_or_plain("w", chunked(tmp_path, pieces), scrambled=False)
     assert isinstance(result, Chunked) and result.dtype is torch.float32
-    assert torch.equal(result.whole(), torch.cat([values_of(one)[:128], values_of(other)[128:]]))
-    assert not torch.equal(result.whole(), values_of(one)), "the control"
+    assert torch.equal(result.full(), torch.cat([values_of(one)[:128], values_of(other)[128:]]))
+    assert not torch.equal(result.full(), values_of(one)), "the control"
 
 
 def test_values_next_to_components(te, tmp_path):
@@ -84,7 +82,7 @@ def test_values_next_to_components(te, tmp_path):
     assert list(map(_te.is_quantized, pieces)) == [True, False, False]
     result = quantized_or_plain("w", chunked(tmp_path, pieces, offsets=offsets), scrambled=False)
     assert result.dtype is torch.float32 and torch.equal(
-        result.whole().bfloat16(), values_of(weight, torch.bfloat16)
+        result.full().bfloat16(), values_of(weight, torch.bfloat16)
     )
 
 

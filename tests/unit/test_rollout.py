@@ -32,7 +32,7 @@ def test_every_family(te: Any, tmp_path: Path, name: str) -> None:
     """The stream equals the files of ``save_huggingface``, name by name and bit by bit."""
     model, original = build(te, name, tmp_path)
     hf.save_huggingface(tmp_path / "saved", model, config=original.config)
-    files = {key: item.whole() for key, item in open_safetensors(tmp_path / "saved")[0].items()}
+    files = {key: item.full() for key, item in open_safetensors(tmp_path / "saved")[0].items()}
     streamed = dict(rollout.iter_weights(model, config=original.config, bucket_bytes=10_000))
     assert list(streamed) == list(files)
     assert all(torch.equal(streamed[key], value) for key, value in files.items())
@@ -44,7 +44,7 @@ def test_a_folder_in_fp8(te: Any, tmp_path: Path) -> None:
     """transformers reads the folder, and dequantizes to the values."""
     model, original = build(te, "qwen3-moe", tmp_path)
     rollout.save_folder(tmp_path / "fp8", model, config=original.config, bucket_bytes=10_000)
-    stored = {key: item.whole() for key, item in open_safetensors(tmp_path / "fp8")[0].items()}
+    stored = {key: item.full() for key, item in open_safetensors(tmp_path / "fp8")[0].items()}
     streamed = dict(rollout.iter_weights(model, config=original.config, format="fp8-block"))
     assert stored.keys() == streamed.keys()
     same = (torch.equal(stored[k].view(torch.uint8), streamed[k].view(torch.uint8)) for k in stored)

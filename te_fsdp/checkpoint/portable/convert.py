@@ -235,15 +235,15 @@ def transformed(
 def weights_only(contents: Contents, *, optimizer: bool = False) -> Contents:
     """Return contents without extra, delayed-scaling state and, unless requested, the optimizer; notes name them."""
     manifest, notes = contents.manifest, list(contents.notes)
-    kept = manifest.optimizer if optimizer else None
-    if manifest.optimizer is not None and kept is None:
+    state = manifest.optimizer if optimizer else None
+    if manifest.optimizer is not None and state is None:
         notes.append(f"optimizer: left ({len(manifest.optimizer['state'])} states)")
     if manifest.extra:
         notes.append(f"extra: left ({', '.join(sorted(manifest.extra))})")
     if manifest.delayed:
         notes.append(f"delayed-scaling state of {len(manifest.delayed)} module(s): left")
     # Scales of delayed scaling belong to a training run. A module without them begins with new ones.
-    bare = replace(manifest, optimizer=kept, extra={}, delayed={})
+    bare = replace(manifest, optimizer=state, extra={}, delayed={})
     prefixes = ("model.", "optimizer.") if optimizer else ("model.",)
     tensors = {key: tensor for key, tensor in contents.tensors.items() if key.startswith(prefixes)}
     return replace(contents, manifest=bare, tensors=tensors, notes=notes)
@@ -315,7 +315,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
 
     def load(tensor: Lazy, key: str) -> torch.Tensor:
         if id(tensor) not in read:
-            read[id(tensor)] = tensor.whole()
+            read[id(tensor)] = tensor.full()
             tick(tensor.bytes)
         return read[id(tensor)]
 
@@ -379,8 +379,8 @@ def compare_contents(
             formats = [c.manifest.parameters.get(name, {}).get("format") or "high precision" for c in (a, b)]
             if formats[0] != formats[1]:
                 report.differences.append(Difference(name, "format", " / ".join(formats)))
-            one, other = (c.value(name) if of_weights else c.tensors[name] for c in (a, b))
-            _compare(report, name, one, other, tick, rtol, atol)
+            first, second = (c.value(name) if of_weights else c.tensors[name] for c in (a, b))
+            _compare(report, name, first, second, tick, rtol, atol)
     if not weights_only:
         texts = report.others
         one, other = a.manifest.optimizer, b.manifest.optimizer
@@ -399,9 +399,9 @@ def compare_contents(
         texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)
         one, other = a.manifest.semantics, b.manifest.semantics
         if one and other and one["modules"] and other["modules"]:  # files of other kinds have none
-            found = differences(from_json(one), from_json(other), set(a.names) ^ set(b.names))
-            found += user_differences(from_json(one, user_defined=True), from_json(other, user_defined=True))
-            texts += format_differences((one for one in found if one.effect != "note"), "{} / {}")
+            diff = differences(from_json(one), from_json(other), set(a.names) ^ set(b.names))
+            diff += user_differences(from_json(one, user_defined=True), from_json(other, user_defined=True))
+            texts += format_differences((setting for setting in diff if setting.effect != "note"), "{} / {}")
     return report
 
 

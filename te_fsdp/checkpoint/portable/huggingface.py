@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.checkpoint.compare import Differences, check_whole_job, compare_model
+from te_fsdp.checkpoint.compare import Differences, check_spans_world, compare_model
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy_tensors import Lazy, open_safetensors, total_bytes, write_folder
 from te_fsdp.checkpoint.load_source import Source
@@ -83,7 +83,7 @@ def import_huggingface(
     tensors, described, _ = _opened(source, config)
     weights = WeightMap.build(described, blocks, names)
     converted = weights.lazily(tensors, to_te=True, dtype=dtype)
-    return ((name, tensor.whole()) for name, tensor in converted.items())
+    return ((name, tensor.full()) for name, tensor in converted.items())
 
 
 def export_huggingface(
@@ -172,7 +172,7 @@ def _filling(
     """Return the load of a Hugging Face model's tensors into a model that fits, and the biases that it lacks. Local."""
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    check_whole_job(model, None)
+    check_spans_world(model, None)
     (tensors, described, folder), state = _opened(source, config), model_state(model, may_cut_blocks=True)
     weights = WeightMap.build(described, blocks, names, describe_model(model))
     converted, layouts, manifest = weights.lazily(tensors, to_te=True), weights.layouts(), empty_manifest()
@@ -186,7 +186,7 @@ def _filling(
     # Hugging Face's files have no buffers of these models.
     diff = compare_model(manifest, state).without([*state.buffers], strict=True)
     check_fits("load_huggingface", model, weights, diff.texts())
-    quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
+    quantized = {name: "quantized" for name, d in state.described.items() if d["format"] is not None}
     absent = {name for group in weights.groups for name in group.zeros}
     note = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(absent), 3)}"
     opened.notes = [note] if absent else []
@@ -204,7 +204,7 @@ def values_for_huggingface(
     notes, contents = contents.notes, split_experts(contents)
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
-    frequencies = frequencies_of(contents.names, lambda name: contents.value(name).whole())
+    frequencies = frequencies_of(contents.names, lambda name: contents.value(name).full())
     weights = WeightMap.build(like, blocks, names, ModelDescription(saved, recorded, frequencies))
     if not recorded:
         notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")

@@ -362,7 +362,7 @@ class WeightMap:
             # Tensors are read in order, each in blocks of rows, so the group of the last call is enough.
             if not cache or cache[0] is not group:
                 cache.clear()
-                read = {key: tensor.whole() for key, tensor in tensors.items()}
+                read = {key: tensor.full() for key, tensor in tensors.items()}
                 converted = group.convert(read, to_te=to_te, dtype=kind)
                 if not warned and group.rounds(read, converted):
                     warned = True

@@ -182,9 +182,9 @@ def layer_differences(model: ModelDescription, a: Architecture, names: TeNames) 
         if one.kind == "RotaryPositionEmbedding":
             frequencies = model.frequencies.get(name)
             want(name, one.kind, **wanted_rotary(one, frequencies, a.rope_theta, a.head_dim, a.rope_scaling))
-    found = (one for one in differences(expected, recorded) if one.effect == "error")
+    errors = (one for one in differences(expected, recorded) if one.effect == "error")
     texts = format_differences(
-        (one for one in found if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}"
+        (one for one in errors if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}"
     )
     if scales_attention(a.rope_scaling) and "MultiheadAttention" in {one.kind for one in recorded.values()}:
         texts.append(f"attention: scaled by its heads alone, not as {dict(a.rope_scaling or {})} has it")

@@ -160,13 +160,13 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self._plan = make_plan(self._shares, self._weights, self.names)
         #: Shape and dtype of each tensor of the model, by name, in order.
         self.tensors = self._describe()
-        held = self._plan.own
+        pieces = self._plan.own
 
         def sums() -> dict[str, list[list[int]]]:
             for group in self._weights.groups:
-                for name, piece in ((n, piece) for n in group.zeros for piece in held.get(n, ())):
+                for name, piece in ((n, piece) for n in group.zeros for piece in pieces.get(n, ())):
                     group.check_zeros({name: piece.on_device()})
-            compared = held.items() if self._comparable else ()
+            compared = pieces.items() if self._comparable else ()
             return {n: [checksums_of(piece, self.bucket_bytes) for piece in own] for n, own in compared}
 
         # Also without ``since``: this stream may be the ``since`` of a later call.
@@ -226,7 +226,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
     def names_of(self, group: Group) -> list[str]:
         """Return the names under which a group's tensors are yielded."""
         named = (str, scale_name) if self._is_fp8(group) else (str,)
-        return [of(name) for name in group.names(te=False, tied=False) for of in named]
+        return [rename(name) for name in group.names(te=False, tied=False) for rename in named]
 
     def _bytes(self, group: Group) -> int:
         """Return the bytes that are sent for a group."""
@@ -463,8 +463,8 @@ def _write_files(
             file = folder / file_of[name]
             if not file.exists():
                 # The header needs only shapes. The bytes follow in its order, which is that of the stream.
-                held = {key: stream.tensors[key] for key in files[file.name][1]}
-                write_header(file, held, {})
+                in_file = {key: stream.tensors[key] for key in files[file.name][1]}
+                write_header(file, in_file, {})
             with file.open("ab") as opened:
                 opened.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp.checkpoint.async_save import aligned
-from te_fsdp.checkpoint.compare import check_whole_job
+from te_fsdp.checkpoint.compare import check_spans_world
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import OwnedTensor, component_entry, owned_parameters, tied_names
 from te_fsdp.checkpoint.optimizer_state import describe_state
@@ -180,7 +180,7 @@ def quantization_config(config: Any, *, names: TeNames | None = None) -> dict[st
     ``config`` is the model's description, as for :func:`te_fsdp.checkpoint.save_huggingface`.
     """
     weights, names = WeightMap.build(config, names=names), given_or_default(names, TeNames)
-    kept = [
+    unquantized = [
         name.removesuffix(".weight")
         for group in weights.groups
         for name, shape in group.shapes(te=False).items()
@@ -191,7 +191,7 @@ def quantization_config(config: Any, *, names: TeNames | None = None) -> dict[st
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": kept or ["lm_head"],
+        "modules_to_not_convert": unquantized or ["lm_head"],
     }
 
 
@@ -204,7 +204,7 @@ def is_linear(group: Group, names: TeNames) -> bool:
     )
 
 
-def has_whole_blocks(group: Group) -> bool:
+def has_full_blocks(group: Group) -> bool:
     """Return whether TE's tensors consist of whole 128-row blocks of Hugging Face's."""
     if group.te.zero_centered != group.huggingface.zero_centered or group.huggingface.transposed:
         return False
@@ -222,7 +222,10 @@ def block_shares(owned: OwnedTensor) -> dict[str, Share]:
         return {}
     if getattr(local.get_metadata()["fp8_dtype"], "name", "") != "kFloat8E4M3":
         return {}
-    (part,), components = owned.parts(), {one.name: one for one in components_of(local, owned.fqn)}
+    (part,), components = (
+        owned.parts(),
+        {c.name: c for c in components_of(local, owned.fqn)},
+    )
     result = {}
     for kind, name in (("data", "rowwise_data"), ("scale", "rowwise_scale_inv")):
         try:
@@ -270,14 +273,14 @@ def shares_to_write(
         CheckpointError: A model that is not supported, or that differs from ``config``.
         OrderError: ``optimizer`` holds parameters of another model.
     """
-    check_whole_job(model, None)
+    check_spans_world(model, None)
     if optimizer is not None:
         check_optimizer(model, optimizer)
     weights = WeightMap.build(config, blocks, names, describe_model(model))
     check_fits("save_huggingface", model, weights, [])
-    shares, known = shares_of(model, optimizer), weights.shapes(te=True)
+    shares, te_names = shares_of(model, optimizer), weights.shapes(te=True)
     for name, first in tied_names(model).items():  # under the name that the map has
-        if first in shares and first not in known and name in known:
+        if first in shares and first not in te_names and name in te_names:
             shares[name] = shares.pop(first)
     return shares, weights
 
@@ -323,7 +326,7 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
     fits = {
         name
         for group in weights.groups
-        if is_linear(group, names) and has_whole_blocks(group)
+        if is_linear(group, names) and has_full_blocks(group)
         for name in group.te.names
         if all(f"{name}:data" in seen or name not in own for seen, own in zip(by_rank, stored, strict=True))
         and any(f"{name}:data" in seen for seen in by_rank)

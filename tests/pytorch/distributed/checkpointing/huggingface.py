@@ -249,7 +249,7 @@ def _against_transformers(folder: str, whole: nn.Module, tokens: torch.Tensor) -
 
 
 def _differing(one: Any, other: Any) -> list[str]:
-    return [name for name in one if not torch.equal(one[name].whole(), other[name].whole())]
+    return [name for name in one if not torch.equal(one[name].full(), other[name].full())]
 
 
 def _differing_pieces(model: nn.Module, other: nn.Module) -> list[str]:

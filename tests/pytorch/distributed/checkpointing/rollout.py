@@ -101,7 +101,7 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
     for name, dtype in (("native", None), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
         hf.save_huggingface(f"{target}-{name}", model, optimizer, config=folder, dtype=dtype)
         result = open_safetensors(Path(f"{target}-{name}"))[0]
-        files[name] = {key: tensor.whole() for key, tensor in result.items()}
+        files[name] = {key: tensor.full() for key, tensor in result.items()}
     options: dict[str, Any] = {"config": folder, "bucket_bytes": 20_000}
 
     def stream(**more: Any) -> Any:
@@ -126,7 +126,7 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
     again = stream(since=first)
     sent = dict(again)
     hf.save_huggingface(f"{target}-later", model, optimizer, config=folder)
-    later = {key: item.whole() for key, item in open_safetensors(Path(f"{target}-later"))[0].items()}
+    later = {key: item.full() for key, item in open_safetensors(Path(f"{target}-later"))[0].items()}
     outcome["changed"] = different({**files["native"], **sent}, later), len(sent) / len(later)
     with torch.no_grad():
         parameter = model.norm.weight
@@ -149,7 +149,7 @@ def families(folders: dict[str, tuple[str, dict[str, Any]]], target: str) -> dic
     from te_fsdp.checkpoint.portable import huggingface as hf
 
     def read(folder: str) -> dict[str, torch.Tensor]:
-        return {key: item.whole() for key, item in open_safetensors(Path(folder))[0].items()}
+        return {key: item.full() for key, item in open_safetensors(Path(folder))[0].items()}
 
     outcomes: dict[str, dict[str, Any]] = {}
     for family, (folder, case) in folders.items():

@@ -173,7 +173,7 @@ def saved_mains(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     for name, described in contents.manifest.parameters.items():
         value, origin = contents.best_value(name, "auto")
         if origin == "main" or value.dtype == torch.float32:
-            results[name] = value.whole().float().view(described["shape"])
+            results[name] = value.full().float().view(described["shape"])
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
