@@ -99,10 +99,7 @@ class Differences:
         return result
 
     def over_all_ranks(self, *, convert: bool) -> Differences:
-        """Return the union over ranks, identical on all ranks. Collective over the world.
-
-        Without ``convert``, conversions become differences.
-        """
+        """Return the union over all ranks. Without ``convert``, conversions become differences. Collective."""
         union = Differences()
         # A list, because an object with only allowed differences is false.
         own = [self] if any(vars(self).values()) else []

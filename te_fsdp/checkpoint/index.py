@@ -72,10 +72,7 @@ class Stored:
 
 @dataclass
 class Encoded:
-    """Index and ``.metadata`` of a save.
-
-    Later saves of the same tensors write it again with another mark.
-    """
+    """Index and ``.metadata`` of a save. Later saves of the same tensors replace only the mark in it."""
 
     metadata: bytes
     mark: str  #: In it: the identity of a manifest
@@ -212,8 +209,7 @@ class Index:
 def read_index(path: Path, manifest: Manifest) -> Index:
     """Read the index of a checkpoint, from DCP's metadata if it has no index. Local operation.
 
-    Raises:
-        CheckpointError: The index is unreadable, has changed, or is of another save.
+    Raise CheckpointError if it is unreadable, has changed, or is of another save.
     """
     if INDEX not in manifest.files:
         with unreadable(path, DCP_METADATA):

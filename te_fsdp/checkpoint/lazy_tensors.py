@@ -358,10 +358,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Return tensors and metadata of a file, or of a folder with an index or with one file.
-
-    Raise CheckpointError for damaged files.
-    """
+    """Return tensors and metadata of a file, or of a folder with an index or one file; CheckpointError for damage."""
     if not path.is_dir():
         return _open_file(path)
     if (path / INDEX).is_file():

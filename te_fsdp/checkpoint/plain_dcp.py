@@ -171,13 +171,8 @@ def as_lazy(tensor: torch.Tensor, key: str) -> Any:
 def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
     """Return a tensor of a DCP directory, or the quantized weight that DCP wrote in the place of its pieces.
 
-    Args:
-        key: Its key, for errors.
-        tensor: The tensor that the metadata describes.
-        scrambled: Whether rows of its pieces may be in the order of the ranks of tensor parallelism.
-
-    Raises:
-        CheckpointError: The order of the rows is not known, or the format is not supported.
+    With ``scrambled``, rows of its pieces may be in the order of the ranks of tensor parallelism. Raise
+    CheckpointError, which names ``key``, if the order of the rows is not known, or the format is not supported.
     """
     # DCP describes a quantized weight by its nominal dtype, so integers are never one.
     if not isinstance(tensor, Chunked) or not tensor.dtype.is_floating_point:

@@ -87,10 +87,7 @@ class Writing:
 
     @torch.no_grad()  # which takes less than to detach many small tensors one by one
     def copy(self, staging: Staging) -> None:
-        """Copy this rank's data to the host and drop the references to the model's tensors.
-
-        :meth:`write` raises the error.
-        """
+        """Copy this rank's data to the host, and release the model's tensors. :meth:`write` raises any error."""
         try:
             rows = staging.copy(self.own)
             self.copies = [(block.keys, copy) for block, copy in zip(self.own, rows, strict=True)]
@@ -107,10 +104,7 @@ class Writing:
 
     @torch.no_grad()
     def write(self, tick: Tick) -> tuple[Rows | None, Listed]:
-        """Write this rank's file, synced to disk.
-
-        Return the places, unless the plan has them, and the manifest's entry. Local operation.
-        """
+        """Write this rank's file, synced; return the places unless the plan has them, and the manifest's entry."""
         if self.problem is not None:
             raise self.problem
         name, order = file_of(self.ranks.rank), list[int]()
@@ -163,10 +157,8 @@ def tensors_of(entries: Mapping[str, Entry]) -> list[torch.Tensor]:
 def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], signature: Any) -> WritePlan:
     """Decide which rank writes each of this rank's entries, none of them empty. Collective over the ranks: one round.
 
-    ``signature`` identifies this rank's data in a later save.
-
-    Raises:
-        CheckpointError: On all ranks, if the pieces of all ranks do not fit together.
+    ``signature`` identifies this rank's data in a later save. Raise CheckpointError on all ranks if the pieces of all
+    ranks do not fit together.
     """
 
     def mine() -> Held:
@@ -214,13 +206,10 @@ def assign_writers(all_held: list[Held]) -> list[WritePlan]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
-    """Write a checkpoint's tensors, its files synced to disk; the manifest as of a save of its own, with the files.
+    """Write a checkpoint's tensors, synced to disk. Return the manifest with a new save id and the files.
 
-    Local operation: one process, no process group. Empty tensors are left out, as in every checkpoint of te_fsdp.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-        OSError: The files cannot be written.
+    Local operation: one process, no process group. Empty tensors are left out, as in every checkpoint of te_fsdp. Raise
+    CheckpointError for a tensor that cannot be read, OSError for files that cannot be written.
     """
     manifest = replace(manifest, save_id=secrets.token_hex(16))
     blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
@@ -254,13 +243,10 @@ def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointEr
 
 
 def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Tensor]) -> None:
-    """Raise on all ranks unless this rank's replicated pieces have the same bytes on all of their ranks.
+    """Raise CheckpointError on all ranks unless replicated pieces have the same bytes on all of their ranks.
 
-    Collective over the ranks: one round with a number for each set of replicas, and another with a number for each
-    piece if they differ.
-
-    Raises:
-        CheckpointError: Names the tensors and the ranks.
+    It names the tensors and the ranks. Collective over the ranks: one round with a checksum of each set of replicas,
+    and another with a checksum of each piece if they differ.
     """
     if ranks.size == 1:
         return

@@ -415,10 +415,7 @@ def _prepare(
 def _describe(
     ranks: RankMessenger, collected: _Collected, experts: dict[str, States], save_id: str
 ) -> Manifest:
-    """Return the manifest without files.
-
-    Complete the states in ``experts`` that this rank lacks. Collective over the ranks.
-    """
+    """Add the expert states that this rank lacks; return the manifest without files. Collective over the ranks."""
     if experts:  # allocates
 
         def complete() -> None:

@@ -78,10 +78,7 @@ def view_of(data: torch.Tensor) -> memoryview:
 
 @contextmanager
 def synced(path: Path) -> Iterator[Any]:
-    """Yield a file to write. It is on disk when the context ends without an error.
-
-    On object storage it is complete when it is closed.
-    """
+    """Yield a file to write, which is on disk, or complete on object storage, when the context ends."""
     with path.open("wb") as file:
         yield file
         if not is_remote(path):
@@ -199,10 +196,7 @@ def elements_of(
 # The manifest has each file's size, its table's CRC-32 and the offset of the table. A piece is therefore
 # checked when it is read, and a file of another save or under another name is refused.
 class SummedFile:
-    """A file of pieces, open for writing.
-
-    Writing and summing release the interpreter lock, except for small tensors.
-    """
+    """A file of pieces, open for writing. Only small tensors are written under the interpreter lock."""
 
     def __init__(self, raw: Any) -> None:
         self.raw, self.sums = raw, list[tuple[int, int]]()

@@ -121,10 +121,7 @@ def _folders_of_checkpoints(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:
-    """Return the contents of a checkpoint of any kind, with experts stacked.
-
-    CheckpointError for a path that cannot be read. Local operation.
-    """
+    """Return the contents of a checkpoint of any kind, with experts stacked; CheckpointError if unreadable. Local."""
     choices = choices or Choices()
     where, kind = resolve(path)
     if kind == CHECKPOINT:

@@ -125,10 +125,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         dtype: torch.dtype | None = None,
         comparable: bool = True,
     ) -> None:
-        """See :func:`iter_weights`.
-
-        ``dtype`` is that of the tensors in the format ``"native"``. Only ``comparable`` streams work as ``since``.
-        """
+        """See :func:`iter_weights`; ``dtype`` of format ``"native"``; only ``comparable`` streams work as ``since``."""
         require_kind("iter_weights", "model", model, nn.Module, expected="a model", error=CheckpointError)
         _check_options(format, receiver, bucket_bytes, since)
         self._dtype, self._comparable = dtype if format == "native" else torch.bfloat16, comparable
