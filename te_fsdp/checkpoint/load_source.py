@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.index import Index, check_index
 from te_fsdp.checkpoint.lazy_tensors import Lazy, Stack
@@ -199,7 +198,6 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         source = _own_source(path, manifest, model, is_verified=verify)
         _name_rows(source)
     if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
-        background().wait()  # a running save uses the same process group
         source.ranks = rank_messenger()
     return source
 

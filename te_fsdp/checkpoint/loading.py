@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.compare import (
     SETTINGS,
     WHOLE_OPTIMIZER,
@@ -49,7 +51,7 @@ from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.shard_files import damaged_value, without_collector
 from te_fsdp.checkpoint.storage import absolute
 from te_fsdp.checkpoint.tensor_entries import Entry, replicated_entry
-from te_fsdp.collectives.agreement import all_agree, gather, rank
+from te_fsdp.collectives.agreement import all_agree, gather, rank, through_rank_0, world_size
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, require_flags, require_kind, shorten
 from te_fsdp.features.main_weights import optimizers_with_stale_main_weights, set_main_weight
@@ -135,8 +137,7 @@ def load(
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     require_kind("load", "allow", allow, Iterable, expected="names", error=CheckpointError)
     source, model, optimizers = absolute(path), joined_model(model), parts_of(optimizer)
-    # Of a stage another name, lest ranks with and without one wait.
-    with collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")), without_collector():
+    with _joint_load(model), without_collector():
         began = time.perf_counter()
         opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
         take_own_part(opened, model)
@@ -146,6 +147,17 @@ def load(
         loaded = Filling(opened, model, optimizers, state, diff).result()
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
+
+
+@contextmanager
+def _joint_load(model: nn.Module) -> Iterator[None]:
+    """Enter the load on all ranks, with rank 0 as coordinator of all agreements. Collective over the world."""
+    # Of a stage another name, lest ranks with and without one wait.
+    with collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")):
+        if world_size() > 1:
+            background().wait()  # a running save uses the same process group
+        with through_rank_0():
+            yield
 
 
 def _compare(source: Source, model: nn.Module, optimizers: Parts) -> tuple[ModelState, Differences]:

@@ -26,6 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import errors
 from te_fsdp.collectives import rendezvous
-from te_fsdp.collectives.rendezvous import collective_timeout
+from te_fsdp.collectives.rendezvous import collective_timeout, run_while_all_live
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
 _log = logging.getLogger("te_fsdp")
@@ -70,6 +71,8 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
     size = world_size() if group is None else group.size()
     if size == 1:
         return [value]
+    if group is None and (ranks := _coordinated.get()) is not None:
+        return ranks.round(lambda: value, lambda seen: [seen] * size)
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values
@@ -92,6 +95,8 @@ def gather_if_any(value: T) -> list[T]:
 
     Collective over the world: an all-reduce of one number, and :func:`gather` if any value is true.
     """
+    if (ranks := _coordinated.get()) is not None:
+        return ranks.round(lambda: value, lambda seen: [seen if any(seen) else []] * len(seen))
     return gather(value) if on_any_rank(bool(value)) else []
 
 
@@ -216,6 +221,8 @@ def from_rank_0(call: Callable[[], T]) -> T:
 
     Exceptions other than ``TeFsdpError`` become ``CheckpointError``.
     """
+    if (ranks := _coordinated.get()) is not None:
+        return ranks.round(lambda: None, lambda seen: [_result_of(*_call(call, "rank 0: "))] * len(seen))
     outcome: list[Any] = [*_call(call, "rank 0: ")] if rank() == 0 else [None, None]
     if world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
@@ -227,6 +234,9 @@ def from_rank_0(call: Callable[[], T]) -> T:
 def all_agree(call: Callable[[], T]) -> T:
     """Run a function on every rank; if any rank fails, raise the first error on all. Collective over the world."""
     result, own_error = _call(call)
+    if (ranks := _coordinated.get()) is not None:
+        ranks.round(lambda: _result_of(None, own_error), lambda seen: [None] * len(seen))
+        return result  # type: ignore[return-value]
     problem = _first_error(gather_if_any(_serialize_error(own_error)))
     if problem is None:
         return result  # type: ignore[return-value]
@@ -245,6 +255,13 @@ def _call(call: Callable[[], T], where: str = "") -> tuple[T | None, TeFsdpError
         converted = CheckpointError(f"{where}{type(error).__name__}: {error}")
         converted.__cause__ = error
         return None, converted
+
+
+def _result_of(result: Any, error: TeFsdpError | None) -> Any:
+    """Return the result of :func:`_call`, or raise its error."""
+    if error is not None:
+        raise error
+    return result
 
 
 def _serialize_error(error: TeFsdpError | None) -> tuple[type[TeFsdpError], str] | None:
@@ -275,8 +292,28 @@ def rank_messenger() -> RankMessenger:
         return RankMessenger(0, 1, None)
     world, groups = dist.group.WORLD, _groups()
     if world not in groups:
-        groups[world] = dist.new_group(backend="gloo")
+        # It waits for the addresses of all ranks, half an hour for one that ends here.
+        groups[world] = run_while_all_live("checkpoint", lambda: dist.new_group(backend="gloo"))
     return RankMessenger(rank(), world_size(), groups[world])
+
+
+#: The messenger of this thread's running call, if :func:`through_rank_0` has set one.
+_coordinated: ContextVar[RankMessenger | None] = ContextVar("te_fsdp messenger", default=None)
+
+
+@contextmanager
+def through_rank_0() -> Iterator[None]:
+    """Send the messages of agreements over the world through rank 0, so that all ranks name a rank that ends.
+
+    A collective of the default process group fails only on the neighbors of the rank that has ended. The others wait
+    for a timeout. Collective over the world: :func:`rank_messenger`.
+    """
+    is_needed = world_size() > 1 and not rendezvous.is_simulated()
+    token = _coordinated.set(rank_messenger() if is_needed else None)
+    try:
+        yield
+    finally:
+        _coordinated.reset(token)
 
 
 @dataclass(frozen=True)
@@ -335,10 +372,9 @@ class RankMessenger:
                     peer[0] = peer_rank
                     try:
                         self._send((None if replies is None else replies[peer_rank], worst), peer_rank)
-                    except RuntimeError as lost:  # the other ranks must still get their reply
-                        worst = worst or CheckpointError(
-                            f"on rank(s) {peer_rank}: the rank has ended: {lost}"
-                        )
+                    except RuntimeError as lost:
+                        # Ranks with a reply go on, so this rank does too. The next round reports the ended one.
+                        _log.warning("rank %d has ended before its reply: %s", peer_rank, lost)
                 reply, problem = (None if replies is None else replies[0]), worst
         except RuntimeError as lost:  # raised by gloo
             if isinstance(lost, TeFsdpError):

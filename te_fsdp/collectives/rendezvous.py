@@ -15,10 +15,11 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +31,7 @@ from te_fsdp.upstream import torch_dtensor as _torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 _log = logging.getLogger("te_fsdp")
 
 #: Seconds until a waiting rank logs the missing ranks.
@@ -43,6 +45,8 @@ _GO = b"go"
 _READING = 3.0
 # Maximum number of ranks in a message: longer lists are not readable, and each rank costs requests.
 _NAMED = 8
+#: Most ranks that a rank watches.
+_NEAR = 64
 
 
 # [Note: ranks that have ended] Before its first call, each rank writes the key ``alive/<rank>``. Waiting
@@ -218,6 +222,75 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
         thread.inside = False
 
 
+def run_while_all_live(call: str, collective: Callable[[], T]) -> T:
+    """Return the result of a collective over the world, such as ``new_group``, which runs in a thread.
+
+    Call it within :func:`collective_call` over the world. Raise CollectiveError that names a rank that ends meanwhile.
+    """
+    future: Future[T] = Future()
+    # Before the thread starts: a client of TCPStore serves one thread at a time.
+    addresses = _near_addresses()
+
+    def run() -> None:
+        try:
+            future.set_result(collective())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon, because the interpreter must be able to end while the collective waits for a rank that has ended.
+    threading.Thread(target=run, name=f"te_fsdp {call}", daemon=True).start()
+    while True:
+        done, _ = wait([future], timeout=ASK_AFTER)
+        if done and future.exception() is None:
+            return future.result()
+        if ended := [rank for rank, address in addresses.items() if _process().liveness.has_ended(address)]:
+            cause = future.exception() if done else None
+            raise CollectiveError(_ended_error(call, ended, dist.get_world_size())) from cause
+        if done:
+            with _store_errors(call):
+                return future.result()  # raises
+
+
+def _near_addresses() -> dict[int, str]:
+    """Return the addresses that the next ranks have published, in ascending order."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}world", _torch.default_store())
+    ranks = sorted((me + step) % size for step in range(1, min(size, _NEAR)))
+    keys = [f"alive/{rank}" for rank in ranks]
+    try:
+        # One request each, unless a rank has no address.
+        keys = keys if store.check(keys) else [key for key in keys if store.check([key])]
+        found = dict(zip(keys, store.multi_get(keys), strict=True)) if keys else {}
+    except (dist.DistError, ConnectionError):  # the collective needs the store, too, and reports it
+        return {}
+    return {rank: found[f"alive/{rank}"].decode() for rank in ranks if f"alive/{rank}" in found}
+
+
+def _ended_error(call: str, ended: list[int], size: int) -> str:
+    return message(
+        f"te_fsdp.{call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
+        expected=f"the call on all {size} ranks",
+        got="an ended process (its connection is closed)",
+        why="It may have been killed or have raised an error; check its own output",
+        fix="restart the job from its last checkpoint",
+    )
+
+
+@contextmanager
+def _store_errors(call: str) -> Iterator[None]:
+    """Raise an error that names the process that hosted the store, in place of errors of a lost connection to it."""
+    try:
+        yield
+    except (dist.DistError, ConnectionError) as lost:
+        holder = "torchrun's agent" if _agent_has_store() else "rank 0"
+        raise CollectiveError(
+            f"te_fsdp.{call}: {holder}, which hosts the store of torch.distributed, has ended",
+            got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
+            why="It may have been killed or have raised an error; check its own output",
+            fix="restart the job from its last checkpoint",
+        ) from lost
+
+
 def _start_of_job() -> str:
     """Return the part of the keys that distinguishes one start of an elastic job from another, same on all ranks."""
     # torchrun's agent keeps its store across restarts, including the keys of dead ranks. Each node counts its own
@@ -274,7 +347,7 @@ class _Rendezvous:
     def wait(self) -> None:
         """Enter the call and wait for all ranks. Raises ``CollectiveError`` on all ranks if some do not arrive."""
         me, number, store = self.me, self.number, self.store
-        try:
+        with _store_errors(self.call):
             address = _process().liveness.publish()
             if number == 0 and address:
                 store.set(f"alive/{me}", address)
@@ -302,14 +375,6 @@ class _Rendezvous:
                     time.sleep(0.05)
                     read = store.add(f"{number}/read", 0)
                 raise CollectiveError(outcome.decode())
-        except (dist.DistError, ConnectionError) as lost:
-            holder = "torchrun's agent" if _agent_has_store() else "rank 0"
-            raise CollectiveError(
-                f"te_fsdp.{self.call}: {holder}, which hosts the store of torch.distributed, has ended",
-                got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
-                why="It may have been killed or have raised an error; check its own output",
-                fix="restart the job from its last checkpoint",
-            ) from lost
 
     def _write_outcome(self, outcome: bytes) -> None:
         """Write the outcome unless another rank has written it."""
@@ -326,13 +391,7 @@ class _Rendezvous:
             if waited >= ask_at:
                 ask_at = waited + ASK_AFTER
                 if ended := self._exited_ranks():
-                    error = message(
-                        f"te_fsdp.{self.call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
-                        expected=f"the call on all {len(self.ranks)} ranks",
-                        got="an ended process (its connection is closed)",
-                        why="It may have been killed or have raised an error; check its own output",
-                        fix="restart the job from its last checkpoint",
-                    )
+                    error = _ended_error(self.call, ended, len(self.ranks))
                     self._write_outcome(error.encode())
                     continue
             if waited >= report_at:

@@ -3,8 +3,9 @@
     python dead_rank_worker.py DIRECTORY KIND VICTIM
 
 Three ranks save once together. Then the victim is killed, exits, stops for a while, or comes late; the others save. It
-may also stop within the save, or be killed while ranks exchange data that were read once. One line of JSON for each
-rank contains its error and the number of seconds.
+may also stop within the save, or be killed while ranks exchange data that were read once, or in a load: as it creates
+the process group, or at a message of this number. One line of JSON for each rank contains its error, the number of
+seconds, and whether the model is unchanged.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 RANKS, LATE = 3, 7.0
+#: Seconds that ranks live on after a load: connections that they would close must not end the wait of others.
+LINGER = 4.0
 
 
 def store_of(rank: int, pipe: tuple[int, int]) -> dist.TCPStore:
@@ -50,6 +53,29 @@ def stopping(stock: Any) -> Any:
     return stops
 
 
+def kill_in_load(kind: str) -> None:
+    """Kill this process in its next load: as it creates a group, or before or after sending a message."""
+    from te_fsdp.collectives.agreement import RankMessenger
+
+    def kill(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _, moment, number = kind.split()
+    if moment == "group":
+        dist.new_group = kill
+    send, count = RankMessenger._send, [0]
+
+    def sends(*args: Any) -> None:
+        count[0] += 1
+        if count[0] == int(number) and moment == "before":
+            kill()
+        send(*args)
+        if count[0] == int(number) and moment == "after":
+            kill()
+
+    RankMessenger._send = sends  # type: ignore[method-assign]
+
+
 class Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +95,9 @@ def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int
     model = torch.nn.Linear(2, 2)
     torch.nn.init.ones_(model.weight)
     torch.nn.init.ones_(model.bias)
-    if kind != "first call":
+    if kind.startswith("load"):
+        torch.nn.init.zeros_(model.weight)
+    elif kind != "first call":
         checkpoint.save(f"{directory}/first", model)
     if rank == victim:
         if kind in ("killed", "first call"):
@@ -78,6 +106,8 @@ def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "exited":
             os._exit(0)
+        elif kind.startswith("load"):
+            kill_in_load(kind)
         elif kind == "stopped":
             stop_for_a_while()
         elif kind == "stopped within":
@@ -90,16 +120,23 @@ def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int
     logging.getLogger("te_fsdp").addHandler(logged)
     if kind == "stopped within":
         rendezvous.REPORT_AFTER = 2.0
+    rendezvous.ASK_AFTER = 1.0 if kind.startswith("load") else rendezvous.ASK_AFTER
     try:
         if kind == "killed in the exchange":
             checkpoint.load(f"{directory}/first", model, read="once")
+        elif kind.startswith("load"):
+            checkpoint.load(f"{directory}/first", model)
         else:
             checkpoint.save(f"{directory}/second", model)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - began
-    line = json.dumps({"rank": rank, "seconds": seconds, "text": text, "log": logged.texts})
-    os.write(1, f"{line}\n".encode())  # print writes the newline apart, so that lines of two ranks can mix
+    unchanged = not model.weight.any()
+    line = {"rank": rank, "seconds": seconds, "text": text, "log": logged.texts, "unchanged": unchanged}
+    os.write(
+        1, f"{json.dumps(line)}\n".encode()
+    )  # print writes the newline apart, so lines of two ranks can mix
+    time.sleep(LINGER if kind.startswith("load") else 0)
     os._exit(0)
 
 
