@@ -25,7 +25,7 @@ from torch.distributed.tensor import Partial, Replicate
 from te_fsdp.collectives.async_work import Pending, current_stream
 from te_fsdp.collectives.groups import separate_group
 from te_fsdp.collectives.redistribute import PackedLayout, redistribute
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError, message, shorten
 from te_fsdp.process_modules import registered_at
 from te_fsdp.records import binding_of, get_or_create_record, module_record
 from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
@@ -102,8 +102,23 @@ class ReplicatedParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Return the parameter that is registered at present."""
-        return self.module._parameters[self.plan.name]  # type: ignore[return-value]
+        """Return the parameter that is registered at present; raise OrderError if it was removed."""
+        # After the first forward the components need it before the check of removed parameters.
+        parameter = self.module._parameters.get(self.plan.name)
+        if parameter is None:
+            raise removal_error([self.plan.label])
+        return parameter
+
+
+def removal_error(names: list[str]) -> OrderError:
+    """Return the error for parameters that are not registered any more."""
+    return OrderError(
+        f"{shorten(names, 3)}: removed after fully_shard",
+        expected="the parameters that te_fsdp.fully_shard sharded",
+        got="a deleted weight, or one that is computed by a parametrization, weight_norm or pruning",
+        why="The gathered weight would have no owner, and the parameters behind the computed one no gradients",
+        fix="parametrize or prune the module before te_fsdp.fully_shard",
+    )
 
 
 #: Elements of one all-reduce; larger tensors are reduced separately. A copy of all gradients could be as large as the

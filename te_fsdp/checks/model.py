@@ -25,6 +25,7 @@ from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialised
 from te_fsdp.records import get_record, iter_param_owners
+from te_fsdp.replicated_params import removal_error
 from te_fsdp.sharded_model import record_unsharded_params, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.unshardable_models import refuse_hooks
@@ -235,24 +236,14 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
         if table.get(name) is None and id(table) in owners
     ]
     if removed:
-        raise _removal_error(removed)
+        raise removal_error(removed)
 
 
 def _refuse_reparametrization(tensor: torch.Tensor) -> None:
     """Raise if torch is about to compute a sharded parameter from others. Local operation."""
     state = sharded_model_of(tensor)
     if state is not None and refuse_removed_parameters in state.checks.forward:
-        raise _removal_error([state.names().get(id(tensor), "a parameter")])
-
-
-def _removal_error(names: list[str]) -> OrderError:
-    return OrderError(
-        f"{shorten(names, 3)}: removed after fully_shard",
-        expected="the parameters that te_fsdp.fully_shard sharded",
-        got="a deleted weight, or one that is computed by a parametrization, weight_norm or pruning",
-        why="The gathered weight would have no owner, and the parameters behind the computed one no gradients",
-        fix="parametrize or prune the module before te_fsdp.fully_shard",
-    )
+        raise removal_error([state.names().get(id(tensor), "a parameter")])
 
 
 def refuse_shared_memory(state: ShardedModel) -> None:

@@ -1,0 +1,15 @@
+"""A replicated weight that is removed between two steps raises an error with its name."""
+
+from __future__ import annotations
+
+import pytest
+from no_sharding import removed
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["parametrized", "deleted", "none"])
+def test_a_replicated_weight_removed_after_a_step(pool, kind):
+    """Kind: ``KeyError: 'weight'`` without the module's name, from the hooks before a forward."""
+    for text in pool.run(removed.removed, 2, kind=kind):
+        assert text.startswith("OrderError: 1.weight: removed after fully_shard"), text
