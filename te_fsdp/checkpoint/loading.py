@@ -409,7 +409,8 @@ class Filling:
             weights += [[]] * (max(gather(len(weights))) - len(weights))
         for members in weights:
             # A rank may lack the memory.
-            values = all_agree(lambda members=members: [one.value(self.source.staged) for one in members])
+            with through_rank_0(enabled=False):
+                values = all_agree(lambda members=members: [one.value(self.source.staged) for one in members])
             for conversion, value in zip(members, values, strict=True):
                 owned = conversion.owned
                 conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)

@@ -302,13 +302,14 @@ _coordinated: ContextVar[RankMessenger | None] = ContextVar("te_fsdp messenger",
 
 
 @contextmanager
-def through_rank_0() -> Iterator[None]:
+def through_rank_0(enabled: bool = True) -> Iterator[None]:
     """Send the messages of agreements over the world through rank 0, so that all ranks name a rank that ends.
 
     A collective of the default process group fails only on the neighbors of the rank that has ended. The others wait
-    for a timeout. Collective over the world: :func:`rank_messenger`.
+    for a timeout. With ``enabled=False`` agreements are such collectives again, for loops with many of them: rank 0
+    sends each rank a message. Collective over the world: :func:`rank_messenger`.
     """
-    is_needed = world_size() > 1 and not rendezvous.is_simulated()
+    is_needed = enabled and world_size() > 1 and not rendezvous.is_simulated()
     token = _coordinated.set(rank_messenger() if is_needed else None)
     try:
         yield
