@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.async_work import UnitOrder, current_stream
 from te_fsdp.collectives.groups import group_of_ranks
-from te_fsdp.collectives.rendezvous import is_simulated
+from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import apply_deferred_grad_scale
@@ -127,6 +127,7 @@ class ReplicatedGradients(Component):
             self._flag_group = group_of_ranks(
                 meshes.device_mesh.mesh.flatten().tolist(), "no_shard flags", "gloo"
             )
+        self._is_captured = False  #: Whether the last backward was recorded as a graph
         self._abort_flag: tuple[Any, torch.Tensor] | None = None
         self._aborted = False
         self.before_forward()
@@ -170,7 +171,8 @@ class ReplicatedGradients(Component):
         # the next backward of ranks that raised before theirs had begun. `settle` notifies those.
         started, self._reduction = self._reduction, None
         self._restore_gradients()
-        if started is not None and started.early:
+        # Nothing of a capture has run, and no rank uses a capture that failed on one.
+        if started is not None and started.early and not self._is_captured:
             started.abandon()
             self._send_abort_flag(True)
             self.settle()  # this rank has the answer
@@ -288,7 +290,7 @@ class ReplicatedGradients(Component):
             for check in state.checks.backward if state is not None else ():
                 check(state)
             self._unmark()
-            self._running = True
+            self._running, self._is_captured = True, is_capturing()
             self._reduction = self._new_reduction() if self._sync else None
             self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
             # The streams of this backward: autograd runs each node on the stream of its forward.
@@ -412,7 +414,7 @@ class ReplicatedGradients(Component):
                 parameter.grad = _torch.dtensor(value, slot.specs[1])
             else:
                 parameter.grad = value
-        if reduction.early:
+        if reduction.early and not is_capturing():
             self._send_abort_flag(False)
 
     def _take_gradient(self, slot: GradientSlot) -> torch.Tensor | None:

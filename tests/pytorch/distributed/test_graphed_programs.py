@@ -40,3 +40,9 @@ def test_steps_start_from_written_weights(pool, kind):
     for recordings, replays in pool.run(program_bodies.written, 2, env=ENVIRONMENT, kind=kind, timeout=240):
         assert recordings >= 1
         assert replays >= 4
+
+
+@pytest.mark.ranks(2)
+def test_a_capture_that_fails_while_gradients_are_reduced(pool):
+    for why in pool.run(program_bodies.fails_in_backward, 2, env=ENVIRONMENT, timeout=240):
+        assert why.startswith("the capture has failed"), why

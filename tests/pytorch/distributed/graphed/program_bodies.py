@@ -98,6 +98,8 @@ LOOPS: dict[str, Callable[[nn.Module, int], torch.Tensor]] = {
 
 
 def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], list[int]]]) -> list[int]:
+    if harness.device_type() == "cuda":
+        train(False)  # cuBLAS may choose another algorithm in its first calls
     expected, _ = train(False)
     values, facts = train(True)
     checks = harness.Comparisons()
@@ -105,6 +107,50 @@ def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], list[int]]]
         checks.same_bits(name, values[name], value)
     checks.require(STEPS + 12)
     return facts
+
+
+def fails_in_backward() -> str:
+    """Record steps of which a hook reads a gradient on the host, after reductions have started: the same bits.
+
+    Returns:
+        Why steps run eagerly.
+    """
+    import te_fsdp
+
+    meshes, why = te_fsdp.Meshes.build(device_type=harness.device_type()), [""]
+
+    def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+        model, step = _Model(), None
+        te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy="no_shard")
+        te_fsdp.materialize(model, seed=0)
+        # In the backward this parameter comes last.
+        next(model.parameters()).register_hook(lambda gradient: gradient * gradient.isfinite().all().item())
+        rate = torch.tensor(0.01, device=harness.device())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        if graphs:
+            with _recording():
+                step = te_fsdp.graphed_step(model, optimizer, forward_backward, warmup=1)
+        values = {}
+        for number in range(STEPS):
+            if step is None:
+                loss = forward_backward(_batch(number))
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                loss, _ = step(_batch(number))
+            values[f"loss {number}"] = loss.detach()
+        values |= {name: harness.full(p.detach()) for name, p in model.named_parameters()}
+        why[0] = "" if step is None else step.why_eager
+        return values, []
+
+    _compared(train)
+    return why[0]
 
 
 def same_bits(loop: str) -> list[int]:
