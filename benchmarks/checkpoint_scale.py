@@ -244,9 +244,9 @@ def measure_index(model: str, ranks: int) -> dict[str, Any]:
             heads[-1].append((key, shape, dtype_name(torch.float32), len(rows)))
             block.append(rows)
             if sum(map(len, block)) >= index._ROWS:
-                packed.append(index._pack(block))
+                packed.append(index.compress_rows(block))
                 block = []
-        packed += [index._pack(block)] if block else []
+        packed += [index.compress_rows(block)] if block else []
         packed.append(json.dumps({"files": files, "blocks": heads}).encode())
         manifest = empty_manifest()
         manifest.save_id = "0" * 32

@@ -146,7 +146,7 @@ class Meshes:
             # job.
             _ = meshes.weight, meshes.expert_weight, meshes.amax, meshes.expert_amax
             if not is_simulated():
-                rank_messenger()
+                rank_messenger("Meshes.build")
         return meshes
 
     @classmethod

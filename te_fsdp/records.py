@@ -362,9 +362,8 @@ class FsdpRecord:
     partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
     #: Whether a forward of the module has run within a backward, which needs both forms
     recomputed: bool = False
-    last_forward: weakref.ref[Any] | None = (
-        None  #: Autograd node of the last forward that leads to parameters
-    )
+    #: Living autograd nodes that lead from forwards to the parameters
+    forwards: list[weakref.ref[Any]] = field(default_factory=list)
 
 
 @dataclass

@@ -21,7 +21,7 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -92,6 +92,17 @@ class Encoded:
             manifest.files[INDEX] = file.finish(INDEX, manifest.save_id)
 
 
+def compress_rows(block: Sequence[Rows]) -> bytes:
+    """Return the rows of a block's tensors in the form of the index: columns of differences, compressed."""
+    width = max(rows.shape[1] for rows in block)
+    columns = np.zeros((width, sum(map(len, block))), dtype="<i8")
+    begin = 0
+    for rows in block:
+        columns[: rows.shape[1], begin : begin + len(rows)] = rows.T
+        begin += len(rows)
+    return zlib.compress(np.diff(columns, axis=1, prepend=0).tobytes(), 1)
+
+
 def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], mark: str) -> Encoded:
     """Return index and ``.metadata`` of a save. Local operation; rank 0 spends some us for each piece.
 
@@ -134,14 +145,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
         head = json.dumps({"files": files, "blocks": heads}).encode()
         packed = []
         for block in blocks:
-            members = [rows for _, rows in block]
-            width = max(rows.shape[1] for rows in members)
-            columns = np.zeros((width, sum(map(len, members))), dtype="<i8")
-            begin = 0
-            for rows in members:
-                columns[: rows.shape[1], begin : begin + len(rows)] = rows.T
-                begin += len(rows)
-            packed.append(zlib.compress(np.diff(columns, axis=1, prepend=0).tobytes(), 1))
+            packed.append(compress_rows([rows for _, rows in block]))
         # Enums are stored by value, because pickles of names differ between releases of Python.
         file = io.BytesIO()
         pickler = pickle.Pickler(file)

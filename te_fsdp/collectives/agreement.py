@@ -286,14 +286,14 @@ def _first_error(by_rank: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpE
 _groups = functools.cache(weakref.WeakKeyDictionary[Any, Any])
 
 
-def rank_messenger() -> RankMessenger:
+def rank_messenger(call: str = "checkpoint") -> RankMessenger:
     """Return the world over te_fsdp's own gloo group, separate from training collectives. Collective at first use."""
     if world_size() == 1:
         return RankMessenger(0, 1, None)
     world, groups = dist.group.WORLD, _groups()
     if world not in groups:
         # It waits for the addresses of all ranks, half an hour for one that ends here.
-        groups[world] = run_while_all_live("checkpoint", lambda: dist.new_group(backend="gloo"))
+        groups[world] = run_while_all_live(call, lambda: dist.new_group(backend="gloo"))
     return RankMessenger(rank(), world_size(), groups[world])
 
 

@@ -243,7 +243,13 @@ def run_while_all_live(call: str, collective: Callable[[], T]) -> T:
         done, _ = wait([future], timeout=ASK_AFTER)
         if done and future.exception() is None:
             return future.result()
-        if ended := [rank for rank, address in addresses.items() if _process().liveness.has_ended(address)]:
+        ended = list[int]()
+        for rank, address in addresses.items():
+            if not done and future.done():  # a connection may take a second without a route
+                break
+            if _process().liveness.has_ended(address):
+                ended.append(rank)
+        if ended:
             cause = future.exception() if done else None
             raise CollectiveError(_ended_error(call, ended, dist.get_world_size())) from cause
         if done:

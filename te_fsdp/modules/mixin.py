@@ -77,10 +77,10 @@ class _ToLocal(torch.autograd.Function):
         ctx.waits = ctx.assigns = binding.fsdp.is_managed and not torch.compiler.is_compiling()
         if ctx.waits and _torch.backward_id() == -1:
             # Autograd adds the gradients of several forwards in one backward before FSDP2 reduces them.
-            earlier: Any = binding.fsdp.last_forward and binding.fsdp.last_forward()
-            if earlier is not None and earlier.waits:
-                earlier.assigns = ctx.assigns = False
-            binding.fsdp.last_forward = weakref.ref(ctx)
+            for each in tuple(binding.fsdp.forwards):
+                if (earlier := each()) is not None and earlier.waits:
+                    earlier.assigns = ctx.assigns = False
+            binding.fsdp.forwards.append(weakref.ref(ctx, binding.fsdp.forwards.remove))
         local, specs = _torch.locals_and_specs(parameters)
         ctx.specs = specs
         local = tuple([t.detach() for t in local]) if is_foreign else local

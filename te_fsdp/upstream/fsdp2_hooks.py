@@ -92,9 +92,7 @@ class _PostBackward(torch.autograd.Function):
     def forward(ctx: Any, group: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.ran = group, -1
         nodes = (group.__dict__.get(GROUP) or record_of_group(group)).post_backwards
-        if nodes and nodes[-1]() is None:
-            nodes.clear()
-        nodes.append(weakref.ref(ctx))
+        nodes.append(weakref.ref(ctx, nodes.remove))
         return inputs
 
     @staticmethod
@@ -103,7 +101,7 @@ class _PostBackward(torch.autograd.Function):
         record, reduces = group.__dict__[GROUP], group.reduce_grads
         if len(record.post_backwards) > 1:
             # Autograd adds the gradients of all forwards. A reduction before would mostly send zeros.
-            others = [node for each in record.post_backwards if (node := each()) is not None]
+            others = [node for each in tuple(record.post_backwards) if (node := each()) is not None]
             record.is_postponed = reduces and any(
                 node.ran != ctx.ran and torch._C._will_engine_execute_node(node) for node in others
             )

@@ -30,7 +30,7 @@ class GroupRecord:
     #: Functions called before a reduction, after it, and after each backward (``fsdp2_patches.py``).
     listeners: tuple[list[Listener], list[Listener], list[Listener]] | None = None
     replay: Any = None  #: Function that replays TE's all-gather hooks (``fsdp2_settled.py``)
-    #: Autograd nodes of the group's ``post_backward``, one for each forward with gradients (``fsdp2_hooks.py``)
+    #: Living autograd nodes of the group's ``post_backward``, one for each forward with gradients (``fsdp2_hooks.py``)
     post_backwards: list[weakref.ref[Any]] = field(default_factory=list)
     is_postponed: bool = (
         False  #: Whether ``post_backward`` leaves the reduction to a later one of the same backward

@@ -11,7 +11,8 @@ from strategies import counting
 @pytest.mark.ranks(4)
 def test_each_unit_is_reduced_once(pool, axes, sharder):
     for counts in pool.run(counting.two_forwards, 2 * axes.get("tp", 1), axes=axes, sharder=sharder):
-        assert counts == {"one": 3, "two": 3}
+        assert counts.pop("nodes") <= 1
+        assert counts == {"one": 3, "two": 3, "one dropped": 3}
 
 
 @pytest.mark.ranks(2)

@@ -92,10 +92,36 @@ def two_forwards(axes: dict[str, int], sharder: str) -> dict[str, int]:
     with recorded() as calls:
         (model(x[0]).square().mean() + model(x[1]).square().mean()).backward()
     counts["two"] = sum(call.kind == "reduce_scatter" for call in calls)
-    for name, gradient in gradients().items():
+    both = gradients()
+    with recorded() as calls:
+        first = model(x[0]).square().mean()
+        model(x[1])  # dropped
+        (first + model(x[1]).square().mean()).backward()
+    counts["one dropped"] = sum(call.kind == "reduce_scatter" for call in calls)
+    del first
+    counts["nodes"] = _nodes_after_steps(model, x)
+    for name, gradient in both.items():
         checks.close(name, gradient, apart[name], 1e-5, "fp32: sums of a few products in another order")
     checks.require(18)
     return counts
+
+
+def _nodes_after_steps(model: nn.Sequential, x: torch.Tensor) -> int:
+    """Run steps that keep the previous loss; return the largest number of nodes that a unit has recorded."""
+    from te_fsdp import records
+    from te_fsdp.upstream import fsdp2_units
+
+    for part in x.repeat(2, 1, 1):
+        loss = model(part).square().mean()  # the graph of the previous one is alive meanwhile
+        loss.backward()
+    counts = []
+    for unit in model:
+        binding = records.binding_of(unit)
+        assert binding is not None
+        counts.append(len(binding.fsdp.forwards))
+        for group in fsdp2_units.fsdp_parameter_groups(unit):
+            counts.append(len(fsdp2_units.record_of_group(group).post_backwards))
+    return max(counts)
 
 
 def interleaved() -> None:
