@@ -8,7 +8,7 @@
 #   SETUP=gpu    a CUDA build of torch, real TransformerEngine (its PyTorch bindings are compiled: about ten minutes); needs
 #                a C++ compiler, and neither a GPU nor a CUDA toolkit, which pip has for CUDA 13
 #   SETUP=none   no environment and no pip: run with the packages that PYTHON has
-#   PYTHON=...   the interpreter to begin with (default: the first of python3, python3.12, 3.11, 3.10 that fits)
+#   PYTHON=...   the interpreter to begin with (default: the first of python3, python3.14 to 3.10 that fits)
 #   VENV=...     where the environment lies (default: .venv)
 #
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf) decide where packages come from.
@@ -23,20 +23,20 @@ setup=${SETUP:-auto}
 extras=$(printf '%s\n' "$@" | sort -u | tr '\n' ' ')
 extras=${extras%% }
 
-fits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+fits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; }
 
 find_python() {
   if [ -n "${PYTHON:-}" ]; then
     command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program."
-    fits "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1); te_fsdp needs Python 3.10, 3.11 or 3.12."
+    fits "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1); te_fsdp needs Python 3.10 to 3.14."
     printf '%s' "$PYTHON"
     return
   fi
   local candidate
-  for candidate in python3 python3.12 python3.11 python3.10; do
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     if fits "$candidate"; then printf '%s' "$candidate"; return; fi
   done
-  fail "no Python 3.10, 3.11 or 3.12 found (python3 is $(python3 --version 2>&1 || true)). Fix: make ... PYTHON=/path/to/python3.11"
+  fail "no Python 3.10 to 3.14 found (python3 is $(python3 --version 2>&1 || true)). Fix: make ... PYTHON=/path/to/python3.11"
 }
 
 has_driver() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
@@ -76,7 +76,7 @@ compile_packages() {
 
 make_venv() {
   if [ -x "$venv/bin/python" ]; then
-    fits "$venv/bin/python" || fail "$venv holds $("$venv/bin/python" --version 2>&1), not 3.10 to 3.12. Fix: make clean-venv"
+    fits "$venv/bin/python" || fail "$venv holds $("$venv/bin/python" --version 2>&1), not 3.10 to 3.14. Fix: make clean-venv"
     return
   fi
   local python

@@ -22,7 +22,7 @@ def check_numbers(data: bytes) -> None:
 
 
 # [Note: enums in pickles] Python 3.11.0 to 3.11.4 pickle the member of an enum by name, as ``getattr(class, "NAME")``.
-# All other releases of 3.10 to 3.12 pickle it by value, as ``class(value)``. Torch pickles DCP's metadata with these
+# All other releases of 3.10 to 3.14 pickle it by value, as ``class(value)``. Torch pickles DCP's metadata with these
 # defaults. Readers here accept both forms for the enums in their tables, and refuse ``getattr`` of anything else.
 def get_member_of_class(enum: Any, name: Any) -> Enum:
     """Return a member of an enum, in place of ``builtins.getattr`` in pickles; raise UnpicklingError otherwise."""

@@ -26,7 +26,7 @@ class Tested(NamedTuple):
 
 # pip rejects versions before the first tested one. It accepts versions after the last one, because it would otherwise
 # reject te_fsdp on the day of a new release. These versions are logged once and shown by ``te-fsdp env``.
-PYTHON = Tested((3, 10), (3, 12))
+PYTHON = Tested((3, 10), (3, 14))
 TORCH = Tested((2, 11), (2, 15))
 TRANSFORMER_ENGINE = Tested((2, 18), (2, 20))
 

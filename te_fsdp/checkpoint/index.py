@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -353,7 +353,11 @@ _KNOWN: dict[str, Any] = {
     "torch.serialization._get_layout": None,
     "torch.Size": None,
     "collections.OrderedDict": None,
-    **dict.fromkeys(("pathlib.Path", "pathlib.PosixPath", "pathlib.PurePosixPath")),
+    **{
+        f"{module}.{cls.__name__}": cls
+        for module in ("pathlib", "pathlib._local")  # the second in pickles of Python 3.13
+        for cls in (Path, PosixPath, PurePosixPath)
+    },
 }
 
 

@@ -22,6 +22,8 @@ from te_fsdp.errors import CheckpointError
 
 #: ``scheme://...``, or ``scheme:/...``, which ``Path`` makes of it. A scheme has at least two letters.
 _URL = re.compile(r"([a-z][a-z0-9+.\-]+)://?(.*)", re.DOTALL)
+#: Errors of the system by which a path does not exist.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 #: Keys of the modification time in listings of several kinds of storage.
 _WRITTEN = ("LastModified", "mtime", "created")
 
@@ -51,10 +53,10 @@ def resolve_path(path: str | os.PathLike[str] | Path) -> Path:
                 got=f"{given.split('/')[0]}, whose home directory is unknown",
                 fix=f"write the home directory itself, or ./{given} for a directory of this name",
             )
-        return Path(expanded)
+        return LocalPath(expanded)
     scheme, remainder = match.groups()
     if scheme in ("file", "local"):
-        return Path(remainder if "://" in given else f"/{remainder}")
+        return LocalPath(remainder if "://" in given else f"/{remainder}")
     return cast(Any, RemotePath(f"{scheme}://{remainder}"))
 
 
@@ -62,7 +64,41 @@ def absolute(path: str | os.PathLike[str] | Path) -> Path:
     """Return :func:`resolve_path` as an absolute path; ``..`` is resolved after links. Local operation."""
     resolved = resolve_path(path)
     resolve = os.path.realpath if ".." in str(resolved).split("/") else os.path.abspath
-    return resolved if is_remote(resolved) else Path(resolve(resolved))
+    return resolved if is_remote(resolved) else LocalPath(resolve(resolved))
+
+
+class LocalPath(type(Path())):  # type: ignore[misc]
+    """A path on disk that raises OSError where the system does not say whether it exists (permission denied).
+
+    From Python 3.14 on the methods of ``Path`` return False for every error of the system, so that a checkpoint that a
+    user may not read would count as missing.
+    """
+
+    def __reduce__(self) -> Any:
+        return Path, (str(self),)
+
+    def _mode(self) -> int:
+        """Return the file's type and permissions; 0 if there is none."""
+        try:
+            return self.stat().st_mode
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+        except ValueError:  # a null character
+            pass
+        return 0
+
+    def exists(self) -> bool:
+        """Return whether there is a file or directory; raise OSError where the system does not say."""
+        return self._mode() != 0
+
+    def is_dir(self) -> bool:
+        """Return whether there is a directory; raise OSError where the system does not say."""
+        return stat.S_ISDIR(self._mode())
+
+    def is_file(self) -> bool:
+        """Return whether there is a file; raise OSError where the system does not say."""
+        return stat.S_ISREG(self._mode())
 
 
 def is_remote(path: Path) -> TypeGuard[Any]:

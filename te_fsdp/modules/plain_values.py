@@ -35,4 +35,5 @@ def plain_value(value: Any) -> Any:
     # The defaults of a local function are captured values too, as in ``def act(x, k=k)``.
     is_local = "<locals>" in getattr(value, "__qualname__", "")
     values = getattr(value, "__closure__", None) or (is_local and getattr(value, "__defaults__", None))
-    return UNKNOWN if values or value.__name__ == "<lambda>" else value.__name__
+    name = getattr(value, "__name__", "<lambda>")  # partials are routines from Python 3.14 on
+    return UNKNOWN if values or name == "<lambda>" else name

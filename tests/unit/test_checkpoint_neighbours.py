@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import time
@@ -19,6 +20,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory, manifest, planner
 from te_fsdp.checkpoint.directory import Owner
+from te_fsdp.checkpoint.storage import resolve_path
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
@@ -280,21 +282,36 @@ def test_a_load_while_a_different_job_removes_the_checkpoint(
     assert told == {"loaded", "refused"}
 
 
+def test_paths_of_which_the_system_does_not_say_whether_they_exist(tmp_path: Path) -> None:
+    """On every release of Python an error, and False for a path that does not exist."""
+    for text in ("n" * 300, "none/inside", "null\0"):
+        path = resolve_path(tmp_path / text)
+        for exists in (path.exists, path.is_dir, path.is_file):
+            if text == "n" * 300:
+                with pytest.raises(OSError, match="File name too long"):
+                    exists()
+            else:
+                assert not exists()
+    path = resolve_path(tmp_path)
+    assert path.exists() and path.is_dir() and not path.is_file()
+    assert type(pickle.loads(pickle.dumps(path))) is type(tmp_path), "pickles need no te_fsdp"
+
+
 def test_inaccessible_directories_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The directories are another user's; a test that root runs may enter all."""
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", model())
-    closed, is_file = {"lost+found", "step-2"}, Path.is_file
+    closed, stat = {"lost+found", "step-2"}, Path.stat
     (tmp_path / "lost+found").mkdir()
 
-    def is_file_here(path: Path) -> bool:
-        if closed & {*path.parts}:
+    def stat_here(path: Path, **options: Any) -> os.stat_result:
+        if closed & {*path.parts[:-1]}:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return is_file(path)
+        return stat(path, **options)
 
-    monkeypatch.setattr(Path, "is_file", is_file_here)
+    monkeypatch.setattr(Path, "stat", stat_here)
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
     assert ["step-2: cannot be read (Permission denied)" in text for text in caplog.messages] == [True]

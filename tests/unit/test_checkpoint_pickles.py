@@ -47,6 +47,16 @@ METADATA = {
         "HvaAAMtLDGGsrFlMMsgOtgdCtq5pKvL1rbVsx3agZv8GsW9phg=="
     ),
 }
+#: ``.metadata`` of ``dcp.save({"w": torch.zeros(3)}, checkpoint_id=Path("a"))``, Python 3.13, torch 2.13.
+WITH_A_PATH = (
+    "eNp9Uk1v1DAUTLUfAdpFSC0/AAnU9rBR2nRpuSChUtCqynbV9oosO37ZWM3GIXZKW6kSHPaA5Bvm/2I7+yUhyCkez5t5856/t3/v"
+    "tjz3qTeSV0kWUCZkxUgtgQZJBslNyVkhgylITLHEWj2JF7+/9P4P/aj31LaQWAKiLJFoSXzUauObzjz18hoKwasro48n8Hf1s7Li"
+    "JVSSgbD0Fw19vAIdc091XINa+WnOsYwODa62m6YFVAzn7AFLxgutNtEEJMrxPa+lZfXmLBOMAtUzfal/GqcdFJ/F6NPFZfzhGp2N"
+    "Ti8+DkefDf/ccwypiWoL9gB6ad2+skfDaM2ciuomWV3cCP3Fdr5zag//zOnzNBUgTchX1sHVd6y+Q+aKNcE1EWqrzHFRQIXmo8z8"
+    "zJ9pg4tGfYl7qrdwGhYU7lZ2rfRrYepUhzn83FPdpoE1/5qo3f+uPWU5iHshYarVFppHGxYpX/n0KsjN3G8BlVhmloZCFDrBpNTZ"
+    "e2ucQzExd/F+14VbhLBvxUbYXJvZmvCqD8SoVs+tfs5IgHKe4Fyrp2Mu2N3Yupolb+BmpL7Aphdb8Prd20NIIzroU5IM+kcRIf2T"
+    "4yjtnxyRMBpE4XFIDkyBeU7UFoyUP+W0NonNPs1o/FuohHtQnYMgDEKDBX8AutU+wQ=="
+)
 #: ``_extra_state`` of ``te.Linear(16, 16)`` after a step with delayed scaling, HYBRID, a history of 2. TE 2.20.2.
 EXTRA_STATE = {
     "by name, Python 3.11.2": (
@@ -109,6 +119,15 @@ def test_metadata_of_every_release(kind: str) -> None:
     result = unpickle_metadata(data)
     assert result == pickle.loads(data), "plain DCP reads the same"
     assert result.state_dict_metadata["w"].properties.memory_format == torch.contiguous_format
+    assert result.state_dict_metadata["w"].size == torch.Size([3])
+
+
+def test_metadata_with_a_path_of_python_3_13() -> None:
+    """It names a module that other releases do not have, so that plain DCP cannot read it there."""
+    data = recorded(WITH_A_PATH)
+    assert "pathlib._local" in names_in(data)
+    result = unpickle_metadata(data)
+    assert result.storage_meta is not None and result.storage_meta.checkpoint_id == Path("a")
     assert result.state_dict_metadata["w"].size == torch.Size([3])
 
 

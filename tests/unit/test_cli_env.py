@@ -45,7 +45,7 @@ WRONG = {
         "torch 2.9.1 is older than what te_fsdp supports (2.11 to 2.15)",
         "pip install 'torch>=2.11'",
     ),
-    "new python": ({"python": "3.13.0"}, "Python 3.13.0", "use Python 3.10 to 3.12"),
+    "new python": ({"python": "3.15.0"}, "Python 3.15.0", "use Python 3.10 to 3.14"),
     "old te": (
         {"te": {"transformer_engine": ["2.9.0"]}},
         "TransformerEngine 2.9.0",
