@@ -256,11 +256,12 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
         yield Fault("TransformerEngine is not installed", "there are no modules to train", command)
         return
     if facts.gpus and not facts.te_bindings:
-        nvcc = facts.nvcc or "missing: install a CUDA toolkit of torch's CUDA version and set CUDA_HOME"
+        install_toolkit = "nvcc, which is missing: install a CUDA toolkit of torch's CUDA version and set CUDA_HOME"
+        nvcc = f"nvcc: {facts.nvcc}" if facts.nvcc else install_toolkit
         yield Fault(
             "TransformerEngine's bindings for PyTorch (transformer_engine_torch) are not installed",
             "its modules cannot be imported",
-            f"{_install(facts)} (takes minutes; compiles with nvcc: {nvcc})",
+            f"{_install(facts)} (takes minutes; compiles with {nvcc})",
         )
     # Missing bindings explain a failed import, so only one of both is reported.
     elif facts.te_says.get("error"):
