@@ -38,6 +38,7 @@ BLOCK_BYTES = 8 << 20
 _COPY = "the file is damaged or truncated, copy it again"
 _JOIN = "torch's HuggingFaceStorageWriter joins ranks' parts with enable_consolidation=True"
 INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -358,7 +359,10 @@ def is_safetensors(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Return tensors and metadata of a file, or of a folder with an index or one file; CheckpointError for damage."""
+    """Return tensors and metadata of a file, or of a folder with an index or one file; CheckpointError for damage.
+
+    Of several files without an index, ``model.safetensors`` is read, as ``transformers`` does.
+    """
     if not path.is_dir():
         return _open_file(path)
     if (path / INDEX).is_file():
@@ -367,6 +371,8 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
             file_of = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
             if not file_of:
                 raise DamagedFileError("it names no tensor and no file")
+            if (path / _SINGLE).exists() and _SINGLE not in file_of.values():
+                _refuse_two_models(path)
             for name in sorted(set(file_of.values())):
                 # An index comes with the weights, and must not make a reader open other files.
                 if Path(name).name != name:
@@ -381,9 +387,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         return {key: tensors[key] for key in file_of}, metadata
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        weight_files = [
-            file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")
-        ]
+        weight_files = [f.name for f in sorted(path.iterdir()) if f.suffix in (".bin", ".pt", ".pth")]
         raise CheckpointError(
             f"{path}: a folder without weights",
             expected=f"*.safetensors files, of several {INDEX} too",
@@ -391,14 +395,27 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
             fix="download the weights into it (hf download NAME --local-dir FOLDER), or name the folder that holds "
             "them; te-fsdp ckpt convert makes safetensors of torch.save files",
         )
-    if len(files) != 1:
-        raise CheckpointError(
-            f"{path}: a folder of safetensors files",
-            expected=f"{INDEX}, or one file",
-            got=f"{len(files)} files without an index",
-            fix=f"add the index, or name one file; {_JOIN}",
-        )
-    return _open_file(files[0])
+    if len(files) == 1:
+        return _open_file(files[0])
+    # Other files are the same weights in another form. An adapter changes the model.
+    if path / _SINGLE in files and not any(file.name.startswith("adapter_") for file in files):
+        return _open_file(path / _SINGLE)
+    raise CheckpointError(
+        f"{path}: a folder of safetensors files",
+        expected=f"{INDEX}, or one file",
+        got=f"{shorten([file.name for file in files], 3)} without an index",
+        fix=f"add the index, or name one file; {_JOIN}",
+    )
+
+
+def _refuse_two_models(path: Path) -> None:
+    raise CheckpointError(
+        f"{path}: weights of two models",
+        expected=f"{_SINGLE}, or {INDEX} with its files",
+        got=f"both, and the index does not name {_SINGLE}",
+        why="transformers reads the single file, other programs read the index",
+        fix=f"remove the older one: {_SINGLE}, or the index and its files",
+    )
 
 
 def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
@@ -469,7 +486,7 @@ def assign_files(
     groups = batches(inseparable, lambda names: sum(tensors[name].bytes for name in names), shard_bytes)
     shards = [[*chain(*group)] for group in groups]
     if len(shards) < 2:
-        return {"model.safetensors": [*chain(*shards)]}
+        return {_SINGLE: [*chain(*shards)]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": names for n, names in enumerate(shards, 1)}
 
 

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from te_fsdp.checkpoint.manifest import (
 )
 from te_fsdp.checkpoint.plain_dcp import cut_by_tp, open_dcp, with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
+from te_fsdp.checkpoint.portable.rounding import rounded
 from te_fsdp.checkpoint.reader import (
     CHECKPOINT,
     MANIFEST_KEY,
@@ -216,7 +218,7 @@ def transformed(
         value, sources[name] = contents.best_value(name, weights)
         if described := manifest.parameters.get(name):
             if value.dtype.is_floating_point and dtype not in (None, value.dtype):
-                value = mapped(lambda rows: rows.to(dtype), dtype, value)  # type: ignore[arg-type]
+                value = mapped(partial(rounded, name, dtype), dtype, value)  # type: ignore[arg-type]
             manifest.parameters[name] = {**describe(value), "layout": described.get("layout")}
         tensors[f"model.{name}"] = value
     notes = list(contents.notes)

@@ -32,7 +32,7 @@ from te_fsdp.checkpoint.shard_files import no_progress
 from te_fsdp.checkpoint.storage import absolute
 from te_fsdp.collectives.agreement import all_agree, rank
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.errors import CheckpointError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.modules.rotary import frequencies_of
 from te_fsdp.modules.semantics import from_json
@@ -170,6 +170,9 @@ def _filling(
     blocks: TeBlocks | None,
 ) -> tuple[Filling, set[str]]:
     """Return the load of a Hugging Face model's tensors into a model that fits, and the biases that it lacks. Local."""
+    require_kind(
+        "load_huggingface", "model", model, torch.nn.Module, expected="a model", error=CheckpointError
+    )
     if optimizer is not None:
         check_optimizer(model, optimizer)
     check_spans_world(model, None)
@@ -228,8 +231,16 @@ def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tens
         folder = Path(source)
         if folder.name == "config.json":  # accepted for its folder
             folder = folder.parent
+        if (folder / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{folder}: an adapter (adapter_config.json)",
+                expected="all weights of a Hugging Face model",
+                fix="merge the adapter into its model first: peft's merge_and_unload(), then save_pretrained",
+            )
         return open_safetensors(folder)[0], folder if config is None else config, folder
-    if not isinstance(source, Mapping):
+    if not isinstance(source, Mapping) or not all(
+        isinstance(t, torch.Tensor | Lazy) for t in source.values()
+    ):
         fix = "model.state_dict(); of a sharded one, te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
         raise CheckpointError(f"Hugging Face model: {type(source).__name__}, no tensors by name", fix=fix)
     return source, config, Path("tensors in memory")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -32,6 +33,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     known_blocks,
     layer_differences,
 )
+from te_fsdp.checkpoint.portable.rounding import rounded
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import GROUPED, PLAIN, Layout
 from te_fsdp.upstream import te as _te
@@ -135,7 +137,7 @@ class Group:
         if source.zero_centered != target.zero_centered:
             # In float64, rounded once: exact for gammas of ordinary size in float32 and narrower.
             parts = [part.double() + (1.0 if source.zero_centered else -1.0) for part in parts]
-        result = {name: tensor.to(dtype) for name, tensor in target.pack(parts).items()}
+        result = {name: rounded(name, dtype, tensor) for name, tensor in target.pack(parts).items()}
         if to_te:
             return result | {
                 n: torch.zeros(shape, dtype=dtype, device="cpu") for n, shape in self.zeros.items()
@@ -320,8 +322,10 @@ class WeightMap:
                 fix="give the model a head and pass TeNames(head=...)",
             )
         tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, model.recorded)
+        groups = tuple(tables.model())
+        _check_distinct(groups)
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(a, tuple(tables.model()), ignored, tuple(layer_differences(model, a, names)))
+        return cls(a, groups, ignored, tuple(layer_differences(model, a, names)))
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Return every tensor's shape, of the unsharded TransformerEngine model or of the Hugging Face model."""
@@ -380,6 +384,19 @@ class WeightMap:
         return result
 
 
+def _check_distinct(groups: Sequence[Group]) -> None:
+    """Raise CheckpointError for several tensors under one name of the model: all but one would be lost."""
+    counts = Counter(name for group in groups for name in group.names(te=True, tied=True))
+    if equal := [name for name, count in counts.items() if count > 1]:
+        raise CheckpointError(
+            f"Hugging Face model: several of its tensors have one name in the model: {shorten(equal, 3)}",
+            expected="a name for each part and layer in names=TeNames(...)",
+            why="One would replace the other",
+            fix='put {layer} into TeNames(layer="layers.{layer}."); for a model whose head is its embedding, pass '
+            "TeNames(head=None) and a config.json that ties them",
+        )
+
+
 def _check(
     source: Tensors, shapes: Mapping[str, Shape], required: list[str], ignored: re.Pattern[str]
 ) -> None:
@@ -398,9 +415,10 @@ def _check(
             )
             fix = of_model
         elif isinstance(tensor, DTensor) or not _is_high(tensor.dtype):
-            kind = type(tensor).__name__
+            is_in_file = isinstance(tensor, Lazy)
+            kind = "tensor" if is_in_file else type(tensor).__name__
             problems.append(f"{name} is a {kind} of {tensor.dtype}, not a plain one of high precision")
-            fix = of_model
+            fix = "dequantize the Hugging Face model, and save it in bf16" if is_in_file else of_model
         elif shape != shapes[name]:
             problems.append(f"{name} has shape {list(shape)}, not {list(shapes[name])}")
     if problems:

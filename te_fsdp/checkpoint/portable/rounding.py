@@ -1,0 +1,30 @@
+"""Conversion of values to a dtype that must represent their magnitudes."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.errors import CheckpointError
+
+
+def rounded(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a floating-point tensor in another dtype, each value rounded once. Local operation.
+
+    Raise CheckpointError for a finite value beyond the range of ``dtype``, which would become infinite.
+    """
+    result = tensor.to(dtype)
+    # The range of bf16 is that of fp32, so that usual conversions are not checked.
+    is_narrower = torch.finfo(dtype).tiny > torch.finfo(tensor.dtype).tiny
+    # The extremes allocate nothing; elements are compared only if one is infinite or NaN.
+    if not is_narrower or not result.numel() or all(one.isfinite() for one in result.aminmax()):
+        return result
+    if bool((result.isinf() & tensor.isfinite()).any()):
+        raise CheckpointError(
+            f"{name}: values beyond the range of {dtype_name(dtype)}",
+            expected=f"at most {torch.finfo(dtype).max:.6g}",
+            got=f"{tensor[tensor.isfinite()].abs().max():.6g}",
+            why="They would become infinite",
+            fix="another dtype, such as bfloat16",
+        )
+    return result
