@@ -160,6 +160,7 @@ def as_lazy(tensor: torch.Tensor, key: str) -> Any:
     """Return a loaded tensor as a lazy one, or the components of one of TE's; any other subclass unchanged."""
     if not _te.is_quantized(tensor):
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        is_plain = is_plain and not (tensor.is_meta or tensor.is_quantized)
         return InMemory(tensor.detach().resolve_conj().resolve_neg()) if is_plain else tensor
     try:
         components: dict[str, Lazy] = {c.name: InMemory(c.tensor) for c in components_of(tensor, key)}

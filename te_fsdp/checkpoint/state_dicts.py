@@ -7,6 +7,7 @@ refused. Optimizer state is read from DCP directories only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,11 +138,19 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
         if not isinstance(node, dict):
             raise CheckpointError(f"{path}: nothing under --key {key}", got=_keys(tree))
         return key, node
-    if isinstance(tree, dict) and any(isinstance(v, Lazy | Quantized) for v in tree.values()):
+    entries: dict[Any, Any] = tree if isinstance(tree, dict) else {}
+    model_keys = [k for k in _MODEL_KEYS if isinstance(entries.get(k), dict)]
+    # Before the tensors next to it, such as the state of a random number generator.
+    model_keys = [k for k in model_keys if _elements(entries[k])] or model_keys
+    if len(model_keys) == 1 and _elements(entries[model_keys[0]]):
+        return model_keys[0], entries[model_keys[0]]
+    if any(isinstance(v, Lazy | Quantized | torch.Tensor) for v in entries.values()):
         # A training script may keep its step or its arguments next to the weights.
         others = dict | list | str | float | int | None
-        return None, {k: v for k, v in tree.items() if _is_extra(k) or not isinstance(v, others)}
-    model_keys = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
+        state = {k: v for k, v in entries.items() if _is_extra(k) or not isinstance(v, others)}
+        left = [v for v in entries.values() if isinstance(v, dict) and not _is_optimizer(v)]
+        if max(map(_elements, left), default=0) <= _elements(state):
+            return None, state
     if len(model_keys) != 1:
         raise CheckpointError(
             f"{path}: no state dict found in it",
@@ -149,11 +158,33 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
             got=_keys(tree),
             fix="save one of these; te-fsdp ckpt convert has --key for other keys",
         )
-    return model_keys[0], tree[model_keys[0]]
+    return model_keys[0], entries[model_keys[0]]
+
+
+def _is_optimizer(state: dict[Any, Any]) -> bool:
+    """Return whether a dict is an optimizer's state, nested or flat (:func:`_nested`)."""
+    return any(str(key).startswith("param_groups") for key in state)
+
+
+def _elements(value: Any) -> int:
+    """Return the number of elements of all tensors in nested dicts and lists."""
+    if isinstance(value, Lazy | Quantized):
+        return math.prod(value.shape)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_elements, inner))
 
 
 def _keys(tree: Any) -> str:
-    return f"the keys {shorten(list(map(str, tree)), 8)}" if isinstance(tree, dict) else type(tree).__name__
+    if isinstance(tree, dict):
+        return f"the keys {shorten(list(map(str, tree)), 8)}" if tree else "an empty dict"
+    return "a tensor" if isinstance(tree, Lazy) else _kind_of(tree)
+
+
+def _kind_of(value: Any) -> str:
+    """Return the kind of a value that is not read, as text; of a tensor what is not plain about it."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return type(value).__name__
+    return f"{'meta' if value.is_meta else dtype_name(value.dtype) if value.is_quantized else value.layout} tensor"
 
 
 def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -> None:
@@ -192,11 +223,19 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             manifest.parameters[name] = describe(value)
             contents.tensors[f"model.{name}"] = value
         else:
-            unread.append(f"{name} ({type(value).__name__})")
+            unread.append(f"{name} ({_kind_of(value)})")
     if unread:
         raise CheckpointError(
-            f"{contents.source}: {len(unread)} value(s) of the state dict are not tensors: {', '.join(unread[:5])}",
+            f"{contents.source}: {len(unread)} value(s) of the state dict are not plain tensors: "
+            f"{', '.join(unread[:5])}",
             fix="leave them out of it; te-fsdp ckpt convert has --key for the key of the model's state dict",
+        )
+    if not contents.tensors:
+        raise CheckpointError(
+            f"{contents.source}: a state dict without tensors",
+            expected="the model's weights",
+            got=_keys(dict(state)),
+            fix="check what was saved; te-fsdp ckpt convert has --key for the key of the model's state dict",
         )
     if read := len(manifest.delayed):
         note = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"

@@ -399,6 +399,9 @@ def test_memory_is_that_of_a_group(te: Any, tmp_path: Path) -> None:
     with Watch() as watch:
         hf.save_huggingface(tmp_path / "x", model, config=sizes)
     assert 0 < watch.most <= 5 * largest
+    with Watch() as streamed:
+        assert all(hf.import_huggingface(tmp_path / "x", blocks=hf.TeBlocks.of(model)))
+    assert 0 < streamed.most <= 5 * largest
     with Watch() as control:
         kept = dict(hf.import_huggingface(tmp_path / "x", blocks=hf.TeBlocks.of(model)))
     assert kept and control.most > whole / 2, "what holds all of it is seen"

@@ -1,0 +1,83 @@
+"""Files of training scripts: the state dict that ``te-fsdp ckpt`` takes for the model's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+from te_fsdp.cli import main
+
+WEIGHTS = {"weight": torch.arange(9000.0), "bias": torch.ones(3)}
+GENERATOR = torch.get_rng_state()
+TAKEN: dict[str, dict[str, Any]] = {
+    "state of a generator": {"model": WEIGHTS, "rng_state": GENERATOR, "step": 3},
+    "state of several": {"state_dict": WEIGHTS, "rng": [GENERATOR, GENERATOR], "loss": torch.tensor(2.0)},
+    "another dict under a usual name": {"model": WEIGHTS, "module": {"name": "x"}, "rng_state": GENERATOR},
+    "an average next to the weights": {**WEIGHTS, "ema": WEIGHTS},
+    "an optimizer next to the weights": {
+        **WEIGHTS,
+        "opt": {"state": {0: {"a": torch.ones(20_000)}}, "param_groups": []},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+@pytest.mark.parametrize("case", TAKEN)
+def test_weights_are_taken_and_no_other_tensors(tmp_path: Path, kind: str, case: str) -> None:
+    """With a tensor next to the model's state dict, this tensor was the model, and the weights were left."""
+    source, target = tmp_path / "source", tmp_path / "x.safetensors"
+    if kind == "torch":
+        torch.save(TAKEN[case], source)
+    else:
+        dcp.save(TAKEN[case], checkpoint_id=source)
+    assert main(["ckpt", "convert", str(source), str(target)]) == 0
+    written = safetensors.torch.load_file(target)
+    assert written.keys() == WEIGHTS.keys()
+    assert all(torch.equal(written[name], value) for name, value in WEIGHTS.items())
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            {"net": WEIGHTS, "rng_state": GENERATOR},
+            "no state dict found in it: .*got the keys net, rng_state",
+        ),
+        ({"app": {"model": WEIGHTS}, "rng_state": GENERATOR}, "no state dict found in it"),
+        ({"model": WEIGHTS, "module": WEIGHTS, "rng_state": GENERATOR}, "no state dict found in it"),
+        ({"model": {}, "step": 3}, "a state dict without tensors"),
+        ({}, "no state dict found in it: .*got an empty dict"),
+        (torch.ones(2), "no state dict found in it: .*got a tensor"),
+        ({"x": torch.ones(2, device="meta")}, r"not plain tensors: x \(meta tensor\)"),
+        ({"x": torch.ones(2).to_sparse()}, r"not plain tensors: x \(torch.sparse_coo tensor\)"),
+        (
+            {"y": torch.ones(2), "x": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)},
+            r"not plain tensors: x \(qint8 tensor\)",
+        ),
+    ],
+)
+def test_no_weights_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, text: str
+) -> None:
+    """They were written without weights, or with an unforeseen NotImplementedError or RuntimeError."""
+    torch.save(content, tmp_path / "source.pt")
+    for target in ("x.safetensors", "x.pt", "x"):
+        kind = ["--to", "checkpoint"] if target == "x" else []
+        assert main(["ckpt", "convert", str(tmp_path / "source.pt"), str(tmp_path / target), *kind]) == 1
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1 and "unexpected" not in error
+        assert re.search(text, error), error
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+
+
+def test_a_key_of_a_nested_file(tmp_path: Path) -> None:
+    torch.save({"net": WEIGHTS, "rng_state": GENERATOR}, tmp_path / "source.pt")
+    target = tmp_path / "x.safetensors"
+    assert main(["ckpt", "convert", str(tmp_path / "source.pt"), str(target), "--key", "net"]) == 0
+    assert safetensors.torch.load_file(target).keys() == WEIGHTS.keys()
