@@ -18,6 +18,7 @@ GENERATOR = torch.get_rng_state()
 TAKEN: dict[str, dict[str, Any]] = {
     "state of a generator": {"model": WEIGHTS, "rng_state": GENERATOR, "step": 3},
     "state of several": {"state_dict": WEIGHTS, "rng": [GENERATOR, GENERATOR], "loss": torch.tensor(2.0)},
+    "a larger tensor": {"model": WEIGHTS, "samples": torch.ones(10_000)},
     "another dict under a usual name": {"model": WEIGHTS, "module": {"name": "x"}, "rng_state": GENERATOR},
     "an average next to the weights": {**WEIGHTS, "ema": WEIGHTS},
     "an optimizer next to the weights": {
