@@ -7,15 +7,17 @@
 `run` starts several pytest processes next to each other, each with a pool of ranks on all GPUs. Every process gets its
 share of the test files, longest first by the seconds in the ledger. A result is written as soon as a test ends, so
 nothing is lost when the time limit stops a run. `merge` also takes the file `results.jsonl.partial` of a run that was
-killed. By default `run` skips the tests with a valid result: same card, same number of GPUs, same content of the test
-file.
+killed. By default `run` skips the tests with a valid result: same card, same number of GPUs, same code of the test
+file. Its comments, docstrings and line breaks may differ.
 
 The ledger has one row per test, card and number of GPUs. A newer result replaces an older one.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
+import functools
 import hashlib
 import json
 import os
@@ -50,7 +52,7 @@ class Result:
         gpus: Number of GPUs of the machine.
         outcome: "passed", "failed", "skipped", or "pending" for a test that the run did not reach.
         commit: Commit that was tested.
-        file: First 12 hexadecimal digits of the SHA-256 of the test file.
+        file: Digest of the code of the test file (`code_digest`).
         seconds: Duration of the test.
         reason: First line of the skip reason or of the error; empty for passed tests.
     """
@@ -68,7 +70,32 @@ class Result:
 def file_digest(test: str) -> str:
     """Return the digest of the file of a node id; empty if the file does not exist."""
     path = ROOT / test.split("::")[0]
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""
+    return code_digest(path.read_text(encoding="utf-8")) if path.is_file() else ""
+
+
+@functools.cache
+def code_digest(text: str) -> str:
+    """Return 12 hexadecimal digits of the SHA-256 of a source's syntax tree, without comments and docstrings."""
+    return hashlib.sha256(_outline(ast.parse(text)).encode()).hexdigest()[:12]
+
+
+def _outline(value: object) -> str:
+    """Return a syntax tree as text that is the same in Python 3.10 to 3.14.
+
+    `ast.dump` and `ast.unparse` differ between versions. Fields without a value are left out, because a newer Python
+    has more of them.
+    """
+    if isinstance(value, list):
+        return f"[{','.join(_outline(item) for item in value)}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    named = {name: field for name, field in ast.iter_fields(value) if field is not None and field != []}
+    if isinstance(value, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        named["body"] = value.body[ast.get_docstring(value, clean=False) is not None :]
+    if isinstance(value, ast.JoinedStr):  # Python 3.12 adds empty strings
+        named["values"] = [part for part in value.values if getattr(part, "value", None) != ""]
+    fields = ",".join(f"{name}={_outline(field)}" for name, field in named.items())
+    return f"{type(value).__name__}({fields})"
 
 
 def read_ledger(path: Path = LEDGER) -> list[Result]:

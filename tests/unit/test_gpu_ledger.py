@@ -33,6 +33,55 @@ def result(gpu_tests, name: str, outcome: str, **changes):
     )
 
 
+SOURCE = '''"""A file."""
+
+import math
+
+
+class Shape:
+    """A class."""
+
+    sides: int = 4  # not a circle
+
+    def area(self, *, scale=1.5e-3, **options):
+        """Return the area."""
+        return f"{self.sides:>{4}} {scale!r}" f"{options = }", b"\\x00", math.pi, ...
+'''
+EDITS = {
+    "docstring of the file": ('"""A file."""', '"""The file\'s subject."""'),
+    "docstring of a class": ('    """A class."""\n\n', ""),
+    "docstring of a function": ("the area", "the area of the shape"),
+    "comment": ("  # not a circle", ""),
+    "line break": ("scale=", "\n        scale="),
+}
+CHANGES = {
+    "statement": ("math.pi", "math.tau"),
+    "default": ("1.5e-3", "1.5e-2"),
+    "annotation": ("int = 4", "float = 4"),
+    "f-string": ("scale!r", "scale!s"),
+    "name": ("area", "surface"),
+    "statement before the last": ("return f", "self.sides += 1\n        return f"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_text_that_does_not_run_is_not_in_the_digest(gpu_tests, edit):
+    edited = SOURCE.replace(*EDITS[edit])
+    assert edited != SOURCE
+    assert gpu_tests.code_digest(edited) == gpu_tests.code_digest(SOURCE)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_code_is_in_the_digest(gpu_tests, change):
+    changed = SOURCE.replace(*CHANGES[change])
+    assert gpu_tests.code_digest(changed) != gpu_tests.code_digest(SOURCE)
+
+
+def test_the_digest_is_that_of_every_python(gpu_tests):
+    """The value is the one of Python 3.10, 3.11, 3.12 and 3.13, whose trees differ in empty parts."""
+    assert gpu_tests.code_digest(SOURCE) == "412a3fecb0ba"
+
+
 def test_a_ledger_survives_a_round_trip(gpu_tests, tmp_path):
     rows = [result(gpu_tests, "test_a", "skipped", reason='needs "8", found 4')]
     gpu_tests.write_ledger(rows, tmp_path / "ledger.csv")
