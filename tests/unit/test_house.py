@@ -294,13 +294,12 @@ def circle(texts: dict[str, str]) -> list[str]:
 # --------------------------------------------------------------------------------------------------- the rules
 
 
-# Which files each rule is for. The GPU ledger records digests of the distributed tests.
-MANY_SUBJECTS = "tests/pytorch/distributed/test_"
+# Which files each rule is for.
 PUBLIC = ("__init__.py", "te_fsdp/errors.py", "megatron_fsdp/experimental.py", "portable/huggingface.py")
 NO_DOOR = [path for path in LIBRARY if path not in (*TE_DOORS, *TORCH_DOORS)]
 RULES = {
     too_long: EVERYWHERE,
-    joined_subjects: [path for path in EVERYWHERE if not path.startswith(MANY_SUBJECTS)],
+    joined_subjects: EVERYWHERE,
     not_ascii: EVERYWHERE + PAGES,
     unfinished: [path for path in EVERYWHERE if not path.startswith(EMULATION) and path != HERE],
     paths_of_one_machine: EVERYWHERE + PAGES,

@@ -1,4 +1,7 @@
-"""accelerate: what the Accelerator refuses, each with its fix, and that a prepared optimizer follows its model."""
+"""Refusals of the accelerate integration.
+
+Each refusal names its fix. A prepared optimizer follows its model.
+"""
 
 from __future__ import annotations
 

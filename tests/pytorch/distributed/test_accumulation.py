@@ -1,4 +1,7 @@
-"""The accumulation contract: right by default, cheapest with a marked last microbatch, and never silently wrong."""
+"""Gradient accumulation over microbatches.
+
+Gradients are right by default. A marked last microbatch costs least. No mistake is silent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""te_fsdp's own calls in a step in steady state have a budget, and its hooks have an order.
+"""Budget of te_fsdp's own calls in a step in steady state.
+
+The order of te_fsdp's hooks in a step is tested, too.
 
 Python 3.10 and 3.11 also count a call for each comprehension.
 """

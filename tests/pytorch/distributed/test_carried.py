@@ -1,4 +1,7 @@
-"""Preservation of a parameter's attributes, hooks and flags in every replacement of the parameter."""
+"""Attributes of a parameter in every replacement of the parameter.
+
+Its hooks and flags are tested, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checkpoints: the same mesh bit for bit, other meshes by logical value, and refusals where plain DCP can't do it.
+"""Round trips of checkpoints.
+
+On the same mesh values are equal bit for bit, on other meshes by logical value. What plain DCP cannot do is
+refused.
 
 All kinds of modules between all meshes: test_reshard_matrix.py. Quantized weights: test_checkpoint_formats.py.
 """

@@ -1,4 +1,7 @@
-"""Buffers that are DTensors: every element comes back, on any number of ranks, and drifted copies are found."""
+"""Buffers that are DTensors in checkpoints.
+
+Every element is loaded on any number of ranks. Copies that differ between replicas are found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run that moves from mesh to mesh (2 x tp 2, tp 4, 4 shards, one process) with FP8 weights and fp32 main weights."""
+"""A run with FP8 weights that moves from mesh to mesh (2 x tp 2, tp 4, 4 shards, one process).
+
+Its main weights are in FP32.
+"""
 
 from __future__ import annotations
 

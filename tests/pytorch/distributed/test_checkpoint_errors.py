@@ -1,4 +1,7 @@
-"""Wrong uses of a checkpoint: one error with all problems, the same on all ranks, and nothing changed."""
+"""Wrong uses of a checkpoint, which raise one error with all problems on all ranks.
+
+Nothing is changed.
+"""
 
 from __future__ import annotations
 

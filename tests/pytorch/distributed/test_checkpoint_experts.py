@@ -1,4 +1,6 @@
-"""Checkpoints of experts between meshes and forms: one tensor for all experts, every bit of weights and states.
+"""Checkpoints of experts between meshes.
+
+One tensor has all experts. Every bit of weights and states is compared.
 
 In one process: tests/unit/test_checkpoint_experts.py.
 """

@@ -1,4 +1,7 @@
-"""Damaged files, replicas that drifted apart, bytes on disk, and the user's state on this and on another mesh."""
+"""Damaged checkpoints.
+
+Further tests: replicas that differ, bytes on disk, the user's own state on this or another mesh.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stock TransformerEngine's state dicts onto a mesh: by `te-fsdp ckpt` and back, or plain DCP directories as such."""
+"""Stock TransformerEngine's state dicts on a mesh.
+
+They are converted by `te-fsdp ckpt` in both directions, or read as plain DCP directories.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Quantized weights: bit for bit onto other meshes, and into other formats as one process would quantize them."""
+"""Checkpoints of quantized weights.
+
+On other meshes they are equal bit for bit. In other formats they are quantized as one process would.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loads that read once and send to the other ranks: the same bits, fewer bytes from storage, errors on all."""
+"""Loads that read once for all ranks.
+
+Ranks get the same bits from fewer bytes of storage, or all of them the error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several models and optimizers by name, with main weights, saved on one mesh and loaded on another one."""
+"""Checkpoints of several models.
+
+Models and optimizers are saved by name on one mesh, with main weights, then loaded on another one.
+"""
 
 from __future__ import annotations
 

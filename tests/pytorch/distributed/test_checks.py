@@ -1,4 +1,6 @@
-"""Levels of checks: "off" calls none, each level finds its mistakes and not those above, no level changes a result.
+"""Levels of checks.
+
+"off" calls none. Each level finds its mistakes and not those above. No level changes a result.
 
 The negative control of every mistake is the level below, at which the same program ends without an error.
 """

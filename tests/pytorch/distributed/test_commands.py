@@ -1,4 +1,6 @@
-"""Blocks of commands on the README and pages, run by bash as they stand; ``make docs-commands`` runs the long ones too.
+"""Blocks of commands on the README or a page, run by bash.
+
+``make docs-commands`` also runs the blocks that take a minute.
 
 Each has a folder of its own that looks like the repository; what is left out, and what other tests run, is in
 tests/unit/documented.py. Targets of make get their own options: few steps, no environment. Without GPUs

@@ -1,4 +1,7 @@
-"""torch.compile of an optimizer's step, and of functions of te_fsdp between two backwards."""
+"""torch.compile around an optimizer step.
+
+Functions of te_fsdp between two backwards are compiled, too.
+"""
 
 from __future__ import annotations
 

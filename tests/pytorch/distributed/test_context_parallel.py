@@ -1,4 +1,7 @@
-"""Attention over ``cp``: set up from the meshes in one call, by value against one process, and never silently wrong."""
+"""Attention over ``cp``.
+
+One call sets it up from the meshes. Values are compared with one process. No mistake is silent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The host's work of all-gathers by copies and zero-copy gradients, as of FSDP2 in ``test_all_calls.py``."""
+"""Host work of all-gathers by copies.
+
+Zero-copy gradients have a budget, too. ``test_all_calls.py`` has that of FSDP2.
+"""
 
 from __future__ import annotations
 

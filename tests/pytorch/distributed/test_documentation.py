@@ -1,4 +1,6 @@
-"""The Python blocks of the README and of docs/ run as they stand, each page's in order, on four ranks.
+"""The Python blocks of the README or a page, run on four ranks.
+
+The blocks of a page run in their order.
 
 The quickstart, train, huggingface, plan and cli pages have tests of their own in tests/unit, the faults of upstream.md
 in test_te_faults.py; what emulation.md shows must come before anything is imported.

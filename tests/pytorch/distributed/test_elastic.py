@@ -1,4 +1,7 @@
-"""The elastic example: nodes and ranks that die, in the middle of a save and of a load, and what is too few ranks."""
+"""The elastic example, whose nodes or ranks die.
+
+They die in the middle of a save or of a load. One test has too few ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The example with experts: gradients and losses are those of one process, also after a resume at another ep size."""
+"""The example with experts against one process.
+
+Gradients and losses are compared, also after a resume at another size of ep.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The example with a vocabulary-parallel head: losses and gradients are those of one process with a plain loss."""
+"""The example with a vocabulary-parallel head against one process with a plain loss.
+
+Losses and gradients are compared.
+"""
 
 from __future__ import annotations
 

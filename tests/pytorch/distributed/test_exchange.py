@@ -1,4 +1,7 @@
-"""Collectives through shared memory: they give what gloo gives, and notice ranks that do something else."""
+"""Collectives through shared memory against those of gloo.
+
+A rank that calls another collective is noticed.
+"""
 
 from __future__ import annotations
 

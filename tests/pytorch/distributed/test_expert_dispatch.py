@@ -1,4 +1,7 @@
-"""`ExpertDispatcher`: results of one process with the same capacity, and no host synchronization."""
+"""Results of `ExpertDispatcher` against one process with the same capacity.
+
+It does not synchronize the host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``ExpertDispatcher`` names arguments of a wrong kind, and indices that are out of range in any call.
+"""Wrong arguments of ``ExpertDispatcher``.
+
+An argument of a wrong kind is named, as is an index that is out of range in any call.
 
 Kind: a number that Python calculates with, so that torch or another rank fails later, or rows get lost.
 """

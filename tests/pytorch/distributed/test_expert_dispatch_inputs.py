@@ -1,4 +1,7 @@
-"""``ExpertDispatcher`` names wrong shapes and dtypes before it communicates."""
+"""Inputs of ``ExpertDispatcher`` with a wrong shape or dtype.
+
+They are named before a collective.
+"""
 
 from __future__ import annotations
 

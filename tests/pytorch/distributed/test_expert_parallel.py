@@ -1,4 +1,6 @@
-"""Expert parallelism by value: outputs, gradients, norms and updates of three steps equal those of one process.
+"""Expert parallelism against one process.
+
+Outputs, gradients, norms and updates of three steps are compared by value.
 
 By default a few cases that cover what matters in pairs; `--matrix full` runs the product. Experts in one parameter:
 test_expert_single.py.

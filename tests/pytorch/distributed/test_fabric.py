@@ -1,4 +1,7 @@
-"""Lightning Fabric: what its strategy refuses, each with its fix, and what of Fabric's options has its effect."""
+"""The strategy for Lightning Fabric.
+
+Each refusal names its fix. Fabric's options have their effects or are refused.
+"""
 
 from __future__ import annotations
 

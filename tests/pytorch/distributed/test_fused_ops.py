@@ -1,4 +1,7 @@
-"""`te.ops` modules: initialized and trained as in one process; what cannot be right is refused."""
+"""Modules of `te.ops`.
+
+They are initialized and trained as in one process. What cannot be right is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The harness itself: it notices every way in which a rank can go wrong, and its comparisons can fail."""
+"""The harness itself.
+
+It notices every way in which a rank can fail. Its comparisons can fail.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compare what `harness.decisions` keeps about results of operations and layouts of meshes with torch."""
+"""Decisions that `harness.decisions` stores, against those of torch.
+
+They are results of operations and layouts of meshes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The pytest side of the harness, and its workers with TE: architectures, skips, coverage in workers."""
+"""The pytest plugin of the harness.
+
+Its workers with TransformerEngine, architectures, skips and coverage are tested.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A Hugging Face model's folder loads onto a mesh, each rank keeping its own pieces, and is written from one."""
+"""The folder of a Hugging Face model on a mesh.
+
+Each rank keeps its own pieces. The folder is also written from a mesh.
+"""
 
 from __future__ import annotations
 

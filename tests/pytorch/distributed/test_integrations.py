@@ -1,4 +1,7 @@
-"""Examples of other frameworks: losses of the native loop to the bit, resumed on the same mesh and on another one."""
+"""Examples of other frameworks against the native training loop.
+
+Losses are equal to the bit. Runs are resumed on the same mesh and on another one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Units that a backward leaves out, and units that run alone, have the gradients and hooks of one process."""
+"""Units that a backward leaves out.
+
+Units that run alone are tested, too. Gradients and hooks are those of one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The bridge's constructors, its index, and the methods of its wrapper by their effects."""
+"""Constructors of the Megatron-FSDP bridge.
+
+The bridge's index and the methods of its wrapper are tested by their effects.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mistakes of a new user's training script: an error on all ranks, with the fix; and what works as it is meant.
+"""Mistakes of a new user's training script.
+
+Each raises an error with its fix on all ranks. Scripts without a mistake work.
 
 docs/troubleshooting.md quotes these errors and those of other files; tests/unit/mistakes.csv names the tests.
 """

@@ -1,4 +1,7 @@
-"""`te_fsdp.Muon` on every mesh has the bits of torch's Muon and AdamW in one process."""
+"""`te_fsdp.Muon` on every mesh against torch's optimizers in one process.
+
+Its results have the bits of torch's Muon and AdamW.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""NaN and infinity in gradients are named by parameter, rank and microbatch, before a step or clipping spreads them."""
+"""Report of gradients that are not finite.
+
+It names the parameter, rank and microbatch before a step or clipping spreads them.
+"""
 
 from __future__ import annotations
 

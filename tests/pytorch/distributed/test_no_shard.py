@@ -1,4 +1,7 @@
-"""Parameters that stay whole: `te_fsdp.fsdp_no_shard`, and strategy no_shard."""
+"""Parameters that are not sharded.
+
+`te_fsdp.fsdp_no_shard` or the strategy no_shard replicates them.
+"""
 
 from __future__ import annotations
 

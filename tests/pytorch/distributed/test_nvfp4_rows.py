@@ -1,4 +1,7 @@
-"""NVFP4 weights with one scale per 1 x 16 block: a format of their own in files, and refused as shards."""
+"""NVFP4 weights with one scale per 1 x 16 block.
+
+They are a format of their own in files. As shards they are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's own initialization (`init_weights` and its like) runs on unsharded tensors."""
+"""A model's own initialization, such as `init_weights`, which runs on unsharded tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sharded training equals the single-process stock TE model: gradients of two steps and parameters, by value.
+"""Sharded training against the stock TransformerEngine model in one process.
+
+Gradients of two steps and parameters are compared by value.
 
 `parity.runs` says how and to what tolerance. Options are spread over the meshes so that each module kind runs on each
 mesh, and each option with and without sequence parallelism.

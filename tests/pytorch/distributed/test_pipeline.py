@@ -1,4 +1,7 @@
-"""Pipelines: stages of one model under torch's schedules, and their checkpoints, against one process."""
+"""Pipelines under torch's schedules against one process.
+
+Their checkpoints are compared, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``dcp.load(no_dist=True)``, and ``dcp.load`` in groups of some ranks, of quantized weights."""
+"""``dcp.load`` of quantized weights by some of the ranks.
+
+One test uses ``no_dist=True``, others load in groups of some ranks.
+"""
 
 from __future__ import annotations
 

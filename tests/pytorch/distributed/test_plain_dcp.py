@@ -1,4 +1,6 @@
-"""Torch's own functions on te_fsdp's models: full_tensor, state dicts and plain DCP, from any mesh to any other.
+"""Torch's own functions on te_fsdp's models, from any mesh to any other.
+
+They are full_tensor, state dicts and plain DCP.
 
 A chain of meshes: each one loads by ``dcp.load`` what the previous one saved by ``dcp.save``, with optimizer states.
 Each case takes two meshes of the chain, different ones each day. A case that is named, and `--matrix full`, takes all.

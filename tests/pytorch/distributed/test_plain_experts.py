@@ -1,4 +1,7 @@
-"""torch's own state dicts of experts, and of rows that two axes divide unevenly, by value."""
+"""torch's own state dicts of experts.
+
+Rows that two axes divide unevenly are tested, too. Values are compared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DTensors copied into quantized weights, and flat states of experts in either form."""
+"""State dicts that mix DTensors with quantized weights.
+
+Flat states of experts in either form are tested, too.
+"""
 
 from __future__ import annotations
 

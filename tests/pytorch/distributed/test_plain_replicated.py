@@ -1,4 +1,4 @@
-"""Plain DCP between weights that data parallelism shards and weights that it replicates."""
+"""Plain DCP between weights that data parallelism shards or replicates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans against what ranks that train really hold: parameters row by row, gradients, and the optimizer's state."""
+"""Plans against the memory of ranks that train.
+
+Parameters are compared row by row, then gradients, then the optimizer's state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bytes held for quantized weights: those of their components and of the optimizer's state, and nothing else.
+"""Bytes of memory for quantized weights.
+
+They are those of components and of the optimizer's state, nothing else.
 
 On the CPU every live tensor of the process is counted; on GPUs the allocator is queried, too. `memory.PER_WEIGHT`,
 `memory.OPTIMIZER` and `memory.COLLECTIVES` state what comes on top.

@@ -1,4 +1,7 @@
-"""Ports of public recipes as docs/recipes.md describes them: changed lines, losses, and the recipes' checkpoints."""
+"""Ports of public recipes as docs/recipes.md describes them.
+
+Changed lines, losses and checkpoints are compared with the recipes.
+"""
 
 from __future__ import annotations
 

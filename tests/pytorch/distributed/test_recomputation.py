@@ -1,4 +1,6 @@
-"""Forwards that are run again in backward, and what is used twice: by value against stock TE in one process.
+"""Forwards that are run again in backward.
+
+Modules that are used twice are tested, too. Values are compared with stock TransformerEngine in one process.
 
 Every combination of strategy, format and way (place of the checkpoint, its kind, what is used twice) trains; the
 cases here are those in which something different happens.

@@ -1,4 +1,6 @@
-"""Every mesh loads what other meshes have saved: each kind of module, weights in fp32 and bf16, optimizer state.
+"""Loads of every mesh from every other one.
+
+They include each kind of module, weights in FP32 and BF16, and optimizer state.
 
 One model holds all kinds; each mesh loads what one mesh has saved, another one each day, and that one what the next one
 has; with `--matrix full`, and on GPUs, what all others have, and eight ranks join in. Values are compared bit for bit

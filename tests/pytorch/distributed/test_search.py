@@ -1,4 +1,7 @@
-"""The random search over training configurations (`make search`): a few of its draws, and what it has found."""
+"""The random search over training configurations (`make search`).
+
+A few of its draws are tested, then the configurations that it has found.
+"""
 
 from __future__ import annotations
 

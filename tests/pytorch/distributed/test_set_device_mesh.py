@@ -1,4 +1,7 @@
-"""set_device_mesh: what it makes of parameters, what it leaves alone, and what it refuses."""
+"""Effects of `set_device_mesh`.
+
+Parameters that it does not change, or that it refuses, are tested, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Functions of a stacked weight under tp and an ordinary DTensor, which has the row order of the unsharded module."""
+"""Functions of a stacked weight under tp with an ordinary DTensor.
+
+The DTensor has the row order of the unsharded module.
+"""
 
 from __future__ import annotations
 

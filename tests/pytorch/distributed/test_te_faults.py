@@ -1,4 +1,7 @@
-"""Faults of TransformerEngine 2.20.2: real on stock TE, and mended by te_fsdp. docs/upstream.md describes them."""
+"""Faults of TransformerEngine 2.20.2 that docs/upstream.md describes.
+
+They are real on stock TransformerEngine and mended by te_fsdp.
+"""
 
 from __future__ import annotations
 

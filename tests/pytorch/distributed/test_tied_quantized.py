@@ -1,4 +1,7 @@
-"""Parameters and modules that are one stay one through every replacement."""
+"""Tied parameters in every replacement.
+
+A parameter or module that is used under two names stays one object.
+"""
 
 from __future__ import annotations
 

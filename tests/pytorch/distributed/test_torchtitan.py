@@ -1,4 +1,7 @@
-"""torchtitan: what the parallelize function, the model and the checkpoint manager refuse; its own clipping."""
+"""Refusals of the torchtitan integration.
+
+The parallelize function, the model and the checkpoint manager refuse. Clipping is the integration's own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters that a backward does not reach: no read of released memory, and the gradients of one process."""
+"""Parameters that a backward does not reach.
+
+No released memory is read. Gradients are those of one process.
+"""
 
 from __future__ import annotations
 
