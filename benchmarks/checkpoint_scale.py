@@ -30,7 +30,7 @@ from te_fsdp.checkpoint import index, planner, reading
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, dtype_name
 from te_fsdp.checkpoint.reader import empty_manifest
 from te_fsdp.checkpoint.shard_files import without_collector
-from te_fsdp.checkpoint.tensor_entries import Entry, Piece
+from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry
 
 #: Experts' weights have a leading dim, over which ranks of expert parallelism share them.
 EXPERTS, EXPERT_RANKS = 256, 64
@@ -112,16 +112,16 @@ def places(shape: tuple[int, ...], rank: int, ranks: int) -> list[tuple[tuple[in
     ]
 
 
-def entries(shapes: Shapes, rank: int, ranks: int) -> dict[str, Entry]:
+def entries(shapes: Shapes, rank: int, ranks: int) -> dict[str, TensorEntry]:
     """Return the entries of one rank: rows of weights and moments, and every step."""
     results = {}
     for name, shape in shapes.items():
         boxes = places(shape, rank, ranks)
         pieces = tuple(Piece(begin, torch.empty(sizes, device="meta")) for begin, sizes in boxes)
         for key in (f"model.{name}", f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"):
-            results[key] = Entry(shape, torch.float32, pieces)
+            results[key] = TensorEntry(shape, torch.float32, pieces)
         step = Piece((), torch.empty((), device="meta"))
-        results[f"optimizer.state.{name}.step"] = Entry((), torch.float32, (step,))
+        results[f"optimizer.state.{name}.step"] = TensorEntry((), torch.float32, (step,))
     return results
 
 

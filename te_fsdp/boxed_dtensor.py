@@ -89,11 +89,11 @@ def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -
             fix="shard it by te_fsdp.fully_shard, or by torch's over one mesh axis",
         )
 
-    def place(axis: int | None) -> tuple[int, int]:
+    def position_on(axis: int | None) -> tuple[int, int]:
         return (1, 0) if axis is None else (mesh.size(axis), coordinate[axis])
 
     axis, dim = sharded[0] if sharded else (None, 0)
-    return Coordinates(*place(tp_axis), *place(axis), dim, *place(ep_axis))
+    return Coordinates(*position_on(tp_axis), *position_on(axis), dim, *position_on(ep_axis))
 
 
 def boxed(tensor: torch.Tensor | None, rule: ParameterRule | None, *, has_tp: bool) -> None:
@@ -359,8 +359,8 @@ class BoxedDTensor(DTensor):
 
     def _boxes(self) -> list[Box]:
         box_map = self.__dict__[_KEY]
-        at = coordinates_of(self, box_map.has_tp, box_map.has_ep, "tensor")
-        return shard_boxes(tuple(self._spec.shape), box_map.rule, at)[1]
+        coordinates = coordinates_of(self, box_map.has_tp, box_map.has_ep, "tensor")
+        return shard_boxes(tuple(self._spec.shape), box_map.rule, coordinates)[1]
 
     def _original(self) -> torch.Tensor:
         """Return the unsharded tensor on every rank, with the blocks of rows in the original order."""
@@ -476,7 +476,7 @@ class LoadTarget(torch.Tensor):
         return NotImplemented
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), torch.Size(t.shape)) for at, t in self.pieces.items()]
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(t.shape)) for o, t in self.pieces.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None

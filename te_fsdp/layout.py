@@ -263,7 +263,7 @@ class Box:
 
 def slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of a rectangle."""
-    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -256,8 +256,8 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
                 fix="slice one mesh of all ranks on every rank",
             )
         ranks = torch.stack(stages)
-    outer = [(name, at) for at, name in enumerate(("model", STAGES)) if ranks.shape[at] > 1]
-    shape = (*(ranks.shape[at] for _, at in outer), *ranks.shape[2:])
+    outer = [(name, dim) for dim, name in enumerate(("model", STAGES)) if ranks.shape[dim] > 1]
+    shape = (*(ranks.shape[dim] for _, dim in outer), *ranks.shape[2:])
     names = (*(name for name, _ in outer), *AXES)
     mesh = DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=names)
     return mesh[AXES] if outer else mesh, mesh[STAGES] if STAGES in names else None

@@ -100,8 +100,9 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     # Containers of one host have different names, but the boot id of the host.
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     # One gather for all data that ranks exchange, because each gather waits for the slowest rank.
-    me = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
-    by_rank = gather(me, group)
+    may_share = _torch_transport.may_share_a_gpu()
+    own_address = host, _identity(device), _out_of_reach(device), may_share, uuid.uuid4().hex
+    by_rank = gather(own_address, group)
     hosts = {host for host, *_ in by_rank}
     identities = [identity for _, identity, *_ in by_rank]
     if len(hosts) > 1:

@@ -25,7 +25,7 @@ class ShardInfo:
     """This rank's shard of one parameter."""
 
     rule: ParameterRule  #: The parameter's rule; replicated for modules that were never bound
-    at: Coordinates  #: This rank's coordinates
+    coordinates: Coordinates  #: This rank's coordinates
     original_shape: tuple[int, ...]  #: Shape of the original (unsharded, tp size 1) tensor
     local_shape: tuple[int, ...]  #: Shape of the local tensor
     boxes: tuple[Box, ...]  #: Rectangles of the original tensor that form the local tensor
@@ -57,21 +57,19 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
         fsdp = next((sharding for axis, sharding in by_axis.items() if axis < first), (0, 1, 0))
         tp = by_axis.get(mesh.ndim - 1, (0, 1, 0)) if placed.tp_dim is not None else (0, 1, 0)
         ep = by_axis.get(first, (0, 1, 0)) if placed.is_expert else (0, 1, 0)
-        at, cuts = Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2]), list(by_axis.values())
-        local_shape, boxes = chunk_boxes(original, cuts)
+        coordinates = Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2])
+        local_shape, boxes = chunk_boxes(original, list(by_axis.values()))
     else:
-        at = (
-            coordinates_of(parameter, has_tp, has_ep, label)
-            if isinstance(parameter, DTensor)
-            else Coordinates()
-        )
-        local_shape, boxes = shard_boxes(original, rule, at, name=label)
+        coordinates = Coordinates()
+        if isinstance(parameter, DTensor):
+            coordinates = coordinates_of(parameter, has_tp, has_ep, label)
+        local_shape, boxes = shard_boxes(original, rule, coordinates, name=label)
     got_shape = tuple(_torch.local_of(parameter).shape)
     if got_shape != local_shape:
         raise PlacementError(
             f"{label}: local shape",
-            expected=f"{local_shape} of {original} at {at}",
+            expected=f"{local_shape} of {original} at {coordinates}",
             got=got_shape,
             fix="do not replace local tensors by hand; bind and shard the model again",
         )
-    return ShardInfo(rule, at, original, local_shape, tuple(boxes))
+    return ShardInfo(rule, coordinates, original, local_shape, tuple(boxes))

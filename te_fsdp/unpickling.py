@@ -39,10 +39,10 @@ class TableUnpickler(pickle.Unpickler):
     and :func:`check_numbers` raise UnpicklingError. Damaged data may raise any exception.
     """
 
-    def __init__(self, data: bytes, allowed: Mapping[str, Any], what: str) -> None:
+    def __init__(self, data: bytes, allowed: Mapping[str, Any], label: str) -> None:
         check_numbers(data)
         super().__init__(io.BytesIO(data))
-        self.allowed, self.what = allowed, what
+        self.allowed, self.what = allowed, label
         self.named: dict[type, dict[str, Any]] = {}  #: Attributes of the named classes
 
     def find_class(self, module: str, name: str) -> Any:

@@ -107,7 +107,7 @@ class Differences:
             for name, items in vars(other).items():
                 getattr(union, name).update(items)
         if not convert:
-            union.tensors.update({("that would be converted", n): how for n, how in union.converted.items()})
+            union.tensors |= {("that would be converted", n): text for n, text in union.converted.items()}
             union.converted = {}
         return union
 

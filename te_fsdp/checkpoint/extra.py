@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checkpoint.shard_files import damaged_value
-from te_fsdp.checkpoint.tensor_entries import Entry, Piece, replicated_entry
+from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry, replicated_entry
 from te_fsdp.errors import CheckpointError
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -67,7 +67,7 @@ class PerRank:
     value: Any
 
 
-def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[str, Entry]]:
+def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[str, TensorEntry]]:
     """Return ``extra`` as JSON, this rank's :class:`PerRank` values by place, and the tensors that it stores.
 
     Rank 0 stores the tensors of ``extra``, each rank those of its own values. Raise CheckpointError for values that
@@ -90,14 +90,14 @@ def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[st
 
 def encode(
     value: Any, where: str = "extra", own: dict[str, Any] | None = None, sharded: set[str] | None = None
-) -> tuple[Any, dict[str, Entry]]:
+) -> tuple[Any, dict[str, TensorEntry]]:
     """Return the JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
 
     ``own`` receives the values of :class:`PerRank` by place; the JSON form has the place only. ``sharded`` receives the
     keys of DTensors. Without these arguments they are refused, like all values that :data:`_KNOWN` does not name:
     CheckpointError.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
 
     def walk(value: Any, where: str) -> Any:
         if isinstance(value, PerRank) and own is not None:
@@ -106,7 +106,7 @@ def encode(
         # By exact type: a subclass, such as an IntEnum, would lose its class without an error.
         if value is None or type(value) in (bool, int, float, str):
             return value
-        entry: Entry | None = None
+        entry: TensorEntry | None = None
         if isinstance(value, DTensor) and sharded is not None:
             sharded.add(where)
             entry = _sharded_entry(value, where)
@@ -198,7 +198,7 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
     }
 
 
-def _sharded_entry(value: DTensor, where: str) -> Entry:
+def _sharded_entry(value: DTensor, where: str) -> TensorEntry:
     """Return the entry of a DTensor in ``extra``, with this rank's shards. Local operation.
 
     CheckpointError for quantized and partial ones, and for shards whose place its placements do not determine.
@@ -221,7 +221,7 @@ def _sharded_entry(value: DTensor, where: str) -> Entry:
         for chunk, part in zip(chunks, parts, strict=True)
         if part.numel()
     )
-    return Entry(tuple(value.shape), value.dtype, tuple(pieces))
+    return TensorEntry(tuple(value.shape), value.dtype, tuple(pieces))
 
 
 def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:
@@ -246,7 +246,7 @@ def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
                 got=sorted(parts),
                 fix="give extra the same keys on all ranks",
             )
-    return _replaced(encoded, {_PER_RANK: lambda place, _: {_PER_RANK: [parts[place] for parts in ranks]}})
+    return _replaced(encoded, {_PER_RANK: lambda path, _: {_PER_RANK: [parts[path] for parts in ranks]}})
 
 
 def for_rank(encoded: Any, saved: dict[str, int], mesh: dict[str, int], rank: int) -> tuple[Any, list[str]]:
@@ -277,7 +277,7 @@ def references(encoded: Any) -> list[dict[str, Any]]:
     return described_tensors
 
 
-def tensor_slots(encoded: Any) -> dict[str, Entry]:
+def tensor_slots(encoded: Any) -> dict[str, TensorEntry]:
     """Return new CPU tensors to load the tensors of an encoded value into, by key."""
     slots = {}
     for described in references(encoded):
@@ -287,7 +287,7 @@ def tensor_slots(encoded: Any) -> dict[str, Entry]:
     return slots
 
 
-def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
+def decode(encoded: Any, slots: dict[str, TensorEntry]) -> Any:
     """Return the value that :func:`encode` was given, with its tensors from filled slots."""
     marks: dict[str, Callable[[Any, str], Any]] = {
         _TENSOR: lambda described, _: slots[described["key"]].pieces[0].tensor,

@@ -149,7 +149,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
         # Enums are stored by value, because pickles of names differ between releases of Python.
         file = io.BytesIO()
         pickler = pickle.Pickler(file)
-        by_value = {one: lambda member: (type(member), (member.value,)) for one in _ENUMS}
+        by_value = {enum: lambda member: (type(member), (member.value,)) for enum in _ENUMS}
         pickler.dispatch_table = {**copyreg.dispatch_table, **by_value}
         pickler.dump(metadata)
         return Encoded(file.getvalue(), mark, [*packed, head])
@@ -231,7 +231,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                         raise DamagedFileError(f"{key} is in a file that it does not name")
                     yield key, table
 
-    file, listed = manifest.at(path) / INDEX, manifest.files[INDEX]
+    file, listed = manifest.data_folder(path) / INDEX, manifest.files[INDEX]
     with unreadable(path, INDEX), open_checked(file, listed, manifest.save_id) as stream:
         lengths = [length for length, _ in (stream.pieces or {}).values()]
         data = stream.read(0, lengths, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))

@@ -301,8 +301,8 @@ class Chunked(Lazy):
     in_original_order: bool = False
 
     def __post_init__(self) -> None:
-        boxes = [(tuple(at), tuple(piece.shape)) for at, piece in self.chunks if math.prod(piece.shape)]
-        is_placed = all(len(at) == len(self.shape) for box in boxes for at in box)
+        boxes = [(tuple(offsets), tuple(t.shape)) for offsets, t in self.chunks if math.prod(t.shape)]
+        is_placed = all(len(offsets) == len(self.shape) for box in boxes for offsets in box)
         if not is_placed or not is_tiling(self.shape, boxes_of(boxes, self.shape)):
             actual = f"{len(self.chunks)} with {sum(math.prod(sizes) for _, sizes in boxes)} elements"
             raise damaged_value(f"{self.key}: stored pieces", f"pieces that cover {self.shape} once", actual)

@@ -42,11 +42,11 @@ from te_fsdp.checkpoint.reader import (
     open_checkpoint_contents,
     stack_experts,
 )
-from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, rectangle
+from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, rectangle_of
 from te_fsdp.checkpoint.shard_files import crc32_of
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.storage import absolute, is_remote
-from te_fsdp.checkpoint.tensor_entries import Entry, stacked_name
+from te_fsdp.checkpoint.tensor_entries import TensorEntry, stacked_name
 from te_fsdp.collectives.agreement import (
     RankMessenger,
     all_agree,
@@ -83,16 +83,16 @@ class Source(Contents):
             return self.index.tensors
         return {key: (tensor.shape, tensor.dtype) for key, tensor in self.tensors.items()}
 
-    def stage(self, entries: dict[str, Entry], rectangles: Iterable[Rectangle] = ()) -> None:
+    def stage(self, entries: dict[str, TensorEntry], rectangles: Iterable[Rectangle] = ()) -> None:
         """Read and check the data of entries, and further rectangles, into host memory.
 
         Collective over the world. The entries' own memory is not changed. Raise CheckpointError on all ranks if one
         rank failed. A rank reads only stored pieces that contain its own rows.
         """
-        pieces = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
+        pieces = [rectangle_of(key, piece) for key, entry in entries.items() for piece in entry.pieces]
         # The same rectangle may be wanted twice, by a weight and as the source of a main weight.
-        required = [place for place in dict.fromkeys([*pieces, *rectangles]) if math.prod(place[2])]
-        self.staged.parts.update({place: [] for place in required})
+        required = [area for area in dict.fromkeys([*pieces, *rectangles]) if math.prod(area[2])]
+        self.staged.parts.update({area: [] for area in required})
         if self.ranks is None:
             all_agree(lambda: self._read(required))
             return
@@ -172,7 +172,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         raise CheckpointError(
             f"{path_on_0}: the ranks see different checkpoints",
             expected="the same on all ranks",
-            got=", ".join([f"{path_on_0} on rank 0", *[one for one in differing if one][:3]]),
+            got=", ".join([f"{path_on_0} on rank 0", *list(filter(None, differing))[:3]]),
             why="Weights of two moments would be mixed. Nothing was loaded",
             fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
             "same path, mount one file system on all nodes",

@@ -39,10 +39,10 @@ from te_fsdp.checkpoint.model_state import (
     stage_of,
 )
 from te_fsdp.checkpoint.optimizer_state import (
-    Parts,
+    Optimizers,
     class_of,
     compare_optimizers,
-    parts_of,
+    optimizers_of,
     prepare_loading,
     restore_groups,
     split,
@@ -50,7 +50,7 @@ from te_fsdp.checkpoint.optimizer_state import (
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.shard_files import damaged_value, without_collector
 from te_fsdp.checkpoint.storage import absolute
-from te_fsdp.checkpoint.tensor_entries import Entry, replicated_entry
+from te_fsdp.checkpoint.tensor_entries import TensorEntry, replicated_entry
 from te_fsdp.collectives.agreement import all_agree, gather, rank, through_rank_0, world_size
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, require_flags, require_kind, shorten
@@ -136,7 +136,7 @@ def load(
     """
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     require_kind("load", "allow", allow, Iterable, expected="names", error=CheckpointError)
-    source, model, optimizers = absolute(path), joined_model(model), parts_of(optimizer)
+    source, model, optimizers = absolute(path), joined_model(model), optimizers_of(optimizer)
     with _joint_load(model), without_collector():
         began = time.perf_counter()
         opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
@@ -144,7 +144,7 @@ def load(
         state, diff = all_agree(lambda: _compare(opened, model, optimizers))
         diff = diff.over_all_ranks(convert=convert)
         _refuse(opened, diff.without(allow, strict=strict))
-        loaded = Filling(opened, model, optimizers, state, diff).result()
+        loaded = ModelLoader(opened, model, optimizers, state, diff).result()
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
 
@@ -160,7 +160,7 @@ def _joint_load(model: nn.Module) -> Iterator[None]:
             yield
 
 
-def _compare(source: Source, model: nn.Module, optimizers: Parts) -> tuple[ModelState, Differences]:
+def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[ModelState, Differences]:
     """Return this rank's model state and all differences that it detects; change nothing."""
     manifest, stage = source.manifest, stage_of(model)
     check_spans_world(model, stage)
@@ -195,14 +195,14 @@ def _refuse(source: Source, diff: Differences) -> None:
     )
 
 
-class Filling:
+class ModelLoader:
     """The part of a load that changes model and optimizer, given only allowed differences.
 
     Its ``notes`` describe values with an unusual origin.
     """
 
     def __init__(
-        self, source: Source, model: nn.Module, optimizers: Parts, state: ModelState, diff: Differences
+        self, source: Source, model: nn.Module, optimizers: Optimizers, state: ModelState, diff: Differences
     ) -> None:
         self.source, self.model, self.optimizers, self.stage = source, model, optimizers, stage_of(model)
         self.state, self.diff, self.manifest = state, diff, source.manifest
@@ -281,19 +281,19 @@ class Filling:
     def result(self) -> Loaded:
         """Return :meth:`run` as the result of a load; log everything that was not simply copied."""
         extra = self.run()
-        harmless = format_differences(one for one in self.diff.settings.values() if one.effect == "note")
+        harmless = format_differences(d for d in self.diff.settings.values() if d.effect == "note")
         # A conversion is reported if its tensor, or the state's parameter, was loaded.
         taken = {*self.names}
         if self.saved_optimizer is not None:
             taken |= {f"optimizer.state.{name}" for name in self.state.members.keys() - self.left_states}
         items = self.diff.converted.items()
-        converted = {name: how for name, how in items if {name, name.rpartition(".")[0]} & taken}
+        converted = {name: text for name, text in items if {name, name.rpartition(".")[0]} & taken}
         notes, path = [*self.notes, *harmless], self.source.source
         loaded = Loaded(extra, self.diff.left(), converted, notes)
         if loaded.left:
             _log.warning("%s: loaded partially; not loaded: %s", path, "; ".join(self.diff.texts()))
         if converted:
-            shown = [f"{name}: {how}" for name, how in converted.items()]
+            shown = [f"{name}: {text}" for name, text in converted.items()]
             _log.warning("%s: %d tensor(s) converted (%s)", path, len(shown), shorten(shown, 3))
         silent = [*self.source.notes, *harmless] if rank() else []  # rank 0 logs them
         for note in notes:
@@ -308,7 +308,7 @@ class Filling:
 
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]
-    ) -> tuple[dict[str, Entry], list[Rectangle]]:
+    ) -> tuple[dict[str, TensorEntry], list[Rectangle]]:
         """Return entries to copy directly, allocated where the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         weights = self.manifest.parameters
@@ -335,7 +335,7 @@ class Filling:
     def _check_shared(self, numbers: dict[Rectangle, list[int]]) -> None:
         """Raise CheckpointError if the experts' numbers, which were read, differ. Local operation."""
         staged, host = self.source.staged, torch.device("cpu")
-        values_by_key = [(place[0], staged.new(place, host)[experts]) for place, experts in numbers.items()]
+        values_by_key = [(area[0], staged.new(area, host)[experts]) for area, experts in numbers.items()]
         differing = [key for key, values in values_by_key if len(values.unique(dim=0)) > 1]
         if differing:
             raise CheckpointError(
@@ -346,14 +346,14 @@ class Filling:
                 fix="build the layer without a single grouped weight, or load without the optimizer",
             )
 
-    def _delayed(self) -> tuple[dict[str, Any], dict[str, Entry]]:
+    def _delayed(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
         """Return the delayed-scaling state that this model takes, by module, and host memory for all of it.
 
         It is small. It is assigned after reading. Modules whose weights have another format here take none.
         """
         modules, differing, stored = modules_of(self.model), self.diff.names(), self.source.described()
         taken: dict[str, Any] = {}
-        slots: dict[str, Entry] = {}
+        slots: dict[str, TensorEntry] = {}
         foreign = []
         for name, recipe in self.manifest.delayed.items():
             if name in differing:
@@ -410,7 +410,7 @@ class Filling:
         for members in weights:
             # A rank may lack the memory.
             with through_rank_0(enabled=False):
-                values = all_agree(lambda members=members: [one.value(self.source.staged) for one in members])
+                values = all_agree(lambda members=members: [m.value(self.source.staged) for m in members])
             for conversion, value in zip(members, values, strict=True):
                 owned = conversion.owned
                 conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)

@@ -227,7 +227,7 @@ class Manifest:
     #: Name of the folder with the other files, next to the manifest; empty: the files are next to it
     folder: Annotated[str, _FOLDER] = ""
 
-    def at(self, path: Path) -> Path:
+    def data_folder(self, path: Path) -> Path:
         """Return the folder with the files of the checkpoint at a path."""
         return path / self.folder if self.folder else path
 
@@ -368,7 +368,7 @@ def check_files(
 
     ``names`` selects some of them.
     """
-    problems, folder = [], manifest.at(directory)
+    problems, folder = [], manifest.data_folder(directory)
     listed_files = listing(folder)  # one request for a thousand files
     for name in manifest.files if names is None else names:
         listed, path = manifest.files[name], listed_files.get(name) or folder / name
@@ -390,7 +390,7 @@ def check_files(
 
 def problems_shown(path: Path, manifest: Manifest) -> list[str]:
     """Return the problems of a checkpoint that are visible without reading its tensors. Local operation."""
-    problems, folder = check_files(path, manifest), manifest.at(path)
+    problems, folder = check_files(path, manifest), manifest.data_folder(path)
     if problems:
         return problems
     try:
@@ -408,7 +408,7 @@ def problems_shown(path: Path, manifest: Manifest) -> list[str]:
 
 def metadata_of(path: Path, manifest: Manifest) -> bytes:
     """Return DCP's metadata, a pickle, as it was written; else raise DamagedFileError or OSError. Local operation."""
-    data = (manifest.at(path) / DCP_METADATA).read_bytes()
+    data = (manifest.data_folder(path) / DCP_METADATA).read_bytes()
     if manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
         raise DamagedFileError("its contents have changed (CRC-32)")
     return data

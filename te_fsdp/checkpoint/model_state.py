@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.tensor_entries import (
     GROUPED,
-    Entry,
     ExpertPlace,
     Piece,
+    TensorEntry,
     add_entry,
     as_grouped_entry,
     cut_entry,
@@ -153,7 +153,7 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
 class OwnedPart(NamedTuple):
     """This rank's part of a weight that is not divided further: of a parameter, or of one expert."""
 
-    place: ExpertPlace | None  #: In the tensor of all experts, ``None`` for a tensor by itself
+    expert: ExpertPlace | None  #: Place in the tensor of all experts, ``None`` for a tensor by itself
     index: int | None  #: Of the expert in the local tensor; ``None``: that is this weight's alone
     boxes: tuple[Box, ...]  #: Of the original
     original: tuple[int, ...]  #: Shape of the original
@@ -174,7 +174,7 @@ class OwnedTensor:
         """Return the name of the files' tensor: its own, or that of all experts."""
         return self.fqn if self.expert is None else stacked_name(self.fqn)
 
-    def entry(self, local: torch.Tensor) -> Entry:
+    def entry(self, local: torch.Tensor) -> TensorEntry:
         """Return the entry of the files' tensor: views of a plain tensor of the local shape."""
         return as_grouped_entry(cut_entry(local, self.info.original_shape, self.info.boxes), self.expert)
 
@@ -208,8 +208,8 @@ class OwnedTensor:
         for box in info.boxes:
             expert_box = Box(box.original[1:], box.local[1:], box.sizes[1:])
             for index in range(box.sizes[0]):
-                place = ExpertPlace(box.original[0] + index, total)
-                result.append(OwnedPart(place, box.local[0] + index, (expert_box,), tuple(original)))
+                expert = ExpertPlace(box.original[0] + index, total)
+                result.append(OwnedPart(expert, box.local[0] + index, (expert_box,), tuple(original)))
         return result
 
 
@@ -237,13 +237,13 @@ def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
             # Files do not have the parts that torch.compile and activation checkpointing insert into names.
             fqn = _torch.without_wrappers(f"{prefix}.{name}")
             if kind == "_parameters":
-                tensors[id(tensor)] = OwnedTensor(fqn, module, name, tensor, _place_of(module, name))
+                tensors[id(tensor)] = OwnedTensor(fqn, module, name, tensor, _expert_of(module, name))
             elif _torch.is_persistent(module, name):
                 tensors[id(tensor)] = OwnedTensor(fqn, module, name, tensor)
     return list(tensors.values())
 
 
-def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
+def _expert_of(module: nn.Module, name: str) -> ExpertPlace | None:
     """Return the place of a module's parameter in a grouped tensor; ``None`` for a separate tensor."""
     index = expert_index(name)  # a global one: under expert parallelism parameters are registered so
     if index is None or (experts := local_experts(module)) is None:
@@ -290,7 +290,7 @@ class ModelState:
     members: dict[str, list[OwnedTensor]] = field(default_factory=dict)
     described: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``parameters``
     buffers: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``buffers``
-    entries: dict[str, Entry] = field(default_factory=dict)  #: Tensors by key
+    entries: dict[str, TensorEntry] = field(default_factory=dict)  #: Tensors by key
     keys: dict[str, list[str]] = field(default_factory=dict)  #: Of each tensor
     #: Quantized parameters whose blocks this rank's rectangles cut through, if that was allowed: without entries.
     cut_blocks: set[str] = field(default_factory=set)
@@ -346,7 +346,7 @@ def _add_parameter(
         "layout": GROUPED if is_grouped else str(layout) if layout is not None else None,
         "format": None,
     }
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     if not _te.is_quantized(local):
         entries[f"model.{name}"] = owned.entry(local)
     else:
@@ -364,7 +364,7 @@ def _add_parameter(
             for part in owned.parts():
                 weight = local if part.index is None else local.experts[part.index]
                 for component in components_of(weight, owned.fqn):
-                    entry = as_grouped_entry(component_entry(component, part, owned.fqn), part.place)
+                    entry = as_grouped_entry(component_entry(component, part, owned.fqn), part.expert)
                     add_entry(entries, f"model.{name}:{component.name}", entry)
         except PlacementError:
             # A load may convert such a weight through high precision. A save has no form for half a block.
@@ -388,7 +388,7 @@ def _add_parameter(
         )
 
 
-def component_entry(component: Component, part: OwnedPart, label: str) -> Entry:
+def component_entry(component: Component, part: OwnedPart, label: str) -> TensorEntry:
     """Return the entry of a component of one weight; PlacementError, which names ``label``, for cut blocks."""
     # Without a block a component belongs to the full weight (a scale per tensor). Every shard has it.
     if component.block is None:
@@ -412,20 +412,20 @@ def of_all_gemms(module: nn.Module, recipe: dict[str, Any]) -> dict[str, Any]:
     return recipe if experts is None else {**recipe, "num_gemms": experts.total}
 
 
-def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Entry]]:
+def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     """Return description and copies of delayed scaling's state. Local operation."""
     described: dict[str, Any] = {}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, (module, states) in delayed_modules(model).items():
         described[name] = of_all_gemms(module, _te_modules.describe_delayed_recipe(module))
         for key, entry in _delayed_entries(name, module, states):
             # Copies, because an asynchronous save reads them while training updates the state in place.
             copies = tuple(Piece(piece.offsets, piece.tensor.clone()) for piece in entry.pieces)
-            entries[key] = Entry(entry.shape, entry.dtype, copies)
+            entries[key] = TensorEntry(entry.shape, entry.dtype, copies)
     return described, entries
 
 
-def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry]:
+def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, TensorEntry]:
     """Return entries of the described modules' delayed-scaling state, allocated where it is missing."""
     modules, entries = modules_of(model), {}
     for name, recipe in described.items():
@@ -435,7 +435,9 @@ def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry
     return entries
 
 
-def _delayed_entries(name: str, module: nn.Module, states: dict[str, Any]) -> Iterator[tuple[str, Entry]]:
+def _delayed_entries(
+    name: str, module: nn.Module, states: dict[str, Any]
+) -> Iterator[tuple[str, TensorEntry]]:
     """Yield a module's scales ``(tensors,)`` and histories ``(steps, tensors)``, or its experts' part of them."""
     experts = local_experts(module) or ExpertRange(0, 1, 1)
     for key, state in states.items():
@@ -445,10 +447,11 @@ def _delayed_entries(name: str, module: nn.Module, states: dict[str, Any]) -> It
             per_expert = tensor.shape[-1] // experts.count
             shape = (*tensor.shape[:-1], per_expert * experts.total)
             offsets = (0,) * (tensor.ndim - 1) + (per_expert * experts.first,)
-            yield f"delayed.{name}:{key}.{attribute}", Entry(shape, tensor.dtype, (Piece(offsets, tensor),))
+            entry = TensorEntry(shape, tensor.dtype, (Piece(offsets, tensor),))
+            yield f"delayed.{name}:{key}.{attribute}", entry
 
 
-def share_newest_amax(entries: dict[str, Entry], mesh: DeviceMesh | None = None) -> None:
+def share_newest_amax(entries: dict[str, TensorEntry], mesh: DeviceMesh | None = None) -> None:
     """Set the newest row of copied histories to its maximum over ranks. Collective over a mesh, or the world.
 
     Between a step and the next forward that row has each rank's own amaxes, because the optimizer quantizes shards. TE

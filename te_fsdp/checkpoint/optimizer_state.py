@@ -20,7 +20,7 @@ from te_fsdp.checkpoint.extra import decode, encode_numbers
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import OwnedTensor, check_names
 from te_fsdp.checkpoint.tensor_entries import (
-    Entry,
+    TensorEntry,
     add_entry,
     as_grouped_entry,
     cut_entry,
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 #: Optimizers by name; ``""`` is the name of one that was given without a name.
-Parts: TypeAlias = "dict[str, Optimizer]"
+Optimizers: TypeAlias = "dict[str, Optimizer]"
 #: The manifest's description of states, by name.
 States = dict[str, dict[str, Any]]
 
 
-def parts_of(optimizer: Any) -> Parts:
+def optimizers_of(optimizer: Any) -> Optimizers:
     """Return optimizers by name, within their wrappers; one without a name has ``""``. CheckpointError for others."""
     if optimizer is None:
         return {}
@@ -59,9 +59,9 @@ def parts_of(optimizer: Any) -> Parts:
     return {name: unwrap_optimizer(value) for name, value in optimizer.items()}
 
 
-def class_of(parts: Parts) -> str:
+def class_of(optimizers: Optimizers) -> str:
     """Return the manifest's ``class``: the class of one optimizer, or names and classes of several."""
-    classes = {name: type(optimizer).__name__ for name, optimizer in parts.items()}
+    classes = {name: type(optimizer).__name__ for name, optimizer in optimizers.items()}
     return ", ".join(f"{name}={class_name}" if name else class_name for name, class_name in classes.items())
 
 
@@ -71,7 +71,7 @@ class OptimizerState:
 
     #: The manifest's ``optimizer``, without its groups, and the states in ``experts``
     described: dict[str, Any]
-    entries: dict[str, Entry]  #: Tensors by key
+    entries: dict[str, TensorEntry]  #: Tensors by key
     #: States of parameters of single experts, by the name of the tensor of all. Each rank has its own experts, and some
     #: of these may have no state.
     experts: dict[str, States] = field(default_factory=dict)
@@ -101,14 +101,16 @@ def join_ranks_experts(by_rank: list[dict[str, States]]) -> dict[str, States]:
     return {name: joined[name] for name in sorted(joined)}
 
 
-def optimizer_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor]) -> OptimizerState:
+def optimizer_state(
+    model: nn.Module, optimizers: Optimizers, owned: dict[int, OwnedTensor]
+) -> OptimizerState:
     """Return entries and description of the optimizers' states, given the model's parameters. Local operation.
 
     Raise CheckpointError for state without a place in the original parameter, and for a parameter of two optimizers.
     """
-    result, holders = OptimizerState({"state": {}, "class": class_of(parts)}, {}), dict[str, str]()
+    result, holders = OptimizerState({"state": {}, "class": class_of(optimizers)}, {}), dict[str, str]()
     states: dict[str, States] = result.described["state"]
-    for name, optimizer in parts.items():
+    for name, optimizer in optimizers.items():
         check_optimizer(model, optimizer)
         check_scaled_state(optimizer)
         # By the files' tensors: the experts of a layer are one of them.
@@ -147,14 +149,14 @@ def optimizer_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor
     return result
 
 
-def describe_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]:
+def describe_groups(optimizers: Optimizers, names: dict[int, str]) -> list[dict[str, Any]]:
     """Return names and options of all groups, each with its optimizer's name if there is one. Local operation.
 
     The experts of a layer share one name. ``names`` are those of the files' tensors, by the parameters' ``id``. Raise
     CheckpointError for options that cannot be stored, and for experts of one layer in several groups.
     """
     groups: list[dict[str, Any]] = []
-    for label, optimizer in parts.items():
+    for label, optimizer in optimizers.items():
         group_of: dict[str, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -175,7 +177,7 @@ def describe_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]
     return groups
 
 
-def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, Any], Entry | None]:
+def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, Any], TensorEntry | None]:
     """Return description and entry of a state value of a parameter, for its own tensor. Local operation.
 
     ``key`` is the file key. A plain value is stored in the manifest, and has no entry. Raise CheckpointError for a
@@ -245,35 +247,36 @@ def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def compare_optimizers(
     diff: Differences,
     model: nn.Module,
-    parts: Parts,
+    optimizers: Optimizers,
     saved: dict[str, Any] | None,
     owned: dict[int, OwnedTensor],
 ) -> None:
     """Add the differences between saved optimizers and these. Local operation; changes nothing."""
-    for optimizer in parts.values():
+    for optimizer in optimizers.values():
         check_optimizer(model, optimizer)
         check_scaled_state(optimizer)
     if saved is None:
         diff.add_optimizer("optimizer: none in the checkpoint")
         return
-    saved_parts = split(saved)
+    by_name = split(saved)
     # Without names on one side, optimizers cannot be matched.
-    if ("" in saved_parts) != ("" in parts):
-        names = [shorten([*p]) if "" not in p else "one without a name" for p in (saved_parts, parts)]
+    if ("" in by_name) != ("" in optimizers):
+        names = [shorten([*o]) if "" not in o else "one without a name" for o in (by_name, optimizers)]
         diff.add_optimizer(f"optimizer: saved {names[0]}, here {names[1]}")
         return
-    for name in sorted(saved_parts.keys() & parts.keys()):
+    for name in sorted(by_name.keys() & optimizers.keys()):
         # Collected separately, so that each text can begin with the name of the optimizer.
         part_diff = Differences()
-        compare_optimizer(part_diff, parts[name], saved_parts[name], owned)
+        compare_optimizer(part_diff, optimizers[name], by_name[name], owned)
         for text, parameter in part_diff.optimizer:
             diff.add_optimizer(f"{name}: {text}" if name else text, parameter)
         diff.converted |= part_diff.converted
-    for name in sorted(saved_parts.keys() - parts.keys()):
-        for key in sorted({key for group in saved_parts[name]["groups"] for key in group["parameters"]}):
+    for name in sorted(by_name.keys() - optimizers.keys()):
+        for key in sorted({key for group in by_name[name]["groups"] for key in group["parameters"]}):
             diff.add_optimizer(f"optimizer {name!r} is only in the checkpoint", key)
-    for name in sorted(parts.keys() - saved_parts.keys()):
-        for key in sorted({owned[id(p)].key for group in parts[name].param_groups for p in group["params"]}):
+    for name in sorted(optimizers.keys() - by_name.keys()):
+        parameters = [p for group in optimizers[name].param_groups for p in group["params"]]
+        for key in sorted({owned[id(p)].key for p in parameters}):
             diff.add_optimizer(f"optimizer {name!r} is not in the checkpoint", key)
 
 
@@ -357,13 +360,13 @@ def prepare_loading(
     weights: dict[str, dict[str, Any]],
     owned: dict[int, OwnedTensor],
     excluded: set[str],
-) -> tuple[dict[str, Entry], set[str]]:
+) -> tuple[dict[str, TensorEntry], set[str]]:
     """Allocate missing state of an optimizer that was compared as saved, and drop other state. Local operation.
 
     No step is made. ``weights`` are the saved parameters. The state of the tensors in ``excluded`` stays. Return
     entries of the live state tensors, still to be filled, and the names of the parameters with a main weight in them.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     mains: set[str] = set()
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         target = owned[id(parameter)]
@@ -382,7 +385,7 @@ def prepare_loading(
             label = f"optimizer.state.{target.key}.{key}"
             entry = describe_state(label, value, target)[1]
             if entry is not None:
-                add_entry(entries, label, as_grouped_entry(entry, states[key].get("at")))
+                add_entry(entries, label, as_grouped_entry(entry, states[key].get("expert")))
     return entries, mains
 
 

@@ -27,7 +27,7 @@ from te_fsdp.quantized.components import components_of, describe_format
 from te_fsdp.upstream import te as _te
 
 #: A rectangle of a weight: its offsets and its tensor, of TE or plain.
-_Part: TypeAlias = tuple[tuple[int, ...], Any]
+_WeightChunk: TypeAlias = tuple[tuple[int, ...], Any]
 
 
 def with_leaves(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
@@ -179,7 +179,7 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
     if not isinstance(tensor, Chunked) or not tensor.dtype.is_floating_point:
         return tensor
     # Replace each record of a quantized tensor by the tensor. Plain records are not read.
-    parts: list[_Part] = []
+    parts: list[_WeightChunk] = []
     plain = set[tuple[Any, int]]()  # records of another release of torch: one of each length is read
     for offsets, piece in tensor.chunks:
         parts.append((offsets, piece))
@@ -212,9 +212,9 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
         raise CheckpointError(str(error)) from error
 
 
-def _stack(key: str, tensor: Chunked, parts: Sequence[_Part]) -> Any:
+def _stack(key: str, tensor: Chunked, parts: Sequence[_WeightChunk]) -> Any:
     """Return the weights of all experts in one tensor, from pieces of one expert each."""
-    by_expert: list[list[_Part]] = [[] for _ in range(tensor.shape[0])]
+    by_expert: list[list[_WeightChunk]] = [[] for _ in range(tensor.shape[0])]
     for (index, *offsets), part in parts:
         own = part.select(0) if isinstance(part, Lazy) else part.view(part.shape[1:])
         by_expert[index].append((tuple(offsets), own))
@@ -228,7 +228,7 @@ def _stack(key: str, tensor: Chunked, parts: Sequence[_Part]) -> Any:
     return replace(experts[0], shape=tensor.shape, components=stacked)
 
 
-def _join(key: str, tensor: Chunked, shape: tuple[int, ...], parts: Sequence[_Part]) -> Any:
+def _join(key: str, tensor: Chunked, shape: tuple[int, ...], parts: Sequence[_WeightChunk]) -> Any:
     """Return a weight from its pieces: the stored components, or FP32 values if these do not fit together.
 
     Pieces that were quantized separately need not have one scale.
@@ -246,7 +246,9 @@ def _join(key: str, tensor: Chunked, shape: tuple[int, ...], parts: Sequence[_Pa
     return Chunked(key, shape, torch.float32, plain, in_original_order=tensor.in_original_order)
 
 
-def _join_components(key: str, shape: tuple[int, ...], parts: Sequence[_Part]) -> dict[str, Lazy] | None:
+def _join_components(
+    key: str, shape: tuple[int, ...], parts: Sequence[_WeightChunk]
+) -> dict[str, Lazy] | None:
     """Return the components of a weight; ``None`` if pieces split blocks or have different scales per weight."""
     joined: dict[str, torch.Tensor] = {}
     for offsets, part in parts:

@@ -27,10 +27,10 @@ from te_fsdp.checkpoint.manifest import HAS_FOLDER, SUMS_PIECES, Manifest, read_
 from te_fsdp.checkpoint.shard_files import Listed, SummedFile, Tick, crc32, synced, view_of, without_collector
 from te_fsdp.checkpoint.storage import is_remote
 from te_fsdp.checkpoint.tensor_entries import (
-    Entry,
-    Held,
     Piece,
+    RankTensors,
     Rows,
+    TensorEntry,
     add_entry,
     holders_of,
     lightest,
@@ -64,7 +64,7 @@ def file_of(rank: int) -> str:
 
 
 @dataclass
-class Writing:
+class RankWriter:
     """Data that this rank writes, and their destination."""
 
     ranks: RankMessenger
@@ -144,24 +144,26 @@ class Writing:
         plan.encoded.write(self.path, manifest)
 
 
-def signature_of(entries: dict[str, Entry]) -> Any:
+def signature_of(entries: dict[str, TensorEntry]) -> Any:
     """Return everything that a plan depends on. Local operation."""
     return pieces_held_by_rank(entries), [tensor.device for tensor in tensors_of(entries)]
 
 
-def tensors_of(entries: Mapping[str, Entry]) -> list[torch.Tensor]:
+def tensors_of(entries: Mapping[str, TensorEntry]) -> list[torch.Tensor]:
     """Return the tensors of all pieces, in the order of the pieces' numbers. Local operation."""
     return [piece.tensor for entry in entries.values() for piece in entry.pieces]
 
 
-def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], signature: Any) -> WritePlan:
+def plan_entries(
+    ranks: RankMessenger, path: Path, entries: dict[str, TensorEntry], signature: Any
+) -> WritePlan:
     """Decide which rank writes each of this rank's entries, none of them empty. Collective over the ranks: one round.
 
     ``signature`` identifies this rank's data in a later save. Raise CheckpointError on all ranks if the pieces of all
     ranks do not fit together.
     """
 
-    def mine() -> Held:
+    def mine() -> RankTensors:
         # Also on ranks that do not share rank 0's disk: the end of the save names the files that rank 0 does not see.
         if not is_remote(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -175,7 +177,7 @@ def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], si
 
 
 @without_collector()
-def assign_writers(all_held: list[Held]) -> list[WritePlan]:
+def assign_writers(all_held: list[RankTensors]) -> list[WritePlan]:
     """Assign each piece to one of its ranks, a replica to the rank with the least to write. Local operation.
 
     Return the plan of each rank. Raise CheckpointError if the pieces do not tile the tensors.
@@ -213,19 +215,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     """
     manifest = replace(manifest, save_id=secrets.token_hex(16))
     blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for tensor, first, last, key in blocks:
         piece = torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta")
         offsets = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
-        add_entry(entries, key, Entry(tensor.shape, tensor.dtype, (Piece(offsets, piece),)))
+        add_entry(entries, key, TensorEntry(tensor.shape, tensor.dtype, (Piece(offsets, piece),)))
     # The same code as for a job, so that converted and saved files have one format.
     alone = RankMessenger(0, 1, None)
     plan = plan_entries(alone, path, entries, None)
     rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
     # Generators: one block of rows is in memory at a time.
     copies = (([number], stacked) for number, stacked in enumerate(rows))
-    writing = Writing(alone, path, manifest, plan, tensors_of(entries), copies)
-    writing.finish([writing.write(tick)])
+    writer = RankWriter(alone, path, manifest, plan, tensors_of(entries), copies)
+    writer.finish([writer.write(tick)])
     return manifest
 
 

@@ -131,7 +131,7 @@ def describe(tensor: Lazy) -> dict[str, Any]:
 def open_checkpoint_contents(path: Path) -> Contents:
     """Open a checkpoint of te_fsdp; raise CheckpointError if it is incomplete or damaged. Local operation."""
     manifest = open_checkpoint(path)
-    tensors = tensors_of(manifest.at(path), check_index(path, manifest))
+    tensors = tensors_of(manifest.data_folder(path), check_index(path, manifest))
     return Contents(path, CHECKPOINT, manifest, tensors | _empty(manifest))
 
 
@@ -203,8 +203,8 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
             shape = manifest.parameters[stacked]["shape"][1:]
             joined: dict[str, dict[str, Any]] = {}
             for index, name in enumerate(members):
-                place, states = ExpertPlace(index, len(members)), saved_states.get(name, {})
-                described_states = {k: of_all_experts(d, place, shape) for k, d in states.items()}
+                expert, states = ExpertPlace(index, len(members)), saved_states.get(name, {})
+                described_states = {k: of_all_experts(d, expert, shape) for k, d in states.items()}
                 join_experts(joined, described_states, stacked)
             for key, described in joined.items():
                 if "dtype" in described:

@@ -24,7 +24,7 @@ from te_fsdp.checkpoint.lazy_tensors import DcpRecord
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import OwnedPart, OwnedTensor
 from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, open_checked
-from te_fsdp.checkpoint.tensor_entries import Entry, Piece, per_expert
+from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry, per_expert
 from te_fsdp.collectives.agreement import RankMessenger, digest
 from te_fsdp.errors import CheckpointError
 from te_fsdp.features.main_params import MAIN
@@ -51,7 +51,7 @@ _MOST_RANKS = 64
 _COMMON = ("model.", "optimizer.", "delayed.")
 
 
-def rectangle(key: str, piece: Piece) -> Rectangle:
+def rectangle_of(key: str, piece: Piece) -> Rectangle:
     """Return the rectangle of the files' tensor that a piece covers."""
     return key, tuple(piece.offsets), tuple(piece.tensor.shape)
 
@@ -74,11 +74,11 @@ class Staged:
         self.copy(rectangle, result)
         return result
 
-    def fill(self, entries: dict[str, Entry]) -> None:
+    def fill(self, entries: dict[str, TensorEntry]) -> None:
         """Copy the data of entries into their memory. Local operation."""
         for key, entry in entries.items():
             for piece in entry.pieces:
-                self.copy(rectangle(key, piece), piece.tensor)
+                self.copy(rectangle_of(key, piece), piece.tensor)
 
 
 # --- from the files of a DCP directory
@@ -87,14 +87,14 @@ class Staged:
 class _PieceOverlap(NamedTuple):
     """Overlap of a stored piece and a rectangle: its shape, and its offsets in both."""
 
-    place: Rectangle
+    rectangle: Rectangle
     shape: tuple[int, ...]
     in_piece: tuple[int, ...]
-    in_place: tuple[int, ...]
+    in_rectangle: tuple[int, ...]
 
 
 #: A stored piece, and the overlaps to read.
-_Wanted = tuple[DcpRecord, list[_PieceOverlap]]
+_PieceReads = tuple[DcpRecord, list[_PieceOverlap]]
 
 
 # The index has the locations (:mod:`te_fsdp.checkpoint.index`). DCP's reader is not used: it reads a piece
@@ -107,7 +107,7 @@ def read_stored(
     Raise CheckpointError for files that are not as saved, or incomplete.
     """
     by_file = pieces_to_read(path, manifest, index, required)
-    path, memory = manifest.at(path), HostMemory(background().spare())
+    path, memory = manifest.data_folder(path), HostMemory(background().spare())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores_of_process = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
     with ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores_of_process)), "te_fsdp load") as pool:
@@ -131,20 +131,20 @@ def read_stored(
 
 def pieces_to_read(
     path: Path, manifest: Manifest, index: Index, required: list[Rectangle]
-) -> dict[str, list[_Wanted]]:
+) -> dict[str, list[_PieceReads]]:
     """Return the pieces that :func:`read_stored` reads, by file, in file order; raise the same. Local operation."""
-    path = manifest.at(path)
+    path = manifest.data_folder(path)
     unread: dict[str, list[Rectangle]] = {}
-    for place in required:
-        unread.setdefault(place[0], []).append(place)
-    by_file: dict[str, dict[int, _Wanted]] = {}
+    for rectangle in required:
+        unread.setdefault(rectangle[0], []).append(rectangle)
+    by_file: dict[str, dict[int, _PieceReads]] = {}
     file_of = files_in(path)
     # The index is read in blocks of tensors, so all keys are requested together.
     for key, rows in index.rows([*unread]):
         covered, (shape, dtype) = 0, index.tensors[key]
         # A rectangle of another number of dims overlaps nothing, and stays in the count of what is missing.
-        for place in (place for place in unread[key] if len(place[1]) == len(shape)):
-            for (number, begin, length), sizes, part in _overlapping(rows, place):
+        for rectangle in (rectangle for rectangle in unread[key] if len(rectangle[1]) == len(shape)):
+            for (number, begin, length), sizes, part in _overlapping(rows, rectangle):
                 in_file = by_file.setdefault(index.files[number], {})
                 if begin not in in_file:
                     file = file_of(index.files[number])
@@ -161,10 +161,10 @@ def pieces_to_read(
 
 
 def _overlapping(
-    rows: Rows, place: Rectangle
+    rows: Rows, rectangle: Rectangle
 ) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _PieceOverlap]]:
     """Yield the stored pieces that overlap a rectangle: location, shape, and overlap."""
-    _, offsets, sizes = place
+    _, offsets, sizes = rectangle
     # A row has the file, the first byte, the length, then the offsets and the sizes of the piece.
     dims = len(offsets)
     if len(rows) > _FEW:
@@ -177,11 +177,11 @@ def _overlapping(
         own = tuple(b - a for a, b in zip(low, high, strict=True))
         if all(count > 0 for count in own):
             in_piece = tuple(a - b for a, b in zip(low, begins, strict=True))
-            in_place = tuple(a - b for a, b in zip(low, offsets, strict=True))
-            yield (number, first, length), piece_shape, _PieceOverlap(place, own, in_piece, in_place)
+            in_rectangle = tuple(a - b for a, b in zip(low, offsets, strict=True))
+            yield (number, first, length), piece_shape, _PieceOverlap(rectangle, own, in_piece, in_rectangle)
 
 
-def _runs(pieces: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
+def _runs(pieces: list[_PieceReads]) -> Iterator[tuple[list[_PieceReads], int]]:
     """Yield runs of adjacent pieces, of at most :data:`_RUN` bytes or one larger piece, and their sizes."""
     first = end = start = 0
     for index, piece in enumerate(piece for piece, _ in pieces):
@@ -192,7 +192,7 @@ def _runs(pieces: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
     yield pieces[start:], end - first
 
 
-def _read(file: CheckedFile, run: list[_Wanted], into: Staged, data: torch.Tensor) -> None:
+def _read(file: CheckedFile, run: list[_PieceReads], into: Staged, data: torch.Tensor) -> None:
     """Read and check adjacent pieces in one buffer, and keep the wanted parts."""
     lengths = [piece.length for piece, _ in run]
     file.read(run[0][0].offset, lengths, data)
@@ -205,7 +205,7 @@ def _read(file: CheckedFile, run: list[_Wanted], into: Staged, data: torch.Tenso
         for part in parts:
             values = tensor[slices(part.in_piece, part.shape)]
             # A view keeps all of the piece in memory.
-            into.parts[part.place].append((part.in_place, values if is_kept else values.clone()))
+            into.parts[part.rectangle].append((part.in_rectangle, values if is_kept else values.clone()))
 
 
 # --- from other ranks
@@ -221,7 +221,7 @@ class ReadShare:
     ranks: RankMessenger  #: The world
     members: list[int]  #: Ranks that need the same data, in ascending order
     parts: list[dict[Rectangle, torch.dtype]]  #: Data that each of them reads for all
-    me: int  #: This rank's number among them
+    index: int  #: This rank's number among them
     own: list[Rectangle]  #: Data that this rank reads: its part, and data for itself alone
 
     @classmethod
@@ -249,24 +249,24 @@ class ReadShare:
         # Digests, because the lists of a large model have many MB on all ranks together.
         members = ranks.round(lambda: digest(repr([*shared])), ranks_with_same_reads)
         parts: list[dict[Rectangle, torch.dtype]] = [{} for _ in members]
-        ends = [*accumulate(math.prod(place[2]) * dtype.itemsize for place, dtype in shared.items())]
-        for (place, dtype), end in zip(shared.items(), ends, strict=True):
-            parts[(end - 1) * len(members) // ends[-1]][place] = dtype
-        me = members.index(ranks.rank)
-        own = [place for place in required if place in parts[me] or place not in shared]
-        return cls(ranks, members, parts, me, own)
+        ends = [*accumulate(math.prod(rectangle[2]) * dtype.itemsize for rectangle, dtype in shared.items())]
+        for (rectangle, dtype), end in zip(shared.items(), ends, strict=True):
+            parts[(end - 1) * len(members) // ends[-1]][rectangle] = dtype
+        index = members.index(ranks.rank)
+        own = [rectangle for rectangle in required if rectangle in parts[index] or rectangle not in shared]
+        return cls(ranks, members, parts, index, own)
 
     def provide(self, staged: Staged) -> None:
         """Allocate memory for the other ranks' parts. Local. It may fail: share the error with all ranks."""
-        others = self.parts[: self.me] + self.parts[self.me + 1 :]
-        for place, dtype in chain(*(part.items() for part in others)):
-            values = torch.empty(place[2], dtype=dtype, device="cpu")
-            staged.parts[place] = [((0,) * values.ndim, values)]
+        others = self.parts[: self.index] + self.parts[self.index + 1 :]
+        for rectangle, dtype in chain(*(part.items() for part in others)):
+            values = torch.empty(rectangle[2], dtype=dtype, device="cpu")
+            staged.parts[rectangle] = [((0,) * values.ndim, values)]
 
     def join_parts(self, staged: Staged) -> None:
         """Copy each rectangle to send into one tensor. Local. It may fail: share the error with all ranks."""
-        for place in self.parts[self.me]:
-            staged.parts[place] = [((0,) * len(place[2]), staged.new(place, torch.device("cpu")))]
+        for rectangle in self.parts[self.index]:
+            staged.parts[rectangle] = [((0,) * len(rectangle[2]), staged.new(rectangle, torch.device("cpu")))]
 
     def exchange(self, staged: Staged) -> None:
         """Send this rank's part and receive the others'; raise CheckpointError if a rank has died. Collective.
@@ -276,18 +276,18 @@ class ReadShare:
         """
         group, count, lost = self.ranks.group, len(self.members), dict[int, str]()
         # Parts may differ in their number of rectangles, but all members make all turns.
-        for places in zip_longest(*self.parts):
-            own = places[self.me]
+        for rectangles in zip_longest(*self.parts):
+            own = rectangles[self.index]
             sent: list[torch.Tensor] = []
             if own is not None and count > 1:
                 sent.append(_bytes(staged.parts[own][0][1]))
             for turn in range(1, count):
-                to, source = ((self.me + step) % count for step in (turn, -turn))
+                to, source = ((self.index + step) % count for step in (turn, -turn))
                 calls, works = [], []
                 # Posted before the send. Gloo sends may wait until the receiver has posted its buffer.
-                if places[source] is not None:
+                if rectangles[source] is not None:
                     calls.append(
-                        (group.recv, _bytes(staged.parts[places[source]][0][1]), self.members[source])
+                        (group.recv, _bytes(staged.parts[rectangles[source]][0][1]), self.members[source])
                     )
                 calls += [(group.send, data, self.members[to]) for data in sent]
                 for start, data, other in calls:
@@ -348,15 +348,15 @@ class Conversion:
 
     def reads(self) -> list[Rectangle]:
         """Return the rectangles of the files' tensors with the values. Local operation."""
-        return [place for _, _, places in self._boxes() for place in places.values()]
+        return [rectangle for _, _, rectangles in self._boxes() for rectangle in rectangles.values()]
 
     def value(self, staged: Staged) -> torch.Tensor:
         """Return the values that were read, float32 of the local shape. Local operation."""
         value = torch.empty(self.owned.local.shape, dtype=torch.float32, device=self.owned.local.device)
-        for part, box, places in self._boxes():
-            read = {name: staged.new(place, value.device) for name, place in places.items()}
+        for part, box, rectangles in self._boxes():
+            read = {name: staged.new(rectangle, value.device) for name, rectangle in rectangles.items()}
             # Files have a leading dim of experts, of which each part is one.
-            if part.place is not None:
+            if part.expert is not None:
                 read = {name: own[0] for name, own in read.items()}
             weight = value if part.index is None else value[part.index]
             if self.format:
@@ -368,13 +368,13 @@ class Conversion:
         """Yield this rank's boxes, of one expert's weight each, and for each component the blocks that cover it."""
         for part in self.owned.parts():
             for box in part.boxes:
-                places = {}
+                rectangles = {}
                 for name, block in self.needed.items():
                     start, size = covering(box.original, box.sizes, block)
-                    if part.place is not None:
-                        start, size = (part.place.index, *start), (1, *size)
-                    places[name] = self.key + name, start, size
-                yield part, box, places
+                    if part.expert is not None:
+                        start, size = (part.expert.index, *start), (1, *size)
+                    rectangles[name] = self.key + name, start, size
+                yield part, box, rectangles
 
     def store(self, value: torch.Tensor, *, keep_delayed_scale: bool) -> None:
         """Set the parameter to its value (float32, of the local shape): rounded to its dtype, or quantized once.

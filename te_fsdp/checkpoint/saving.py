@@ -35,17 +35,17 @@ from te_fsdp.checkpoint.model_state import (
     wait_and_reshard,
 )
 from te_fsdp.checkpoint.optimizer_state import (
-    Parts,
+    Optimizers,
     States,
     class_of,
     describe_groups,
     join_ranks_experts,
     optimizer_state,
-    parts_of,
+    optimizers_of,
 )
 from te_fsdp.checkpoint.planner import (
+    RankWriter,
     WritePlan,
-    Writing,
     as_failed_save,
     check_replicas,
     file_of,
@@ -56,7 +56,7 @@ from te_fsdp.checkpoint.planner import (
 from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.shard_files import Listed, explain_os_errors, without_collector
 from te_fsdp.checkpoint.storage import absolute, listing
-from te_fsdp.checkpoint.tensor_entries import Entry, merge_copies, views_of
+from te_fsdp.checkpoint.tensor_entries import TensorEntry, merge_copies, views_of
 from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, world_size
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_flags, shorten
@@ -81,7 +81,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("te_fsdp")
 #: Message of a rank to rank 0: digests of values that must be identical on all ranks of a stage, values per rank,
 #: states of experts, token of the plan that it can reuse, and the number of its stage with the fields of one rank.
-_Seen = tuple[dict[str, bytes], Any, dict[str, States], str | None, tuple[int, dict[str, Any] | None] | None]
+_RankMessage = tuple[
+    dict[str, bytes], Any, dict[str, States], str | None, tuple[int, dict[str, Any] | None] | None
+]
 
 
 def save(
@@ -132,11 +134,11 @@ def save(
     with collective_call("checkpoint.save"):
         # One save at a time: two would compete for the disk, and their order decides which is the newest.
         background().wait()
-        writing = _prepare(rank_messenger(), handle.path, model, optimizer, extra, keep_last, shared)
-        handle.bytes = writing.bytes
-        complete = partial(_complete, handle, writing, keep_last, progress, began)
+        writer = _prepare(rank_messenger(), handle.path, model, optimizer, extra, keep_last, shared)
+        handle.bytes = writer.bytes
+        complete = partial(_complete, handle, writer, keep_last, progress, began)
         if asynchronous:
-            writing.copy(background().staging)
+            writer.copy(background().staging)
         else:
             complete()
         handle.stall = stall = time.perf_counter() - began
@@ -209,7 +211,7 @@ class _Collected:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Parts,
+        optimizers: Optimizers,
         extra: Any,
         before: _SaveCache | None,
         shared: tuple[str, ...],
@@ -253,7 +255,7 @@ class _Collected:
         self.groups = describe_groups(optimizers, self.cache.names)
         self.semantics = record(model)
 
-    def seen(self, target: Path) -> _Seen:
+    def seen(self, target: Path) -> _RankMessage:
         """Return this rank's message to rank 0, which compares the ranks."""
         cache, stage, kind = self.cache, None, class_of(self.optimizers)
         digests = {
@@ -279,7 +281,7 @@ class _Collected:
             fields["optimizer"] = {**fields["optimizer"], "groups": self.groups}
         return fields
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         """Return the entries of all tensors that have elements."""
         return _stored({**self.state.entries, **self.optimized.entries}) | self.others
 
@@ -293,7 +295,7 @@ class _Collected:
         return [*tensors, *tensors_of(self.others)]
 
 
-def _stored(entries: dict[str, Entry]) -> dict[str, Entry]:
+def _stored(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return {key: entry for key, entry in entries.items() if not entry.is_empty}
 
 
@@ -302,7 +304,7 @@ def _digest(part: Any) -> bytes:
 
 
 def _fingerprint(
-    model: nn.Module, optimizers: Parts, others: dict[str, Entry]
+    model: nn.Module, optimizers: Optimizers, others: dict[str, TensorEntry]
 ) -> tuple[list[Any], list[torch.Tensor]] | None:
     """Return everything that determines the description of model and optimizer, and their local tensors.
 
@@ -360,9 +362,9 @@ def _prepare(
     extra: Mapping[str, Any] | None,
     keep_last: int | None,
     shared: Iterable[str],
-) -> Writing:
+) -> RankWriter:
     """Begin a save. Collect, check, make the hidden directory and assign the writers. Collective over the ranks."""
-    model, optimizers, shared = joined_model(given), parts_of(optimizer), tuple(shared)
+    model, optimizers, shared = joined_model(given), optimizers_of(optimizer), tuple(shared)
     attempt, created = list[_Collected](), list[Path]()
     # A joined model is made for each call, so the cache of the previous save is found by its first part.
     anchor = model.parts[0][1] if isinstance(model, JoinedModules) else model
@@ -371,7 +373,7 @@ def _prepare(
     if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):
         before = None  # the save that its plan was made for has failed
 
-    def collect(before: _SaveCache | None) -> _Seen:
+    def collect(before: _SaveCache | None) -> _RankMessage:
         background().raise_unretrieved()
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             expected = "None (keep all) or a whole number from 1"
@@ -379,7 +381,7 @@ def _prepare(
         attempt[:] = [_Collected(model, optimizers, extra, before, shared)]
         return attempt[0].seen(target)
 
-    def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:
+    def begin(seen: list[_RankMessage]) -> list[tuple[Path, dict[str, States], str] | None]:
         digests, per_rank, experts, tokens, stages = map(list, zip(*seen, strict=True))
         if len({*tokens}) > 1:
             return [None] * len(seen)  # a change on one rank makes all ranks plan again
@@ -401,11 +403,11 @@ def _prepare(
         tensors = collected.tensors()
         # Before the copy: an asynchronous save must raise in the call, not in its thread.
         check_replicas(ranks, plan, tensors)
-        writing = Writing(ranks, temporary, manifest, plan, tensors)
+        writer = RankWriter(ranks, temporary, manifest, plan, tensors)
         # After the checks: a save that raised leaves no plan behind.
         cache.plan = plan
         background().plans[anchor] = cache
-        return writing
+        return writer
     except BaseException:
         for temporary in created:
             directories.discard(temporary)
@@ -437,33 +439,33 @@ def _describe(
 
 
 def _complete(
-    handle: SaveHandle, writing: Writing, keep_last: int | None, progress: bool | None, began: float
+    handle: SaveHandle, writer: RankWriter, keep_last: int | None, progress: bool | None, began: float
 ) -> None:
     """Write the files and make them visible, or raise any rank's error. Collective over the ranks, in any thread."""
-    ranks, manifest, target, old_checkpoints = writing.ranks, writing.manifest, handle.path, []
+    ranks, manifest, target, old_checkpoints = writer.ranks, writer.manifest, handle.path, []
 
     def write() -> tuple[Any, Listed]:
         bar = bytes_bar(f"saving {target.name}", handle.bytes, progress)
         with explain_os_errors(target, handle.bytes), bar as tick:
-            return writing.write(tick)
+            return writer.write(tick)
 
     def commit(written: list[tuple[Any, Listed]]) -> list[None]:
         names = [file_of(rank) for rank in range(ranks.size)]
         # One listing, because a check of each file costs a request on network file systems.
-        seen = listing(writing.path)
-        invisible = [name for name in names if not (name in seen or (writing.path / name).is_file())]
+        seen = listing(writer.path)
+        invisible = [name for name in names if not (name in seen or (writer.path / name).is_file())]
         if invisible:
             raise CheckpointError(
-                f"{writing.path}: rank 0 does not see {shorten(invisible)}",
+                f"{writer.path}: rank 0 does not see {shorten(invisible)}",
                 expected="a directory that all ranks share",
                 fix="save onto a file system that all nodes mount",
             )
         with explain_os_errors(target):
             # As late as possible, so that concurrent saves rarely choose the same number.
             manifest.number = directories.next_number(target.parent)
-            writing.finish(written)
-            write_manifest(writing.path, manifest)
-            directories.commit(writing.path, target)
+            writer.finish(written)
+            write_manifest(writer.path, manifest)
+            directories.commit(writer.path, target)
         if keep_last is not None:
             old_checkpoints.extend(directories.hide_old(target, manifest, keep_last))
         return [None] * len(written)
@@ -474,7 +476,7 @@ def _complete(
         raise as_failed_save(target, error, manifest.save_id) from error
     finally:
         if ranks.rank == 0:
-            directories.discard(writing.path)
+            directories.discard(writer.path)
     # Removing takes long on network file systems. The checkpoints are already hidden, so no rank waits.
     for path in old_checkpoints:
         directories.remove(path)

@@ -379,7 +379,7 @@ def _nested(state: Any) -> Any:
     # The flat form repeats the options for each parameter. Parameters with equal options become one group.
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, own in options.items():
-        equal_groups = [names for known, names in groups if known == own]
+        equal_groups = [names for shared, names in groups if shared == own]
         equal_groups[0].append(name) if equal_groups else groups.append((own, [name]))
     return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
 

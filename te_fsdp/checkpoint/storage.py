@@ -134,7 +134,7 @@ class RemotePath:
     parent = property(lambda self: RemotePath(self.url.rpartition("/")[0]))
 
     @cached_property
-    def _place(self) -> tuple[Any, str]:
+    def _filesystem_key(self) -> tuple[Any, str]:
         """Return fsspec's file system and its key of this path."""
         from fsspec.core import url_to_fs
 
@@ -149,7 +149,7 @@ class RemotePath:
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of fsspec's file system for this path."""
-        fs, key = self._place
+        fs, key = self._filesystem_key
         try:
             return getattr(fs, method)(key, *arguments, **options)
         except (OSError, TypeError):
@@ -171,7 +171,7 @@ class RemotePath:
             infos = self.call("ls", detail=True)
         except FileNotFoundError:
             return
-        own_key = self._place[1].rstrip("/")
+        own_key = self._filesystem_key[1].rstrip("/")
         for info in infos:
             key = info["name"].rstrip("/")
             if key and key != own_key:  # some file systems list a folder in itself

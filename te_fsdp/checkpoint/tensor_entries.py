@@ -3,9 +3,9 @@
 An entry is one tensor of the files. A rank has pieces of it: views of its local tensor, each with its place in the
 original. A save reads the views, a load writes into them.
 
-Each rank describes its pieces to the others (:data:`Held`). :func:`holders_of` joins the descriptions of all ranks and
-checks that they tile the tensors. Of the ranks with copies of one piece, :func:`lightest` chooses the one that writes
-or sends it.
+Each rank describes its pieces to the others (:data:`RankTensors`). :func:`holders_of` joins the descriptions of all
+ranks and checks that they tile the tensors. Of the ranks with copies of one piece, :func:`lightest` chooses the one
+that writes or sends it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 #: Layout of a grouped tensor in the manifest.
 GROUPED = "grouped"
-#: A rectangle of a tensor: where it begins, and its shape.
-Place = tuple[tuple[int, ...], tuple[int, ...]]
-#: A rank's tensors: key, shape, dtype and places of its pieces. Pieces are numbered from 0 over all tensors.
-Held = list[tuple[str, tuple[int, ...], torch.dtype, list[Place]]]
+#: A rectangle of a tensor, as offsets and sizes.
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+#: A rank's tensors: key, shape, dtype and chunks of its pieces. Pieces are numbered from 0 over all tensors.
+RankTensors = list[tuple[str, tuple[int, ...], torch.dtype, list[Chunk]]]
 #: An array of int64 with a row for each piece.
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of the files, in the shape of the original, with this rank's pieces, perhaps none.
 
     Pieces of several ranks must be equal, which is checked before they are written once.
@@ -61,7 +61,7 @@ class Entry:
         return math.prod(self.shape) == 0
 
 
-def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> Entry:
+def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> TensorEntry:
     """Return the entry of an unsharded tensor of a shape, of which a plain local tensor has the given boxes."""
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
     if local.shape == torch.Size(shape):
@@ -69,23 +69,23 @@ def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -
     local, full = local.detach(), tuple(local.shape)
     # Most shards are one box and need no view.
     pieces = tuple(Piece(b.original, local if b.sizes == full else local[b.local_slices()]) for b in boxes)
-    return Entry(tuple(shape), local.dtype, pieces)
+    return TensorEntry(tuple(shape), local.dtype, pieces)
 
 
-def replicated_entry(tensor: torch.Tensor) -> Entry:
+def replicated_entry(tensor: torch.Tensor) -> TensorEntry:
     """Return the entry of a tensor that is replicated on every rank."""
     shape = tuple(tensor.shape)
-    return Entry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),))
+    return TensorEntry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),))
 
 
-def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
+def add_entry(entries: dict[str, TensorEntry], key: str, entry: TensorEntry) -> None:
     """Add an entry under a key, or its pieces to the entry that exists there."""
     present = entries[key].pieces if key in entries else ()
     entries[key] = replace(entry, pieces=(*present, *entry.pieces))
 
 
 def views_of(
-    leaves: list[torch.Tensor], entries: list[Entry]
+    leaves: list[torch.Tensor], entries: list[TensorEntry]
 ) -> list[tuple[int, tuple[Any, ...] | None]] | None:
     """Return each piece as a view of one of ``leaves`` (index and layout); ``None`` if a piece is not a view."""
     if len(leaves) != len(entries):
@@ -135,19 +135,19 @@ def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str 
     )
 
 
-def merge_copies(entries: dict[str, Entry]) -> bool:
+def merge_copies(entries: dict[str, TensorEntry]) -> bool:
     """Remove the pieces that a rank has twice, because of ``shared`` names; return whether there were any. Local.
 
     Raise CheckpointError for copies that differ.
     """
     has_copies = False
     for key, entry in entries.items():
-        by_place = {(piece.offsets, piece.tensor.shape): piece for piece in reversed(entry.pieces)}
-        if len(by_place) == len(entry.pieces):
+        by_chunk = {(piece.offsets, piece.tensor.shape): piece for piece in reversed(entry.pieces)}
+        if len(by_chunk) == len(entry.pieces):
             continue
         has_copies = True
         for piece in entry.pieces:
-            copies = [piece.tensor, by_place[piece.offsets, piece.tensor.shape].tensor]
+            copies = [piece.tensor, by_chunk[piece.offsets, piece.tensor.shape].tensor]
             first, second = (tensor.contiguous().flatten().view(torch.uint8) for tensor in copies)
             if not torch.equal(first, second):
                 raise CheckpointError(
@@ -155,14 +155,14 @@ def merge_copies(entries: dict[str, Entry]) -> bool:
                     expected="equal values of what stages share, which is stored once",
                     fix="synchronize it after each step",
                 )
-        entries[key] = replace(entry, pieces=tuple(by_place.values()))
+        entries[key] = replace(entry, pieces=tuple(by_chunk.values()))
     return has_copies
 
 
 # --- ranks with a piece
 
 
-def pieces_held_by_rank(entries: Mapping[str, Entry]) -> Held:
+def pieces_held_by_rank(entries: Mapping[str, TensorEntry]) -> RankTensors:
     """Return the description of a rank's entries for rank 0. Local operation."""
     return [
         (key, entry.shape, entry.dtype, [(p.offsets, tuple(p.tensor.shape)) for p in entry.pieces])
@@ -175,25 +175,25 @@ class Holders(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: dict[Place, list[tuple[int, int]]]  #: Ranks with each, in order, and the piece's number there
-    boxes: Rows  #: The places in the same order: (pieces, 2, dims)
+    pieces: dict[Chunk, list[tuple[int, int]]]  #: Ranks with each, in order, and the piece's number there
+    boxes: Rows  #: The chunks in the same order: (pieces, 2, dims)
 
 
-def holders_of(call: str, ranks: Iterable[Held]) -> dict[str, Holders]:
+def holders_of(call: str, ranks: Iterable[RankTensors]) -> dict[str, Holders]:
     """Return every tensor of the ranks with its holders. Local operation.
 
     Raise CheckpointError, which names ``call``, if the pieces do not cover a tensor, each element once.
     """
     described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    pieces: dict[str, dict[Place, list[tuple[int, int]]]] = {}
+    pieces: dict[str, dict[Chunk, list[tuple[int, int]]]] = {}
     for rank, rank_pieces in enumerate(ranks):
         number = 0
-        for key, shape, dtype, places in rank_pieces:
+        for key, shape, dtype, chunks in rank_pieces:
             described.setdefault(key, (shape, dtype))
             holders = pieces.setdefault(key, {})
-            for place in places:
-                # Ranks with the same place have replicas of one piece.
-                holders.setdefault(place, []).append((rank, number))
+            for chunk in chunks:
+                # Ranks with the same chunk have replicas of one piece.
+                holders.setdefault(chunk, []).append((rank, number))
                 number += 1
     results, problems = dict[str, Holders](), list[str]()
     for key, holders in pieces.items():
@@ -226,9 +226,9 @@ def lightest(
     return chosen
 
 
-def boxes_of(places: Iterable[Place], shape: Sequence[int]) -> Rows:
+def boxes_of(chunks: Iterable[Chunk], shape: Sequence[int]) -> Rows:
     """Return the offsets and sizes of pieces as an int64 array of shape (pieces, 2, dims)."""
-    rows = list(places)
+    rows = list(chunks)
     return np.array(rows, dtype=np.int64).reshape(len(rows), 2, len(shape))
 
 
@@ -277,12 +277,12 @@ class ExpertPlace:
     total: int
 
 
-def as_grouped_entry(entry: Entry, place: ExpertPlace | None) -> Entry:
-    """Return an expert's entry as an entry of the stacked tensor; unchanged without a place."""
-    if place is None:
+def as_grouped_entry(entry: TensorEntry, expert: ExpertPlace | None) -> TensorEntry:
+    """Return an expert's entry as an entry of the stacked tensor; unchanged for ``None``."""
+    if expert is None:
         return entry
-    pieces = tuple(Piece((place.index, *p.offsets), p.tensor.unsqueeze(0)) for p in entry.pieces)
-    return Entry((place.total, *entry.shape), entry.dtype, pieces)
+    pieces = tuple(Piece((expert.index, *p.offsets), p.tensor.unsqueeze(0)) for p in entry.pieces)
+    return TensorEntry((expert.total, *entry.shape), entry.dtype, pieces)
 
 
 def stacked_name(name: str) -> str:
@@ -290,33 +290,33 @@ def stacked_name(name: str) -> str:
     return name.rstrip("0123456789")
 
 
-def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str, Any] | None:
+def per_expert(described: dict[str, Any], expert: ExpertPlace | None) -> dict[str, Any] | None:
     """Return the description of a saved state for one parameter; ``None`` if this expert has no such state.
 
     ``experts`` in it lists the experts that have the state, if each has its own, and ``scalar`` whether it is one
-    number for each. A parameter without a place has all experts, and takes the number of the first, or is not grouped.
-    The result has the shape of the parameter's own state, and ``at``, its place in the files' tensor (``None``: it is
-    that tensor).
+    number for each. A parameter without an expert (``None``) has all experts, and takes the number of the first, or is
+    not grouped. The result has the shape of the parameter's own state, and ``expert``, its place in the files' tensor
+    (``None``: it is that tensor).
     """
     experts, shape = described.get("experts"), described.get("shape", [])
-    if place is not None and experts is not None and place.index not in experts:
+    if expert is not None and experts is not None and expert.index not in experts:
         return None
     if "dtype" not in described:
         return described
-    if place is None:
-        at = ExpertPlace(experts[0], shape[0]) if described.get("scalar") and experts else None
+    if expert is None:
+        state_expert = ExpertPlace(experts[0], shape[0]) if described.get("scalar") and experts else None
     else:
         # A number saved by a module with one parameter belongs to all experts.
-        at = place if experts is not None or len(shape) > 1 else None
-    return {**described, "shape": shape if at is None else shape[1:], "at": at}
+        state_expert = expert if experts is not None or len(shape) > 1 else None
+    return {**described, "shape": shape if state_expert is None else shape[1:], "expert": state_expert}
 
 
-def of_all_experts(described: dict[str, Any], place: ExpertPlace, weight: Sequence[int]) -> dict[str, Any]:
+def of_all_experts(described: dict[str, Any], expert: ExpertPlace, weight: Sequence[int]) -> dict[str, Any]:
     """Invert :func:`per_expert` for a state of one expert; ``weight`` is the shape of that expert's weight."""
-    result = {**described, "experts": [place.index]}
+    result = {**described, "experts": [expert.index]}
     if "dtype" in described:
         shape = described["shape"]
-        result |= {"shape": [place.total, *shape], "scalar": shape in ([], [1]) and shape != [*weight]}
+        result |= {"shape": [expert.total, *shape], "scalar": shape in ([], [1]) and shape != [*weight]}
     return result
 
 

@@ -293,9 +293,9 @@ def _compare(
 
 
 @contextmanager
-def _rendezvous(what: str, mesh: DeviceMesh) -> Iterator[None]:
+def _rendezvous(label: str, mesh: DeviceMesh) -> Iterator[None]:
     """Begin the context when all ranks have arrived. Ranks that wait in vain report what has changed on them."""
-    call, _, here = what.partition(": ")
+    call, _, point = label.partition(": ")
     arrived = False
     # The ranks that do not raise would not join the all-reduce with which te.autocast ends.
     with _te.skip_amax_reduction_after_errors():
@@ -305,7 +305,7 @@ def _rendezvous(what: str, mesh: DeviceMesh) -> Iterator[None]:
                 yield
         except CollectiveError as error:
             raise (
-                error if arrived or not here else CollectiveError(f"{error} On this rank: {here}.")
+                error if arrived or not point else CollectiveError(f"{error} On this rank: {point}.")
             ) from None
 
 

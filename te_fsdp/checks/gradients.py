@@ -336,7 +336,7 @@ def compare_gradient_shapes(step: Step) -> None:
             for rank, of_rank in sorted(by_rank.items()):
                 ranks.setdefault(of_rank.get(name, "none"), []).append(rank)
             if len(ranks) > 1:
-                shown = [f"{what} on {format_ranks(of_rank)}" for what, of_rank in ranks.items()]
+                shown = [f"{shape} on {format_ranks(of_rank)}" for shape, of_rank in ranks.items()]
                 lines.append(f"{name}: {', '.join(shown)}")
         raise MeshError(
             f"{step.where}: gradients that differ between ranks",

@@ -56,7 +56,7 @@ _WHOLE = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 
 Path = tuple[Any, ...]
 #: Name of each input -> its dtype and shape, and the checksum of its values.
-Seen = dict[str, tuple[str, int]]
+InputDescriptions = dict[str, tuple[str, int]]
 
 
 @dataclass
@@ -303,13 +303,13 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     # Counted before the error, and given back with it, so that a caller that catches it is checked again.
     check.left -= 1
     if all(varies for _, varies in by_rank):
-        for (first, (one, _)), (second, (other, _)) in combinations(enumerate(by_rank), 2):
-            if one == other:
+        for (first, (first_sums, _)), (second, (second_sums, _)) in combinations(enumerate(by_rank), 2):
+            if first_sums == second_sums:
                 check.left += 1
                 raise InputError(
                     f"{label}: inputs of a sequence-parallel module",
                     expected="a different part of the tokens on each rank of a tp group",
-                    got=f"{one[0]}, the same on tp ranks {first} and {second}",
+                    got=f"{first_sums[0]}, the same on tp ranks {first} and {second}",
                     why="The module concatenates the parts of all ranks: each token would occur several times",
                     fix="shard the sequence along its first dim: "
                     "x.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]; or build TE modules without "
@@ -391,7 +391,7 @@ def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield module, "hidden_dropout"
 
 
-def _describe_tensors(tensors: dict[str, torch.Tensor]) -> Seen:
+def _describe_tensors(tensors: dict[str, torch.Tensor]) -> InputDescriptions:
     """Return dtype and shape of each tensor as text, and its checksum."""
     return {
         name: (f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", int(checksum(_plain(tensor))))
@@ -399,7 +399,7 @@ def _describe_tensors(tensors: dict[str, torch.Tensor]) -> Seen:
     }
 
 
-def _differing(by_rank: list[Seen], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
+def _differing(by_rank: list[InputDescriptions], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
     """Return inputs whose dtype or shape differs as texts, and inputs whose values differ by name and as texts."""
     looks_differ, values = [], []
     for name in dict.fromkeys(name for inputs in by_rank for name in inputs):
@@ -418,7 +418,7 @@ def _check_equal(
 ) -> None:
     """Raise for inputs, modes and random states that differ over tp. Collective over ``mesh``."""
     trained = [name for name, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()]
-    mine: Seen = {"training": (str(training), 0), "the recipe": (recipe, 0)}
+    mine: InputDescriptions = {"training": (str(training), 0), "the recipe": (recipe, 0)}
     # Ranks that differ here would run different collectives in backward.
     mine["gradients"] = f"of {', '.join(trained) or 'no input'}", 0
     if drops:

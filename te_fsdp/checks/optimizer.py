@@ -110,16 +110,16 @@ def refuse_replaced(step: Step) -> None:
     count = sum(len(group["params"]) for group in step.optimizer.param_groups)
     more = f", and {len(marked) - 1} more of its {count}" if len(marked) > 1 else ""
     got = f"one from before {by}, which has replaced it"
-    whose = "new"
+    expected_owner = "new"
     fix = "build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()"
     if by == COPIED:
-        got, whose = "a copy, as copy.deepcopy or a pickle of an optimizer makes them", "model's"
+        got, expected_owner = "a copy, as copy.deepcopy or a pickle of an optimizer makes them", "model's"
         fix = "build another optimizer from model.parameters(), and let it load_state_dict(optimizer.state_dict())"
     raise OrderError(
         f"{step.where}: {name}{more}",
         expected="parameters that the model has now",
         got=got,
-        why=f"Gradients go to the {whose} parameter: the step would change nothing",
+        why=f"Gradients go to the {expected_owner} parameter: the step would change nothing",
         fix=fix,
     )
 
@@ -301,9 +301,9 @@ def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
     return next((names for cls, names in _STATES.items() if isinstance(optimizer, cls)), ())
 
 
-def _another_class(what: str, needed: Iterable[str], got: str) -> CheckpointError:
+def _another_class(problem: str, needed: Iterable[str], got: str) -> CheckpointError:
     return CheckpointError(
-        what,
+        problem,
         expected=f"the states of this class: {', '.join(needed)}",
         got=got,
         fix="load the state into an optimizer of the class that saved it, or begin with new state",

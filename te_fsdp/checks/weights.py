@@ -156,10 +156,10 @@ def _names_equal_on_two_ranks(mesh: DeviceMesh, axis: str, mine: dict[str, int])
     """Return the names whose shards are identical on two ranks of a 1-D mesh."""
     by_rank = gather(mine, mesh)
     texts: dict[str, str] = {}
-    for (one, first), (other, second) in combinations(enumerate(by_rank), 2):
+    for (first_rank, first), (second_rank, second) in combinations(enumerate(by_rank), 2):
         for label, value in first.items():
             if second.get(label) == value:
-                texts.setdefault(label, f"{label} ({axis} ranks {one} and {other})")
+                texts.setdefault(label, f"{label} ({axis} ranks {first_rank} and {second_rank})")
     return list(texts.values())
 
 

@@ -77,7 +77,7 @@ class Environment:
     @property
     def unreachable_gpus(self) -> str:
         """Return the ordinals of GPUs that cannot access the memory of all other GPUs, as a string."""
-        return ", ".join(str(at) for at, gpu in enumerate(self.gpus) if len(gpu.peers) < len(self.gpus) - 1)
+        return ", ".join(str(n) for n, gpu in enumerate(self.gpus) if len(gpu.peers) < len(self.gpus) - 1)
 
 
 def gather() -> Environment:

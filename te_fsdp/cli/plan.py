@@ -266,7 +266,7 @@ def _show_search(
     """Print the meshes of a search as a table or as JSON, ordered by time if speeds are given."""
     if machine is not None:  # those that fit come first, ordered by time
         meshes = sorted(
-            meshes, key=lambda each: math.inf if each.reason else _seconds(each, machine) / each.tokens
+            meshes, key=lambda mesh: math.inf if mesh.reason else _seconds(mesh, machine) / mesh.tokens
         )
     if as_json:
         candidates = []

@@ -193,6 +193,6 @@ class UnitOrder:
         maximum(order, mesh)
         # Equal places are possible (the maximum of different ranks), so the order of the units decides.
         not_agreed = [
-            (position, at) for at, (repeated, position) in enumerate(order.tolist()) if not repeated
+            (position, index) for index, (repeated, position) in enumerate(order.tolist()) if not repeated
         ]
-        self.agreed = tuple(self._units[at] for _, at in sorted(not_agreed))
+        self.agreed = tuple(self._units[index] for _, index in sorted(not_agreed))

@@ -49,9 +49,9 @@ def separate_group(
         purpose: A word for the use of the group.
         backend: ``None`` for the default backend of the job.
     """
-    at = (root.mesh_dim_names or ()).index(axis)
+    dim = (root.mesh_dim_names or ()).index(axis)
     stages = _torch.root_mesh(root).mesh.reshape(-1, *root.shape)
-    rows = stages.movedim(at + 1, -1).reshape(-1, root.size(at)).tolist()
+    rows = stages.movedim(dim + 1, -1).reshape(-1, root.size(dim)).tolist()
 
     def make() -> dist.ProcessGroup:
         group, _ = dist.new_subgroups_by_enumeration(rows, backend=backend)

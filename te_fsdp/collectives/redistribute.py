@@ -65,7 +65,7 @@ class PackedLayout:
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return views of each tensor's elements in the last dim of ``memory``. Local operation."""
         starts = itertools.accumulate(self.padded_sizes, initial=0)
-        return [memory[..., at : at + size] for at, size in zip(starts, self.sizes, strict=False)]
+        return [memory[..., start : start + size] for start, size in zip(starts, self.sizes, strict=False)]
 
     def pack(
         self,

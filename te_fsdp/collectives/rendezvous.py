@@ -92,8 +92,8 @@ class Liveness:
             except OSError:
                 self.text = ""
             # A child process created by os.fork() would keep the port open after this process ends.
-            this = weakref.ref(self)
-            os.register_at_fork(after_in_child=lambda: _close(this()))
+            reference = weakref.ref(self)
+            os.register_at_fork(after_in_child=lambda: _close(reference()))
         # Accept pending connections, since the port's queue is short, and drop closed ones.
         self.incoming = [peer for peer in self.incoming if _is_open(peer) or peer.close()]
         with contextlib.suppress(OSError):  # raised when none is pending
@@ -259,17 +259,17 @@ def run_while_all_live(call: str, collective: Callable[[], T]) -> T:
 
 def _near_addresses() -> dict[int, str]:
     """Return the addresses that the next ranks have published, in ascending order."""
-    me, size = dist.get_rank(), dist.get_world_size()
+    own_rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}world", _torch.default_store())
-    ranks = sorted((me + step) % size for step in range(1, min(size, _NEAR)))
+    ranks = sorted((own_rank + step) % size for step in range(1, min(size, _NEAR)))
     keys = [f"alive/{rank}" for rank in ranks]
     try:
         # One request each, unless a rank has no address.
         keys = keys if store.check(keys) else [key for key in keys if store.check([key])]
-        found = dict(zip(keys, store.multi_get(keys), strict=True)) if keys else {}
+        addresses = dict(zip(keys, store.multi_get(keys), strict=True)) if keys else {}
     except (dist.DistError, ConnectionError):  # the collective needs the store, too, and reports it
         return {}
-    return {rank: found[f"alive/{rank}"].decode() for rank in ranks if f"alive/{rank}" in found}
+    return {rank: addresses[f"alive/{rank}"].decode() for rank in ranks if f"alive/{rank}" in addresses}
 
 
 def _ended_error(call: str, ended: list[int], size: int) -> str:
@@ -335,7 +335,7 @@ class _Rendezvous:
     call: str
     ranks: tuple[int, ...]
     number: int
-    me: int  # global rank of this process
+    own_rank: int  # global rank of this process
     before: str  # name of the previous call, which has ended on every rank that has entered this one
     store: Any
 
@@ -352,18 +352,18 @@ class _Rendezvous:
 
     def wait(self) -> None:
         """Enter the call and wait for all ranks. Raises ``CollectiveError`` on all ranks if some do not arrive."""
-        me, number, store = self.me, self.number, self.store
+        own_rank, number, store = self.own_rank, self.number, self.store
         with _store_errors(self.call):
             address = _process().liveness.publish()
             if number == 0 and address:
-                store.set(f"alive/{me}", address)
+                store.set(f"alive/{own_rank}", address)
             # Before counting: a rank that sees all ranks counted can read all names.
-            store.set(f"{number}/{me}", self.call)
+            store.set(f"{number}/{own_rank}", self.call)
             # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different calls.
             in_this_call = store.add(f"{number}/in/{self.call}", 1)
             arrived = store.add(f"{number}/came", 1)
             # The store is never cleared as a whole, so keys of the previous call are deleted by the next one.
-            store.delete_key(f"{number - 1}/{me}")
+            store.delete_key(f"{number - 1}/{own_rank}")
             if arrived == len(self.ranks):
                 same_call = in_this_call == arrived or store.add(f"{number}/in/{self.call}", 0) == arrived
                 self._write_outcome(_GO if same_call else self._different_calls_error().encode())
@@ -374,7 +374,7 @@ class _Rendezvous:
                 # Rank 0 waits until the others have read the outcome: the store may end with it after the error.
                 read, until = store.add(f"{number}/read", 1), time.monotonic() + _READING
                 while (
-                    me == 0
+                    own_rank == 0
                     and time.monotonic() <= until
                     and read < max(arrived, store.add(f"{number}/came", 0))
                 ):
@@ -414,8 +414,8 @@ class _Rendezvous:
         # The store of several nodes may contain addresses of dead ranks of an earlier start (:func:`_start_of_job`).
         if self.number == 0 and _agent_has_store() and os.environ.get("GROUP_WORLD_SIZE") != "1":
             return []
-        at = self.ranks.index(self.me)
-        missing = self._without_key((*self.ranks[at + 1 :], *self.ranks[:at]), _NAMED)
+        position = self.ranks.index(self.own_rank)
+        missing = self._without_key((*self.ranks[position + 1 :], *self.ranks[:position]), _NAMED)
         alive = [rank for rank in missing if self.store.check([f"alive/{rank}"])]
         ended = [
             rank for rank in alive if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())

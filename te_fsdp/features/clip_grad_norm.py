@@ -266,7 +266,7 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
     for averages in averaging:
         averages.finish()
     # Replace gradients by their averages, which the next step uses.
-    rows = {key: average for averages in averaging for key, average in averages.made.items()}
+    rows = {key: average for averages in averaging for key, average in averages.computed.items()}
     gradients = [gradient for gradient in gradients_of(state.parameters().values()) if gradient is not None]
     _torch.multiply_all_(
         _torch.local_tensors_of(rows.get(id(gradient), gradient) for gradient in gradients), number

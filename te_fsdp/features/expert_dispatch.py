@@ -71,13 +71,13 @@ class ExpertDispatcher:
         self.num_experts, self.capacity, self.groups = int(num_experts), int(capacity), int(groups)
         self.group = None if meshes.ep is None else meshes.ep.get_group()
         self._ep, self._is_checked = meshes.ep, False
-        step, each = -(-num_experts // ranks), capacity * groups
+        step, rows_per_expert = -(-num_experts // ranks), capacity * groups
         #: Rows for each of this rank's experts, to pass as ``m_splits``.
-        self.splits: list[int] = [ranks * each] * mine
-        self._shape = ranks, mine, each
+        self.splits: list[int] = [ranks * rows_per_expert] * mine
+        self._shape = ranks, mine, rows_per_expert
         # As torch.chunk distributes experts: the last ranks may have fewer of them, or none.
-        self._send = [min(step, num_experts - rank * step) * each for rank in range(ranks)]
-        self._receive = [mine * each] * ranks
+        self._send = [min(step, num_experts - rank * step) * rows_per_expert for rank in range(ranks)]
+        self._receive = [mine * rows_per_expert] * ranks
 
     @staticmethod
     def capacity_for(tokens: int, top_k: int, num_experts: int, factor: float, *, multiple: int = 1) -> int:
@@ -149,11 +149,11 @@ class ExpertDispatcher:
         # The last row receives the dropped copies.
         buffer = tokens.new_zeros(route.unused + 1, tokens.shape[1])
         buffer = buffer.index_copy(0, route.rows.flatten(), copies)[: route.unused]
-        ranks, mine, each = self._shape
+        ranks, mine, rows_per_expert = self._shape
         if self.group is None:
             return buffer, route
         arrived = _AllToAll.apply(buffer, self._send, self._receive, self.group)
-        return arrived.view(ranks, mine, each, -1).transpose(0, 1).flatten(0, 2), route
+        return arrived.view(ranks, mine, rows_per_expert, -1).transpose(0, 1).flatten(0, 2), route
 
     def _check_shapes(self, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
         """Raise InputError for wrong shapes, dtypes or indices. Local operation."""
@@ -213,7 +213,7 @@ class ExpertDispatcher:
         Raises:
             InputError: The shapes do not fit.
         """
-        ranks, mine, each = self._shape
+        ranks, mine, rows_per_expert = self._shape
         if results.ndim != 2 or len(results) != sum(self.splits) or weights.shape != route.rows.shape:
             raise InputError(
                 "ExpertDispatcher.combine: shapes of results and weights",
@@ -222,7 +222,7 @@ class ExpertDispatcher:
                 fix="pass the experts' outputs for all rows of dispatch, and one weight for each chosen expert",
             )
         if self.group is not None:
-            back = results.reshape(mine, ranks, each, -1).transpose(0, 1).flatten(0, 2)
+            back = results.reshape(mine, ranks, rows_per_expert, -1).transpose(0, 1).flatten(0, 2)
             results = _AllToAll.apply(back, self._receive, self._send, self.group)
         padded = torch.cat([results, results.new_zeros(1, results.shape[1])])
         outputs = padded.index_select(0, route.rows.flatten()).unflatten(0, route.rows.shape)

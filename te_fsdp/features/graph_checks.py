@@ -270,13 +270,13 @@ def _with_contents(value: Any, depth: int = 3) -> Any:
     return _Object(value, Signature(structure, [_with_contents(leaf, depth - 1) for leaf in leaves]))
 
 
-def _same(mine: Any, other: Any) -> bool:
+def _same(value: Any, other: Any) -> bool:
     """Return whether two values are equal. Objects without a comparison count as different."""
-    if isinstance(mine, _Object) and isinstance(other, _Object):
-        return _same(mine.value, other.value) and mine.contents.fits(other.contents)
-    if mine is other or isinstance(mine, torch.Tensor):
-        return mine is other
+    if isinstance(value, _Object) and isinstance(other, _Object):
+        return _same(value.value, other.value) and value.contents.fits(other.contents)
+    if value is other or isinstance(value, torch.Tensor):
+        return value is other
     try:
-        return type(mine) is type(other) and bool(mine == other)
+        return type(value) is type(other) and bool(value == other)
     except (RuntimeError, ValueError, TypeError):  # arrays, and dataclasses with tensors
         return False

@@ -143,7 +143,7 @@ def graphed_step(
 # last one reduces what the others have accumulated. The second one leaves all gradients and weights at the
 # addresses at which it found them (compared after its capture), so its replays can follow each other. A stream
 # under capture must not wait for an event of another capture. So each graph waits for its reductions at its end.
-class _Part(NamedTuple):
+class _MicrobatchGraph(NamedTuple):
     """The graph of one microbatch's forward, backward and reductions, or of all microbatches."""
 
     graph: torch.cuda.CUDAGraph
@@ -157,7 +157,8 @@ class _Recording:
 
     signature: Signature
     inputs: Inputs  #: Of one call of the function
-    gradients: list[_Part]  #: The graph of all microbatches, or those of [Note: graphs of microbatches]
+    #: The graph of all microbatches, or those of [Note: graphs of microbatches]
+    gradients: list[_MicrobatchGraph]
     norm: torch.Tensor | None  #: Gradient norm, overwritten by each replay
     trained: list[torch.Tensor]  #: Parameters with gradients
     read_between: list[torch.Tensor]  #: Their gradients if they are read between the graphs, else empty
@@ -220,8 +221,8 @@ class GraphedStep:
             if self._state.unsharded.gathers or self._state.gathered():
                 # Weights unsharded by an evaluation would be stale after a replay.
                 release_params(self._model)
-            if self._snapshot is not None and (what := self._snapshot.changed()):
-                _log.info("graphed_step: recorded again, because of a change: %s", what)
+            if self._snapshot is not None and (change := self._snapshot.changed()):
+                _log.info("graphed_step: recorded again, because of a change: %s", change)
                 self._drop()
             signature = Signature.of(leaves, structure)
             recording = next((r for r in self._recorded if r.signature.fits(signature)), None)
@@ -241,11 +242,11 @@ class GraphedStep:
                     recording = self._record(signature, leaves, structure)
             if recording is not None:
                 return self._replay(recording, leaves)
-            there = [
+            present = [
                 leaf.to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in leaves
             ]
-            output = self._eager(there, structure)
+            output = self._eager(present, structure)
             self._steps += 1
             if not self._has_run(signature):
                 # Only the latest kinds, so that memory stays bounded for data with many shapes.
@@ -377,7 +378,7 @@ class GraphedStep:
         zero_grad(self._model)
         self._clear_events()
         report = self._state.components.get(NanReport)
-        parts, norm, buffers = list[_Part](), None, Buffers(self._model, attributes=True)
+        parts, norm, buffers = list[_MicrobatchGraph](), None, Buffers(self._model, attributes=True)
 
         def run(number: int) -> StepOutput:
             """Run the part of a step that one graph contains ([Note: graphs of microbatches])."""
@@ -409,7 +410,7 @@ class GraphedStep:
                 self._run_eagerly(recorded)
                 return None
             graph, (output, norm) = recorded
-            parts.append(_Part(graph, output, 0 if report is None else report.microbatch))
+            parts.append(_MicrobatchGraph(graph, output, 0 if report is None else report.microbatch))
             for root in self._state.roots() if number < self._last else ():
                 _fsdp2.clear_events(root)
         trained = [p for p in self._state.parameters().values() if p.grad is not None]

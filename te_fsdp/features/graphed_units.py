@@ -208,7 +208,7 @@ class _Shared:
             pass_ for reference in self._stack if (pass_ := reference()) is not None and not pass_.is_done
         ]
         if len(alive) != len(self._stack):
-            self._stack = [weakref.ref(each) for each in alive]
+            self._stack = [weakref.ref(node) for node in alive]
         return alive
 
     def count_until_end_of_backward(self) -> None:
@@ -280,7 +280,7 @@ class _Pending:
             self.recording.wait_for_reductions()  # [Note: gradients of weights] expects the unit in between
         self._shared.count_until_end_of_backward()
         others = pending[:-1]
-        is_alone = self._shared.forwards[self.name] <= 1 and all(each.name != self.name for each in others)
+        is_alone = self._shared.forwards[self.name] <= 1 and all(node.name != self.name for node in others)
         results = self.recording.run_backward(
             gradients, is_alone=is_alone, is_reduced_next=goes_on or not others
         )
@@ -327,7 +327,7 @@ class _Unit:
         """Return a recording for a forward, and whether it is new; ``None`` to run eagerly."""
         pending = self.shared.pending()
         last = pending[-1].recording if pending else None
-        alive = [each.recording for each in pending]
+        alive = [node.recording for node in pending]
         # A recorded forward whose backward never ran is of no use.
         self.recordings = [r for r in self.recordings if r.is_complete or r in alive]
         for recording in self.recordings:
@@ -337,13 +337,13 @@ class _Unit:
             ):
                 continue
             if recording.is_complete and recording.signature.fits(signature):
-                what = recording.changed()
-                if not what:
+                change = recording.changed()
+                if not change:
                     return recording, False
-                _log.info("graphed_units: %s is recorded again, because of a change: %s", self.name, what)
+                _log.info("graphed_units: %s is recorded again, because of a change: %s", self.name, change)
                 self.recordings.remove(recording)
                 break
-        if not self._has_run(signature) or not all(each.is_new for each in pending):
+        if not self._has_run(signature) or not all(node.is_new for node in pending):
             return None, False
         return self._record(signature, leaves, structure, first=not pending), True
 
@@ -414,7 +414,7 @@ class _Unit:
         for tensor in tensors:
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 return f"an input is a {type(tensor).__name__}"
-        if not any(each.requires_grad for each in (*tensors, *self.module.parameters())):
+        if not any(value.requires_grad for value in (*tensors, *self.module.parameters())):
             return "nothing in it is trained"
         return self.shared.reason_of_addresses(self.module)
 

@@ -25,7 +25,7 @@ class Replaced(NamedTuple):
     """A member of a group that its local tensor replaces."""
 
     members: list[torch.Tensor]  #: ``group["params"]``
-    place: int  #: Its index there
+    index: int  #: Its index there
     parameter: torch.Tensor
     local: torch.Tensor
 

@@ -91,8 +91,9 @@ class Muon(Optimizer):
         require_model(model, "Muon(model, params)")
         require_flags("Muon", split_fused=split_fused)
         # torch's constructors check the options and define the defaults.
-        some = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
-        defaults = {**torch.optim.Muon(some, **options).defaults, "algorithm": "muon", "betas": (0.9, 0.999)}
+        placeholder = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
+        defaults = torch.optim.Muon(placeholder, **options).defaults
+        defaults |= {"algorithm": "muon", "betas": (0.9, 0.999)}
         supported = ("lr", "betas", "eps", "weight_decay")
         is_dict = isinstance(adamw or {}, Mapping)
         unknown = sorted(set(adamw or ()) - set(supported)) if is_dict else [repr(adamw)]
@@ -103,7 +104,7 @@ class Muon(Optimizer):
                 got=", ".join(unknown),
                 fix="omit it, or pass adamw=None and use your own optimizer for the other parameters",
             )
-        adamw_defaults = torch.optim.AdamW(some, **(adamw or {})).defaults
+        adamw_defaults = torch.optim.AdamW(placeholder, **(adamw or {})).defaults
         others = {key: adamw_defaults[key] for key in supported}
         if params is None:
             # TransformerEngine's linear layers, including single weights of all experts.
@@ -206,7 +207,7 @@ class Muon(Optimizer):
         key = tuple((id(original), tuple(_torch.local_of(sharded).shape)) for sharded, original, _ in trained)
         plan = self._plan
         if plan is None or plan.key != key:
-            made = _make_exchange_plan(model, [each[:2] for each in trained], self._split_fused)
+            made = _make_exchange_plan(model, [row[:2] for row in trained], self._split_fused)
             plan = self._plan = _ExchangePlan(key, *made)
         updates: dict[int, torch.Tensor] = {}
         for index, (parameter, _, group) in enumerate(trained):
@@ -348,7 +349,7 @@ def _make_exchange_plan(
     for group, weights in exchanges.values():
         if group is not None:
             layouts = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
-            if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in layouts):
+            if any([row[:2] for row in other] != [(w.label, w.shape) for w in weights] for other in layouts):
                 raise MeshError(
                     "Muon.step: ranks that shard the same weights",
                     expected="the same parameters in the same order on all ranks",

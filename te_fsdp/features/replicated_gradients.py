@@ -368,8 +368,8 @@ class ReplicatedGradients(Component):
                 units.setdefault(slot.unit, []).append(slot)
             packed = [
                 (unit, bucket)
-                for unit, each in units.items()
-                for bucket in pack(each, self._meshes.tp_or_none)
+                for unit, parameters in units.items()
+                for bucket in pack(parameters, self._meshes.tp_or_none)
             ]
             early = [(unit, bucket) for unit, bucket in packed if unit is not None and unit in agreed]
             self._buckets = early, [bucket for unit, bucket in packed if unit not in agreed]

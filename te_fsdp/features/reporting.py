@@ -208,10 +208,10 @@ def _group_by_value(texts: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]],
     return tuple((text, tuple(of)) for text, of in names.items())
 
 
-def _describe_several(what: str, kind: str, names: tuple[str, ...], words: str) -> str:
+def _describe_several(subject: str, kind: str, names: tuple[str, ...], words: str) -> str:
     """Return one line about several units or weights."""
     first = names[0] or "the root"
-    return f"{what} of {first if len(names) == 1 else f'{len(names)} {kind} ({first}, ...)'}: {words}"
+    return f"{subject} of {first if len(names) == 1 else f'{len(names)} {kind} ({first}, ...)'}: {words}"
 
 
 def _as_grouped_tensor(label: str, module: nn.Module, parts: list[Row]) -> Row:
@@ -255,10 +255,10 @@ def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | N
     if (fmt is None and not grouped) or not isinstance(parameter, DTensor):
         return ""
     info = shard_info(module, name, parameter)
-    dim, ranks = info.at.fsdp_dim, info.at.fsdp_size
-    length = info.original_shape[dim] // (info.at.tp_size if info.rule.shard_dim == dim else 1)
+    dim, ranks = info.coordinates.fsdp_dim, info.coordinates.fsdp_size
+    length = info.original_shape[dim] // (info.coordinates.tp_size if info.rule.shard_dim == dim else 1)
     if grouped:
-        low, high = chunk_range(info.original_shape[0], info.at.ep_size, info.at.ep_rank)
+        low, high = chunk_range(info.original_shape[0], info.coordinates.ep_size, info.coordinates.ep_rank)
         length = high - low if dim == 0 else length
         if ranks > 1 and dim != 0:
             return f"sharded along dim {dim}: {high - low} experts do not divide among {ranks} ranks"

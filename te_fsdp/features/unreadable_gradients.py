@@ -42,7 +42,7 @@ class UnreadableGradient:
 
     @staticmethod
     @abstractmethod
-    def refuse(gradient: Any, what: str) -> NoReturn:
+    def refuse(gradient: Any, use: str) -> NoReturn:
         """Raise :class:`~te_fsdp.errors.OrderError` for an operation on a gradient."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -52,12 +52,12 @@ class _Unreduced(UnreadableGradient):
     is_zeroed = False  #: Whether it was filled with zeros, which clears the gradient
 
     @staticmethod
-    def refuse(gradient: Any, what: str) -> NoReturn:
+    def refuse(gradient: Any, use: str) -> NoReturn:
         """Raise :class:`OrderError` for an operation that reads a gradient before its reduction."""
         name_of = getattr(gradient, "name_of", None)
         name = "" if name_of is None else name_of()
         raise OrderError(
-            f"{what} on the gradient of {name or 'a parameter'}",
+            f"{use} on the gradient of {name or 'a parameter'}",
             expected="a gradient that is reduced over the data-parallel ranks",
             got="an unreduced gradient, after a backward that was not the last one of its step",
             why="Each rank has the gradient of its own microbatches only",
@@ -189,10 +189,10 @@ class UnreducedGradients(Component):
         """Drop cleared gradients at the start of each backward of this output. Local operation."""
         self.mark_unsharded()
         # The autograd graph keeps the hook, and must not keep this component and its model alive.
-        this = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def start(gradient: torch.Tensor) -> None:
-            component = this()
+            component = reference()
             if component is not None and component.backward != _torch.backward_id():
                 component.backward = _torch.backward_id()
                 component.drop_cleared()

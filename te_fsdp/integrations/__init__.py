@@ -34,11 +34,11 @@ def needs(extra: str) -> Iterator[None]:
         raise type(error)(text, name=error.name) from error
 
 
-def raising_method(error: type[TeFsdpError], what: str, **facts: str) -> Any:
+def raising_method(error: type[TeFsdpError], problem: str, **facts: str) -> Any:
     """Return a method that always raises. It replaces a method of a framework class that te_fsdp cannot support."""
 
     def method(*unused: Any, **also_unused: Any) -> NoReturn:
-        raise error(what, **facts)
+        raise error(problem, **facts)
 
     method.__doc__ = f"Refused with ``{error.__name__}``."
     return method

@@ -159,8 +159,8 @@ class TeFsdpAccelerator(_Accelerator):
             return super().prepare_data_loader(data_loader)
         shared = self.meshes.data_size != self.num_processes
         if shared and self.dispatch_batches:
-            what = "DataLoaderConfiguration(dispatch_batches=True)"
-            self._require_unshared_data(what, "dispatch_batches=False")
+            problem = "DataLoaderConfiguration(dispatch_batches=True)"
+            self._require_unshared_data(problem, "dispatch_batches=False")
         # accelerate would divide the data by processes, and ranks of tp would get different data.
         prepared = prepare_data_loader(
             data_loader,
@@ -189,11 +189,11 @@ class TeFsdpAccelerator(_Accelerator):
             self._require_unshared_data("Accelerator.prepare(scheduler)", fix)
         return super().prepare_scheduler(scheduler)
 
-    def _require_unshared_data(self, what: str, fix: str) -> None:
+    def _require_unshared_data(self, problem: str, fix: str) -> None:
         """Raise OrderError if several processes have the same data, because accelerate counts processes."""
         if self.meshes.data_size != self.num_processes:
             raise OrderError(
-                what,
+                problem,
                 expected="different data on each process",
                 got=f"{self.meshes.data_size} parts of the data on {self.num_processes} processes ({self.meshes})",
                 why="accelerate counts processes",

@@ -192,14 +192,14 @@ def _check_comm_type(meshes: Meshes, comm_type: str, a2a_size: int | None) -> No
 
 def _check_attention(name: str, module: Any, comm_type: str, head_ranks: int | None) -> None:
     """Check the constructor settings of an attention module. ``head_ranks`` share its heads."""
-    for what in ("num_attention_heads", "num_gqa_groups"):
+    for option in ("num_attention_heads", "num_gqa_groups"):
         if head_ranks is None:
             break
-        heads = getattr(module, what) // module.tp_size
+        heads = getattr(module, option) // module.tp_size
         # cuDNN needs even numbers of heads (get_attention_backend of TE 2.18 to 2.20).
         if heads % head_ranks or heads % 2:
             raise PlacementError(
-                f"{name}: {what}={getattr(module, what)} over tp={module.tp_size} and "
+                f"{name}: {option}={getattr(module, option)} over tp={module.tp_size} and "
                 f"{head_ranks} ranks of {comm_type}",
                 expected=f"a multiple of {math.lcm(head_ranks, 2)} on each rank of tp",
                 got=heads,

@@ -254,16 +254,16 @@ class _Fit:
             # The form that the checkpoint has is loaded as torch loads it.
             if mark is None or key in saved or mark.registered() not in (parts := key.split(".")):
                 continue
-            at = len(parts) - 1 - parts[::-1].index(mark.registered())
-            prefixes = [".".join([*parts[:at], name]) for name in mark.saved()]
-            keys = [".".join([prefix, *parts[at + 1 :]]) for prefix in prefixes]
+            index = len(parts) - 1 - parts[::-1].index(mark.registered())
+            prefixes = [".".join([*parts[:index], name]) for name in mark.saved()]
+            keys = [".".join([prefix, *parts[index + 1 :]]) for prefix in prefixes]
             shape = value.shape[1:] if mark.index is None else (mark.total, *value.shape)
             if all(isinstance(saved.get(k), TensorStorageMetadata) and saved[k].size == shape for k in keys):
                 self.tensors[key] = keys
-                self.prefixes[".".join(parts[: at + 1])] = mark, prefixes
+                self.prefixes[".".join(parts[: index + 1])] = mark, prefixes
                 # A flattened state dict has the options of a parameter's group next to its state.
-                for n in (n for n, part in enumerate(parts[:at]) if part == "state"):
-                    head, tail = [*parts[:n], "param_groups"], parts[n + 1 : at]
+                for n in (n for n, part in enumerate(parts[:index]) if part == "state"):
+                    head, tail = [*parts[:n], "param_groups"], parts[n + 1 : index]
                     renamed = [".".join([*head, *tail, name]) for name in mark.saved()]
                     self.prefixes[".".join([*head, *tail, mark.registered()])] = mark, renamed
         for key in entries:
@@ -286,19 +286,19 @@ class _Fit:
             shards = [((0,) * value.ndim, value)]
             if hasattr(value, "__create_chunk_list__"):
                 offsets = [chunk.offsets for chunk in value.__create_chunk_list__() if 0 not in chunk.sizes]
-                shards = [(tuple(at), value.__get_tensor_shard__(MetadataIndex("", at))) for at in offsets]
-            for at, piece in shards:
+                shards = [(tuple(o), value.__get_tensor_shard__(MetadataIndex("", o))) for o in offsets]
+            for offset, piece in shards:
                 # The model has one tensor per expert, the checkpoint one for all. Below it is the reverse.
                 if mark.index is not None:
                     shape = (mark.total, *value.shape)
                     target = targets.setdefault(keys[0], LoadTarget(shape, value))
-                    target.pieces[(mark.index, *at)] = (
+                    target.pieces[(mark.index, *offset)] = (
                         piece.stacked() if isinstance(piece, QuantizedSlice) else piece.unsqueeze(0)
                     )
                     continue
                 for index in range(piece.shape[0]):
-                    target = targets.setdefault(keys[at[0] + index], LoadTarget(value.shape[1:], value))
-                    target.pieces[at[1:]] = (
+                    target = targets.setdefault(keys[offset[0] + index], LoadTarget(value.shape[1:], value))
+                    target.pieces[offset[1:]] = (
                         piece.flat() if isinstance(piece, QuantizedSlice) else piece[index]
                     )
             for name in keys if mark.index is None else ():

@@ -124,13 +124,13 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
         if entry.shape[0] > _rows(marks):
             raise DamagedEntryError("its prefix differs")
         return marks, None
-    at = data.find(b"\n") + 1
-    length = data[at : at + _LENGTH]
+    start = data.find(b"\n") + 1
+    length = data[start : start + _LENGTH]
     if not length.strip(b"\0"):
         return marks, None
     try:
-        end = at + _LENGTH + int(length)
-        described = json.loads(data[at + _LENGTH : end])
+        end = start + _LENGTH + int(length)
+        described = json.loads(data[start + _LENGTH : end])
         sizes = {key: math.prod(shape) * 4 for key, shape in described["shapes"].items()}
         values = data[end : end + sum(sizes.values())]
         if f"{zlib.crc32(values):08x}" != described["crc"]:
@@ -350,8 +350,8 @@ def decode_extra_state(module: nn.Module, state: Any) -> Any:
         quantized = [n for n, p in params.items() if _te.is_quantized(_torch.local_of(p))]
         if binding is not None and quantized:
             tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-            at = shard_info(module, quantized[0], params[quantized[0]], label=name_of(module)).at
-            mesh_sizes = (tp_size, at.fsdp_size)
+            info = shard_info(module, quantized[0], params[quantized[0]], label=name_of(module))
+            mesh_sizes = (tp_size, info.coordinates.fsdp_size)
             condition = mesh_sizes if max(mesh_sizes) > 1 else None
         if saved != condition:
             raise CheckpointError(

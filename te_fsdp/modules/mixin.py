@@ -77,8 +77,8 @@ class _ToLocal(torch.autograd.Function):
         ctx.waits = ctx.assigns = binding.fsdp.is_managed and not torch.compiler.is_compiling()
         if ctx.waits and _torch.backward_id() == -1:
             # Autograd adds the gradients of several forwards in one backward before FSDP2 reduces them.
-            for each in tuple(binding.fsdp.forwards):
-                if (earlier := each()) is not None and earlier.waits:
+            for reference in tuple(binding.fsdp.forwards):
+                if (earlier := reference()) is not None and earlier.waits:
                     earlier.assigns = ctx.assigns = False
             binding.fsdp.forwards.append(weakref.ref(ctx, binding.fsdp.forwards.remove))
         local, specs = _torch.locals_and_specs(parameters)
@@ -289,10 +289,10 @@ class MeshModule(torch.nn.Module):
                 if pair.release is not None and value is pair.shard and ends:
                     pair.is_shard_exposed = False
                     pair.release()
-                have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
-                if there and value is pair.unsharded and have.get(PARAMETER) is not there.get(PARAMETER):
+                attrs, before = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
+                if before and value is pair.unsharded and attrs.get(PARAMETER) is not before.get(PARAMETER):
                     share_record(old, value)
-                elif there.keys() - have.keys() - _torch.DTENSOR_ATTRIBUTES:
+                elif before.keys() - attrs.keys() - _torch.DTENSOR_ATTRIBUTES:
                     copy_param_attrs(old, value)
         parameters[name] = value
 
@@ -319,7 +319,7 @@ class MeshModule(torch.nn.Module):
         if not is_shard:
             if pair.shard is None and old is not None and old is not value:  # FSDP2 has not set it
                 mark_replaced(old, binding.label(name), "an assignment")
-            if all(each.unsharded is None for each in binding.fsdp.pairs.values()):
+            if all(other_pair.unsharded is None for other_pair in binding.fsdp.pairs.values()):
                 reshard_after_evaluations(self, pair.shard)
             mark_unsharded(old, value, binding)
             pair.unsharded, pair.release = value, release_function_of(value, pair.shard, binding)
@@ -359,9 +359,10 @@ class MeshModule(torch.nn.Module):
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         for value in self.__dict__.values():
-            for one in value if isinstance(value, list) else (value,):  # cp_group may be a list of two groups
-                if isinstance(one, (torch.distributed.ProcessGroup, torch.Stream)):
-                    memo[id(one)] = one
+            # cp_group may be a list of two groups.
+            for shared in value if isinstance(value, list) else (value,):
+                if isinstance(shared, (torch.distributed.ProcessGroup, torch.Stream)):
+                    memo[id(shared)] = shared
         for parameter in self._parameters.values():
             if isinstance(parameter, DTensor) and id(parameter) not in memo:
                 # torch cannot copy a DTensor whose local tensor is a view with an offset. TE's split parameters are

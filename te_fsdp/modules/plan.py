@@ -145,7 +145,7 @@ def user_dtensors(module: Any) -> dict[str, DTensor]:
     kind = _te.kind_of(module) if dtensors else None
     read: Collection[str] = ()
     if kind == "GroupedLinear":
-        counted = [f"{what}{index}" for what in ("weight", "bias") for index in range(module.num_gemms)]
+        counted = [f"{prefix}{index}" for prefix in ("weight", "bias") for index in range(module.num_gemms)]
         read = {*counted, *single_names(module)}
     elif kind not in (None, "unknown"):
         read = _rules(module, kind, {}, PLAIN, False)
@@ -250,11 +250,11 @@ def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> Non
     is_left_out = meshes.weight_mesh is None or (bound.weight_mesh is None and not binding.fsdp.is_managed)
     if has_same_axes and (bound.weight_mesh == meshes.weight_mesh or is_left_out):
         return
-    what, fix = "with different meshes than before", "bind a model once; build a new model for a new mesh"
+    problem, fix = "with different meshes than before", "bind a model once; build a new model for a new mesh"
     if binding.fsdp.is_managed:
-        what, fix = "after fully_shard", "call set_device_mesh before fully_shard"
+        problem, fix = "after fully_shard", "call set_device_mesh before fully_shard"
     raise OrderError(
-        f"{label}: set_device_mesh {what}",
+        f"{label}: set_device_mesh {problem}",
         expected=_meshes_for_module(bound),
         got=_meshes_for_module(meshes),
         why="The parameters are placed already",

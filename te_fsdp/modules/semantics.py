@@ -228,7 +228,7 @@ def _stock_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
             (*inspect.signature(base.__init__).parameters, *getattr(base, "__constants__", ()))
         )
         names = [a for a in arguments if (a in SETTINGS if library == "te" else a not in _NOT_RECORDED)]
-        return next((one for part, one in _SAME if part in kind), kind), library, tuple(names)
+        return next((stock for part, stock in _SAME if part in kind), kind), library, tuple(names)
     return None
 
 
@@ -371,7 +371,7 @@ def differences(
     all_modules = {**saved, **current}
     # Containers have no function of their own: wrapping layers in one does not change the model.
     one_sided = {name for name in saved.keys() ^ current.keys() if all_modules[name].kind not in _ORDERED}
-    owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if one_sided else set()
+    owners = {name[:n] for name in tensors for n, c in enumerate(name) if c == "."} if one_sided else set()
     for name in one_sided - owners:
         # A missing module is reported without its submodules, which are missing with it.
         if name.rpartition(".")[0] not in one_sided:
@@ -469,11 +469,11 @@ def _compare(saved: Semantics, current: Semantics) -> Iterator[tuple[str, Any, A
         yield setting, then, now, "note" if str(then).startswith("<") else effect
 
 
-def _same(then: Any, now: Any) -> bool:
+def _same(saved: Any, current: Any) -> bool:
     """Return whether kernels treat two values as equal. They use fp32, so ``d**-0.5`` equals ``1 / sqrt(d)``."""
-    if isinstance(then, float) and isinstance(now, float):
-        return math.isclose(then, now, rel_tol=2**-24)
-    return then == now
+    if isinstance(saved, float) and isinstance(current, float):
+        return math.isclose(saved, current, rel_tol=2**-24)
+    return saved == current
 
 
 def _class(module: Semantics) -> str:

@@ -81,10 +81,10 @@ def _by_axis(label: str, parameter: DTensor, meshes: Mapping[str, DeviceMesh | N
         if mesh.size(axis) == 1:
             continue
         # The user may have named the axes of the mesh in any way, so an axis is recognised by its ranks.
-        at = tuple(
+        coordinates = tuple(
             slice(None) if dim_axis == axis else position for dim_axis, position in enumerate(coordinate)
         )
-        ranks = mesh.mesh[at].tolist()
+        ranks = mesh.mesh[coordinates].tolist()
         name = next(
             (n for n, m in meshes.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
         )

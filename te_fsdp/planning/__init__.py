@@ -348,14 +348,14 @@ def search(
         tokens = job.sequence * job.batch * job.microbatches / (sizes.tp * sizes.cp)
         return Candidate(sizes, planned, reason, within, sum(sent.values()) - within, tokens)
 
-    def place(candidate_: Candidate) -> tuple[int, float]:
+    def rank_of(candidate_: Candidate) -> tuple[int, float]:
         # Rank by class first: fitting, too large, rejected.
         if candidate_.plan is None:
             return 2, 0
         return (1, candidate_.plan.peak.bytes) if candidate_.reason else (0, candidate_.cost)
 
     with _fake_ranks(gpus):
-        return sorted(map(candidate, meshes), key=place)
+        return sorted(map(candidate, meshes), key=rank_of)
 
 
 def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:

@@ -139,9 +139,9 @@ def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run
     parts = groupby(stages, lambda stage: next(name for name in names if _is_inside(stage.module, name)))
     runs = [(name, list(run)) for name, run in parts]
     order = [name for name, _ in runs]
-    last = {name: at for at, name in enumerate(order)}
+    last = {name: position for position, name in enumerate(order)}
     return [
-        _Run(units[n], run, order.index(n) == at, last[n] == at) for at, (n, run) in enumerate(runs)
+        _Run(units[n], run, order.index(n) == index, last[n] == index) for index, (n, run) in enumerate(runs)
     ], units[""]
 
 

@@ -144,11 +144,11 @@ def check_fit(
     heights = [rows * part // sum(parts) for part in parts]
     if dim is None and weight.format.block is None:
         dim = 0  # hybrids are never sharded along columns
-    what = f"{weight.label}: {weight.format} weight of tp-local shape {weight.shape}"
+    problem = f"{weight.label}: {weight.format} weight of tp-local shape {weight.shape}"
     got = f"{rows} rows and {columns} columns"
     why = f"One scale spans {block} rows or columns; a shard boundary within a block has no correct scale"
     if weight.rule.layout.is_stacked and any(height % block for height in heights):
-        what = f"{weight.label}: stacked {weight.format} weight of tp-local shape {weight.shape}"
+        problem = f"{weight.label}: stacked {weight.format} weight of tp-local shape {weight.shape}"
         expected = f"each of the {len(parts)} tensors stacked in it to have a multiple of {block} rows"
         got = f"{heights} rows"
         why = "A scale would span rows that are not adjacent in the unsharded weight, so checkpoints could not store it"
@@ -160,12 +160,12 @@ def check_fit(
     elif dim is None:
         expected = f"rows or columns divisible by {count} FSDP ranks * {block}, and the others by {block}"
     else:
-        what += f", sharded along dim {dim}" if dim else ""
+        problem += f", sharded along dim {dim}" if dim else ""
         first, second = ("columns", "rows") if dim else ("rows", "columns")
         expected = f"{first} divisible by {count} FSDP ranks * {block} and {second} divisible by {block}"
     shape = _nearest_shape(weight, grid, (0, 1) if dim is None else (dim,))
     fix = f"{_nearest_grid(all_weights or (weight,), grid)}, or {shape}, or high-precision weights"
-    raise PlacementError(what, expected=expected, got=got, why=why, fix=fix)
+    raise PlacementError(problem, expected=expected, got=got, why=why, fix=fix)
 
 
 def _nearest_grid(weights: Sequence[Weight], grid: Grid) -> str:

@@ -133,8 +133,8 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             if any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
         ]
         # The ranks with this rank's coordinates in all other dims.
-        at = mesh.get_coordinate() or [0] * mesh.ndim
-        index = tuple([slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim)])
+        coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+        index = tuple([slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim)])
         together = ranks.issuperset(mesh.mesh[index].flatten().tolist())
         for dim in dims if together else ():
             if mesh.size(dim) > 1:

@@ -238,8 +238,8 @@ class _GroupedWeightMixin:
             fields["columnwise_scale_inv"] = fields["scale_inv"]
         for name in ("scale_inv", "columnwise_scale_inv"):
             if name in fields:
-                each = fields[name].numel() // experts
-                offsets[f"{name}_offsets"] = [index * each for index in range(experts + 1)]
+                size = fields[name].numel() // experts
+                offsets[f"{name}_offsets"] = [index * size for index in range(experts + 1)]
         grouped = _te.te().tensor.GroupedTensor(
             (experts * metadata.shape[1], metadata.shape[2]),
             param_dtype,
@@ -275,10 +275,10 @@ class _GroupedWeightMixin:
             parts = _buffers_sent_by_shard(self.grouped, self.experts[0])
             wholes = _buffers_sent_by_shard(unsharded.grouped, unsharded.experts[0])
             for (name, part), values in zip(parts.items(), locations.typed(flat), strict=True):
-                each = values.shape[-1]
+                size = values.shape[-1]
                 sent, target = part.tensor, getattr(unsharded.grouped, name)
                 source = values.as_strided(
-                    (experts, ranks, *sent.shape), (ranks * each, each, *sent.stride())
+                    (experts, ranks, *sent.shape), (ranks * size, size, *sent.stride())
                 )
                 into = wholes[name].tensor
                 strides = (target.numel() // experts, *into.stride())

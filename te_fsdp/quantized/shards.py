@@ -312,11 +312,11 @@ def check_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch.Te
 
 def _check_on_all_ranks(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise on all ranks if the weight mesh of any rank contradicts the parameter's mesh. Collective over that mesh."""
-    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    assert at is not None
+    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
     # The weight is sharded by FSDP2's shard axis, and by tp, the last axis of a bound parameter.
     axes = [*_fsdp_axes(binding, name, parameter), *([mesh.ndim - 1] if binding.tp_mesh is not None else [])]
-    index = tuple(slice(None) if axis in axes else at[axis] for axis in range(mesh.ndim))
+    index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
     ranks_wanted = sorted(mesh.mesh[index].flatten().tolist())
     weight_mesh = binding.weight_mesh
     ranks_got = [dist.get_rank()] if weight_mesh is None else sorted(weight_mesh.mesh.flatten().tolist())

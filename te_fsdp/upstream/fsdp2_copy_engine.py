@@ -207,14 +207,14 @@ class CopyEngineGathers:
             data = managed._sharded_param_data  # FSDP2's flat tensor has no name
             tensors = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
         elif dim == 0 and managed._orig_size[0] == managed.mesh_info.shard_mesh_size * local.shape[0]:
-            tensors = {each: getattr(local, each) for each in self.sent_of(local)}
+            tensors = {name: getattr(local, name) for name in self.sent_of(local)}
         else:  # the hooks create new tensors
             tensors = {}
-        if not all(each is not None and each.numel() and each.is_contiguous() for each in tensors.values()):
+        if not all(t is not None and t.numel() and t.is_contiguous() for t in tensors.values()):
             return {}
         location = self._locations.get(id(managed))
         is_shared = (
-            location is not None and [each.data_ptr() for each in tensors.values()] == location.addresses
+            location is not None and [tensor.data_ptr() for tensor in tensors.values()] == location.addresses
         )
         return {} if is_shared else tensors
 
@@ -353,8 +353,8 @@ class CopyEngineGathers:
         for managed, tensors in zip(records, sent, strict=True):
             cast = None if has_all_gather_hooks(managed.sharded_param) else managed.param_dtype
             dtypes = tuple([cast or tensor.dtype for tensor in tensors])
-            each = zip(tensors, dtypes, strict=True)
-            sizes = tuple([tensor.numel() * dtype.itemsize for tensor, dtype in each])
+            typed_tensors = zip(tensors, dtypes, strict=True)
+            sizes = tuple([tensor.numel() * dtype.itemsize for tensor, dtype in typed_tensors])
             location = self._locations.get(id(managed))
             is_in_place = location is not None and sizes == location.sizes
             keys.append((None if is_in_place else needed, sizes, dtypes))
@@ -403,7 +403,7 @@ class CopyEngineGathers:
         for managed, (offset, sizes, dtypes) in zip(records, keys, strict=True):
             location = self._locations[id(managed)] if offset is None else None
             memory: Any = self._staging if location is None else location.memory
-            at, targets, parts = (
+            position, targets, parts = (
                 offset if location is None else location.offset,
                 managed.all_gather_outputs,
                 [],
@@ -412,15 +412,15 @@ class CopyEngineGathers:
                 targets = [torch.empty_like(output) for output in targets]
                 joins.append((managed, targets))
             for target, size, dtype in zip(targets, sizes, dtypes, strict=True):
-                parts.append(memory.local[at : at + size].view(dtype))
+                parts.append(memory.local[position : position + size].view(dtype))
                 # Use .data: autograd would treat a write to the tensor as a modification of saved tensors.
                 rows = target.data.view(torch.uint8).view(ranks, size)
                 # each rank starts with a different peer, so that no rank is read by all at once
                 for step in range(1, ranks):
                     rank = (self._rank + step) % ranks
-                    copies.append((rows[rank], memory.parts[rank][at : at + size]))
-                local.append((rows[self._rank], memory.local[at : at + size]))
-                at += _aligned(size)
+                    copies.append((rows[rank], memory.parts[rank][position : position + size]))
+                local.append((rows[self._rank], memory.local[position : position + size]))
+                position += _aligned(size)
             parts_sent.append(parts)
         outputs = [managed.all_gather_outputs for managed in records]
         storages = [(tensor.untyped_storage(), tensor.nbytes) for tensors in outputs for tensor in tensors]
@@ -483,5 +483,5 @@ def _join(managed: Any, parts: list[torch.Tensor]) -> None:
     for part, output in zip(parts, managed.all_gather_outputs, strict=True):
         ranks = part.numel() // managed.padded_sharded_param_size.numel()
         chunks = part.view(ranks * shape[0], *shape[1:]).chunk(ranks)
-        full_shape = [length * ranks if at == dim else length for at, length in enumerate(shape)]
+        full_shape = [length * ranks if index == dim else length for index, length in enumerate(shape)]
         torch.cat(chunks, dim=dim, out=output.data.view(full_shape))

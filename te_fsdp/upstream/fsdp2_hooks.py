@@ -101,7 +101,7 @@ class _PostBackward(torch.autograd.Function):
         record, reduces = group.__dict__[GROUP], group.reduce_grads
         if len(record.post_backwards) > 1:
             # Autograd adds the gradients of all forwards. A reduction before would mostly send zeros.
-            others = [node for each in tuple(record.post_backwards) if (node := each()) is not None]
+            others = [node for reference in tuple(record.post_backwards) if (node := reference()) is not None]
             record.is_postponed = reduces and any(
                 node.ran != ctx.ran and torch._C._will_engine_execute_node(node) for node in others
             )

@@ -131,7 +131,7 @@ def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
         local = local_of(parameter)
         dtype = managed.reduce_dtype
         if group.reduce_grads:  # that of the gradients which the other parameters have accumulated
-            others = (vars(each).get("unsharded_accumulated_grad") for each in group.fsdp_params)
+            others = (vars(record).get("unsharded_accumulated_grad") for record in group.fsdp_params)
             dtype = next((gradient.dtype for gradient in others if gradient is not None), None)
         dtype = dtype or getattr(parameter, "grad_dtype", None) or parameter.dtype
         unreduced = torch.empty(local.shape, dtype=dtype, device=local.device)

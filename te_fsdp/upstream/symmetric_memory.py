@@ -156,13 +156,13 @@ class ZeroCopyInput(torch.Tensor):
 
     sent: list[torch.Tensor]  #: 1-D, one per part
     in_use: list[torch.Tensor]  #: Tensors that another stream reads until the reduction has ended
-    how: ReduceScatterParts  #: Layout of the parts
+    parts_layout: ReduceScatterParts  #: Layout of the parts
 
     @classmethod
-    def make(cls, how: ReduceScatterParts, dtype: torch.dtype, device: torch.device) -> ZeroCopyInput:
+    def make(cls, layout: ReduceScatterParts, dtype: torch.dtype, device: torch.device) -> ZeroCopyInput:
         """Create an empty input, to be sent in ``dtype``."""
         placeholder = torch.empty(0, dtype=dtype, device=device).as_subclass(cls)
-        placeholder.sent, placeholder.in_use, placeholder.how = [], [], how
+        placeholder.sent, placeholder.in_use, placeholder.parts_layout = [], [], layout
         return placeholder
 
     def view(self, *shape: Any) -> ZeroCopyInput:  # type: ignore[override]
@@ -190,14 +190,15 @@ class ZeroCopyInput(torch.Tensor):
         """Fill the parts from gradients in FSDP2's order."""
         remaining = [gradient for gradient in gradients if gradient.numel()]
         # FSDP2 passes the gradients of all trained parameters, see complete_gradients.
-        assert len(remaining) == self.how.count
-        for part in self.how.parts:
+        assert len(remaining) == self.parts_layout.count
+        for part in self.parts_layout.parts:
             mine, remaining = remaining[: part.count], remaining[part.count :]
             if part.is_alone:
                 self.sent.append(mine[0].to(self.dtype).contiguous().view(-1))
                 continue
             memory = torch.empty(part.numel, dtype=self.dtype, device=self.device)
-            chunk_cat(mine, dim=0, num_chunks=self.how.ranks, out=memory.view(self.how.ranks, -1))
+            ranks = self.parts_layout.ranks
+            chunk_cat(mine, dim=0, num_chunks=ranks, out=memory.view(ranks, -1))
             self.sent.append(memory)
 
 
@@ -220,7 +221,7 @@ def zero_copy_input_of(
         return None
     # torch 2.15 reduces the records in the order of their dtypes.
     order = getattr(group, "_reduce_scatter_param_indices", None)
-    records = [group.fsdp_params[at] for at in order] if order else group.fsdp_params
+    records = [group.fsdp_params[index] for index in order] if order else group.fsdp_params
     trained = [managed for managed in records if managed.sharded_param.requires_grad]
     key, cached = (trained, packs_small), record.parts
     if cached is None or cached[0] != key:
@@ -238,10 +239,10 @@ def zero_copy_input_of(
             else:
                 parts.append(ReduceScatterPart(size, 1, is_alone=False))
         cached = record.parts = key, ReduceScatterParts.of(ranks, parts)
-    how = cached[1]
-    if how.numel != numel or not how.avoids_copies:
+    layout = cached[1]
+    if layout.numel != numel or not layout.avoids_copies:
         return None
-    return ZeroCopyInput.make(how, dtype, group.device)
+    return ZeroCopyInput.make(layout, dtype, group.device)
 
 
 def _reason_to_copy(managed: Any, ranks: int) -> str:

@@ -227,9 +227,9 @@ def set_quantizer_amax_group(quantizer: Any, group: Any) -> None:
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
 
 
-def amax_group_of(thing: Any) -> Any:
+def amax_group_of(quantizer: Any) -> Any:
     """Return the amax group of a quantizer, or of writes to a tensor; ``None`` for no reduction."""
-    return getattr(thing, "amax_reduction_group", None)
+    return getattr(quantizer, "amax_reduction_group", None)
 
 
 def set_write_amax_group(tensor: torch.Tensor, group: Any) -> None:
@@ -300,7 +300,7 @@ def one_scale_quantizers(quantizer: Any) -> list[Any]:
 
 def quantizers_of_parts(quantizer: Any) -> list[Any]:
     """Return the two quantizers of a hybrid quantizer, else the quantizer itself."""
-    parts = [getattr(quantizer, f"{way}_quantizer", None) for way in ("rowwise", "columnwise")]
+    parts = [getattr(quantizer, f"{direction}_quantizer", None) for direction in ("rowwise", "columnwise")]
     return [part for part in parts if part is not None] or [quantizer]
 
 
@@ -308,8 +308,8 @@ def storage_parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors with a quantized tensor's data: itself, or the rowwise and columnwise parts of a hybrid."""
     if not hasattr(tensor, "_rowwise_storage"):
         return [tensor]
-    both: Any = tensor
-    return [part for part in (both._rowwise_storage, both._columnwise_storage) if part is not None]
+    storage: Any = tensor
+    return [part for part in (storage._rowwise_storage, storage._columnwise_storage) if part is not None]
 
 
 def high_precision_part(part: torch.Tensor) -> torch.Tensor | None:

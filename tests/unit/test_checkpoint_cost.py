@@ -22,7 +22,7 @@ from te_fsdp.checkpoint import index, lazy_tensors, planner, saving
 from te_fsdp.checkpoint.async_save import Block, Staging, background
 from te_fsdp.checkpoint.index import unpickle_metadata
 from te_fsdp.checkpoint.manifest import read_manifest
-from te_fsdp.checkpoint.tensor_entries import Entry, Piece
+from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry
 from te_fsdp.errors import CheckpointError
 
 #: Files of one length and of different shapes, among others.
@@ -287,8 +287,8 @@ def test_places_that_are_not_those_of_the_plan_end_the_save(
     """Else its metadata would send readers to other tensors."""
     model, optimizer = small_model()
     checkpoint.save(tmp_path / "a", model, optimizer)
-    blocks = planner.Writing.blocks
-    monkeypatch.setattr(planner.Writing, "blocks", lambda self: iter([*blocks(self)][::-1]))
+    blocks = planner.RankWriter.blocks
+    monkeypatch.setattr(planner.RankWriter, "blocks", lambda self: iter([*blocks(self)][::-1]))
     with pytest.raises(CheckpointError, match="pieces are not at the places in the metadata"):
         checkpoint.save(tmp_path / "b", model, optimizer)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a"]
@@ -296,7 +296,9 @@ def test_places_that_are_not_those_of_the_plan_end_the_save(
 
 def test_a_model_on_another_device_is_planned_anew() -> None:
     entry = [
-        planner.signature_of({"a": Entry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))})
+        planner.signature_of(
+            {"a": TensorEntry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))}
+        )
         for device in ("cpu", "meta")
     ]
     assert entry[0] != entry[1]
@@ -314,7 +316,7 @@ def test_a_plan_that_led_to_no_checkpoint_is_not_used(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(planner.Writing, step, full)
+        patched.setattr(planner.RankWriter, step, full)
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoint.save(tmp_path / "a", model, optimizer)
     checkpoint.save(tmp_path / "a", model, optimizer)
@@ -390,9 +392,9 @@ def test_a_load_uses_the_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pyte
     model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
     first = [weight.detach().clone() for weight in model]
     checkpoint.save(tmp_path / "first", model, asynchronous=True).result()
-    goes_on, write = threading.Event(), planner.Writing.write
+    goes_on, write = threading.Event(), planner.RankWriter.write
 
-    def later(self: planner.Writing, tick: Any) -> Any:
+    def later(self: planner.RankWriter, tick: Any) -> Any:
         assert goes_on.wait(60)
         return write(self, tick)
 
@@ -407,7 +409,7 @@ def test_a_load_uses_the_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pyte
         for weight in model:
             weight.neg_()
     with monkeypatch.context() as patched:
-        patched.setattr(planner.Writing, "write", later)
+        patched.setattr(planner.RankWriter, "write", later)
         second = checkpoint.save(tmp_path / "second", model, asynchronous=True)
         checkpoint.load(tmp_path / "first", model)
         assert sum(asked) > 2 << 25 and all(map(torch.equal, model, first))

@@ -19,7 +19,7 @@ from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.planner import assign_writers
 from te_fsdp.checkpoint.reader import empty_manifest
 from te_fsdp.checkpoint.reading import pieces_to_read
-from te_fsdp.checkpoint.tensor_entries import Held
+from te_fsdp.checkpoint.tensor_entries import RankTensors
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
 
@@ -29,7 +29,7 @@ RANKS, SHAPES = 6, [(), (13,), (12, 5), (4, 6, 3), (7, 2)]
 def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, Index]:
     """Index and metadata of 40 tensors that six ranks hold rows of, each third one in halves along its last dim too."""
     monkeypatch.setattr(index, "_ROWS", 16)
-    seen: list[Held] = [[] for _ in range(RANKS)]
+    seen: list[RankTensors] = [[] for _ in range(RANKS)]
     for number in range(40):
         shape = SHAPES[number % len(SHAPES)]
         for rank in range(RANKS):
@@ -100,9 +100,9 @@ def test_rectangles_read_overlapping_pieces(tmp_path: Path, monkeypatch: pytest.
                     assert piece.shape == tuple(own)
                     for part in parts:
                         assert 0 not in part.shape, "it does not touch the rectangle only"
-                        covered[tuple(map(slice, part.in_place, np.add(part.in_place, part.shape)))] += 1
+                        covered[tuple(map(slice, part.in_rectangle, np.add(part.in_rectangle, part.shape)))] += 1
                         there = np.add(begin, part.in_piece).tolist()
-                        assert there == np.add(low, part.in_place).tolist()
+                        assert there == np.add(low, part.in_rectangle).tolist()
             assert bool((covered == 1).all())
 
 

@@ -93,14 +93,14 @@ def test_a_target_that_is_replaced_while_a_job_saves_to_it(
     checkpoint.save(tmp_path / "other", nn.Linear(2, 2))
     target, args = tmp_path / "x", ["--to", "checkpoint", "--force"]
     target.mkdir()
-    blocks, codes = planner.Writing.blocks, []
+    blocks, codes = planner.RankWriter.blocks, []
 
     def meanwhile(self: Any) -> Any:
-        monkeypatch.setattr(planner.Writing, "blocks", blocks)
+        monkeypatch.setattr(planner.RankWriter, "blocks", blocks)
         codes.append(main(["ckpt", "convert", str(tmp_path / "other"), str(target), *args]))
         return blocks(self)
 
-    monkeypatch.setattr(planner.Writing, "blocks", meanwhile)
+    monkeypatch.setattr(planner.RankWriter, "blocks", meanwhile)
     with pytest.raises(CheckpointError, match="x: exists already"):
         checkpoint.save(target, nn.Linear(3, 3))
     assert codes == [0]
@@ -112,7 +112,7 @@ def test_a_full_disk_in_an_asynchronous_save(tmp_path: Path, monkeypatch: pytest
     def full(self: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(planner.Writing, "blocks", full)
+    monkeypatch.setattr(planner.RankWriter, "blocks", full)
     for asynchronous in (False, True):
         with pytest.raises(CheckpointError, match="the disk is full.*expected space for 24 bytes of this"):
             checkpoint.save(tmp_path / "a", nn.Linear(2, 2), asynchronous=asynchronous).result()

@@ -356,7 +356,7 @@ FULL = {
 }
 PLACES = {
     "directory": (Path, "mkdir"),
-    "tensors": (planner.Writing, "blocks"),
+    "tensors": (planner.RankWriter, "blocks"),
     "sync": (os, "fsync"),
     "manifest": (manifest, "_digest"),
     "rename": (os, "rename"),

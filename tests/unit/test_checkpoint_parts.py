@@ -151,7 +151,7 @@ def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.
     def full(self: object) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(planner.Writing, "blocks", full)
+    monkeypatch.setattr(planner.RankWriter, "blocks", full)
     with pytest.raises(CheckpointError, match="b: the disk is full .No space.*earlier checkpoints are unch"):
         checkpoint.save(tmp_path / "b", nn.Linear(2, 2), keep_last=1)
     assert names(tmp_path) == ["a"]
@@ -161,13 +161,13 @@ def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, original = threading.Event(), planner.Writing.blocks
+    go, original = threading.Event(), planner.RankWriter.blocks
 
-    def late(self: planner.Writing) -> Any:
+    def late(self: planner.RankWriter) -> Any:
         assert go.wait(30)
         return original(self)
 
-    monkeypatch.setattr(planner.Writing, "blocks", late)
+    monkeypatch.setattr(planner.RankWriter, "blocks", late)
     model = nn.Linear(2, 2)
     expected = model.weight.detach().clone()
     handle = checkpoint.save(tmp_path / "a", model, asynchronous=True)
@@ -190,13 +190,13 @@ import os, sys, time
 import torch
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import async_save, planner
-original, name = planner.Writing.blocks, "a" if os.fork() else "b"
+original, name = planner.RankWriter.blocks, "a" if os.fork() else "b"
 def slow(self):
     time.sleep(0.5)
     if name == "b":
         raise OSError(28, "No space left on device")
     return original(self)
-planner.Writing.blocks = slow
+planner.RankWriter.blocks = slow
 handle = checkpoint.save(f"{sys.argv[1]}/{name}", torch.nn.Linear(2, 2), asynchronous=True, progress=name == "a")
 os.write(1, b"running %s\\n" % str(not handle.done()).encode())  # in one piece: two processes write
 raise SystemExit(3)
@@ -224,7 +224,7 @@ from te_fsdp.checkpoint import async_save, planner
 child = os.fork()
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(not child), world_size=2)
 if not child:
-    planner.Writing.blocks = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+    planner.RankWriter.blocks = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
 te_fsdp.set_collective_timeout(1.0)
 checkpoint.save(f"{sys.argv[1]}/a", torch.nn.Linear(2, 2), asynchronous=True)
 if child:

@@ -89,7 +89,7 @@ def test_saved_loaded_found_and_removed(memory: str, tmp_path: Path) -> None:
     save_and_load(memory)
     manifest = read_manifest(resolve_path(f"{memory}/step-3"))
     assert (manifest.format_version, manifest.folder[:13]) == (4, "te_fsdp-data.")
-    names = {path.name for path in manifest.at(resolve_path(f"{memory}/step-3")).iterdir()}
+    names = {path.name for path in manifest.data_folder(resolve_path(f"{memory}/step-3")).iterdir()}
     assert names == {".metadata", "te_fsdp.index", "__0_0.distcp"}
     # A save without a folder is written for earlier readers.
     checkpoint.save(tmp_path / "local", trained()[0])
@@ -148,7 +148,7 @@ def test_commands(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_damage_is_found(memory: str) -> None:
     path = resolve_path(f"{memory}/a")
     checkpoint.save(path, trained()[0])
-    file = read_manifest(path).at(path) / "__0_0.distcp"
+    file = read_manifest(path).data_folder(path) / "__0_0.distcp"
     contents = file.read_bytes()
     at = contents.index(trained()[0].weight.detach().numpy().tobytes())
     for data, text in (

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from te_fsdp.checkpoint.planner import assign_writers
-from te_fsdp.checkpoint.tensor_entries import Held, Place
+from te_fsdp.checkpoint.tensor_entries import Chunk, RankTensors
 from te_fsdp.errors import CheckpointError
 
 
-def rows(first: int, last: int, *rest: int) -> Place:
+def rows(first: int, last: int, *rest: int) -> Chunk:
     return (first, *(0 for _ in rest)), (last - first, *rest)
 
 
-def one(shape: tuple[int, ...], *boxes: Place) -> Held:
+def one(shape: tuple[int, ...], *boxes: Chunk) -> RankTensors:
     return [("a", shape, torch.float32, list(boxes))]
 
 
@@ -58,7 +58,7 @@ def test_pieces_that_do_not(shape, boxes):
 
 def test_replicas_are_distributed_with_short_messages():
     copies, ranks = 50, 4
-    held: Held = [(f"t{n}", (8,), torch.float32, [rows(0, 8)]) for n in range(copies)]
+    held: RankTensors = [(f"t{n}", (8,), torch.float32, [rows(0, 8)]) for n in range(copies)]
     shards = [[*held, ("big", (4, 100), torch.float32, [rows(r, r + 1, 100)])] for r in range(ranks)]
     parts = assign_writers(shards)
     written = [number for part in parts for number in part.writes]
@@ -84,11 +84,11 @@ def test_replicas_are_spread_by_bytes(dtype):
         500,
         500,
     ]  # in this order, a balance by count puts both large ones on rank 0
-    held: Held = [(f"t{n}", (size,), dtype, [rows(0, size)]) for n, size in enumerate(sizes)]
+    held: RankTensors = [(f"t{n}", (size,), dtype, [rows(0, size)]) for n, size in enumerate(sizes)]
     parts = assign_writers([held, held])
     written = [sum(sizes[number] for number in part.writes) for part in parts]
     assert sum(written) == sum(sizes) and max(written) - min(written) <= 4, written
     # Elements of different sizes: eight bytes each on one rank, one byte each on the other.
-    mixed: Held = [("wide", (100,), torch.float64, [rows(0, 100)])]
+    mixed: RankTensors = [("wide", (100,), torch.float64, [rows(0, 100)])]
     mixed += [(f"n{n}", (100,), torch.uint8, [rows(0, 100)]) for n in range(8)]
     assert sorted(len(part.writes) for part in assign_writers([mixed, mixed])) == [1, 8]

@@ -92,8 +92,9 @@ def test_boxes_equal_shards_of_fsdp2(fake_world, shape):
             local = parameter.to_local()
             assert info.original_shape == CASES[name][0]
             assert info.local_shape == tuple(local.shape)
-            assert (info.at.fsdp_size, info.at.fsdp_rank) == (shape[1], place["dp_shard"]), (name, info.at)
-            assert (info.at.tp_size, info.at.tp_rank) == (shape[2], place["tp"]), (name, info.at)
+            own = info.coordinates
+            assert (own.fsdp_size, own.fsdp_rank) == (shape[1], place["dp_shard"]), (name, own)
+            assert (own.tp_size, own.tp_rank) == (shape[2], place["tp"]), (name, own)
             assert torch.equal(from_boxes(original(name), info.local_shape, info.boxes), local), (name, info)
             if name in STACKED:
                 _, plain = _plain(model, name, parameter)
@@ -141,7 +142,7 @@ def test_a_parameter_that_was_never_bound(fake_world):
     model.weight.data.copy_(value)
     fully_shard(model, mesh=DeviceMesh("cpu", [0, 1, 2, 3]))
     info = shard_info(model, "weight", model.weight)
-    assert (info.at, info.local_shape) == (Coordinates(1, 0, 4, 3, 0), (1, 3))
+    assert (info.coordinates, info.local_shape) == (Coordinates(1, 0, 4, 3, 0), (1, 3))
     assert torch.equal(from_boxes(value, (1, 3), info.boxes), value[9:])
     assert torch.equal(model.weight.to_local(), value[9:])
 

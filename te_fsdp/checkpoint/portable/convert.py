@@ -182,10 +182,10 @@ def check_written(target: Path, contents: Contents) -> None:
 def check_apart(source: Path, target: Path) -> None:
     """Raise CheckpointError if a target is inside its source, or would replace it; links are followed. Local."""
     places = (source, target)
-    one, other = (Path(str(path)) if is_remote(path) else Path(os.path.realpath(path)) for path in places)
+    first, second = (Path(str(path)) if is_remote(path) else Path(os.path.realpath(path)) for path in places)
     # Hard links and bind mounts have different real paths.
-    is_link = one.exists() and other.exists() and os.path.samefile(one, other)
-    if is_link or other.is_relative_to(one) or one.is_relative_to(other):
+    is_link = first.exists() and second.exists() and os.path.samefile(first, second)
+    if is_link or second.is_relative_to(first) or first.is_relative_to(second):
         raise CheckpointError(
             f"{target}: cannot be written",
             expected=f"a path outside of the source {source}",
@@ -265,10 +265,10 @@ def write_safetensors(target: Path, contents: Contents, tick: Tick, *, shard_byt
     fields = asdict(contents.manifest).items()
     metadata = {MANIFEST_KEY: json.dumps({k: v for k, v in fields if k not in ("files", "folder")})}
     is_file = target.suffix == ".safetensors"
-    with new_directory(target, needed=contents.bytes, is_file=is_file) as place:
+    with new_directory(target, needed=contents.bytes, is_file=is_file) as temporary_path:
         if not is_file:
-            return write_folder(place, tensors, metadata, tick, shard_bytes)
-        write_file(place, tensors, metadata, tick)
+            return write_folder(temporary_path, tensors, metadata, tick, shard_bytes)
+        write_file(temporary_path, tensors, metadata, tick)
     return [target.name]
 
 
@@ -318,7 +318,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
             tick(tensor.bytes)
         return read[id(tensor)]
 
-    with new_directory(target, needed=contents.bytes, is_file=True) as place, place.open("wb") as file:
+    with new_directory(target, needed=contents.bytes, is_file=True) as path, path.open("wb") as file:
         try:
             torch.save(with_leaves(objects, load), file)
         except RuntimeError as error:  # torch's writer fails again when it is closed after a failed write
@@ -382,24 +382,24 @@ def compare_contents(
             _compare(report, name, first, second, tick, rtol, atol)
     if not weights_only:
         texts = report.others
-        one, other = a.manifest.optimizer, b.manifest.optimizer
-        if one is not None and other is not None:
-            if one["class"] != other["class"]:
-                texts.append(f"optimizer: {one['class']} / {other['class']}")
-            if len(one["groups"]) != len(other["groups"]):
-                texts.append(f"optimizer: {len(one['groups'])} / {len(other['groups'])} groups")
+        saved_a, saved_b = a.manifest.optimizer, b.manifest.optimizer
+        if saved_a is not None and saved_b is not None:
+            if saved_a["class"] != saved_b["class"]:
+                texts.append(f"optimizer: {saved_a['class']} / {saved_b['class']}")
+            if len(saved_a["groups"]) != len(saved_b["groups"]):
+                texts.append(f"optimizer: {len(saved_a['groups'])} / {len(saved_b['groups'])} groups")
             else:
-                for n, (first, second) in enumerate(zip(one["groups"], other["groups"], strict=True)):
+                for n, (first, second) in enumerate(zip(saved_a["groups"], saved_b["groups"], strict=True)):
                     texts += _compare_dicts(f"optimizer group {n}", first["options"], second["options"])
                     if set(first["parameters"]) != set(second["parameters"]):
                         texts.append(f"optimizer group {n}: other parameters")
-        elif (one is None) != (other is None):
-            texts.append(f"optimizer: only in {'B' if one is None else 'A'}")
+        elif (saved_a is None) != (saved_b is None):
+            texts.append(f"optimizer: only in {'B' if saved_a is None else 'A'}")
         texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)
-        one, other = a.manifest.semantics, b.manifest.semantics
-        if one and other and one["modules"] and other["modules"]:  # files of other kinds have none
-            diff = differences(from_json(one), from_json(other), set(a.names) ^ set(b.names))
-            diff += user_differences(from_json(one, user_defined=True), from_json(other, user_defined=True))
+        saved_a, saved_b = a.manifest.semantics, b.manifest.semantics
+        if saved_a and saved_b and saved_a["modules"] and saved_b["modules"]:  # other kinds have none
+            diff = differences(from_json(saved_a), from_json(saved_b), set(a.names) ^ set(b.names))
+            diff += user_differences(*(from_json(saved, user_defined=True) for saved in (saved_a, saved_b)))
             texts += format_differences((setting for setting in diff if setting.effect != "note"), "{} / {}")
     return report
 

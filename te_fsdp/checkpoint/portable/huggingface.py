@@ -18,10 +18,10 @@ from te_fsdp.checkpoint.compare import Differences, check_spans_world, compare_m
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy_tensors import Lazy, open_safetensors, total_bytes, write_folder
 from te_fsdp.checkpoint.load_source import Source
-from te_fsdp.checkpoint.loading import Filling
+from te_fsdp.checkpoint.loading import ModelLoader
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
-from te_fsdp.checkpoint.optimizer_state import parts_of
+from te_fsdp.checkpoint.optimizer_state import optimizers_of
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import ModelDescription, TeBlocks, TeNames, describe_model
@@ -153,22 +153,22 @@ def load_huggingface(
         OrderError: An optimizer of other parameters.
     """
     with collective_call("checkpoint.load_huggingface"):
-        filling, absent = all_agree(lambda: _filling(source, model, optimizer, config, names, blocks))
-        filling.run()
+        loader, absent = all_agree(lambda: _model_loader(source, model, optimizer, config, names, blocks))
+        loader.run()
         for owned in owned_parameters(model):
             owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in absent)
-    for note in filling.notes if rank() == 0 else ():
-        _log.warning("%s: %s", filling.source.source, note)
+    for note in loader.notes if rank() == 0 else ():
+        _log.warning("%s: %s", loader.source.source, note)
 
 
-def _filling(
+def _model_loader(
     source: str | os.PathLike[str] | Tensors,
     model: nn.Module,
     optimizer: Optimizer | None,
     config: Any,
     names: TeNames | None,
     blocks: TeBlocks | None,
-) -> tuple[Filling, set[str]]:
+) -> tuple[ModelLoader, set[str]]:
     """Return the load of a Hugging Face model's tensors into a model that fits, and the biases that it lacks. Local."""
     require_kind(
         "load_huggingface", "model", model, torch.nn.Module, expected="a model", error=CheckpointError
@@ -193,7 +193,8 @@ def _filling(
     absent = {name for group in weights.groups for name in group.zeros}
     note = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(absent), 3)}"
     opened.notes = [note] if absent else []
-    return Filling(opened, model, parts_of(optimizer), state, Differences(converted=quantized)), absent
+    diff = Differences(converted=quantized)
+    return ModelLoader(opened, model, optimizers_of(optimizer), state, diff), absent
 
 
 def values_for_huggingface(

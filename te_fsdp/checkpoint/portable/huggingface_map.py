@@ -182,15 +182,15 @@ class _Tables:
             te = (names.embedding,) if names.head is None else (names.embedding, names.head)
             yield Group((wide,), Form((embedding, "lm_head.weight")), Form(te))
         else:
-            yield _one(wide, embedding, names.embedding)
+            yield _renamed(wide, embedding, names.embedding)
         if a.positions:
-            yield _one((a.positions, a.hidden), f"{style.prefix}wpe.weight", names.positions)
+            yield _renamed((a.positions, a.hidden), f"{style.prefix}wpe.weight", names.positions)
         for n in range(a.layers):
             yield from self.layer(style.prefix + style.layer.format(n), names.layer.format(layer=n))
         yield from self.norm(style.prefix + style.final_norm, names.final_norm)
         if not a.tied:
             assert names.head is not None
-            yield _one(wide, "lm_head.weight", names.head)
+            yield _renamed(wide, "lm_head.weight", names.head)
 
     def layer(self, hf: str, te: str) -> Iterator[Group]:
         a, names, style, mlp = self.a, self.names, self.style, te + self.names.mlp
@@ -221,13 +221,13 @@ class _Tables:
         proj, shape = Form((f"{te}proj.*",)), (a.hidden, a.heads * a.head_dim)
         yield from self.linear(hf, (style.proj,), proj, [shape], (a.proj_bias, bias))
         for part in "qk" if a.qk_norm else "":
-            yield _one((a.head_dim,), f"{hf}self_attn.{part}_norm.weight", f"{te}{part}_norm.weight")
+            yield _renamed((a.head_dim,), f"{hf}self_attn.{part}_norm.weight", f"{te}{part}_norm.weight")
 
     def experts(self, block: str, te: str) -> Iterator[Group]:
         """Yield the groups of the router, of each expert separately, and of the shared expert."""
         a, e, names = self.a, self.a.experts, self.names
         assert e is not None
-        yield _one((e.count, a.hidden), f"{block}gate.weight", te + names.router)
+        yield _renamed((e.count, a.hidden), f"{block}gate.weight", te + names.router)
 
         def mlp(hf: str, fc1: str, fc2: str, ffn: int, layout: Layout) -> Iterator[Group]:
             up, down = (Form((te + name,), layout=layout) for name in (fc1, fc2))
@@ -240,7 +240,7 @@ class _Tables:
         if e.shared_ffn:
             fc1, fc2 = f"{names.shared_fc1}*", f"{names.shared_fc2}*"
             yield from mlp(f"{block}shared_expert.", fc1, fc2, e.shared_ffn, PLAIN)
-            yield _one((1, a.hidden), f"{block}shared_expert_gate.weight", te + names.shared_gate)
+            yield _renamed((1, a.hidden), f"{block}shared_expert_gate.weight", te + names.shared_gate)
 
     def norm(self, hf: str, te: str) -> Iterator[Group]:
         """Yield the groups of weight and bias, if there is one. ``te`` is their prefix."""
@@ -251,7 +251,7 @@ class _Tables:
         weight, shape = Form((f"{te}weight",), zero_centered=bool(centered)), (self.a.hidden,)
         yield Group((shape,), Form((f"{hf}.weight",), zero_centered=self.a.zero_centered), weight)
         if self.a.style == "gpt2":
-            yield _one(shape, f"{hf}.bias", f"{te}bias")
+            yield _renamed(shape, f"{hf}.bias", f"{te}bias")
 
     def linear(
         self,
@@ -274,8 +274,8 @@ class _Tables:
             yield Group(heights, named(huggingface, "bias"), named(te, "bias"))
 
 
-def _one(shape: Shape, hf: str, te: str) -> Group:
-    """Return the group of a tensor with one name on either side."""
+def _renamed(shape: Shape, hf: str, te: str) -> Group:
+    """Return the group of a tensor that only has another name in TE."""
     return Group((shape,), Form((hf,)), Form((te,)))
 
 

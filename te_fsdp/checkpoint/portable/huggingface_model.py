@@ -133,8 +133,8 @@ def _check_names(parameters: Collection[str], names: TeNames) -> None:
         if not parameters or any(name.startswith(prefix) for name in parameters):
             continue
         inside = next((n for n in sorted(parameters) if f".{names.attention}" in n), "")
-        found = re.sub(r"\d+", "{layer}", inside[: inside.find(f".{names.attention}") + 1], count=1)
-        shown = [f'layer="{found}"' if found else 'layer="...{layer}."', 'final_norm="..."'][part != "layer"]
+        inner = re.sub(r"\d+", "{layer}", inside[: inside.find(f".{names.attention}") + 1], count=1)
+        shown = [f'layer="{inner}"' if inner else 'layer="...{layer}."', 'final_norm="..."'][part != "layer"]
         layer = "" if part == "layer" else re.escape(names.layer).replace(r"\{layer\}", r"\d+")
         others = [name for name in sorted(parameters) if not layer or not re.match(layer, name)]
         raise CheckpointError(
@@ -178,14 +178,15 @@ def layer_differences(model: ModelDescription, a: Architecture, names: TeNames) 
         want(layer + names.mlp, "LayerNormMLP", **norm, activation=a.activation)
         want(layer + names.mlp_norm, kind, eps=a.norm_eps)
     want(names.final_norm, kind, eps=a.norm_eps)
-    for name, one in recorded.items():
-        if one.kind == "RotaryPositionEmbedding":
+    for name, module in recorded.items():
+        if module.kind == "RotaryPositionEmbedding":
             frequencies = model.frequencies.get(name)
-            want(name, one.kind, **wanted_rotary(one, frequencies, a.rope_theta, a.head_dim, a.rope_scaling))
-    errors = (one for one in differences(expected, recorded) if one.effect == "error")
+            rotary = wanted_rotary(module, frequencies, a.rope_theta, a.head_dim, a.rope_scaling)
+            want(name, module.kind, **rotary)
+    errors = (difference for difference in differences(expected, recorded) if difference.effect == "error")
     texts = format_differences(
-        (one for one in errors if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}"
+        (error for error in errors if not error.name.endswith(".zero_centered_gamma")), "{1}, not {0}"
     )
-    if scales_attention(a.rope_scaling) and "MultiheadAttention" in {one.kind for one in recorded.values()}:
+    if scales_attention(a.rope_scaling) and "MultiheadAttention" in {m.kind for m in recorded.values()}:
         texts.append(f"attention: scaled by its heads alone, not as {dict(a.rope_scaling or {})} has it")
     return texts

@@ -138,7 +138,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self.ended = self._warned = False
         self._shares, self._weights = shares_to_write(model, optimizer, config, names, blocks)
         self._owned = owned = owned_parameters(model)
-        self._versions = versions_of(one.parameter for one in owned)
+        self._versions = versions_of(tensor.parameter for tensor in owned)
         if format == "fp8-block":
             if self._weights.architecture.style == "gpt2":
                 raise CheckpointError(
@@ -147,8 +147,8 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                     why="GPT-2 stores them transposed, and no inference engine reads them in FP8",
                     fix="format='bf16'",
                 )
-            for one in owned:
-                self._shares |= block_shares(one)
+            for tensor in owned:
+                self._shares |= block_shares(tensor)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._tensors: Iterator[tuple[str, torch.Tensor | None]] = iter(())
 
@@ -193,15 +193,15 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
             [(rank_, bucket) for bucket in batches(own, self._bytes, limit)] for rank_, own in queues.items()
         )
         # In turns, so that one rank writes its bucket while the next one receives.
-        turns = [one for turn in zip_longest(*buckets) for one in turn if one is not None]
+        turns = [names for turn in zip_longest(*buckets) for names in turn if names is not None]
         self.receivers, self.buckets = [rank_ for rank_, _ in turns], [bucket for _, bucket in turns]
 
     def _describe(self) -> dict[str, Lazy]:
         """Return shapes and dtypes of the tensors; raise CheckpointError for a model that does not fit the map."""
         # Only shapes and dtypes are needed, so nothing is ever read.
         described = partial(Lazy, read=cast("Any", None))
-        parameters = {name: one for name, one in self._plan.described.items() if not one.is_component}
-        shapes = {name: described(one.shape, one.dtype) for name, one in parameters.items()}
+        parameters = {name: share for name, share in self._plan.described.items() if not share.is_component}
+        shapes = {name: described(share.shape, share.dtype) for name, share in parameters.items()}
         # The map checks names and shapes of tensors that are never read here.
         plain, result = self._weights.lazily(shapes, to_te=False, dtype=self._dtype), {}
         for group in self._weights.groups:
@@ -261,9 +261,9 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
     def _written(self) -> OrderError | None:
         """Return the error of a stream whose weights were written to since its start. Local operation."""
-        versions = versions_of(one.parameter for one in self._owned)
+        versions = versions_of(tensor.parameter for tensor in self._owned)
         triples = zip(self._owned, versions, self._versions, strict=True)
-        written = [one.fqn for one, version, before in triples if version != before]
+        written = [tensor.fqn for tensor, version, before in triples if version != before]
         if not written:
             return None
         return OrderError(
@@ -305,7 +305,7 @@ def _check_options(format: object, receiver: object, bucket_bytes: object, since
     """Check the options of :func:`iter_weights`; raise CheckpointError otherwise. Local operation."""
     formats, most = get_args(WeightFormat), world_size()
     ranks = receiver if isinstance(receiver, Sequence) and receiver else [receiver]
-    is_known = receiver is None or all(type(one) is int and 0 <= one < most for one in ranks)
+    is_known = receiver is None or all(type(number) is int and 0 <= number < most for number in ranks)
     is_count = type(bucket_bytes) is int and bucket_bytes > 0
     for name, given, fits, expected in (
         ("format", format, format in formats, " or ".join(map(repr, formats))),
@@ -331,7 +331,7 @@ def _check_options(format: object, receiver: object, bucket_bytes: object, since
 def _compare_options(options: dict[str, object]) -> None:
     """Raise CheckpointError on all ranks if an option differs between ranks. Collective over the world."""
     by_rank = gather(options)
-    if differing := [name for name in options if any(one[name] != by_rank[0][name] for one in by_rank)]:
+    if differing := [name for name in options if any(given[name] != by_rank[0][name] for given in by_rank)]:
         # Each rank would send other buckets, or wait for messages that no rank sends.
         raise CheckpointError(
             f"iter_weights: {', '.join(differing)}",
@@ -470,7 +470,7 @@ def _write_files(
         for groups in stream.buckets:
             # Every rank takes all names of the bucket, with ``None`` for the tensors of others: it is collective.
             count = sum(len(stream.names_of(group)) for group in groups)
-            bucket = {name: one.cpu() for name, one in islice(stream, count) if one is not None}
+            bucket = {name: weight.cpu() for name, weight in islice(stream, count) if weight is not None}
             try:
                 # At most two buckets are in the CPU's memory: the one being written, and the next.
                 writing.result()

@@ -25,7 +25,7 @@ from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, describe_model, given_or_default
 from te_fsdp.checkpoint.reader import with_remainders
-from te_fsdp.checkpoint.tensor_entries import Entry, cut_entry, holders_of, lightest
+from te_fsdp.checkpoint.tensor_entries import TensorEntry, cut_entry, holders_of, lightest
 from te_fsdp.collectives.agreement import all_agree, gather, rank, row_checksums, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
@@ -54,14 +54,14 @@ class Share(NamedTuple):
     is_component: bool = False  #: Whether these are FP8 bytes or scales (:func:`block_shares`)
 
     @classmethod
-    def of(cls, entry: Entry, dtype: torch.dtype) -> Share:
+    def of(cls, entry: TensorEntry, dtype: torch.dtype) -> Share:
         """Return the share of a parameter of a dtype whose values are those of an entry."""
         return cls(entry.shape, dtype, entry.dtype, [(p.offsets, InMemory(p.tensor)) for p in entry.pieces])
 
     @property
     def about(self) -> Share:
         """Return the description for other ranks."""
-        return self._replace(pieces=[(at, piece.shape) for at, piece in self.pieces])
+        return self._replace(pieces=[(offsets, piece.shape) for offsets, piece in self.pieces])
 
     @property
     def bytes(self) -> int:
@@ -82,8 +82,8 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
             result[owned.fqn] = share
             continue
         for n in range(share.shape[0]):
-            own = [(at, piece) for at, piece in share.pieces if at[0] <= n < at[0] + piece.shape[0]]
-            pieces = [(at[1:], piece.select(n - at[0])) for at, piece in own]
+            own = [(first, p) for first, p in share.pieces if first[0] <= n < first[0] + p.shape[0]]
+            pieces = [(first[1:], p.select(n - first[0])) for first, p in own]
             result[f"{owned.fqn}{n}"] = share._replace(shape=share.shape[1:], pieces=pieces)
     return result
 
@@ -91,13 +91,13 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
 class _Dequantized(Lazy):
     """The values of a rectangle of a quantized tensor."""
 
-    def __init__(self, local: Any, at: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        super().__init__(shape, dtype, lambda first, last: InMemory(self.on_device()).rows(first, last))
-        self._local, self._at = local, at
+    def __init__(self, local: Any, box: Box, dtype: torch.dtype) -> None:
+        super().__init__(box.sizes, dtype, lambda first, last: InMemory(self.on_device()).rows(first, last))
+        self._local, self._box = local, box
 
     def on_device(self) -> torch.Tensor:
         """See :meth:`Lazy.on_device`."""
-        return self._local.dequantize()[self._at]
+        return self._local.dequantize()[self._box.local_slices()]
 
 
 def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
@@ -113,10 +113,9 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
         return Share.of(cut_entry(local, info.original_shape, info.boxes), dtype)
 
     def piece(box: Box) -> Lazy:
-        at = box.local_slices()
         if main is not None:  # FusedAdam's remainders of bf16 weights
-            return with_remainders(InMemory(local[at]), InMemory(main[at]))
-        return _Dequantized(local, at, box.sizes, dtype)
+            return with_remainders(*(InMemory(tensor[box.local_slices()]) for tensor in (local, main)))
+        return _Dequantized(local, box, dtype)
 
     pieces = [(box.original, piece(box)) for box in info.boxes]
     return Share(info.original_shape, dtype, dtype if main is None else torch.float32, pieces)
@@ -245,7 +244,7 @@ def repack(group: Group, tensors: Mapping[str, torch.Tensor], block: int) -> dic
 # ------------------------------------------------------------------------------------------------------- transfer
 
 
-class Piece(NamedTuple):
+class SentPiece(NamedTuple):
     """A rectangle that one rank sends."""
 
     holder: int  #: Its global rank
@@ -259,7 +258,7 @@ class TransferPlan(NamedTuple):
     """Every tensor of the unsharded model as the ranks send it; the same on all ranks, except ``own``."""
 
     described: dict[str, Share]  #: By name in the unsharded model, or of FP8 bytes and scales
-    pieces: dict[str, list[Piece]]  #: Of the tensors that are sent, by name
+    pieces: dict[str, list[SentPiece]]  #: Of the tensors that are sent, by name
     exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
     own: dict[str, list[Lazy]]  #: This rank's pieces of the tensors, in the order of their numbers
 
@@ -298,7 +297,7 @@ def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[s
         for owned in owned_parameters(model)
         if (owned.fqn in gated or f"{owned.fqn}0" in gated)
         and owned.info.rule.shard_dim == int(owned.is_grouped)
-        and owned.info.at.tp_size > 1
+        and owned.info.coordinates.tp_size > 1
     ]
     if weights.differences:
         problems.append(f"layers that would compute something else: {shorten([*weights.differences], 20)}")
@@ -321,15 +320,16 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
     by_rank = gather({name: share.about for name, share in shares.items()})
     # Bytes are sent where every rank with a part of the weight has them in whole blocks, for all weights of a group.
     stored = [
-        {n for n, own in seen.items() if any(math.prod(sizes) for _, sizes in own.pieces)} for seen in by_rank
+        {n for n, share in own.items() if any(math.prod(sizes) for _, sizes in share.pieces)}
+        for own in by_rank
     ]
     fits = {
         name
         for group in weights.groups
         if is_linear(group, names) and has_full_blocks(group)
         for name in group.te.names
-        if all(f"{name}:data" in seen or name not in own for seen, own in zip(by_rank, stored, strict=True))
-        and any(f"{name}:data" in seen for seen in by_rank)
+        if all(f"{name}:data" in own or name not in held for own, held in zip(by_rank, stored, strict=True))
+        and any(f"{name}:data" in own for own in by_rank)
     }
     chosen = frozenset(
         name for group in weights.groups if fits.issuperset(group.te.names) for name in group.te.names
@@ -339,15 +339,15 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
         return name.rpartition(":")[0] in chosen if share.is_component else name not in chosen
 
     # In each rank's order, by which its pieces are numbered.
-    sent = [[(name, one) for name, one in seen.items() if is_sent(name, one)] for seen in by_rank]
+    sent = [[(name, share) for name, share in own.items() if is_sent(name, share)] for own in by_rank]
     described, load = describe_shares(by_rank), Counter[int]()
-    messages = ([(name, one.shape, one.values, [*one.pieces]) for name, one in own] for own in sent)
-    pieces: dict[str, list[Piece]] = {}
-    for name, (_, dtype, places, _) in holders_of("iter_weights", messages).items():
+    messages = ([(name, share.shape, share.values, [*share.pieces]) for name, share in own] for own in sent)
+    pieces: dict[str, list[SentPiece]] = {}
+    for name, (_, dtype, chunks, _) in holders_of("iter_weights", messages).items():
         pieces[name] = []
-        for (offsets, sizes), holders in places.items():
+        for (offsets, sizes), holders in chunks.items():
             count = math.prod(sizes) * dtype.itemsize
-            pieces[name].append(Piece(*lightest(holders, load, count), name, offsets, sizes))
+            pieces[name].append(SentPiece(*lightest(holders, load, count), name, offsets, sizes))
     own = {name: [piece for _, piece in shares[name].pieces] for name, _ in sent[rank()]}
     return TransferPlan(described, pieces, chosen, own)
 
@@ -389,7 +389,7 @@ def assemble(
     ``failed`` is an earlier error of this rank. All ranks raise it here.
     """
     receives, own = receiver in (None, rank()), [*chain(*plan.own.values())]
-    messages: dict[int, list[Piece]] = {}
+    messages: dict[int, list[SentPiece]] = {}
     for piece in (piece for name in names for piece in plan.pieces[name]):
         messages.setdefault(piece.holder, []).append(piece)
     result: dict[str, torch.Tensor] = {}

@@ -275,12 +275,14 @@ def native_meshes(
             differs from te_fsdp's (outer, shard, tp). All ranks raise the last error.
     """
     axes = {"dp_replicate": dp_outer_dim, "dp_shard": dp_shard_dim, "tp": tp_dim}
-    sized = [_place(device_mesh, name, axis) for axis, name in axes.items()]
-    sizes, positions = {axis: n for axis, (n, _) in zip(axes, sized, strict=True)}, [at for _, at in sized]
-    index = 0
+    sized = [_size_and_rank(device_mesh, name, axis) for axis, name in axes.items()]
+    sizes = {axis: n for axis, (n, _) in zip(axes, sized, strict=True)}
+    positions = [position for _, position in sized]
+    expert_position = 0
     if expt_device_mesh is not None:
         # Dense parameters are sharded over the ranks of dp_shard and ep together.
-        shards, (expert_shards, index) = sizes["dp_shard"], _place(expt_device_mesh, dp_shard_dim, "dp_shard")
+        shards = sizes["dp_shard"]
+        expert_shards, expert_position = _size_and_rank(expt_device_mesh, dp_shard_dim, "dp_shard")
         if shards % expert_shards:
             raise MeshError(
                 "fully_shard: expt_device_mesh",
@@ -293,7 +295,7 @@ def native_meshes(
     coordinate = list(meshes.device_mesh.get_coordinate() or ())
     if meshes.expert_mesh is not None:
         coordinate.append(meshes.expert_mesh["dp_shard"].get_local_rank())
-        positions.append(index)
+        positions.append(expert_position)
     # The order may be right for some ranks by chance, and all must raise.
     if on_any_rank(coordinate != positions):
         raise MeshError(
@@ -307,7 +309,7 @@ def native_meshes(
     return meshes
 
 
-def _place(mesh: DeviceMesh, name: str | None, role: str) -> tuple[int, int]:
+def _size_and_rank(mesh: DeviceMesh, name: str | None, role: str) -> tuple[int, int]:
     """Return the size of an axis and this rank's coordinate on it."""
     if name is None:
         return 1, 0

@@ -137,7 +137,7 @@ class OuterAverages:
             self.make()
 
     @property
-    def made(self) -> dict[int, torch.Tensor]:
+    def computed(self) -> dict[int, torch.Tensor]:
         """Return the available averages, by ``id`` of the underlying gradient."""
         return {id(pair.source.gradient()): pair.main.grad for pair in self.ready.values() if pair.source}
 
@@ -218,13 +218,13 @@ def check_step(optimizer: Optimizer) -> None:
                 _check_sharded(parameter, f"{type(optimizer).__name__}.step()")
 
 
-def _check_sharded(parameter: torch.Tensor, what: str) -> None:
+def _check_sharded(parameter: torch.Tensor, call: str) -> None:
     """Raise OrderError for a parameter whose gradients require an optimizer that averages them."""
     plan, state = plan_of(parameter), sharded_model_of(parameter)
     if plan is None or plan.storage.gradient[0] != "P" or state is None or state.meshes.size(OUTER) == 1:
         return
     raise OrderError(
-        f"{what}: {label_of(parameter)} of a model with outer_strategy='optim'",
+        f"{call}: {label_of(parameter)} of a model with outer_strategy='optim'",
         expected="an optimizer that averages gradients over dp_replicate",
         got="an optimizer that uses gradients of this rank's dp_shard group",
         why="The replicas of the model would diverge",
@@ -232,10 +232,10 @@ def _check_sharded(parameter: torch.Tensor, what: str) -> None:
     )
 
 
-def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[OuterAverages]:
+def averages_of(parameters: Iterable[torch.Tensor], call: str = "") -> list[OuterAverages]:
     """Return the averages of several parameters, one object per optimizer with sharded state. Local operation.
 
-    With ``what`` (the caller), a trained parameter of ``outer_strategy="optim"`` without one raises OrderError.
+    With ``call`` (the caller), a trained parameter of ``outer_strategy="optim"`` without one raises OrderError.
     """
     by_optimizer: dict[int, OuterAverages] = {}
     for parameter in parameters:
@@ -246,8 +246,8 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
         )
         if cutting is not None:
             by_optimizer[id(cutting)] = cutting.averages
-        elif what and parameter.requires_grad:
-            _check_sharded(parameter, what)
+        elif call and parameter.requires_grad:
+            _check_sharded(parameter, call)
     return list(by_optimizer.values())
 
 
@@ -271,12 +271,12 @@ class UnaveragedGradient(UnreadableShard):
     label = ""  #: Label of its parameter
 
     @staticmethod
-    def refuse(gradient: Any, what: str) -> NoReturn:
+    def refuse(gradient: Any, use: str) -> NoReturn:
         """Raise :class:`OrderError` for an operation on a gradient."""
         label = getattr(gradient, "label", "")
         shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
         raise OrderError(
-            f"{what} on the gradient of {label or f'a parameter{shape}'}",
+            f"{use} on the gradient of {label or f'a parameter{shape}'}",
             expected=f"a gradient that is averaged over {OUTER}",
             got="a gradient that is averaged over this replica only, as after each backward with "
             'outer_strategy="optim"',

@@ -278,7 +278,7 @@ def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> P
     buffer = PackedLayout(tuple(sizes), ALIGNED)
     # view(-1) would keep the stride of the original rows for a single element, but byte views require stride 1.
     flat = [part.mine.contiguous().as_strided((part.mine.numel(),), (1,)) for part, _ in parts]
-    mine = buffer.pack([each.view(dtype) for each in flat], dtype, first.mine.device)
+    mine = buffer.pack([tensor.view(dtype) for tensor in flat], dtype, first.mine.device)
     # The contiguous copies are not needed while the all-gather runs.
     del flat
     gathered = mine.new_empty(first.shard.size, mine.numel())
@@ -381,8 +381,8 @@ def _fp32_reason(shard: OptimizerShard, local: torch.Tensor) -> str | None:
         return f"no table of the buffers of {_te.format_of(local)}"
     # Check that every replica of every shard has the same number of rows, in full blocks.
     if block > 1 and shard.parameter.shape[shard.dim] % (block * shard.size * shard.parts):
-        what = "columns" if shard.dim else "rows"
-        return f"{shard.rows.shape[shard.dim]} {what} over {shard.size} ranks, a scale spans {block}"
+        dim_name = "columns" if shard.dim else "rows"
+        return f"{shard.rows.shape[shard.dim]} {dim_name} over {shard.size} ranks, a scale spans {block}"
     try:
         buffers_of_parts(local, "weight")
     except PlacementError:

@@ -61,7 +61,7 @@ class GradientAveraging:
             self._dtypes, self._kinds = dtypes, []
             kinds = [(shard.ranks, shard.dtype, shard.sent) for shard in self.shards]
             for indices in group_by_key(range(len(kinds)), kinds):
-                small = tuple([self.shards[at].rows.numel for at in indices if not self._is_sent_alone[at]])
+                small = tuple([self.shards[n].rows.numel for n in indices if not self._is_sent_alone[n]])
                 self._kinds.append((indices, PackedLayout(small, ALIGNED, len(indices))))
 
     def start(
@@ -102,22 +102,22 @@ class GradientAveraging:
             packed = self._packed(indices, buffer, gradients)
             result = send(packed.view(-1), packed.shape[1:], first, by)
             averages = iter(buffer.views(result))
-            for flag, at in enumerate(indices, buffer.numel - buffer.trailing):
-                shard, gradient = self.shards[at], gradients[at]
-                if not self._is_sent_alone[at]:
-                    received[at] = next(averages)[: self._numels[at]].view(shard.shape)
+            for flag, index in enumerate(indices, buffer.numel - buffer.trailing):
+                shard, gradient = self.shards[index], gradients[index]
+                if not self._is_sent_alone[index]:
+                    received[index] = next(averages)[: self._numels[index]].view(shard.shape)
                 else:
                     gradient_or_zeros = (
                         packed.new_zeros(shard.rows.shape) if gradient is None else gradient.to(packed.dtype)
                     )
-                    received[at] = send(gradient_or_zeros.contiguous().view(-1), shard.shape, first, by)
+                    received[index] = send(gradient_or_zeros.contiguous().view(-1), shard.shape, first, by)
                 if gradient is None:
-                    flags.append((at, result[flag]))
+                    flags.append((index, result[flag]))
 
         def finish(unused: None) -> list[torch.Tensor | None]:
-            for at, replicas in flags:
+            for index, replicas in flags:
                 if not bool(replicas > 0):  # waits for the device, only on ranks without a gradient
-                    received[at] = None
+                    received[index] = None
             return received
 
         return all_of(moves).then(finish)
@@ -133,15 +133,15 @@ class GradientAveraging:
         memory[:, flags:] = 1
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         views = iter(buffer.views(memory))
-        for flag, at in enumerate(indices, flags):
-            shard, gradient = self.shards[at], gradients[at]
+        for flag, index in enumerate(indices, flags):
+            shard, gradient = self.shards[index], gradients[index]
             if gradient is None:
                 memory[:, flag] = 0
-            if self._is_sent_alone[at]:
+            if self._is_sent_alone[index]:
                 continue
             piece = next(views)
             if gradient is not None:
-                copies += [(there, rows) for rows, there in shard.rows.pairs(gradient, piece)]
+                copies += [(target, rows) for rows, target in shard.rows.pairs(gradient, piece)]
         copy_pairs(copies)
         return memory
 
@@ -330,12 +330,12 @@ class EarlyAverages:
         state = next(iter(states.values())) if alike else None
         units: dict[str, GradientAveraging] = {}
         groups: list[str] = []
-        index = {id(shard.parameter): at for at, shard in enumerate(shards)}
+        index = {id(shard.parameter): position for position, shard in enumerate(shards)}
         for name, unit in state.modules.items() if state is not None else ():
             parameters = map(_fsdp2_gradients.sharded_params, fsdp2_units.fsdp_parameter_groups(unit))
             groups_at = [[index[id(p)] for p in group if id(p) in index] for group in parameters]
             if any(groups_at):
-                units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*groups_at))])
+                units[name] = GradientAveraging([shards[n] for n in sorted(itertools.chain(*groups_at))])
                 groups += [name for members in groups_at if members]
         self._plan = _OverlapPlan(shards, state, units, groups, UnitOrder(list(units)))
         return self._plan

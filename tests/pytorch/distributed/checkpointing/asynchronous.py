@@ -23,18 +23,18 @@ def writing_waits_for(event: threading.Event) -> Iterator[None]:
     """Nothing is written before the event is set."""
     from te_fsdp.checkpoint import planner
 
-    original = planner.Writing.blocks
+    original = planner.RankWriter.blocks
 
     def late(self: Any) -> Any:
         assert event.wait(60)
         return original(self)
 
-    planner.Writing.blocks = late
+    planner.RankWriter.blocks = late
     try:
         yield
     finally:
         event.set()
-        planner.Writing.blocks = original
+        planner.RankWriter.blocks = original
 
 
 def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = False) -> dict[str, Any]:
@@ -49,13 +49,13 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
         spoil: Negative control: the copies are left out.
     """
     import te_fsdp
-    from te_fsdp.checkpoint.planner import Writing
+    from te_fsdp.checkpoint.planner import RankWriter
 
     run, outcome = Run(case, axes, seed=0), []
     run.steps(2)
-    copy = Writing.copy
+    copy = RankWriter.copy
     if spoil:
-        Writing.copy = lambda self, staging: None
+        RankWriter.copy = lambda self, staging: None
     try:
         for number in (1, 2):
             saved, written = local_state(run), threading.Event()
@@ -78,7 +78,7 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
             results = {"wrong": wrong, "tensors": len(saved), "changed": changed, "stall": handle.stall}
             outcome.append({**results, "bytes": handle.bytes, "same_loss": losses_again == losses})
     finally:
-        Writing.copy = copy
+        RankWriter.copy = copy
     return {"saves": outcome}
 
 
@@ -105,20 +105,20 @@ def one_after_the_other(directory: str) -> dict[str, Any]:
             second = save(f"{directory}/2", model, optimizer, asynchronous=True)
             first_done = first.done()
             second.result()
-        original = planner.Writing.blocks
+        original = planner.RankWriter.blocks
 
         def broken(self: Any) -> Any:
             raise OSError(28, "No space left on device")
 
         if dist.get_rank() == dist.get_world_size() - 1:
-            planner.Writing.blocks = broken
+            planner.RankWriter.blocks = broken
         asked = save(f"{directory}/3", model, optimizer, asynchronous=True)
         message = error_of(asked.result)
         unasked = save(f"{directory}/4", model, optimizer, asynchronous=True)
         if dist.get_rank() == 0:  # one rank requests the error: all ranks get it
             error_of(unasked.result)
         unasked.wait()
-        planner.Writing.blocks = original
+        planner.RankWriter.blocks = original
         refused = error_of(lambda: save(f"{directory}/5", model, optimizer))
         again = save(f"{directory}/5", model, optimizer)
     finally:

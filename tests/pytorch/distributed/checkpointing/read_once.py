@@ -95,7 +95,7 @@ def mistakes(axes: dict[str, int], directory: str) -> tuple[list[str], list[str]
         te_fsdp.checkpoint.load(path, other.model, other.optimizer, read="once")
     dist.barrier()
     if dist.get_rank() == 0:
-        file = read_manifest(path).at(path) / "__0_0.distcp"
+        file = read_manifest(path).data_folder(path) / "__0_0.distcp"
         name = Path(str(file).removeprefix("slow://"))
         data = bytearray(name.read_bytes())
         data[len(data) // 4] ^= 1

@@ -134,7 +134,7 @@ def _gathered_weights_agree(model: Pair) -> int:
             parameter.device_mesh.ndim - (1 if module.tp_size == 1 else 2)
         )
         local = _torch.local_of(parameter).dequantize(dtype=torch.float32)
-        shards[name] = (shard_info(module, "weight", parameter).at, local, group)
+        shards[name] = (shard_info(module, "weight", parameter).coordinates, local, group)
     model.unshard()  # type: ignore[operator]
     checks = harness.Comparisons()
     pairs = []
