@@ -256,7 +256,9 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
         yield Fault("TransformerEngine is not installed", "there are no modules to train", command)
         return
     if facts.gpus and not facts.te_bindings:
-        install_toolkit = "nvcc, which is missing: install a CUDA toolkit of torch's CUDA version and set CUDA_HOME"
+        install_toolkit = (
+            "nvcc, which is missing: install a CUDA toolkit of torch's CUDA version and set CUDA_HOME"
+        )
         nvcc = f"nvcc: {facts.nvcc}" if facts.nvcc else install_toolkit
         yield Fault(
             "TransformerEngine's bindings for PyTorch (transformer_engine_torch) are not installed",

@@ -100,7 +100,9 @@ def test_rectangles_read_overlapping_pieces(tmp_path: Path, monkeypatch: pytest.
                     assert piece.shape == tuple(own)
                     for part in parts:
                         assert 0 not in part.shape, "it does not touch the rectangle only"
-                        covered[tuple(map(slice, part.in_rectangle, np.add(part.in_rectangle, part.shape)))] += 1
+                        covered[
+                            tuple(map(slice, part.in_rectangle, np.add(part.in_rectangle, part.shape)))
+                        ] += 1
                         there = np.add(begin, part.in_piece).tolist()
                         assert there == np.add(low, part.in_rectangle).tolist()
             assert bool((covered == 1).all())
