@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
     all_gather_main_params,
     optimizer_shard,
 )
+from te_fsdp.features.incomplete_states import refuse_incomplete_states
 from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import gradients_of
@@ -111,6 +112,7 @@ class MainParameters:
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
         self.lent = lent
+        self._bare: list[tuple[MainParameter, dict[str, Any]]] = []  # loaded states with a main weight alone
         self._before = optimizer.register_step_pre_hook(_torch.disable_compile(self._before_step))
         after = optimizer.register_step_post_hook(_torch.disable_compile(self._after_step))
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
@@ -398,51 +400,49 @@ class MainParameters:
 
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self.restore_params(optimizer)
-        for key, shard in self._shards(optimizer, state_dict):
-            state = state_dict["state"].get(key)
+        for key, pair in self._members(optimizer, state_dict):
+            if not (state := state_dict["state"].get(key)) or (shard := pair.shard) is None:
+                continue
             # DTensor placements represent the shard if one axis shards the rows, or each does so evenly.
             sizes = [size for axis in _axes_that_shard_dim0(shard) if (size := shard.mesh.size(axis)) > 1]
             # dims other than 0 are chosen only if they divide evenly
             is_exact = shard.dim > 0 or len(sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
-            if state and not is_exact:
+            if not is_exact:
                 state_dict["state"][key] = {name: _padded(shard, value) for name, value in state.items()}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Install main parameters first, because loaded state is cast to the dtype of the parameters in the groups."""
-        incomplete = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
-        if incomplete:
-            raise CheckpointError(
-                f"{type(optimizer).__name__}.load_state_dict: {len(incomplete)} parameters with main weights only",
-                expected="the full state",
-                got="the state of an optimizer that has not stepped",
-                why="DCP loads only the entries that the given state dict contains",
-                fix="read it by get_state_dict or use te_fsdp.checkpoint.load, which create the missing state",
-            )
+        refuse_incomplete_states(optimizer, state_dict, MAIN, is_fresh=self.are_all_state(optimizer))
         states = dict(state_dict["state"])
         self.restore_params(optimizer)
-        for key, shard in self._shards(optimizer, state_dict):  # this rank's rows of sharded states
-            if key in states:
-                states[key] = {name: _local_rows(shard, name, value) for name, value in states[key].items()}
+        for key, pair in (members := self._members(optimizer, state_dict)):
+            if (state := states.get(key)) and pair.shard is not None:  # this rank's rows of sharded states
+                states[key] = {name: _local_rows(pair.shard, name, value) for name, value in state.items()}
+            # Frozen parameters may have none, and torch would cast the loaded one to the parameter's dtype.
+            if state and MAIN in state and is_low_precision(pair.parameter):
+                self.make(optimizer, pair.parameter)
         self.install_main_params(optimizer)
+        # Optimizers of torch read the other entries of a state that is not empty.
+        bare = {key for key, state in states.items() if set(state) == {MAIN}}
+        self._bare = [(pair, states.pop(key)) for key, pair in members if key in bare]
         return {**state_dict, "state": states}
 
     @torch.no_grad()
     def _after_load(self, optimizer: Optimizer) -> None:
         """Copy loaded main weights into the existing ones, and restore the parameters."""
-        for pair in self.pairs:
-            loaded = optimizer.state.get(pair.main, {}).pop(MAIN, None)
-            if loaded is not None and pair.low:
+        loaded_states = [(pair, optimizer.state.get(pair.main, {})) for pair in self.pairs]
+        for pair, state in loaded_states + self._bare:
+            if (loaded := state.pop(MAIN, None)) is not None and pair.low:
                 _torch.local_of(pair.main).copy_(_torch.local_of(loaded))
+        self._bare = []
         self.restore_params(optimizer)
 
-    def _shards(self, optimizer: Optimizer, state_dict: Any) -> Iterator[tuple[Any, OptimizerShard]]:
-        """Yield (key in the state dict, shard) of each parameter with sharded state."""
+    def _members(self, optimizer: Optimizer, state_dict: Any) -> list[tuple[Any, MainParameter]]:
+        """Return (key in the state dict, ``MainParameter``) of each parameter."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in optimizer.param_groups for p in group["params"]]
         # torch checks the groups and raises if they differ.
-        for key, parameter in zip(keys, params, strict=False):
-            if (shard := self.of(parameter).shard) is not None:
-                yield key, shard
+        return [(key, self.of(parameter)) for key, parameter in zip(keys, params, strict=False)]
 
 
 def rekey_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:
