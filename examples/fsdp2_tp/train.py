@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import sysconfig
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -291,6 +292,8 @@ class Log:
         self.file.writelines(f"{row}\n" for row in earlier if json.loads(row)["step"] < self.start)
         label = f"training (TE emulated, {self.emulated})" if self.emulated else "training"
         every = 0.1 if sys.stderr.isatty() else 10.0  # seconds between updates
+        # From Python 3.14 on the default one is a named semaphore, which os._exit leaves behind.
+        tqdm.set_lock(threading.RLock())
         self.bar = tqdm(total=options.steps, initial=self.start, desc=label, unit="step", mininterval=every)
 
     def step(self, step: int, loss: torch.Tensor, **more: torch.Tensor | float) -> float:
