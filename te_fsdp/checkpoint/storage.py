@@ -77,10 +77,10 @@ class LocalPath(type(Path())):  # type: ignore[misc]
     def __reduce__(self) -> Any:
         return Path, (str(self),)
 
-    def _mode(self) -> int:
+    def _mode(self, **options: bool) -> int:
         """Return the file's type and permissions; 0 if there is none."""
         try:
-            return self.stat().st_mode
+            return self.stat(**options).st_mode
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
@@ -88,17 +88,17 @@ class LocalPath(type(Path())):  # type: ignore[misc]
             pass
         return 0
 
-    def exists(self) -> bool:
+    def exists(self, **options: bool) -> bool:
         """Return whether there is a file or directory; raise OSError where the system does not say."""
-        return self._mode() != 0
+        return self._mode(**options) != 0
 
-    def is_dir(self) -> bool:
+    def is_dir(self, **options: bool) -> bool:
         """Return whether there is a directory; raise OSError where the system does not say."""
-        return stat.S_ISDIR(self._mode())
+        return stat.S_ISDIR(self._mode(**options))
 
-    def is_file(self) -> bool:
+    def is_file(self, **options: bool) -> bool:
         """Return whether there is a file; raise OSError where the system does not say."""
-        return stat.S_ISREG(self._mode())
+        return stat.S_ISREG(self._mode(**options))
 
 
 def is_remote(path: Path) -> TypeGuard[Any]:
