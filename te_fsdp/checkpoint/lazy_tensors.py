@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint.async_save import batches
+from te_fsdp.checkpoint.host_memory import batches
 from te_fsdp.checkpoint.manifest import Tick, unreadable
 from te_fsdp.checkpoint.shard_files import DamagedFileError, damaged_value, elements_of
 from te_fsdp.checkpoint.storage import is_remote

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint.async_save import Block, Staging, background, blocks_of, flat_rows
+from te_fsdp.checkpoint.async_save import background
+from te_fsdp.checkpoint.host_memory import Block, Staging, blocks_of, flat_rows
 from te_fsdp.checkpoint.index import Encoded, Stored, encode
 from te_fsdp.checkpoint.lazy_tensors import Lazy
 from te_fsdp.checkpoint.manifest import HAS_FOLDER, SUMS_PIECES, Manifest, read_manifest

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint.async_save import HostMemory, background
+from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.directory import damaged
+from te_fsdp.checkpoint.host_memory import HostMemory
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
 from te_fsdp.checkpoint.lazy_tensors import DcpRecord
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from zlib_ng.zlib_ng import crc32  # the same sums as zlib's in a fifth of the time
 
-from te_fsdp.checkpoint.async_save import flat_rows
+from te_fsdp.checkpoint.host_memory import flat_rows
 from te_fsdp.checkpoint.storage import is_remote, random_access
 from te_fsdp.errors import CheckpointError
 

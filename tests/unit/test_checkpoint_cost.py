@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import index, lazy_tensors, planner, saving
-from te_fsdp.checkpoint.async_save import Block, Staging, background
+from te_fsdp.checkpoint.async_save import background
+from te_fsdp.checkpoint.host_memory import Block, Staging
 from te_fsdp.checkpoint.index import unpickle_metadata
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import plain_dcp, planner, shard_files
-from te_fsdp.checkpoint.async_save import Staging, blocks_of
 from te_fsdp.checkpoint.extra import for_rank, join_ranks
+from te_fsdp.checkpoint.host_memory import Staging, blocks_of
 from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.planner import checksum
 from te_fsdp.collectives.agreement import _PIECE, row_checksums

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import nn
 
-from te_fsdp.checkpoint.async_save import batches
 from te_fsdp.checkpoint.directory import new_directory
+from te_fsdp.checkpoint.host_memory import batches
 from te_fsdp.checkpoint.lazy_tensors import Lazy, assign_files, total_bytes, write_header, write_index
 from te_fsdp.checkpoint.model_state import owned_parameters
 from te_fsdp.checkpoint.portable.huggingface_config import write_config

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fsdp.checkpoint.async_save import aligned
 from te_fsdp.checkpoint.compare import check_spans_world
+from te_fsdp.checkpoint.host_memory import aligned
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import OwnedTensor, component_entry, owned_parameters, tied_names
 from te_fsdp.checkpoint.optimizer_state import describe_state

@@ -159,7 +159,7 @@ def groups_destroyed(directory: str) -> dict[str, Any]:
 def out_of_memory(directory: str) -> tuple[str, str]:
     """One rank cannot copy: no rank waits for it, and all raise."""
     import te_fsdp
-    from te_fsdp.checkpoint.async_save import Staging
+    from te_fsdp.checkpoint.host_memory import Staging
 
     model = shard(Small())
     original = Staging.copy
