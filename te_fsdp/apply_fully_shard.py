@@ -89,9 +89,9 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     for owner in iter_param_owners(model):
         row = get_or_create_record(owner.parameter).plan = plan.parameters[id(owner.module), owner.name]
         if type(owner.parameter) is torch.nn.Parameter and not owner.parameter.is_contiguous():
-            # FSDP2 shards no others (torch 2.11 to 2.15).
+            # FSDP2 refuses parameters that are not contiguous (torch 2.11 to 2.15).
             owner.parameter.data = owner.parameter.data.contiguous()
-        # FSDP2 moves the parameters that it shards to the device, and nothing else moves these.
+        # FSDP2 moves only the parameters that it shards to the device.
         if row.storage.is_replicated and owner.parameter.device.type == "cpu" != device.type:
             owner.parameter.data = owner.parameter.data.to(device)
     for module in model.modules() if "" in plan.replicated_modules else ():

@@ -136,7 +136,7 @@ def requested_checks(where: str, checks: object, check_inputs: object) -> CheckP
     if checks is not None:
         raise PlacementError(
             f"{where}: check_inputs and checks",
-            expected="one of them",
+            expected="only one of them",
             got=f"check_inputs={check_inputs}, checks={checks!r}",
             fix="omit check_inputs",
         )

@@ -337,7 +337,7 @@ class _Unsharded(TorchFunctionMode):
                 owner._parameters[attr] = new
 
     def finish(self) -> None:
-        """Store what is left, also parameters that the initialization has assigned. Collective."""
+        """Store the remaining tensors; raise InitError for assigned parameters. Collective for quantized weights."""
         for key in list(self.live):
             self._store(key)
         # FSDP2 and optimizers refer to the previous parameter, so a newly registered one would not be trained.

@@ -464,7 +464,7 @@ def _check_policies(request: ShardRequest) -> None:
     if request.precision is not None and request.mp_policy is not None:
         raise PrecisionError(
             "fully_shard: precision and mp_policy",
-            expected="one of them",
+            expected="only one of them",
             got="both",
             why="Each of them sets the dtypes of compute and reduction",
             fix="leave mp_policy out",

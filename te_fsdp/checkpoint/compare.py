@@ -99,7 +99,10 @@ class Differences:
         return result
 
     def over_all_ranks(self, *, convert: bool) -> Differences:
-        """Return the union over all ranks. Without ``convert``, conversions become differences. Collective."""
+        """Return the union over all ranks. Without ``convert``, conversions become differences.
+
+        Collective over the world: :func:`gather_if_any`.
+        """
         union = Differences()
         # A list, because an object with only allowed differences is false.
         own = [self] if any(vars(self).values()) else []
@@ -139,8 +142,8 @@ class Differences:
 def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     """Compare a checkpoint with a model: tensors, ties, settings of modules and FP8 recipes. Local operation.
 
-    ``state`` is the model's. Changes ``source`` if te_fsdp did not write it: a format that differs only in the origin
-    of the scale becomes the model's, and ``notes`` names stacked weights whose row order is not certain.
+    ``state`` is the model's. A ``source`` that te_fsdp did not write is changed: a format that differs only in the
+    origin of the scale becomes the model's. Its ``notes`` then name stacked weights whose row order is not certain.
     """
     manifest = source.manifest
     # TE's float8 tensors do not record the origin of their scales in plain and converted files, which have no index.
@@ -275,10 +278,10 @@ def check_spans_world(model: nn.Module, stage: Stage | None) -> None:
             raise CheckpointError(
                 f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
                 expected="one model on all ranks",
-                got="meshes of one stage, cut out of a mesh with a further axis",
+                got="the mesh of one stage, a slice of a mesh with another axis",
                 why="Stages are different models, and a checkpoint of te_fsdp holds one",
                 fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages; "
-                'for stages of one model, Meshes.build(pp=...) or from_device_mesh(mesh, pp=whole["pp"])',
+                'for stages of one model, Meshes.build(pp=...) or from_device_mesh(mesh, pp=full_mesh["pp"])',
             )
 
 
@@ -325,7 +328,7 @@ def join(
         return None
     if absent:
         raise CheckpointError(
-            f"save: rank(s) {shorten(absent)} hold no stage of a pipeline, as the others do",
+            f"save: rank(s) {shorten(absent)} hold no pipeline stage, but other ranks do",
             expected="a stage that te_fsdp.fully_shard was called on, on every rank",
             fix="shard every stage",
         )
@@ -380,7 +383,7 @@ def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | Non
                 f"save: the optimizer of stage {number}",
                 expected=f"as in stage 0, {formatted[0]:.300}",
                 got=f"{formatted[1]:.300}",
-                why="In the files it is one optimizer of the whole model",
+                why="The files contain one optimizer of the unsplit model",
                 fix="give the optimizers of all stages the same groups in the same order, and options; a group that "
                 "a stage has no parameters for may be empty",
             )
@@ -395,18 +398,21 @@ def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | Non
 
 
 def take_own_part(source: Source, model: nn.Module) -> None:
-    """Remove the tensors of other stages from a source's manifest. Collective over the world for stages."""
+    """Remove the tensors of other stages from a source's manifest.
+
+    Collective over the world for a pipeline: agreement, then a gather over the stages. Otherwise local.
+    """
     stage = stage_of(model)
     if stage is None:
         return
 
     def own_names() -> set[str]:
-        # Modules' names as well: in the whole model no tensor has the name of a module.
+        # Modules' names as well: in the unsplit model no tensor has the name of a module.
         tensors = [*owned_parameters(model), *owned_tensors(model, "_buffers")]
         return {owned.key for owned in tensors} | modules_of(model).keys()
 
     own, manifest = all_agree(own_names), source.manifest
-    # A tensor that no stage has is not away: it stays in the manifest, and is a difference on all stages.
+    # A tensor that no stage has stays in the manifest, and is a difference on all stages.
     elsewhere = set().union(*gather(own, stage.across)) - own
 
     def kept(named: dict[str, Any]) -> dict[str, Any]:

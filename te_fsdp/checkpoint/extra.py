@@ -212,7 +212,7 @@ def _sharded_entry(value: DTensor, where: str) -> TensorEntry:
     if _te.is_quantized(local) or local.is_meta or not fits or is_partial:
         raise CheckpointError(
             f"{where}: a DTensor that cannot be stored",
-            expected="a sharded or replicated DTensor in high precision, cut evenly",
+            expected="a sharded or replicated DTensor in high precision, sharded evenly",
             got=f"placements {tuple(value.placements)}, local {type(local).__name__} of shape {tuple(local.shape)}",
             fix="store value.full_tensor(), or value.dequantize() of a quantized one",
         )
@@ -237,7 +237,7 @@ def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str
 
 
 def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
-    """Insert the values of all ranks at the PerRank places, which must be the same, into rank 0's JSON form."""
+    """Insert the values of all ranks into rank 0's JSON form. All ranks must have the same ``PerRank`` keys."""
     for rank, parts in enumerate(ranks):
         if parts.keys() != ranks[0].keys():
             raise CheckpointError(

@@ -109,7 +109,7 @@ class HostMemory:
 
     def take(self, count: int) -> torch.Tensor:
         """Return ``count`` bytes as uint8. A stretch is freed with the last of its parts. Local operation."""
-        # A small part would keep its whole stretch alive.
+        # A small part would keep all memory of its stretch alive.
         if count <= _SMALL:
             return host_memory(count)
         while aligned(count) > len(self._rest):

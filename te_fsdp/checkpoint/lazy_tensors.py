@@ -104,7 +104,7 @@ class Lazy:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the whole tensor in bytes."""
+        """Return the size of the unsharded tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self, budget: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
@@ -291,7 +291,7 @@ def check_zip(file: Any) -> None:
 
 @dataclass
 class Chunked(Lazy):
-    """A tensor in rectangular pieces, given with their offsets in the whole, which they cover once."""
+    """A tensor in rectangular pieces, given with their offsets in it. They cover it once."""
 
     key: str
     shape: tuple[int, ...]
@@ -433,7 +433,7 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         metadata = file.metadata() or {}
         # torch's HuggingFaceStorageWriter writes one such file for each rank.
         if "DCP_SHARDING_INFO" in metadata and path.name.startswith("shard-"):
-            raise CheckpointError(f"{path}: one rank's parts of tensors", expected="whole tensors", fix=_JOIN)
+            raise CheckpointError(f"{path}: one rank's parts of tensors", expected="full tensors", fix=_JOIN)
         # In the order of the file, so that reading all of them is sequential.
         return {key: InMemory(file.get_tensor(key)) for key in file.offset_keys()}, metadata
 

@@ -274,9 +274,9 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
             got="different values",
             why="The files contain one of them, and the others would be lost",
             fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
-            "te_fsdp.broadcast_params(model, optimizer) makes drifted copies of a sharded model equal again; buffers "
+            "te_fsdp.broadcast_params(model, optimizer) makes differing copies of a sharded model equal again; buffers "
             "that each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts "
-            "that every rank counts from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
+            "that every rank numbers from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
         )
 
     # One number for each set of replicas. The pieces are compared only to name the ones that differ.

@@ -231,7 +231,7 @@ class ReadShare:
     ) -> ReadShare:
         """Find the ranks that need the same data. Collective over the ranks: a round of small messages.
 
-        The parts have similar sizes, in the order of the whole: neighbors are adjacent in the files.
+        The parts have similar sizes, in the order of the request. Neighbors are adjacent in the files.
         """
         # In the order of the request, which ranks with the same data share.
         shared = {p: dtypes[p[0]] for p in required if p[0].startswith(_COMMON) and p[0] in dtypes}
@@ -270,10 +270,10 @@ class ReadShare:
             staged.parts[rectangle] = [((0,) * len(rectangle[2]), staged.new(rectangle, torch.device("cpu")))]
 
     def exchange(self, staged: Staged) -> None:
-        """Send this rank's part and receive the others'; raise CheckpointError if a rank has died. Collective.
+        """Send this rank's part and receive the others'; raise CheckpointError if a rank has died.
 
-        In the k-th turn each rank sends to the k-th rank after it. Without a rank that has died, the others continue,
-        because each of them would otherwise lose its neighbor as well.
+        Collective over :attr:`members`, by sends and receives. In the k-th turn each rank sends to the k-th rank
+        after it. If a rank has died, the others continue, because each would otherwise lose its neighbor as well.
         """
         group, count, lost = self.ranks.group, len(self.members), dict[int, str]()
         # Parts may differ in their number of rectangles, but all members make all turns.
@@ -380,8 +380,8 @@ class Conversion:
     def store(self, value: torch.Tensor, *, keep_delayed_scale: bool) -> None:
         """Set the parameter to its value (float32, of the local shape): rounded to its dtype, or quantized once.
 
-        A scale of the unsharded weight is computed from its amax, unless delayed scaling's scale was loaded: collective
-        over the ranks with shards of a weight whose format has one scale per tensor.
+        A scale of the unsharded weight is computed from its amax, unless delayed scaling's scale was loaded. Collective
+        over the ranks with shards of a weight whose format has one scale per tensor, otherwise local.
         """
         module, local = self.owned.module, self.owned.local
         with torch.no_grad():

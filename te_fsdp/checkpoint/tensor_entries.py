@@ -127,9 +127,9 @@ def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str 
     raise CheckpointError(
         f"save: {len(repeated)} tensor(s) of one name in {stages}: {shorten(repeated)}",
         expected="every name in one stage",
-        got="layers that each stage counts from 0, or tensors that stages share",
+        got="layers that each stage numbers from 0, or tensors that stages share",
         why=why,
-        fix="give a stage the names of the whole model: leave the other layers out of an nn.ModuleDict, or set them to "
+        fix="give a stage the names of the unsplit model: omit the other layers from an nn.ModuleDict, or set them to "
         'None in a copy of the model; save(..., shared=["embedding.weight"]) names what stages share, which must be '
         "equal and is stored once",
     )
@@ -207,8 +207,8 @@ def holders_of(call: str, ranks: Iterable[RankTensors]) -> dict[str, Holders]:
     if problems:
         raise CheckpointError(
             f"{call}: the pieces of {shorten(problems)}",
-            expected="together the whole tensor, each element once",
-            got="others",
+            expected="pieces that together cover each tensor, each element once",
+            got="gaps or overlaps",
             fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
         )
     return results

@@ -143,9 +143,9 @@ def raise_together(state: ShardedModel, run: Callable[[], None]) -> None:
 def compare_computation(state: ShardedModel) -> None:
     """Compare, before a forward of the model, its mode, recipe and trained parameters over ranks.
 
-    Local operation in steady state. After a change collective over the ranks that all-gather or split layers with this
-    one, and in training over all ranks of the model: through the store, then an all-reduce of two numbers per axis. At
-    level "full" every forward compares.
+    Local operation in steady state. After a change it is collective over the ranks that all-gather or split layers with
+    this one, and in training over all ranks of the model. They meet in the store, then all-reduce two numbers per axis.
+    At level "full" every forward compares.
     """
     compared, every = state.computed, state.checks.level == "full"
     mode = state.model.training, torch.is_grad_enabled()

@@ -90,11 +90,11 @@ def graphed_step(
     that a recorded optimizer reads its learning rate as an fp32 tensor.
 
     A recording is valid while only tensor values change. Inputs with a new signature (shapes, dtypes, structure, or
-    values other than tensors) run eagerly once and are then recorded in addition. The step is recorded again after
-    these changes: a parameter, buffer or optimizer state was replaced or moved (loading in place does neither), the
-    training mode, an option of the optimizer other than the learning rate, ``report_nan``, ``grad_comm`` or
-    ``set_auto_sync``. Values that the function does not get as arguments, such as a recipe in a closure, stay those of
-    the recording. Pass them as arguments, or call :meth:`GraphedStep.forget`.
+    values other than tensors) run eagerly once and are then recorded in addition. The step is recorded again
+    after a parameter, buffer or optimizer state was replaced or moved (loading in place does neither). So it is after
+    a change of the training mode, ``report_nan``, ``grad_comm``, ``set_auto_sync`` or an option of the optimizer. A
+    changed learning rate is read without a recording. Values that the function does not get as arguments, such as a
+    recipe in a closure, stay those of the recording. Pass them as arguments, or call :meth:`GraphedStep.forget`.
 
     Steps that cannot be recorded run eagerly, and the reason is logged once. This applies to all steps on the CPU, and
     after a failed capture (for example because the function reads a device value). Only the optimizer's step runs
@@ -442,7 +442,7 @@ class GraphedStep:
     # -------------------------------------------------------------------------------------------------------- replaying
 
     def _replay(self, recording: _Recording, leaves: list[Any]) -> StepOutput:
-        """One step of a recording."""
+        """Replay one step of a recording. Collective as the recorded step."""
         report, norm = self._state.components.get(NanReport), recording.norm
         if report is not None:
             report.forget()

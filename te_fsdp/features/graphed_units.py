@@ -53,18 +53,18 @@ def graphed_units(
 ) -> GraphedUnits:
     """Record forward and backward of each unit into CUDA graphs, and replay them in the eager training loop.
 
-    For loops that log, change optimizers or schedules, or clip in their own way: only the units lose their host time.
+    The loop may log, change optimizers or schedules, or clip in its own way. Only the units lose their host time, and
     :func:`te_fsdp.graphed_step` removes all of it. Results equal those of the eager loop bit for bit.
 
-    The first ``warmup`` forwards of a unit with a kind of inputs run eagerly. The next one records. A unit runs
-    eagerly, and the reason is logged once, if it cannot be recorded: hooks on modules inside of it, delayed scaling,
+    The first ``warmup`` forwards of a unit with a kind of inputs run eagerly. The next one records. A unit that cannot
+    be recorded runs eagerly, and the reason is logged once. Reasons are hooks on modules inside of it, delayed scaling,
     recomputed or offloaded activations, fused or delayed weight gradients, or a device value that its forward reads.
     The following forwards run eagerly, too: evaluations, forwards while an earlier backward of the unit is pending, and
     inputs of more than four kinds (shapes, dtypes, values other than tensors, recipes). Values of closures stay those
     of the recording.
 
-    Unsharded weights get memory at fixed addresses, permanently: that of two units, for units of the same shapes; that
-    of all units where one rank has the full weights and casts them (``MixedPrecisionPolicy``).
+    Unsharded weights permanently get memory at fixed addresses. Units of the same shapes share the memory of two
+    units. If one rank has the full weights and casts them (``MixedPrecisionPolicy``), every unit has its own.
 
     Local operation. Collectives in a unit's forward and backward are recorded with it.
 

@@ -111,7 +111,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise OrderError(
             f"{type(optimizer).__name__}: {len(foreign)} of {len(params)} parameters are not the model's",
             expected="the current parameters of the model",
-            got="other parameters, such as those from before fully_shard or materialize",
+            got="different parameters, such as those from before fully_shard or materialize",
             why="Its step would not update the model",
             fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
         )

@@ -152,7 +152,7 @@ class NanReport(Component):
     finish_step = forget
 
     def zero_grad(self, parameters: Iterable[torch.Tensor]) -> None:
-        """As :meth:`forget`."""
+        """Discard recorded values, as :meth:`forget`."""
         self.forget()
 
     def _require_state(self) -> ShardedModel:

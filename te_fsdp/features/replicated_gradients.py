@@ -210,8 +210,8 @@ class ReplicatedGradients(Component):
     def reduce_gradients(self) -> None:
         """Reduce the gradients that are not reduced yet, if there are some, and add them to ``.grad``.
 
-        Collective over data parallel, on all ranks: an all-reduce per unit, dtype and process group, one for all
-        gradients without a unit (and one over tp for partial gradients), and one per tensor larger than a bucket.
+        Collective over data parallel, on all ranks: an all-reduce per unit, dtype and process group, and one for all
+        gradients without a unit. A tensor larger than a bucket has its own. Partial gradients add one over tp.
         Until the ranks have agreed on an order, all gradients are sent without a unit.
         """
         if not self.unreduced():
@@ -298,7 +298,7 @@ class ReplicatedGradients(Component):
             _torch_autograd.at_end_of_backward(self._end)
 
     def _before_accumulation(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
-        """Pre-accumulation hook: move ``.grad`` aside so that only unreduced gradients accumulate."""
+        """Move ``.grad`` aside, so that only unreduced gradients accumulate. It is a pre-accumulation hook."""
         self._begin(gradient)
         if slot in self._taken:
             raise OrderError(

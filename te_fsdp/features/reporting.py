@@ -74,7 +74,7 @@ class Report:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all parameters on this rank."""
+        """Return the bytes of all parameters on this rank."""
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:

@@ -214,7 +214,7 @@ class TeFsdpAccelerator(_Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip gradients by their norm over all ranks: :func:`te_fsdp.clip_grad_norm_`. Collective."""
+        """Clip gradients by their norm over all ranks. Collective as :func:`te_fsdp.clip_grad_norm_`."""
         return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type)
 
     clip_grad_value_ = raising_method(
@@ -248,7 +248,7 @@ class TeFsdpAccelerator(_Accelerator):
     ) -> Path:
         """Save model and optimizer with :func:`te_fsdp.checkpoint.save`, other objects as accelerate does.
 
-        Collective. The folder ``te_fsdp`` must not exist. Options for accelerate's own model files raise.
+        Collective over the world. The folder ``te_fsdp`` must not exist. Options for accelerate's model files raise.
 
         Raises:
             CheckpointError: There is not exactly one prepared model, there are several optimizers, or ``save``

@@ -195,7 +195,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip gradients of the optimizer's parameters: :func:`te_fsdp.clip_grad_norm_`. Collective."""
+        """Clip gradients of the optimizer's parameters. Collective as :func:`te_fsdp.clip_grad_norm_`."""
         parameters = self.precision.main_params(optimizer)
         return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 

@@ -330,7 +330,7 @@ class Gating(_Shapes):
     """Activation between the two GEMMs of experts: the activated gate times the other half."""
 
     def __init__(self, width: int, hidden: int = 0) -> None:
-        """``hidden``: the model's hidden size if expert results are summed per token; 0 for one expert per token."""
+        """Set the sizes. ``hidden`` is the model's hidden size if expert results are summed per token, else 0."""
         super().__init__()
         self.width, self.hidden = width, hidden
 

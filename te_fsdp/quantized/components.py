@@ -139,7 +139,9 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
         view = view.t() if buffer.is_transposed else view
         if view.ndim != len(sizes) or any(map(operator.lt, view.shape, sizes)):
             raise PlacementError(
-                f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
+                f"{label}: shape of a quantized weight's buffer",
+                expected=f"at least {sizes}",
+                got=tuple(view.shape),
             )
         components.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
     return components

@@ -172,9 +172,9 @@ class CopyEngineGathers:
     ) -> None:
         """Move shards that are sent unchanged into shared memory. Collective over the ranks.
 
-        The parameters stay the same objects. Shards that are cast on their way, quantized ones whose buffers are put
-        together or padded first, and those on meta stay where they are, and so do those that an earlier call has
-        moved. ``alias`` is :func:`te_fsdp.peer_memory.alias`.
+        The parameters stay the same objects. Shards are not moved if the all-gather casts them, if their quantized
+        buffers are joined or padded first, if they are on meta, or if an earlier call has moved them. ``alias`` is
+        :func:`te_fsdp.peer_memory.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
         to_move = [(managed, tensors) for managed in records if (tensors := self._tensors_to_move(managed))]

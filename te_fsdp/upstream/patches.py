@@ -440,7 +440,7 @@ def _modules_with(name: str) -> list[ModuleType]:
 
 
 def _enums_pickled_by_name() -> list[type]:
-    """TE's class of element types, on a release of Python that pickles its members by name."""
+    """Return TE's class of element types if this Python pickles its members by name, else nothing."""
     constants = importlib.import_module("transformer_engine.pytorch.constants")
     members = list(getattr(constants, "DType", ()))
     return [type(members[0])] if members and members[0].__reduce_ex__(2)[0] is getattr else []

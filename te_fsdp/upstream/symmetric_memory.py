@@ -65,7 +65,7 @@ class Exchange:
     """Process group through which ranks map each other's memory; torch identifies it by ``name``."""
 
     def __init__(self, group: dist.ProcessGroup, token: str = "") -> None:
-        """``token`` is identical on all ranks and unique to this exchange. Local operation.
+        """Create the group. ``token`` is identical on all ranks and unique to this exchange. Local operation.
 
         With a token, a process group without a backend is registered, whose store counts only its own
         rendezvous. Without it, ``group`` is used.

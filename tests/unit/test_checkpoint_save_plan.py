@@ -51,7 +51,7 @@ def test_pieces_that_make_up_a_tensor(shape, boxes):
 )
 def test_pieces_that_do_not(shape, boxes):
     with pytest.raises(
-        CheckpointError, match=r"save: the pieces of a \(.*\): expected together the whole tensor"
+        CheckpointError, match=r"save: the pieces of a \(.*\): expected pieces that together cover"
     ):
         assign_writers([one(shape, box) for box in boxes])
 

@@ -99,7 +99,7 @@ def test_unknown_levels_of_checks(given, near):
     expected = "fully_shard: checks: expected one of ('off', 'setup', 'first_steps', 'full'), got "
     assert message.startswith(f"{expected}{given!r}"), message
     assert f"Fix: checks={near or 'first_steps'!r}" in message
-    with pytest.raises(te_fsdp.PlacementError, match="check_inputs and checks: expected one of them"):
+    with pytest.raises(te_fsdp.PlacementError, match="check_inputs and checks: expected only one of them"):
         _sharded(checks="off", check_inputs=False)
 
 

@@ -84,7 +84,7 @@ def resolve(path: Path) -> tuple[Path, str]:
             if len(folders) > 1:
                 raise CheckpointError(
                     f"{path}: several folders with checkpoints",
-                    expected="one",
+                    expected="a path with one checkpoint folder",
                     got=", ".join(map(str, folders)),
                     fix="name one of them",
                 )
