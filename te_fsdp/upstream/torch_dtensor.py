@@ -263,6 +263,12 @@ def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
         ]
 
 
+def count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Increase the versions of DTensors after writes that torch does not count (``torch._foreach_`` functions)."""
+    written = [one for one in tensors if isinstance(one, DTensor) and not one.is_inference()]
+    torch.autograd.graph.increment_version(written)
+
+
 def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
     """Notify the allocator of the end of a capture that ``CUDAGraph.capture_end`` could not end."""
     # ``capture_end`` may raise before it does so (``CUDAGraph.cpp``, torch 2.11 to 2.15). Frees on other

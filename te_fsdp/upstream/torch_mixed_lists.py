@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.upstream.torch_dtensor import count_writes
+
 _aten = torch.ops.aten
 #: Operators that run once per mesh. They change or measure each tensor on its own.
 _ELEMENTWISE = (
@@ -93,7 +95,7 @@ def mixed_lists() -> MixedLists:
 
 @functools.cache
 def support_foreach_copy() -> None:
-    """Let ``torch._foreach_copy_`` take DTensors. Local operation, once per process."""
+    """Let ``torch._foreach_copy_`` take DTensors, and count its writes. Local operation, once per process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(_aten._foreach_copy_.default, _copy_each)
 
@@ -103,6 +105,8 @@ def _copy_each(op: Any, args: Any, kwargs: Any) -> None:
     targets, sources, *options = args
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, *options, **kwargs)
+    # Below autograd, where this runs, torch counts no writes.
+    count_writes(targets)
 
 
 def _is_clipping() -> bool:

@@ -123,7 +123,7 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
 #: Ways after which the weights have their previous values.
 RESTORED = ("nothing", "in and out")
 #: Ways that torch's versions do not count, so that they are detected for quantized weights only.
-UNCOUNTED = ("data.copy_", "data.mul_", "foreach", "foreach_copy")
+UNCOUNTED = ("data.copy_", "data.mul_", "foreach")
 
 
 def _train(model: Model, optimizer: Any, seed: int, *, readable: bool) -> list[torch.Tensor]:
