@@ -121,9 +121,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
         if precision is not None:
             precision.widen(model)
         # Weights that FSDP2 shards along a dim other than the first.
-        dims = {
-            id(m.module._parameters[n]): dim for m in plan.modules for n, dim in m.fsdp_dims.items() if dim
-        }
+        dims = {id(m.module._parameters[n]): d for m in plan.modules for n, d in m.fsdp_dims.items() if d}
         options: dict[str, Any] = {
             "mp_policy": plan.mp_policy,
             "shard_placement_fn": (lambda p: Shard(dims[id(p)]) if id(p) in dims else None) if dims else None,

@@ -77,9 +77,7 @@ def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -
         )
     tp_axis = mesh.ndim - 1 if has_tp else None
     ep_axis = mesh.ndim - 1 - has_tp if has_ep else None
-    dims = {
-        axis: _torch.shard_dim_of(p) for axis, p in enumerate(placements) if axis not in (tp_axis, ep_axis)
-    }
+    dims = {a: _torch.shard_dim_of(p) for a, p in enumerate(placements) if a not in (tp_axis, ep_axis)}
     sharded = [(axis, dim) for axis, dim in dims.items() if dim is not None]
     if len(sharded) > 1:
         raise PlacementError(
@@ -124,9 +122,7 @@ def place_full_tensors() -> None:
         @functools.wraps(stock)
         def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             targets = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
-            boxes = {
-                key: t for key, t in targets.items() if isinstance(t, BoxedDTensor) and t._map is not None
-            }
+            boxes = {k: t for k, t in targets.items() if isinstance(t, BoxedDTensor) and t._map is not None}
             uneven: dict[str, Any] = {
                 key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
             }
@@ -310,13 +306,13 @@ class BoxedDTensor(DTensor):
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        boxes = self._boxes()
+        boxes = self.local_boxes()
         return [ChunkStorageMetadata(torch.Size(b.original), torch.Size(b.sizes)) for b in boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         if self._map is None:
             return super().__get_tensor_shard__(index)
-        for box in self._boxes():
+        for box in self.local_boxes():
             if index.offset is not None and tuple(index.offset) == box.original:
                 return self._shard_of(box, to_write=self._map.to_write)
         raise ValueError(f"{index.fqn}: this rank has no rows at {index.offset}")
@@ -353,11 +349,11 @@ class BoxedDTensor(DTensor):
     def _stacked(self) -> BoxMap | None:
         """Return the mapping if rows are not in the order that the placements describe, else ``None``."""
         mapping = self._map
-        return (
-            mapping if mapping is not None and mapping.has_tp and is_reordered(self, mapping.rule) else None
-        )
+        is_stacked = mapping is not None and mapping.has_tp and is_reordered(self, mapping.rule)
+        return mapping if is_stacked else None
 
-    def _boxes(self) -> list[Box]:
+    def local_boxes(self) -> list[Box]:
+        """Return this rank's rectangles of the original tensor. Local operation."""
         box_map = self.__dict__[_KEY]
         coordinates = coordinates_of(self, box_map.has_tp, box_map.has_ep, "tensor")
         return shard_boxes(tuple(self._spec.shape), box_map.rule, coordinates)[1]
@@ -394,7 +390,7 @@ class BoxedDTensor(DTensor):
         local = self._local_tensor
         if local.is_meta:
             local = torch.empty(local.shape, dtype=original.dtype, device=original.device)
-        for box in self._boxes():
+        for box in self.local_boxes():
             local[box.local_slices()].copy_(original[box.original_slices()])
         return self if local is self._local_tensor else boxed_like(_torch.dtensor(local, self._spec), self)
 
@@ -445,7 +441,7 @@ def _rows_for(target: Any, source: Any) -> Any:
     # weight.
     full = source.full_tensor()
     local = full.new_empty(target._local_tensor.shape)
-    for box in BoxedDTensor._boxes(target):
+    for box in BoxedDTensor.local_boxes(target):
         local[box.local_slices()] = full[box.original_slices()]
     return boxed_like(_torch.placed(local, target.device_mesh, target.placements, target), target)
 

@@ -125,22 +125,23 @@ def require_level(where: str, checks: object) -> str:
     )
 
 
-def requested_checks(where: str, checks: object, check_inputs: object) -> CheckPoints:
-    """Return the checks that a call requests by ``checks``, or by the deprecated ``check_inputs``.
+def requested_checks(checks: object, check_inputs: object) -> CheckPoints:
+    """Return the checks that a call of ``fully_shard`` requests by ``checks``, or by the deprecated ``check_inputs``.
 
     ``check_inputs=False`` keeps its meaning: the default level without comparisons of inputs and gradients.
     """
     if check_inputs is None:
-        return check_points(require_level(where, checks))
-    require_flags(where, check_inputs=check_inputs)
+        return check_points(require_level("fully_shard", checks))
+    require_flags("fully_shard", check_inputs=check_inputs)
     if checks is not None:
         raise PlacementError(
-            f"{where}: check_inputs and checks",
+            "fully_shard: check_inputs and checks",
             expected="only one of them",
             got=f"check_inputs={check_inputs}, checks={checks!r}",
             fix="omit check_inputs",
         )
     instead = DEFAULT if check_inputs else "setup"
     # Scripts written for earlier versions pass check_inputs, which had two levels.
-    warnings.warn(f"{where}: check_inputs is deprecated: use checks={instead!r}", FutureWarning, stacklevel=3)
+    text = f"fully_shard: check_inputs is deprecated: use checks={instead!r}"
+    warnings.warn(text, FutureWarning, stacklevel=3)
     return check_points(inputs=bool(check_inputs))

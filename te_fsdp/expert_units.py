@@ -51,9 +51,7 @@ def _has_unit(
     while name and name not in requested:
         name = name.rpartition(".")[0]
     expert_modules = {id(modules[name]) for name in grouped}
-    return bool(name) and all(
-        id(owner.module) in expert_modules for owner in iter_param_owners(modules[name])
-    )
+    return bool(name) and all(id(o.module) in expert_modules for o in iter_param_owners(modules[name]))
 
 
 def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:

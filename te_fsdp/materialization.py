@@ -139,9 +139,7 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
     unset: list[str] = []
     first_error: Exception | None = None
     for name, module in pending:
-        before = {
-            key: t for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
-        }
+        before = {k: t for k, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
         dropped_locals = [_torch.local_of(t) for key, t in before.items() if (id(module), key) in dropped]
         values = [(local, local.detach().clone()) for local in dropped_locals if not local.is_meta]
         try:

@@ -128,10 +128,10 @@ class Meshes:
         # start-up time.
         experts = context = None
         if ep > 1:
-            experts = _torch.unflatten_mesh(mesh, "dp_shard", {"dp_shard": shards // ep, "ep": ep})
+            experts = _torch.unflatten_dp_shard(mesh, {"dp_shard": shards // ep, "ep": ep})
         if cp > 1:
             outer = {"dp_shard": shards // ep // cp, "cp": cp}
-            context = _torch.unflatten_mesh(experts or mesh, "dp_shard", outer)["cp"]
+            context = _torch.unflatten_dp_shard(experts or mesh, outer)["cp"]
         meshes = cls(mesh, experts, context, pp)
         if meshes.nodes > 1 and dist.get_rank() == 0:
             groups = {}
@@ -279,7 +279,7 @@ class Meshes:
         """
         cp = self.size("cp")
         sizes = {"dp_shard": self.expert_shards // cp, "cp_outer": cp // inner, "cp_inner": inner}
-        parts = _torch.unflatten_mesh(self.expert_mesh or self.device_mesh, "dp_shard", sizes)
+        parts = _torch.unflatten_dp_shard(self.expert_mesh or self.device_mesh, sizes)
         return parts["cp_inner"], parts["cp_outer"]
 
     @property

@@ -180,9 +180,7 @@ def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
     stock = {module: getattr(module, "_init_weights", None) for module in root.modules() if dropped}
 
     def keeping(initialize: Any, module: nn.Module) -> None:
-        sources = [
-            p for name, p in module._parameters.items() if p is not None and (id(module), name) in dropped
-        ]
+        sources = [p for n, p in module._parameters.items() if p is not None and (id(module), n) in dropped]
         # The mode passes unsharded tensors; reset_parameters of a bound module writes to the shards themselves.
         shards = [local for local in map(_torch.local_of, sources) if not local.is_meta]
         values = [(tensor, tensor.detach().clone()) for tensor in (*sources, *shards)]

@@ -92,10 +92,7 @@ class PeerGroup:
 
 
 def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerGroup, PeerMemory] | str:
-    """Return a group's ranks as peers and a small shared memory, or the reason why they cannot share.
-
-    Collective over ``group``: one gather, then exchanges of memory handles.
-    """
+    """Return a group's ranks as peers and shared memory, or why they cannot share. Collective over ``group``."""
     # The ranks exchange their hosts and the GPUs that they reach, then try to share memory.
     if is_simulated():
         return "the other ranks are simulated"

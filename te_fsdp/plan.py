@@ -108,9 +108,7 @@ class ModelPlan:
         request = self.request
         units = ", ".join(f"{name or 'root'}={row}" for name, row in self.units.items())
         # without numbers, because ranks may have different numbers of experts
-        replicated = ", ".join(
-            dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.replicated)
-        )
+        replicated = ", ".join(dict.fromkeys(i.plan.label.rstrip("0123456789") for i in self.replicated))
         transport = f"{request.transport}; zero_copy_gradients={request.zero_copy_gradients}"
         return (
             f"units {units}; outer_strategy={request.outer_strategy}; average_gradients={request.average_gradients}; "

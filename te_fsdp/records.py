@@ -254,15 +254,13 @@ class ParamOwner(NamedTuple):
         return self.label.removesuffix(self.name).removesuffix(".")
 
 
-def iter_param_owners(
-    model: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
-) -> Iterator[ParamOwner]:
+def iter_param_owners(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[ParamOwner]:
     """Yield the owners of each parameter, several for a tied one. Local operation.
 
     Parameters may be replaced during the iteration. With ``remove_duplicate=False`` a module with several names is
     visited once per name.
     """
-    for path, module in model.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
         # A copy, because callers replace parameters while they iterate.
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:

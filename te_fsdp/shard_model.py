@@ -73,7 +73,7 @@ def fully_shard(
     """
     options = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
     require_flags("fully_shard", average_gradients=average_gradients)
-    points = requested_checks("fully_shard", checks, check_inputs)
+    points = requested_checks(checks, check_inputs)
     meshes, call = require_meshes(model, meshes), points.call("fully_shard")
     with collective_call(call, meshes.device_mesh), wgrad_fusion_disabled(model) as fused:
         request = ShardRequest(*options, experts, average_gradients, transport, zero_copy_gradients)

@@ -22,9 +22,7 @@ class TensorVersion(NamedTuple):
     def now(cls, gradients: Sequence[torch.Tensor | None]) -> list[TensorVersion | None]:
         """Return the present versions of several gradients. Local operation."""
         pairs = zip(gradients, _torch.versions_of(gradients), strict=True)
-        return [
-            None if gradient is None else cls(weakref.ref(gradient), version) for gradient, version in pairs
-        ]
+        return [None if g is None else cls(weakref.ref(g), version) for g, version in pairs]
 
     @staticmethod
     def are_same(

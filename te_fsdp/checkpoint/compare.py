@@ -99,10 +99,7 @@ class Differences:
         return result
 
     def over_all_ranks(self, *, convert: bool) -> Differences:
-        """Return the union over all ranks. Without ``convert``, conversions become differences.
-
-        Collective over the world: :func:`gather_if_any`.
-        """
+        """Return the union of all ranks. Without ``convert`` conversions are differences. Collective over the world."""
         union = Differences()
         # A list, because an object with only allowed differences is false.
         own = [self] if any(vars(self).values()) else []
@@ -157,9 +154,7 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     for name, first in tied_names(model).items():
         if (saved_first := manifest.tied.get(name, first)) != first:
             result.settings[f"{name}.tied"] = Difference(f"{name}.tied", saved_first, first, "error")
-    result.settings |= {
-        difference.name: difference for difference in _compare_settings(manifest, model, state)
-    }
+    result.settings |= {d.name: d for d in _compare_settings(manifest, model, state)}
     # A module has a recipe once it has run under it. Margin and history may change in training. The
     # number of GEMMs and the FP8 formats may not.
     modules, live = modules_of(model), delayed_modules(model)
@@ -398,10 +393,7 @@ def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | Non
 
 
 def take_own_part(source: Source, model: nn.Module) -> None:
-    """Remove the tensors of other stages from a source's manifest.
-
-    Collective over the world for a pipeline: agreement, then a gather over the stages. Otherwise local.
-    """
+    """Remove other stages' tensors from a source's manifest. Collective over the world for a pipeline, else local."""
     stage = stage_of(model)
     if stage is None:
         return

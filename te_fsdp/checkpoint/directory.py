@@ -100,7 +100,7 @@ def _remove_abandoned(folder: Path, owner: Owner, created: Path) -> None:
     """
     is_alive = owner.is_alive()
     # A process has one save at a time, so its other folders are those of failed saves.
-    is_abandoned = not is_alive or (is_remote(folder) and owner.is_here)
+    is_abandoned = not is_alive or (is_remote(folder) and owner.is_this_process)
     if is_alive is None:
         written = last_written(folder)
         is_abandoned = written is not None and (last_written(created) or 0.0) - written > _ABANDONED
@@ -269,7 +269,7 @@ class Owner(NamedTuple):
         return ".".join(map(str, self))
 
     @property
-    def is_here(self) -> bool:
+    def is_this_process(self) -> bool:
         """Return whether it is this process."""
         return self.pid == os.getpid() and self.is_alive() is True
 

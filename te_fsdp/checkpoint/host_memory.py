@@ -48,7 +48,7 @@ class Block(Generic[K]):
         return self.tensors[0].device
 
     @property
-    def is_here(self) -> bool:
+    def is_on_host(self) -> bool:
         """Return whether the tensors are in host memory."""
         return self.device.type == "cpu"
 
@@ -131,7 +131,7 @@ class Staging:
         Copies from a device are queued on its current stream, after the kernels that compute the values. Local
         operation.
         """
-        devices = {block.device for block in blocks if not block.is_here}
+        devices = {block.device for block in blocks if not block.is_on_host}
         # Page-locked memory is slow to allocate, and useless for tensors that are on the host.
         if self._pinned != bool(devices):
             self.slabs, self._pinned = [], bool(devices)
@@ -156,9 +156,9 @@ class Staging:
 
     def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
         """Yield blocks in order with their rows on the host, valid until the next block. Copy one slab at a time."""
-        for is_here, same_place in groupby(blocks, lambda block: block.is_here):
-            for group in _by_slab(same_place):
-                rows = map(Block.rows, group) if is_here else self.copy(group)
+        for is_on_host, neighbors in groupby(blocks, lambda block: block.is_on_host):
+            for group in _by_slab(neighbors):
+                rows = map(Block.rows, group) if is_on_host else self.copy(group)
                 yield from zip(group, rows, strict=True)
 
 

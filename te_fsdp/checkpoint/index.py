@@ -143,9 +143,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
             count += len(rows)
         heads = [[head for head, _ in block] for block in blocks]
         head = json.dumps({"files": files, "blocks": heads}).encode()
-        packed = []
-        for block in blocks:
-            packed.append(compress_rows([rows for _, rows in block]))
+        packed = [compress_rows([rows for _, rows in block]) for block in blocks]
         # Enums are stored by value, because pickles of names differ between releases of Python.
         file = io.BytesIO()
         pickler = pickle.Pickler(file)

@@ -203,10 +203,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
 
 
 def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified: bool) -> Source:
-    """Return the source of a te_fsdp checkpoint, its names fitted to the model if it was converted.
-
-    Collective over the world: agreement on the index, and for a converted checkpoint the steps of :func:`_fit`.
-    """
+    """Return the source of a te_fsdp checkpoint, its names fitted if it was converted. Collective over the world."""
     index = all_agree(lambda: check_index(path, manifest))
     # A save records the settings of modules, and with them the model's own names.
     is_converted = not (manifest.semantics or {}).get("modules")
@@ -248,19 +245,13 @@ def _name_rows(source: Source) -> None:
 
 
 def _changes(manifest: Manifest, model: nn.Module) -> list[Change]:
-    """Return the changes of names that any rank's model needs, in one order on all ranks.
-
-    Collective over the world: agreement, then :func:`gather_if_any`.
-    """
+    """Return the changes of names that any rank's model needs, in one order on all ranks. Collective over the world."""
     gathered = gather_if_any(all_agree(lambda: changes_for(manifest, model)))
     return [*dict.fromkeys(Change(*change) for changes in gathered for change in changes)]
 
 
 def _fit(contents: Contents, changes: list[Change]) -> None:
-    """Change names and stack experts; rank 0 compares the values of ties.
-
-    Collective over the world: agreement if experts are stacked, then a broadcast from rank 0.
-    """
+    """Change names and stack experts; rank 0 compares the values of ties. Collective over the world."""
     if experts := {change.name for change in changes if change.first is None}:
         all_agree(lambda: stack_experts(contents, experts))
     ties = [(c.name, c.first) for c in changes if c.first is not None and c.name in contents.names]

@@ -302,9 +302,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise InvalidError(f"expected digest {digest!a:.40}, got {computed}")
         manifest = parse_manifest(body)
         exempt = (DCP_METADATA, INDEX)  # their readers check them
-        unlisted = [
-            name for name, listed in manifest.files.items() if len(listed) != 3 and name not in exempt
-        ]
+        unlisted = [n for n, listed in manifest.files.items() if len(listed) != 3 and n not in exempt]
         if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
             raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
         if unlisted and manifest.save_id:

@@ -302,7 +302,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     sums, on_devices = list[int](), list[torch.Tensor]()
     for block in blocks_of(enumerate(tensors)):
         rows = flat_rows(block.rows())
-        if block.is_here:
+        if block.is_on_host:
             sums.append(crc32(view_of(rows.view(torch.uint8).view(-1))))
         else:
             on_devices.append(row_checksums(rows))

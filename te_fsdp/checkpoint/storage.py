@@ -235,7 +235,4 @@ def last_written(folder: Path) -> float | None:
             return max(path.lstat().st_mtime for path in (folder, *folder.glob("*")))
         return None
     times = [(path.listed or {}).get(key) for path in folder.iterdir() for key in _WRITTEN]
-    return max(
-        (t.timestamp() if hasattr(t, "timestamp") else float(t) for t in times if t),
-        default=None,
-    )
+    return max((t.timestamp() if hasattr(t, "timestamp") else float(t) for t in times if t), default=None)

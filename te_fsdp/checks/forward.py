@@ -259,9 +259,7 @@ def _compare(
     if trained is not None:
         flags = {label: flag for (label, _, _), flag in zip(compared.places, trained, strict=True)}
     # Each rank of ep has different experts, perhaps more of them.
-    by_name = sorted(
-        {(n.rstrip("0123456789") if state.is_expert(n) else n, flag) for n, flag in flags.items()}
-    )
+    by_name = sorted({(n.rstrip("0123456789") if state.is_expert(n) else n, f) for n, f in flags.items()})
     with _rendezvous(
         "first forward in training" if first else _describe_change(state, mine, trained, unit), mesh
     ):

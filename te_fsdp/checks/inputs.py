@@ -186,9 +186,7 @@ def check_inputs(
         check.compared = _kinds_to_compare(module)
         check.rates = list(_dropout_rates(module)) if check.compared[1] else []
     inputs = list(_tensors((args, kwargs), ()))
-    over_tp = [
-        (path, t) for path, t in inputs if check.tp_mesh is not None and check.compared[_is_floating(t)]
-    ]
+    over_tp = [(p, t) for p, t in inputs if check.tp_mesh is not None and check.compared[_is_floating(t)]]
     inputs = inputs if check.cp_mesh is not None else over_tp
     # A rate may be raised at any time.
     drops = module.training and any(getattr(owner, rate) > 0 for owner, rate in check.rates)

@@ -45,13 +45,11 @@ MEANT = "equal_shards"
 
 
 def compare_random_states(mesh: DeviceMesh, label: str, device: torch.device) -> None:
-    """Raise InitError on all ranks of ``mesh`` unless they have the same random state on ``device``.
-
-    Collective over ``mesh``: one max all-reduce of two integers per axis.
-    """
+    """Raise InitError on all ranks unless they have the same random state on ``device``. Collective over ``mesh``."""
     # Weights on a device are drawn from the generator of that device.
     on_cpu = device.type == "cpu"
     state = torch.get_rng_state() if on_cpu else torch.get_device_module(device.type).get_rng_state(device)
+    # One max all-reduce of two integers per axis.
     with collective_call(f"reset_parameters ({label})", mesh):
         same = are_equal([digest(state.cpu().numpy().tobytes())], mesh, device=device)
     if not same:

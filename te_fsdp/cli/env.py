@@ -50,9 +50,7 @@ def _rows_of_patches() -> Iterable[dict[str, Any]]:
 def _show(facts: Environment, wrong: Sequence[Fault]) -> None:
     print_table("Versions", ("what", "version"), _versions(facts))
     if facts.gpus:
-        gpus = [
-            (gpu.name, gpu.capability, human_bytes(gpu.memory), " ".join(gpu.links)) for gpu in facts.gpus
-        ]
+        gpus = [(g.name, g.capability, human_bytes(g.memory), " ".join(g.links)) for g in facts.gpus]
         rows = [(number, *gpu) for number, gpu in enumerate(gpus)]
         print_table("GPUs", ("number", "name", "capability", "memory", "links"), rows)
     if "recipes" in facts.te_says:
@@ -138,9 +136,7 @@ class Fault:
 def faults(facts: Environment) -> list[Fault]:
     """Return all problems of an environment, breaking ones first."""
     searches = (_wrong_versions, _parts_of_te, _libraries, _te_itself)
-    return sorted(
-        (fault for search in searches for fault in search(facts)), key=lambda fault: not fault.breaks
-    )
+    return sorted((f for search in searches for f in search(facts)), key=lambda f: not f.breaks)
 
 
 def _wrong_versions(facts: Environment) -> Iterator[Fault]:

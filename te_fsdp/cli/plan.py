@@ -274,9 +274,7 @@ def _show_search(
             numbers: dict[str, Any] = {}
             if candidate.plan is not None:
                 numbers = {"peak": candidate.plan.peak.bytes, "held": candidate.plan.held_bytes}
-                numbers |= {
-                    name: getattr(candidate, name) for name in ("within", "between", "tokens", "cost")
-                }
+                numbers |= {n: getattr(candidate, n) for n in ("within", "between", "tokens", "cost")}
                 numbers |= {} if machine is None else {"seconds": _seconds(candidate, machine)}
             fits = {
                 "sizes": asdict(candidate.sizes),

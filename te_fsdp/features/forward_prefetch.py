@@ -84,9 +84,7 @@ class ForwardPrefetch(Component):
 def prefetch_in_forward(setup: Setup) -> None:
     """Start all-gathers of a forward one unit ahead, in units that are gathered in each pass. Local operation."""
     state = setup.state
-    units = {
-        name: unit for name, unit in state.modules.items() if state.units[name].gather == "pass" and name
-    }
+    units = {n: unit for n, unit in state.modules.items() if state.units[n].gather == "pass" and n}
     if len(units) < 2:
         return
     prefetch = ForwardPrefetch(units)

@@ -282,8 +282,10 @@ class GraphedStep:
         return StepOutput(self._joined(outputs), self._update(self._complete()))
 
     def _leaves_of(self, leaves: list[Any], number: int) -> list[Any]:
-        """Return the arguments of one call of the function."""
-        return leaves if self._microbatches is None else [_microbatch_of(leaf, number) for leaf in leaves]
+        """Return the arguments of one call: of each tensor its entry for the microbatch, and all other arguments."""
+        if self._microbatches is None:
+            return leaves
+        return [leaf[number] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
 
     def _joined(self, outputs: list[Any]) -> Any:
         return outputs[0] if self._microbatches is None else outputs
@@ -484,8 +486,3 @@ def _copied(output: Any) -> Any:
     leaves, structure = _torch.flatten(output)
     copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return _torch.unflatten(copies, structure)
-
-
-def _microbatch_of(leaf: Any, number: int) -> Any:
-    """Return an argument of one microbatch: the entry of a tensor, or the argument itself."""
-    return leaf[number] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf

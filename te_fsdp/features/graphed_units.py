@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import weakref
 from collections import Counter
@@ -165,11 +166,6 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
     return [shared, separate]
 
 
-def _buffers_of_each(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for tensor in tensors:
-        yield from _te.buffers_of(tensor) if _te.is_quantized(tensor) else [tensor]
-
-
 # ---------------------------------------------------------------------------------------------------------- one unit
 
 
@@ -204,9 +200,7 @@ class _Shared:
 
     def pending(self) -> list[_Pending]:
         """Return the replayed forwards whose backward has not run, in order ([Note: order of replays])."""
-        alive = [
-            pass_ for reference in self._stack if (pass_ := reference()) is not None and not pass_.is_done
-        ]
+        alive = [pass_ for ref in self._stack if (pass_ := ref()) is not None and not pass_.is_done]
         if len(alive) != len(self._stack):
             self._stack = [weakref.ref(node) for node in alive]
         return alive
@@ -236,8 +230,9 @@ class _Shared:
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
-        fixed = [*_graphs.shards_of(unit), *_graphs.kept_casts(unit)]
-        addresses = {part.untyped_storage().data_ptr() for part in _buffers_of_each(fixed)}
+        fixed = (*_graphs.shards_of(unit), *_graphs.kept_casts(unit))
+        buffers = (_te.buffers_of(tensor) if _te.is_quantized(tensor) else [tensor] for tensor in fixed)
+        addresses = {buffer.untyped_storage().data_ptr() for buffer in itertools.chain(*buffers)}
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             for memory in self._memory:
                 addresses |= memory.storages(group)

@@ -99,9 +99,7 @@ class HostPace(Component):
     """Measures the steps of one model, then reports the result."""
 
     def __init__(self, state: ShardedModel, clock: CudaClock) -> None:
-        self._units = {
-            name: unit for name, unit in state.modules.items() if not fsdp2_units.inner_units(unit)
-        }
+        self._units = {n: unit for n, unit in state.modules.items() if not fsdp2_units.inner_units(unit)}
         self._clock = clock
         self._steps = 0
         self._marks: list[_Mark] = []
@@ -155,9 +153,7 @@ class HostPace(Component):
             device = [self._clock.between(a.event, b.before) for a, b in itertools.pairwise(slept)]
             parts = zip(self._host_parts(), device, behind[1:], strict=True)
             wait = sum(max(0.0, host - alone) for host, alone, is_behind in parts if not is_behind)
-            step = statistics.median(
-                [self._clock.between(marks[0].event, marks[-1].event) for marks in measured]
-            )
+            step = statistics.median([self._clock.between(m[0].event, m[-1].event) for m in measured])
             self._end()
             if wait >= max(SHARE * step, LEAST):
                 self._result = Pace(step, min(wait, step))

@@ -300,8 +300,8 @@ class _MuonWeight:
         """Return the rows of the local tensor that belong to each matrix."""
         owners = torch.arange(len(self.heights)).repeat_interleave(torch.tensor(self.heights))
         owners = owners.repeat(self.fused[0])
-        rows_here = max((box.local[0] + box.sizes[0] for box in self.boxes), default=0)
-        local = torch.empty(rows_here, dtype=torch.long)
+        local_rows = max((box.local[0] + box.sizes[0] for box in self.boxes), default=0)
+        local = torch.empty(local_rows, dtype=torch.long)
         for box in self.boxes:
             local[box.local_slices()[0]] = owners[box.original_slices()[0]]
         return [(local == index).nonzero().flatten() for index in range(len(self.heights))]

@@ -148,9 +148,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
     def _shard(self, module: nn.Module, mesh: Any) -> nn.Module:
         """Shard a module (parallelize function of ``setup_module``)."""
         owners = [(name, inner) for name, inner in module.named_modules() if _te.kind_of(inner)]
-        built = [
-            name for name, inner in owners if not all(p.is_meta for p in inner.parameters(recurse=False))
-        ]
+        built = [n for n, inner in owners if not all(p.is_meta for p in inner.parameters(recurse=False))]
         if self._on_meta and built:
             raise OrderError(
                 "Fabric.init_module(empty_init=True)",
@@ -287,9 +285,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
 
 def _sorted(state: dict[str, Any]) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
     """Split a state to save or load into the model, the optimizer and the rest."""
-    models = [
-        name for name, value in state.items() if isinstance(value, nn.Module) and get_sharded_model(value)
-    ]
+    models = [n for n, v in state.items() if isinstance(v, nn.Module) and get_sharded_model(v)]
     optimizers = [name for name, value in state.items() if isinstance(value, Optimizer)]
     # A checkpoint is of one model, whose parameters the optimizer's state refers to by name.
     if len(models) != 1 or len(optimizers) > 1:

@@ -74,9 +74,7 @@ def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default"
     """
     fix = "peft.LoraConfig(r=8, target_modules=[...])"
     require_kind("add_adapters", "config", config, peft.LoraConfig, expected="a peft.LoraConfig", fix=fix)
-    chosen = {
-        name: module for name, module in model.named_modules() if check_target_module_exists(config, name)
-    }
+    chosen = {n: module for n, module in model.named_modules() if check_target_module_exists(config, n)}
     # Before PEFT, which replaces the layers one by one and cannot undo it.
     _check(model, chosen, config)
     kinds = (_te.module_class("Linear"), _te.module_class("LayerNormLinear"), nn.Linear)

@@ -109,8 +109,9 @@ class QuantizedDTensor(BoxedDTensor):
     def _needs_values(self) -> bool:
         return _te.is_quantized(self._local_tensor) or super()._needs_values()
 
-    def _boxes(self) -> list[Box]:
-        boxes = super()._boxes()
+    def local_boxes(self) -> list[Box]:
+        """Return this rank's rectangles, of each expert in a tensor of several. Local operation."""
+        boxes = super().local_boxes()
         if not _te.is_grouped(self._local_tensor):
             return boxes
         return [
@@ -118,10 +119,6 @@ class QuantizedDTensor(BoxedDTensor):
             for b in boxes
             for n in range(b.sizes[0])
         ]
-
-    def boxes_here(self) -> list[Box]:
-        """Return this rank's rectangles, of each expert in a tensor of several. Local operation."""
-        return self._boxes()
 
     def _shard_of(self, box: Box, *, to_write: bool) -> torch.Tensor:
         local = self._local_tensor
@@ -143,7 +140,7 @@ class QuantizedDTensor(BoxedDTensor):
         if not _te.is_quantized(local):
             return super().fill(original)
         original = original.detach()
-        for box in self._boxes():
+        for box in self.local_boxes():
             self._shard_of(box, to_write=False).copy_(original[box.original_slices()])
         return self
 

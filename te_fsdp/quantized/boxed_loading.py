@@ -193,7 +193,7 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
         dict[tuple[int, ...], torch.Tensor]
     ] = []  # by offsets in the entry; one rectangle for each expert
     for path, value, _, _, local in weights:
-        boxes = value.boxes_here()
+        boxes = value.local_boxes()
         stack = value.ndim - 2
         entry = LoadTarget(value.shape, value)
         entry.__dict__.update(value.__dict__)  # such as the mark of experts
@@ -229,7 +229,7 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
                 if _te.has_delayed_scale(local):
                     _te_modules.set_delayed_scale(module, name, local, values.abs().amax().reshape(1))
                 full.quantize_(values)  # type: ignore[operator]
-        for box in value.boxes_here():
+        for box in value.local_boxes():
             base, stack = (loaded, 0) if value.ndim == 2 else (weights_of(loaded)[box.local[0]], 1)
             unsharded = full_weights[(*box.original[:stack], 0, 0)]
             source = QuantizedSlice(unsharded, box.original[stack:], box.sizes[stack:])

@@ -261,9 +261,7 @@ def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBindi
     # A weight that was on meta when FSDP2 sharded it is checked here.
     row = _te.format_of(shard)
     if row is not None and row.name == NVFP4_ROWS:
-        names = [
-            name for name, p in module._parameters.items() if p is not None and _torch.local_of(p) is shard
-        ]
+        names = [n for n, p in module._parameters.items() if p is not None and _torch.local_of(p) is shard]
         refuse_sharded_rows(binding.label(names[0] if names else "weight"), _te.quantizer_of(shard), shard)
     if fsdp2_units.reshards_to_fewer_ranks(_te.fsdp_group_of(module)):
         raise PlacementError(

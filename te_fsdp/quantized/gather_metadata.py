@@ -81,9 +81,7 @@ class Replay(NamedTuple):
         indices = [index for index, constant in enumerate(is_constant) if not constant]
         if not all(id(value) in names for value in (*inputs, *[metadata[index] for index in indices])):
             return None
-        constants = tuple(
-            [v if constant else None for v, constant in zip(metadata, is_constant, strict=True)]
-        )
+        constants = tuple([v if kept else None for v, kept in zip(metadata, is_constant, strict=True)])
         sent = tuple([names[id(value)] for value in inputs])
         return cls(sent, constants, tuple([(index, names[id(metadata[index])]) for index in indices]))
 

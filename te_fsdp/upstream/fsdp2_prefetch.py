@@ -56,7 +56,5 @@ def drop_gather(unit: nn.Module) -> None:
 def versions_of_shards(unit: nn.Module) -> list[int]:
     """Return a number for each of a unit's shards, which each write to the DTensor or to its local tensor raises."""
     with without_subclasses():  # reads attributes without a Python call
-        shards = [
-            managed.sharded_param for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params
-        ]
+        shards = [m.sharded_param for group in fsdp_parameter_groups(unit) for m in group.fsdp_params]
         return [shard._version + shard._local_tensor._version for shard in shards]

@@ -156,10 +156,7 @@ def _with_property(kind: type, name: str, get: Callable[[Any], Any]) -> type:
 
 
 def retie_parameters(module: nn.Module, before: dict[str, nn.Parameter | None]) -> None:
-    """Register replaced parameters of a module also at the modules that share them. Local operation.
-
-    ``before`` has the parameters before the replacement, by name. FSDP2 records the modules that share one.
-    """
+    """Register the parameters that replaced ``before`` (by name) also at the modules that share them. Local."""
     for name, old in before.items():
         new = module._parameters.get(name)
         if old is not None and new is not old and (managed := find_fsdp_param(module, name)) is not None:

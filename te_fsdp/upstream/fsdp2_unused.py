@@ -193,9 +193,7 @@ def _take_hooks(records: Iterable[Any]) -> list[tuple[Any, Any]]:
     FSDP2 calls them during the reduction, also for parameters that no rank used. An optimizer step in a hook would
     then decay such a weight.
     """
-    hooked = [
-        managed.sharded_param for managed in records if managed.sharded_param._post_accumulate_grad_hooks
-    ]
+    hooked = [m.sharded_param for m in records if m.sharded_param._post_accumulate_grad_hooks]
     taken = [(parameter, parameter._post_accumulate_grad_hooks) for parameter in hooked]
     for parameter in hooked:
         parameter._post_accumulate_grad_hooks = None

@@ -121,15 +121,15 @@ def locals_and_specs(
     return tuple(local), specs
 
 
-def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Split one axis of ``mesh`` into several, row-major, with the same root (``DeviceMesh._unflatten``).
+def unflatten_dp_shard(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
+    """Split the axis ``dp_shard`` of ``mesh`` into several, row-major, with the same root (``DeviceMesh._unflatten``).
 
     The process groups of the other axes are shared with ``mesh``. Those of the new axes are created. Collective
     over the world.
     """
     assert mesh.mesh_dim_names is not None
     # torch 2.11 supports indices only: it rejects the names of existing axes.
-    index = mesh.mesh_dim_names.index(axis)
+    index = mesh.mesh_dim_names.index("dp_shard")
     return mesh._unflatten(index, tuple(sizes.values()), tuple(sizes))
 
 

@@ -110,8 +110,8 @@ def test_pickles_can_be_read_with_weights_only():
 def test_places_name_tied_parameters_wherever_they_are():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
-    results = list(iter_param_owners(model, "root"))
-    assert [place.label for place in results] == ["root.0.weight", "root.1.weight"]
+    results = list(iter_param_owners(model))
+    assert [place.label for place in results] == ["0.weight", "1.weight"]
     assert results[0].parameter is results[1].parameter and results[1].module is model[1]
 
 

@@ -171,9 +171,9 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self._groups = list(self._weights.groups)
         if self.since is not None:
             before = self.since.checksums
-            changed_here = {name for name, sums in self.checksums.items() if sums != before.get(name)}
+            own_changes = {name for name, sums in self.checksums.items() if sums != before.get(name)}
             # A group is sent if any rank has changed a part of it, so all ranks need one list.
-            changed = set[str]().union(*gather(changed_here))
+            changed = set[str]().union(*gather(own_changes))
             self._groups = [g for g in self._groups if changed.intersection(tensors_of(g, self._plan))]
         # Half of the limit for the assembled tensors, half for a message, or for a group's converted tensors.
         self.buckets = [*batches(self._groups, self._bytes, self.bucket_bytes // 2)]

@@ -221,10 +221,7 @@ def block_shares(owned: OwnedTensor) -> dict[str, Share]:
         return {}
     if getattr(local.get_metadata()["fp8_dtype"], "name", "") != "kFloat8E4M3":
         return {}
-    (part,), components = (
-        owned.parts(),
-        {c.name: c for c in components_of(local, owned.fqn)},
-    )
+    (part,), components = owned.parts(), {c.name: c for c in components_of(local, owned.fqn)}
     result = {}
     for kind, name in (("data", "rowwise_data"), ("scale", "rowwise_scale_inv")):
         try:

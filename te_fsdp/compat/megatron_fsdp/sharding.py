@@ -351,9 +351,7 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
         OrderError: The optimizer has no parameter of a sharded model.
     """
     Arguments(preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt)  # warns
-    states = (
-        sharded_model_of(parameter) for group in optimizer.param_groups for parameter in group["params"]
-    )
+    states = (sharded_model_of(p) for group in optimizer.param_groups for p in group["params"])
     models = list({id(state): state.model for state in states if state is not None}.values())
     if not models:
         raise OrderError(
@@ -391,9 +389,7 @@ def fully_shard(
 def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """Replace four methods of an optimizer by versions with Megatron-FSDP's arguments."""
     # Wrap methods instead of registering hooks: hooks run after the main weights have replaced the parameters.
-    stock = {
-        name: getattr(optimizer, name) for name in ("step", "zero_grad", "state_dict", "load_state_dict")
-    }
+    stock = {n: getattr(optimizer, n) for n in ("step", "zero_grad", "state_dict", "load_state_dict")}
 
     @functools.wraps(stock["step"])
     def step(
