@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
 from te_fsdp.upstream import torch_dtensor as _torch
-from te_fsdp.upstream.torch_functions import support_foreach
+from te_fsdp.upstream.torch_functions import PARTS, part_dim, support_foreach
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES
@@ -206,7 +206,7 @@ _COPIED_INTO = ("new_empty",)
 
 # The class overrides what leaves the local tensor:
 #
-# - ``full_tensor`` and ``redistribute`` return the rows in the order of the unsharded module;
+# - ``full_tensor``, ``redistribute``, ``torch.cat`` and parts of rows are in the order of the unsharded module;
 # - DCP's protocol (``__create_write_items__`` and its companions) describes each rectangle as one chunk;
 # - ``copy_`` from an ordinary DTensor, whose rows have the original order, takes this rank's rectangles;
 # - copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
@@ -239,14 +239,10 @@ class BoxedDTensor(DTensor):
         if func is torch.Tensor.copy_:
             args = (args[0], _rows_for(*args[:2]), *args[2:])
         if func is torch.cat:  # also of flat views, as in parameters_to_vector
-            # The rows of a stacked parameter have their original order only in a replicated tensor.
-            full = [
-                tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-                if isinstance(tensor, BoxedDTensor) and tensor._stacked is not None
-                else tensor
-                for tensor in args[0]
-            ]
-            args = (full, *args[1:])
+            args = (_in_order(tuple(args[0])), *args[1:])
+        box_map = getattr(args[0], "_map", None) if args and func in PARTS else None
+        if box_map is not None and part_dim(func, args, kwargs or {}) == box_map.rule.shard_dim:
+            args = tuple(map(_in_order, args))  # e.g. gate, up = p.chunk(2)
         result = _torch.plain_results(func, types, args, kwargs or {})
         if type(result) is DTensor:
             _keep(result, args, func)
@@ -424,6 +420,14 @@ def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
             if is_same or func.__name__ in _COPIED_INTO:
                 _mark(result, box_map, arg.kept_class)
             return
+
+
+def _in_order(value: Any) -> Any:
+    """Return a stacked DTensor, or those in a tuple, replicated in the original order. Collective over its mesh."""
+    if type(value) is tuple:  # also the index of p[mask, 0]
+        return tuple(map(_in_order, value))
+    is_stacked = isinstance(value, BoxedDTensor) and value._stacked is not None
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim) if is_stacked else value
 
 
 @torch.no_grad()

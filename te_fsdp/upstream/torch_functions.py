@@ -34,6 +34,45 @@ def support_foreach(cls: type[torch.Tensor]) -> None:
             types.append(cls)  # type: ignore[arg-type]
 
 
+#: Functions that return parts of a tensor along one dim -> position of their argument ``dim``.
+PARTS: dict[Any, int] = {
+    torch.chunk: 2,
+    torch.Tensor.chunk: 2,
+    torch.split: 2,
+    torch.Tensor.split: 2,
+    torch.split_with_sizes: 2,
+    torch.Tensor.split_with_sizes: 2,
+    torch.tensor_split: 2,
+    torch.Tensor.tensor_split: 2,
+    torch.narrow: 1,
+    torch.Tensor.narrow: 1,
+    torch.select: 1,
+    torch.Tensor.select: 1,
+    torch.index_select: 1,
+    torch.Tensor.index_select: 1,
+    torch.unbind: 1,
+    torch.Tensor.unbind: 1,
+    torch.Tensor.__iter__: 1,
+    torch.Tensor.__getitem__: 1,
+}
+
+
+def part_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the first dim of which a function of :data:`PARTS` takes parts; ``None`` if it takes the full tensor."""
+    tensor, place = args[0], PARTS[func]
+    if func is not torch.Tensor.__getitem__:
+        dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+        return dim % tensor.ndim
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    items = [item for item in index if item is not None]  # ``None`` adds a dim
+    for place, item in enumerate(items):
+        if item is Ellipsis:
+            items[place : place + 1] = [slice(None)] * (tensor.ndim - len(items) + 1)
+            break
+    taken = (i for i, item in enumerate(items) if not isinstance(item, slice) or item != slice(None))
+    return next(taken, None)
+
+
 @functools.cache
 def after_failed_load(call: Callable[[Any], None]) -> None:
     """Call a function with the optimizer of torch whose ``load_state_dict`` misses a state. Local, once per process."""
