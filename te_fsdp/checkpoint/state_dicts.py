@@ -142,16 +142,22 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
     model_keys = [k for k in _MODEL_KEYS if isinstance(entries.get(k), dict)]
     # Before the tensors next to it, such as the state of a random number generator.
     model_keys = [k for k in model_keys if _elements(entries[k])] or model_keys
-    if len(model_keys) == 1 and _elements(entries[model_keys[0]]):
+    # A training script may keep its step or its arguments next to the weights.
+    others = dict | list | str | float | int | None
+    state = {k: v for k, v in entries.items() if _is_extra(k) or not isinstance(v, others)}
+    weights = sum(
+        _elements(v) for v in state.values() if not isinstance(v, torch.Tensor | Lazy) or _is_weight(v)
+    )
+    nested = _elements(entries[model_keys[0]]) if len(model_keys) == 1 else 0
+    if nested and weights <= 2 * nested:
         return model_keys[0], entries[model_keys[0]]
-    if any(isinstance(v, Lazy | Quantized | torch.Tensor) for v in entries.values()):
-        # A training script may keep its step or its arguments next to the weights.
-        others = dict | list | str | float | int | None
-        state = {k: v for k, v in entries.items() if _is_extra(k) or not isinstance(v, others)}
-        left = [v for v in entries.values() if isinstance(v, dict) and not _is_optimizer(v)]
-        if max(map(_elements, left), default=0) <= _elements(state):
+    if not nested and any(isinstance(v, Lazy | Quantized | torch.Tensor) for v in entries.values()):
+        left = {k: v for k, v in entries.items() if isinstance(v, dict | list) and not _is_extra(k)}
+        sizes = [_elements(v) for k, v in left.items() if k not in _OPTIMIZER_KEYS and not _is_optimizer(v)]
+        # An average has as many elements as the weights, and some more if it counts its updates.
+        if max(sizes, default=0) <= 2 * weights:
             return None, state
-    if len(model_keys) != 1:
+    if len(model_keys) != 1 or nested:
         raise CheckpointError(
             f"{path}: no state dict found in it",
             expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
@@ -161,14 +167,21 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
     return model_keys[0], entries[model_keys[0]]
 
 
-def _is_optimizer(state: dict[Any, Any]) -> bool:
-    """Return whether a dict is an optimizer's state, nested or flat (:func:`_nested`)."""
-    return any(str(key).startswith("param_groups") for key in state)
+def _is_optimizer(state: Any) -> bool:
+    """Return whether a value is an optimizer's state, nested or flat (:func:`_nested`), or contains one."""
+    if not isinstance(state, dict):
+        return isinstance(state, list) and any(map(_is_optimizer, state))
+    return any(str(k).startswith("param_groups") or _is_optimizer(v) for k, v in state.items())
+
+
+def _is_weight(tensor: torch.Tensor | Lazy) -> bool:
+    """Return whether a tensor may be a weight: the state of a random number generator consists of integers."""
+    return tensor.dtype.is_floating_point
 
 
 def _elements(value: Any) -> int:
     """Return the number of elements of all tensors in nested dicts and lists."""
-    if isinstance(value, Lazy | Quantized):
+    if isinstance(value, Lazy | Quantized | torch.Tensor):
         return math.prod(value.shape)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return sum(map(_elements, inner))

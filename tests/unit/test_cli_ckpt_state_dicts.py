@@ -21,6 +21,12 @@ TAKEN: dict[str, dict[str, Any]] = {
     "a larger tensor": {"model": WEIGHTS, "samples": torch.ones(10_000)},
     "another dict under a usual name": {"model": WEIGHTS, "module": {"name": "x"}, "rng_state": GENERATOR},
     "an average next to the weights": {**WEIGHTS, "ema": WEIGHTS},
+    "an average with a count": {**WEIGHTS, "ema": {**WEIGHTS, "count": torch.ones(1)}},
+    "optimizers by name": {
+        **WEIGHTS,
+        "optimizers": {"adam": {"state": {0: {"a": torch.ones(40_000)}}, "param_groups": []}},
+    },
+    "an optimizer's states": {**WEIGHTS, "optimizer": {0: {"a": torch.ones(40_000)}}},
     "an optimizer next to the weights": {
         **WEIGHTS,
         "opt": {"state": {0: {"a": torch.ones(20_000)}}, "param_groups": []},
@@ -52,6 +58,13 @@ def test_weights_are_taken_and_no_other_tensors(tmp_path: Path, kind: str, case:
         ),
         ({"app": {"model": WEIGHTS}, "rng_state": GENERATOR}, "no state dict found in it"),
         ({"model": WEIGHTS, "module": WEIGHTS, "rng_state": GENERATOR}, "no state dict found in it"),
+        ({"model": [WEIGHTS, WEIGHTS], "rng_state": GENERATOR}, "no state dict found in it"),
+        ({"net": {"x": torch.ones(3)}, "rng_state": GENERATOR}, "no state dict found in it"),
+        ({**WEIGHTS, "model": {"mean": torch.ones(3)}}, "no state dict found in it"),
+        (
+            {"model": {"x": torch.ones(2, device="meta")}, "rng_state": GENERATOR},
+            r"not plain tensors: x \(meta tensor\)",
+        ),
         ({"model": {}, "step": 3}, "a state dict without tensors"),
         ({}, "no state dict found in it: .*got an empty dict"),
         (torch.ones(2), "no state dict found in it: .*got a tensor"),

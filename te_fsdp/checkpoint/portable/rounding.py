@@ -11,10 +11,11 @@ from te_fsdp.errors import CheckpointError
 def rounded(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     """Return a floating-point tensor in another dtype, each value rounded once. Local operation.
 
-    Raise CheckpointError for a finite value beyond the range of ``dtype``, which would become infinite.
+    Raise CheckpointError for a finite value beyond the range of a ``dtype`` with fewer exponents (FP16), which would
+    become infinite. Reads the extremes on the host then.
     """
     result = tensor.to(dtype)
-    # The range of bf16 is that of fp32, so that usual conversions are not checked.
+    # Conversions to bf16 are not checked: it lacks only the last 0.4 % of the range of fp32.
     is_narrower = torch.finfo(dtype).tiny > torch.finfo(tensor.dtype).tiny
     # The extremes allocate nothing; elements are compared only if one is infinite or NaN.
     if not is_narrower or not result.numel() or all(one.isfinite() for one in result.aminmax()):
