@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
 from te_fsdp.upstream import torch_dtensor as _torch
-from te_fsdp.upstream.torch_functions import PARTS, part_dim, support_foreach
+from te_fsdp.upstream.torch_functions import PARTS, part_dims, support_foreach
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES
@@ -241,7 +241,7 @@ class BoxedDTensor(DTensor):
         if func is torch.cat:  # also of flat views, as in parameters_to_vector
             args = (_in_order(tuple(args[0])), *args[1:])
         box_map = getattr(args[0], "_map", None) if args and func in PARTS else None
-        if box_map is not None and part_dim(func, args, kwargs or {}) == box_map.rule.shard_dim:
+        if box_map is not None and box_map.rule.shard_dim in part_dims(func, args, kwargs or {}):
             args = tuple(map(_in_order, args))  # e.g. gate, up = p.chunk(2)
         result = _torch.plain_results(func, types, args, kwargs or {})
         if type(result) is DTensor:

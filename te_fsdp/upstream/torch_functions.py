@@ -57,20 +57,19 @@ PARTS: dict[Any, int] = {
 }
 
 
-def part_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the first dim of which a function of :data:`PARTS` takes parts; ``None`` if it takes the full tensor."""
+def part_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the dims of which a function of :data:`PARTS` takes parts."""
     tensor, place = args[0], PARTS[func]
     if func is not torch.Tensor.__getitem__:
         dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-        return dim % tensor.ndim
+        return {dim % tensor.ndim}
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     items = [item for item in index if item is not None]  # ``None`` adds a dim
     for place, item in enumerate(items):
         if item is Ellipsis:
             items[place : place + 1] = [slice(None)] * (tensor.ndim - len(items) + 1)
             break
-    taken = (i for i, item in enumerate(items) if not isinstance(item, slice) or item != slice(None))
-    return next(taken, None)
+    return {i for i, item in enumerate(items) if not isinstance(item, slice) or item != slice(None)}
 
 
 @functools.cache

@@ -24,6 +24,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "row": lambda p: p[p.shape[0] // 3],
     "rows": lambda p: p[p.shape[0] // 2 :],
     "rows and columns": lambda p: p[p.shape[0] // 3 :, 2:4],
+    "column of rows": lambda p: p[p.shape[0] // 3 :, 1],
     "ellipsis": lambda p: p[p.shape[0] // 3 :, ...],
     "new dim": lambda p: p[None, p.shape[0] // 3 :],
 }

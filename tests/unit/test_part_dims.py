@@ -1,0 +1,34 @@
+"""The dims of a tensor that functions take parts of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_fsdp.upstream.torch_functions import part_dims
+
+WEIGHT = torch.zeros(4, 8, 3)  # (experts, out, in), whose rows are dim 1
+
+
+@pytest.mark.parametrize(
+    ("index", "dims"),
+    [
+        ((0, slice(2, None)), {0, 1}),
+        (0, {0}),
+        (slice(None), set()),
+        ((slice(None), 5), {1}),
+        ((Ellipsis, 1), {2}),
+        ((None, slice(None), 2), {1}),
+    ],
+)
+def test_indexing(index: Any, dims: set[int]) -> None:
+    """Also rows behind another index: with the first dim alone, rows of one expert were in the order of the ranks."""
+    assert part_dims(torch.Tensor.__getitem__, (WEIGHT, index), {}) == dims
+
+
+def test_functions_with_a_dim() -> None:
+    assert part_dims(torch.chunk, (WEIGHT, 2, -2), {}) == {1}
+    assert part_dims(torch.Tensor.split, (WEIGHT, 2), {"dim": 2}) == {2}
+    assert part_dims(torch.Tensor.unbind, (WEIGHT,), {}) == {0}
