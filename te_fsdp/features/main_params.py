@@ -123,8 +123,7 @@ class MainParameters:
             optimizer.register_state_dict_pre_hook(self.restore_params)
             optimizer.register_load_state_dict_pre_hook(lambda opt, state_dict: self.restore_params(opt))
         elif _te.is_fused_adam(optimizer):
-            # FusedAdam reads the groups after torch's hooks have run, so hooks would restore the parameters too
-            # early.
+            # FusedAdam reads the groups after torch's hooks, which would restore the parameters too early.
             apply_patch_to(optimizer, "save", functools.partial(self._save, optimizer, optimizer.state_dict))
             apply_patch_to(
                 optimizer, "load", functools.partial(self._load, optimizer, optimizer.load_state_dict)
@@ -391,6 +390,7 @@ class MainParameters:
             stock(fitted)
         finally:
             self._after_load(optimizer)
+            _te.move_options(optimizer)
 
     def _before_save(self, optimizer: Optimizer) -> None:
         if self.cuts:

@@ -144,6 +144,7 @@ def _wrap_state_initialization(stock: Any) -> Any:
     """Wrap torch's step with zero gradients, whose dtype a parameter may refuse (``grad_dtype``).
 
     torch omits the step if the optimizer has any state. Main weights that exist before the first step are state.
+    torch replaces a learning rate on the device by one on the CPU. FusedAdam's kernel then reads invalid memory.
     """
 
     @functools.wraps(stock)
@@ -155,13 +156,15 @@ def _wrap_state_initialization(stock: Any) -> Any:
         main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
         unstepped = main_params is not None and main_params.are_all_state(optimizer)
         initialized = bool(optimizer.state) and not unstepped
-        if not (dtypes or unstepped) or initialized or any(p.grad is not None for p in parameters):
+        rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        on_device = any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for _, rate in rates)
+        is_usual = not (dtypes or unstepped or on_device)
+        if is_usual or initialized or any(p.grad is not None for p in parameters):
             stock(optimizer)
             return
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter, dtype=dtypes.get(parameter, parameter.dtype))
-        rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
         try:
             for group, rate in rates:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0

@@ -217,5 +217,7 @@ def wrap_optimizer_loading(stock: Any) -> Any:
             stock(model, optimizers, state_dict, info)
         finally:
             _loads.reset(token)
+        for optimizer in optimizers:
+            _te.move_options(optimizer)
 
     return load_states

@@ -374,6 +374,19 @@ def is_fused_sgd(optimizer: object) -> bool:
     return is_loaded() and isinstance(optimizer, te().optimizers.FusedSGD)
 
 
+def move_options(optimizer: torch.optim.Optimizer) -> None:
+    """Move the options of a FusedAdam with ``capturable=True`` to its parameters' device. Local operation.
+
+    Its kernel reads ``lr`` and ``step`` there. State dicts may contain them on the CPU.
+    """
+    if not is_fused_adam(optimizer) or not optimizer.capturable:  # type: ignore[missing-attribute]
+        return
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if group["params"] and isinstance(value, torch.Tensor):
+                group[name] = value.to(group["params"][0].device)
+
+
 def drop_transpose(tensor: torch.Tensor) -> None:
     """Drop a float8 tensor's cached transpose (``_transpose``). TE recomputes it from the rowwise data."""
     if getattr(tensor, "_data", None) is not None and getattr(tensor, "_transpose", None) is not None:

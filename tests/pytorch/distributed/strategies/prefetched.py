@@ -9,6 +9,7 @@ from typing import Any
 
 import harness
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import te_fsdp
@@ -39,10 +40,13 @@ class Layers(nn.Module):
         return x
 
 
-def _write_next(layer: Any, module: nn.Module, args: Any, output: Any) -> None:
-    """Double a later unit's weights while a forward runs."""
+def _write_next(layer: Any, is_late: bool, module: nn.Module, args: Any, output: Any) -> None:
+    """Double a later unit's weights while a forward runs, optionally after all gathers that have begun."""
     from te_fsdp.sharded_model import shard_of
 
+    if is_late and harness.device_type() == "cuda":
+        torch.cuda.synchronize()
+        dist.barrier()
     with torch.no_grad():
         shard_of(layer.weight).mul_(2.0)
 
@@ -122,7 +126,7 @@ def _trained(recipe: str, transport: str, kind: str, is_ahead: bool) -> dict[str
             _event(model, kind, step, run)
             with contextlib.ExitStack() as stack:
                 if kind in ("write", "stale") and step == 3:
-                    write = functools.partial(_write_next, model.layers[2])
+                    write = functools.partial(_write_next, model.layers[2], kind == "stale")
                     stack.callback(model.layers[1].register_forward_hook(write).remove)
                 loss = run()
             assert not any(map(_is_pending, state.modules.values()))
