@@ -9,7 +9,9 @@ from plain import capturable
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("by", ["sharded", "full", "state_dict"])
-@pytest.mark.parametrize(("sharder", "main_weights"), [("torch", False), ("te_fsdp", False), ("te_fsdp", True)])
+@pytest.mark.parametrize(
+    ("sharder", "main_weights"), [("torch", False), ("te_fsdp", False), ("te_fsdp", True)]
+)
 def test_capturable_fused_adam_resumes_from_the_cpu(pool, sharder, main_weights, by):
     """Kind: a kernel that reads host memory, an illegal access on GPUs."""
     if by == "state_dict" and not main_weights:
