@@ -19,7 +19,15 @@ import torch
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call, format_ranks, is_capturing, is_simulated
-from te_fsdp.errors import CollectiveError, MeshError, OrderError, PlacementError, PrecisionError, shorten
+from te_fsdp.errors import (
+    CollectiveError,
+    GradientError,
+    MeshError,
+    OrderError,
+    PlacementError,
+    PrecisionError,
+    shorten,
+)
 from te_fsdp.records import iter_param_owners
 from te_fsdp.sharded_model import versions_of
 from te_fsdp.upstream import (
@@ -166,9 +174,47 @@ def compare_computation(state: ShardedModel) -> None:
         trained = _trained(state)
     if under != compared.under or trained != compared.trained or every:
         _compare(state, under, trained)
+        if not all(trained):
+            _watch_biases(state.model)
         # Units whose recipe changes with that of the model are covered by this comparison.
         compared.pairs.append((_UNKNOWN if compared.under is None else compared.under[0], under[0]))
         compared.under, compared.trained = under, trained
+
+
+def _watch_biases(model: nn.Module) -> None:
+    """Let the next forward of trained biases whose weight is frozen raise without ``te.autocast``. Local operation.
+
+    TransformerEngine (2.18 to 2.20) computes the gradient of a bias with that of its weight in high precision.
+    """
+    for path, module in model.named_modules():
+        if _te.kind_of(module) not in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"):
+            continue
+        if getattr(module, "return_bias", False) or getattr(module, "gemm_bias_unfused_add", False):
+            continue  # autograd adds these biases
+        trained = {name for name, p in module._parameters.items() if p is not None and p.requires_grad}
+        # LayerNormMLP computes that of fc1_bias with the gradient of its activation.
+        biases = {name for name in trained if "bias" in name and not name.startswith(("layer_norm", "fc1"))}
+        without = sorted(name for name in biases if name.replace("bias", "weight") not in trained)
+        if without:
+            _refuse_once(module, f"{path}.{without[0]}" if path else without[0])
+
+
+def _refuse_once(module: nn.Module, bias: str) -> None:
+    """Raise after the module's next forward if it has computed in high precision. Local operation."""
+
+    def refuse(module: Any, args: Any, output: Any) -> None:
+        handle.remove()
+        if not module.__dict__.get("fp8"):
+            raise GradientError(
+                f"{bias}: a trained bias of a frozen weight, in high precision",
+                expected="a gradient for each trained parameter",
+                got="a bias whose weight has requires_grad=False, in a forward without te.autocast",
+                why="TransformerEngine computes the gradient of a bias with that of its weight, unless it quantizes",
+                fix="call requires_grad_(False) on the bias, or train the weight as well; to train biases alone, use "
+                "torch.nn.Linear, or te.autocast with a recipe",
+            )
+
+    handle = module.register_forward_hook(refuse)
 
 
 def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:

@@ -1,0 +1,50 @@
+"""Trained biases whose weight is frozen: TransformerEngine gives them no gradient in high precision."""
+
+from __future__ import annotations
+
+import pytest
+from quantization import bias_gradients
+
+WITHOUT = {
+    "Linear": ["0.bias"],
+    "LayerNormLinear": ["0.bias"],
+    "LayerNormMLP": ["0.fc2_bias"],
+    "GroupedLinear": ["0.bias0", "0.bias1"],
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_stock_modules_leave_them_out(pool, kind):
+    """Control, and the day when a release of TransformerEngine mends it."""
+    assert pool.run(bias_gradients.stock, 1, kind=kind, recipe="none") == [WITHOUT[kind]]
+    assert pool.run(bias_gradients.stock, 1, kind=kind, recipe="current") == [[]]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_the_forward_raises(pool, kind, late):
+    """Kind: biases that are trained alone, and stay as they are without an error."""
+    for found in pool.run(bias_gradients.sharded, 2, kind=kind, recipe="none", late=late):
+        assert f"GradientError: {WITHOUT[kind][0]}: a trained bias of a frozen weight" in found["error"], (
+            found
+        )
+        assert found["trained"] or not kind.startswith("LayerNorm")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_quantized_computation_trains_them(pool, kind):
+    for found in pool.run(bias_gradients.sharded, 2, kind=kind, recipe="current", late=False):
+        assert found == {"error": "", "trained": True}
+
+
+@pytest.mark.ranks(2)
+def test_biases_that_autograd_adds(pool):
+    """A layer's output projections return their biases, which are trained: only those of QKV are left out."""
+    (missing,) = pool.run(bias_gradients.stock, 1, kind="TransformerLayer", recipe="none")
+    assert missing == [f"0.self_attention.layernorm_qkv.{name}_bias" for name in ("query", "key", "value")]
+    for found in pool.run(bias_gradients.sharded, 2, kind="TransformerLayer", recipe="none", late=False):
+        assert "GradientError: 0.self_attention.layernorm_qkv.key_bias: a trained bias" in found["error"], (
+            found
+        )
