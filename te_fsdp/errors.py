@@ -76,6 +76,8 @@ class CheckpointError(TeFsdpError, RuntimeError):
 class CollectiveError(TeFsdpError, RuntimeError):
     """Only some ranks made a collective call, or ranks made different collective calls."""
 
+    has_ended: bool = False  #: Whether a rank's process has ended, which each rank detects itself
+
 
 class GradientError(TeFsdpError, ArithmeticError):
     """Gradients contain NaN or infinity, or differ between ranks that replicate the parameter."""

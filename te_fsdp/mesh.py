@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import mesh_checks
 from te_fsdp.collectives.agreement import rank_messenger
-from te_fsdp.collectives.rendezvous import collective_call, is_simulated
+from te_fsdp.collectives.rendezvous import collective_call, is_simulated, run_while_all_live
 from te_fsdp.errors import MeshError, require_kind
 from te_fsdp.mesh_checks import ALL_AXES, AXES, STAGES
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -113,12 +113,16 @@ class Meshes:
         sizes = mesh_checks.fill_sizes(requested, dist.get_world_size())
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
         shape = (sizes["dp_replicate"], shards, sizes["tp"])
-        with collective_call("Meshes.build"):
+
+        def create() -> Meshes:
             if sizes[STAGES] == 1:
                 mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=AXES)
                 return cls._of(mesh, sizes["cp"], sizes["ep"])
             mesh = dist.init_device_mesh(device_type, (sizes[STAGES], *shape), mesh_dim_names=(STAGES, *AXES))
             return cls._of(mesh[AXES], sizes["cp"], sizes["ep"], mesh[STAGES])
+
+        with collective_call("Meshes.build"):
+            return run_while_all_live(create) if mesh_checks.select_device(device_type) else create()
 
     @classmethod
     def _of(cls, mesh: DeviceMesh, cp: int = 1, ep: int = 1, pp: DeviceMesh | None = None) -> Meshes:
@@ -146,7 +150,7 @@ class Meshes:
             # job.
             _ = meshes.weight, meshes.expert_weight, meshes.amax, meshes.expert_amax
             if not is_simulated():
-                rank_messenger("Meshes.build")
+                rank_messenger()
         return meshes
 
     @classmethod
@@ -208,7 +212,7 @@ class Meshes:
                     stage_mesh.size(),
                     dist.get_world_size(),
                 )
-            return cls._of(stage_mesh, sizes["cp"], sizes["ep"], pp or stages)
+            return run_while_all_live(lambda: cls._of(stage_mesh, sizes["cp"], sizes["ep"], pp or stages))
 
     def size(self, axis: str) -> int:
         """Return the size of an axis. ``dp_shard`` is that of dense parameters, which includes ``cp`` and ``ep``."""
@@ -336,7 +340,7 @@ class Meshes:
             return _torch.flatten_mesh(mesh, name)
         # A rank that creates the group alone would hang in torch, where te_fsdp has no timeout.
         with collective_call(f"Meshes.{name}", self.device_mesh):
-            flat = _torch.flatten_mesh(mesh, name)
+            flat = run_while_all_live(lambda: _torch.flatten_mesh(mesh, name))
         self._flattened_names.add(name)
         return flat
 

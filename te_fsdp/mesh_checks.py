@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import digest, gather
-from te_fsdp.collectives.rendezvous import is_simulated
+from te_fsdp.collectives.rendezvous import is_simulated, run_while_all_live
 from te_fsdp.errors import MeshError, require_kind, suggest
 from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -259,7 +259,7 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
     outer = [(name, dim) for dim, name in enumerate(("model", STAGES)) if ranks.shape[dim] > 1]
     shape = (*(ranks.shape[dim] for _, dim in outer), *ranks.shape[2:])
     names = (*(name for name, _ in outer), *AXES)
-    mesh = DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=names)
+    mesh = run_while_all_live(lambda: DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=names))
     return mesh[AXES] if outer else mesh, mesh[STAGES] if STAGES in names else None
 
 
@@ -319,6 +319,19 @@ def device_of_rank(device_type: str) -> int:
             "a different launcher export LOCAL_RANK (SLURM: $SLURM_LOCALID)",
         )
     return index
+
+
+def select_device(device_type: str) -> bool:
+    """Select the device ``LOCAL_RANK``, unless the program has selected one. Return whether one is selected.
+
+    ``DeviceMesh`` does the same, but for its thread alone.
+    """
+    if device_type == "cpu":
+        return True
+    module, local_rank = torch.get_device_module(device_type), os.environ.get("LOCAL_RANK", "")
+    if not module.is_initialized() and local_rank.isdecimal():
+        module.set_device(int(local_rank))
+    return module.is_initialized()
 
 
 def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_fsdp import errors
 from te_fsdp.collectives import rendezvous
 from te_fsdp.collectives.rendezvous import collective_timeout, run_while_all_live
-from te_fsdp.errors import CheckpointError, TeFsdpError
+from te_fsdp.errors import CheckpointError, CollectiveError, TeFsdpError
 
 _log = logging.getLogger("te_fsdp")
 T = TypeVar("T")
@@ -74,7 +74,7 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
     if group is None and (ranks := _coordinated.get()) is not None:
         return ranks.round(lambda: value, lambda seen: [seen] * size)
     values: list[Any] = [None] * size
-    dist.all_gather_object(values, value, group=group)
+    run_while_all_live(lambda: dist.all_gather_object(values, value, group=group))
     return values
 
 
@@ -122,14 +122,26 @@ def maximum(
     """Compute the maximum over ranks (``None``: the world), elementwise and in place.
 
     Collective: one all-reduce over a group, or one over each axis of a mesh except ``leave_out``, in sequence, so that
-    the result reaches every rank. ``values`` must be on a device of the ranks' process groups.
+    the result reaches every rank. ``values`` must be on a device of the ranks' process groups. In a
+    :func:`te_fsdp.collectives.rendezvous.collective_call`, the host waits, and raises CollectiveError if a rank ends.
     """
-    if not isinstance(over, DeviceMesh):
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over)
+    groups: list[dist.ProcessGroup | None] = []
+    if isinstance(over, DeviceMesh):
+        names = over.mesh_dim_names or ("",) * over.ndim
+        axes = [axis for axis, name in enumerate(names) if over.size(axis) > 1 and name not in leave_out]
+        groups += [over.get_group(axis) for axis in axes]
+    else:
+        groups.append(over)
+    if not groups or not rendezvous.is_watched():
+        for group in groups:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return
-    for axis, name in enumerate(over.mesh_dim_names or ("",) * over.ndim):
-        if over.size(axis) > 1 and name not in leave_out:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over.get_group(axis))
+    # NCCL cannot be interrupted, and its watchdog ends the process if it detects that another one has ended.
+    sent = values.cpu() if _device(over) == "cpu" else values
+    for group in groups:
+        rendezvous.all_reduce_maximum(sent, group)
+    if sent is not values:
+        values.copy_(sent)
 
 
 def are_equal(
@@ -201,6 +213,8 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
         yield
     except Exception as error:  # raised again below, on every rank
         own_error = error
+    if isinstance(own_error, CollectiveError) and own_error.has_ended:
+        raise own_error  # the other ranks detect it, too
     problems: dict[int, tuple[str, str] | None] = {}
     if mesh is not None and mesh.size() > 1 and on_any_rank(own_error is not None, mesh):
         problems = gather_by_rank(
@@ -286,14 +300,14 @@ def _first_error(by_rank: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpE
 _groups = functools.cache(weakref.WeakKeyDictionary[Any, Any])
 
 
-def rank_messenger(call: str = "checkpoint") -> RankMessenger:
+def rank_messenger() -> RankMessenger:
     """Return the world over te_fsdp's own gloo group, separate from training collectives. Collective at first use."""
     if world_size() == 1:
         return RankMessenger(0, 1, None)
     world, groups = dist.group.WORLD, _groups()
     if world not in groups:
         # It waits for the addresses of all ranks, half an hour for one that ends here.
-        groups[world] = run_while_all_live(call, lambda: dist.new_group(backend="gloo"))
+        groups[world] = run_while_all_live(lambda: dist.new_group(backend="gloo"))
     return RankMessenger(rank(), world_size(), groups[world])
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from te_fsdp.collectives.rendezvous import run_while_all_live
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def _shared(key: Any, make: Callable[[], Any]) -> dist.ProcessGroup:
     """Return the group of a key, and create it in the first call. All ranks of the group pass the same key."""
     groups = _groups().setdefault(dist.group.WORLD, {})
     if key not in groups:
-        groups[key] = make()
+        groups[key] = run_while_all_live(make)
     return groups[key]
 
 

@@ -5,27 +5,24 @@ Training steps (forward, backward, gradient norm, optimizer) do not synchronize 
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
 import hashlib
 import logging
 import os
-import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from te_fsdp.errors import CollectiveError, message
+from te_fsdp.collectives.liveness import Liveness
+from te_fsdp.errors import CollectiveError, TeFsdpError, message
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = logging.getLogger("te_fsdp")
+_Addresses = dict[tuple[int, ...], dict[int, str]]
 
 #: Seconds until a waiting rank logs the missing ranks.
 REPORT_AFTER = 10.0
@@ -48,102 +46,29 @@ _NAMED = 8
 #: Most ranks that a rank watches.
 _NEAR = 64
 
-
-# [Note: ranks that have ended] Before its first call, each rank writes the key ``alive/<rank>``. Waiting
-# ranks use it to check whether missing ranks are alive (:mod:`te_fsdp.collectives.rendezvous`). If a process
+# [Note: ranks that have ended] Before its first call, each rank writes the key ``alive/<rank>``. Ranks that wait, for
+# a call or within one, use it to check whether the others are alive (:mod:`te_fsdp.collectives.liveness`). If a process
 # has ended, all ranks raise at once instead of after the timeout.
 
 
-#: Timeout of a connection attempt in seconds.
-_PATIENCE = 1.0
+@dataclass(frozen=True)
+class _Running:
+    """The collective call that a thread is in."""
 
-
-# [Note: liveness] Each rank listens on a port, which the kernel closes when the process ends. The rank publishes its
-# address in the store before its first collective call. A waiting rank connects to that address and keeps the
-# connection. No thread is needed: the kernel answers even while the process is stopped, or while it computes without
-# releasing the GIL. A refused or reset connection means that the process has ended. On any other error, such as a
-# missing route, the rank continues to wait.
-@dataclass(eq=False)
-class Liveness:
-    """Listening port of this process, with its connections from and to the ports of other ranks."""
-
-    listener: socket.socket | None = None
-    text: str = ""  #: Published address: machine, host and port
-    incoming: list[socket.socket] = field(default_factory=list)
-    outgoing: dict[str, socket.socket] = field(default_factory=dict)
-
-    def publish(self) -> str:
-        """Return the address for other ranks, empty without a free port. Open the port on the first call."""
-        if self.listener is None:
-            try:
-                # Without a route to the master, other processes of this machine can still connect.
-                family, host = socket.AF_INET, "127.0.0.1"
-                with contextlib.suppress(OSError):
-                    master = os.environ.get("MASTER_ADDR", "")
-                    address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-                    with socket.socket(*address[:3]) as probe:
-                        probe.connect(address[4])  # sends nothing
-                        family, host = address[0], probe.getsockname()[0]
-                self.listener = socket.socket(family, socket.SOCK_STREAM)
-                self.listener.bind((host, 0))
-                self.listener.listen(socket.SOMAXCONN)
-                self.listener.setblocking(False)
-                self.text = f"{socket.gethostname()} {host} {self.listener.getsockname()[1]}"
-            except OSError:
-                self.text = ""
-            # A child process created by os.fork() would keep the port open after this process ends.
-            reference = weakref.ref(self)
-            os.register_at_fork(after_in_child=lambda: _close(reference()))
-        # Accept pending connections, since the port's queue is short, and drop closed ones.
-        self.incoming = [peer for peer in self.incoming if _is_open(peer) or peer.close()]
-        with contextlib.suppress(OSError):  # raised when none is pending
-            while self.listener is not None:
-                self.incoming.append(self.listener.accept()[0])
-                self.incoming[-1].setblocking(False)
-        return self.text
-
-    def has_ended(self, address: str) -> bool:
-        """Return whether the process that published ``address`` has certainly ended. Takes at most one second."""
-        if address not in self.outgoing:
-            machine, host, port = address.split(" ")
-            if host.startswith("127.") and machine != socket.gethostname():
-                return False
-            try:
-                self.outgoing[address] = socket.create_connection((host, int(port)), timeout=_PATIENCE)
-                # With a timeout, reading without available data would raise an error.
-                self.outgoing[address].setblocking(False)
-            except OSError as error:
-                return error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
-        return not _is_open(self.outgoing[address])
-
-
-def _close(liveness: Liveness | None) -> None:
-    for peer in (
-        [] if liveness is None else [liveness.listener, *liveness.incoming, *liveness.outgoing.values()]
-    ):
-        if peer is not None:
-            peer.close()
-    if liveness is not None:
-        liveness.listener, liveness.text, liveness.incoming, liveness.outgoing = None, "", [], {}
-
-
-def _is_open(connection: socket.socket) -> bool:
-    """Return whether the peer has kept the connection open. Peers never send data."""
-    try:
-        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except (BlockingIOError, InterruptedError):
-        return True
-    except OSError:
-        return False
+    call: str
+    ranks: tuple[int, ...]
+    in_thread: bool = False  #: Whether this thread is one of :func:`run_while_all_live`
 
 
 @dataclass
 class _Process:
-    """State of this process: the timeout, the flag of a running call per thread, and the calls of each set of ranks."""
+    """State of this process: the timeout, the running call of each thread, and the calls of each set of ranks."""
 
     timeout: float = DEFAULT_TIMEOUT
     thread: threading.local = field(default_factory=threading.local)
     liveness: Liveness = field(default_factory=Liveness)
+    #: Default process group -> ranks -> addresses of the next ranks. Freed with the process group.
+    addresses: WeakKeyDictionary[Any, _Addresses] = field(default_factory=WeakKeyDictionary)
     #: Default process group -> ranks -> number and name of their last call. Freed with the process group.
     last: WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
         default_factory=WeakKeyDictionary
@@ -161,6 +86,12 @@ def is_simulated() -> bool:
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being captured, which forbids reading values or waiting for other ranks."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def is_watched() -> bool:
+    """Return whether agreements detect ranks that end: in a :func:`collective_call` of several ranks."""
+    running: _Running | None = getattr(_process().thread, "call", None)
+    return running is not None and len(running.ranks) > 1 and not running.in_thread and not is_capturing()
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -205,71 +136,126 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
         CollectiveError: On all participating ranks: a rank did not arrive within :func:`set_collective_timeout`, or
             entered a different call.
     """
-    thread = _process().thread
     # The outer call has brought all ranks here. A second rendezvous would also fail where only some ranks make
     # the inner call.
-    if getattr(thread, "inside", False):
+    thread = _process().thread
+    if getattr(thread, "call", None) is not None:
         yield
         return
+    ranks: tuple[int, ...] = ()
     if dist.is_initialized() and not is_simulated():
-        ranks = range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist())
+        ranks = tuple(range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist()))
         if len(ranks) > 1:
-            _Rendezvous.next(call, tuple(ranks)).wait()
-    thread.inside = True
+            _Rendezvous.next(call, ranks).wait()
+    thread.call = _Running(call, ranks)
     try:
         yield
     finally:
-        thread.inside = False
+        thread.call = None
 
 
-def run_while_all_live(call: str, collective: Callable[[], T]) -> T:
-    """Return the result of a collective over the world, such as ``new_group``, which runs in a thread.
+def run_while_all_live(collective: Callable[[], T]) -> T:
+    """Return the result of a collective that blocks the host, such as ``new_group``, which runs in a thread.
 
-    Call it within :func:`collective_call` over the world. Raise CollectiveError that names a rank that ends meanwhile.
+    Raise CollectiveError if a rank of the running :func:`collective_call` ends meanwhile. Outside of a call, run it in
+    this thread.
     """
+    if not is_watched():
+        return collective()
     future: Future[T] = Future()
-    # Before the thread starts: a client of TCPStore serves one thread at a time.
-    addresses = _near_addresses()
+    running, enter_device = _process().thread.call, _enter_device()
 
     def run() -> None:
+        _process().thread.call = replace(running, in_thread=True)
         try:
-            future.set_result(collective())
+            with enter_device():
+                future.set_result(collective())
         except BaseException as error:
             future.set_exception(error)
 
     # A daemon, because the interpreter must be able to end while the collective waits for a rank that has ended.
-    threading.Thread(target=run, name=f"te_fsdp {call}", daemon=True).start()
+    threading.Thread(target=run, name=f"te_fsdp {running.call}", daemon=True).start()
+    # Without the store: a client of TCPStore serves one thread at a time.
+    _wait_while_all_live(lambda: future.done() and [future.result()] != [], asks_store=False)
+    return future.result()
+
+
+def all_reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Compute the maximum over a group in place, and wait for it. Raise CollectiveError if a rank ends.
+
+    Within :func:`collective_call`, where :func:`is_watched`.
+    """
+    started: list[dist.Work | None] = []
+
+    def is_completed() -> bool:
+        if not started:
+            started.append(dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        work = started[0]
+        if completed := work is None or work.is_completed():
+            # Later kernels of this stream run after it. It also raises its error.
+            _ = work is None or work.wait()
+        return completed
+
+    def complete() -> None:
+        while not is_completed():
+            time.sleep(1e-4)
+
+    if values.device.type == "cpu":
+        _wait_while_all_live(is_completed, asks_store=True)
+    else:
+        # The first collective of an NCCL group blocks the host until all its ranks have connected.
+        run_while_all_live(complete)
+
+
+def _enter_device() -> Callable[[], AbstractContextManager[Any]]:
+    """Return a context that enters this thread's device and stream in a different thread."""
+    kind = torch.accelerator.current_accelerator()
+    device = None if kind is None else torch.get_device_module(kind)
+    if device is None or not device.is_initialized():
+        return nullcontext
+    return functools.partial(device.stream, device.current_stream())
+
+
+def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
+    """Return once ``poll`` returns true. Raise its error, or CollectiveError if a rank of the call has ended."""
+    running: _Running = _process().thread.call
+    addresses = _addresses_of(running.ranks)
+    began, ask_at = time.monotonic(), ASK_AFTER
+    failed: Exception | None = None
     while True:
-        done, _ = wait([future], timeout=ASK_AFTER)
-        if done and future.exception() is None:
-            return future.result()
-        ended = list[int]()
-        for rank, address in addresses.items():
-            if not done and future.done():  # a connection may take a second without a route
-                break
-            if _process().liveness.has_ended(address):
-                ended.append(rank)
-        if ended:
-            cause = future.exception() if done else None
-            raise CollectiveError(_ended_error(call, ended, dist.get_world_size())) from cause
-        if done:
-            with _store_errors(call):
-                return future.result()  # raises
+        try:
+            if failed is None and poll():
+                return
+        except TeFsdpError:
+            raise
+        except (RuntimeError, ConnectionError) as error:  # of Gloo, on neighbors of a rank that has ended
+            failed, ask_at = error, time.monotonic() - began + ASK_AFTER
+        waited = time.monotonic() - began
+        if failed is not None or waited >= ask_at:
+            if ended := _process().liveness.ended(addresses):
+                raise _ended(_ended_error(running.call, ended, len(running.ranks))) from failed
+            if asks_store or failed is not None:
+                with _store_errors(running.call):
+                    _torch.default_store().check(["te_fsdp"])
+            if failed is not None and waited >= ask_at:  # connections of a process may close one by one
+                raise failed
+            if failed is None:
+                ask_at = waited + ASK_AFTER
+        # Short intervals at first, which keep the cost of a wait small.
+        time.sleep(min(max(waited / 10, 5e-5), 0.1))
 
 
-def _near_addresses() -> dict[int, str]:
-    """Return the addresses that the next ranks have published, in ascending order."""
-    own_rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}world", _torch.default_store())
-    ranks = sorted((own_rank + step) % size for step in range(1, min(size, _NEAR)))
-    keys = [f"alive/{rank}" for rank in ranks]
-    try:
-        # One request each, unless a rank has no address.
-        keys = keys if store.check(keys) else [key for key in keys if store.check([key])]
-        addresses = dict(zip(keys, store.multi_get(keys), strict=True)) if keys else {}
-    except (dist.DistError, ConnectionError):  # the collective needs the store, too, and reports it
-        return {}
-    return {rank: addresses[f"alive/{rank}"].decode() for rank in ranks if f"alive/{rank}" in addresses}
+def _ended(what: str, **parts: Any) -> CollectiveError:
+    error = CollectiveError(what, **parts)
+    error.has_ended = True
+    return error
+
+
+def _addresses_of(ranks: tuple[int, ...]) -> dict[int, str]:
+    """Return the known addresses of ranks: those that their first call, or that of the world, has read."""
+    known = _process().addresses.get(dist.group.WORLD, {})
+    world = known.get(tuple(range(dist.get_world_size())), {})
+    return known.get(ranks) or {rank: address for rank, address in world.items() if rank in set(ranks)}
 
 
 def _ended_error(call: str, ended: list[int], size: int) -> str:
@@ -289,7 +275,7 @@ def _store_errors(call: str) -> Iterator[None]:
         yield
     except (dist.DistError, ConnectionError) as lost:
         holder = "torchrun's agent" if _agent_has_store() else "rank 0"
-        raise CollectiveError(
+        raise _ended(
             f"te_fsdp.{call}: {holder}, which hosts the store of torch.distributed, has ended",
             got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
             why="It may have been killed or have raised an error; check its own output",
@@ -381,6 +367,19 @@ class _Rendezvous:
                     time.sleep(0.05)
                     read = store.add(f"{number}/read", 0)
                 raise CollectiveError(outcome.decode())
+            if number == 0:
+                self._find_next_ranks()
+
+    def _find_next_ranks(self) -> None:
+        """Read the addresses of the next ranks, which all have published, and reach their machines."""
+        position, size = self.ranks.index(self.own_rank), len(self.ranks)
+        following = [self.ranks[(position + step) % size] for step in range(1, min(size, _NEAR))]
+        if not self.store.check([f"alive/{rank}" for rank in following]):  # a rank has no free port
+            following = [rank for rank in following if self.store.check([f"alive/{rank}"])]
+        values = self.store.multi_get([f"alive/{rank}" for rank in following]) if following else []
+        addresses = {rank: value.decode() for rank, value in zip(following, values, strict=True)}
+        _process().addresses.setdefault(dist.group.WORLD, {})[self.ranks] = addresses
+        _process().liveness.reach_machines(addresses.values())
 
     def _write_outcome(self, outcome: bytes) -> None:
         """Write the outcome unless another rank has written it."""
@@ -417,11 +416,9 @@ class _Rendezvous:
         position = self.ranks.index(self.own_rank)
         missing = self._without_key((*self.ranks[position + 1 :], *self.ranks[:position]), _NAMED)
         alive = [rank for rank in missing if self.store.check([f"alive/{rank}"])]
-        ended = [
-            rank for rank in alive if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())
-        ]
+        ended = _process().liveness.ended({rank: self.store.get(f"alive/{rank}").decode() for rank in alive})
         # A rank may have entered the call and ended since. It then counts as present.
-        return sorted(rank for rank in ended if not self.store.check([f"{self.number}/{rank}"]))
+        return [rank for rank in ended if not self.store.check([f"{self.number}/{rank}"])]
 
     def _report(self, waited: float) -> None:
         """Log the missing ranks. Write an error as outcome if some ranks are in a different call."""

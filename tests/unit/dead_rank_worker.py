@@ -4,8 +4,9 @@
 
 Three ranks save once together. Then the victim is killed, exits, stops for a while, or comes late; the others save. It
 may also stop within the save, or be killed while ranks exchange data that were read once, or in a load: as it creates
-the process group, or at a message of this number. One line of JSON for each rank contains its error, the number of
-seconds, and whether the model is unchanged.
+the process group, or at a message of this number. With "set-up", it is killed, is late or stops in a collective of a
+call that sets a model up. One line of JSON for each rank contains its error, the number of seconds, and whether the
+model is unchanged.
 """
 
 from __future__ import annotations
@@ -76,6 +77,38 @@ def kill_in_load(kind: str) -> None:
     RankMessenger._send = sends  # type: ignore[method-assign]
 
 
+def set_up(kind: str, is_victim: bool) -> None:
+    """Call what sets a model up. In its place the victim is killed in a collective, or arrives later."""
+    import te_fsdp
+    from te_fsdp.collectives.agreement import are_equal, gather
+    from te_fsdp.collectives.rendezvous import collective_call
+
+    _, moment = kind.split()
+    name = {"gather": "all_gather_object", "build": "new_group"}.get(moment, "all_reduce")
+    stock = getattr(dist, name)
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        if moment == "late":
+            time.sleep(LATE)
+        elif moment == "stopped":
+            stop_for_a_while()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+        setattr(dist, name, stock)
+        return stock(*args, **kwargs)
+
+    if is_victim:
+        setattr(dist, name, act)
+    # Stages need a group of te_fsdp.
+    meshes = te_fsdp.Meshes.build(
+        pp=RANKS if moment == "build" else 1, dp_shard=1 if moment == "build" else RANKS, device_type="cpu"
+    )
+    with collective_call("fully_shard"):
+        if moment == "gather":
+            gather("a", meshes.device_mesh["dp_shard"])
+        assert bool(are_equal([1], meshes.device_mesh))
+
+
 class Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -97,9 +130,9 @@ def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int
     torch.nn.init.ones_(model.bias)
     if kind.startswith("load"):
         torch.nn.init.zeros_(model.weight)
-    elif kind != "first call":
+    elif kind != "first call" and not kind.startswith("set-up"):
         checkpoint.save(f"{directory}/first", model)
-    if rank == victim:
+    if rank == victim and not kind.startswith("set-up"):
         if kind in ("killed", "first call"):
             if kind == "first call":
                 time.sleep(1)
@@ -120,10 +153,12 @@ def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int
     logging.getLogger("te_fsdp").addHandler(logged)
     if kind == "stopped within":
         rendezvous.REPORT_AFTER = 2.0
-    rendezvous.ASK_AFTER = 1.0 if kind.startswith("load") else rendezvous.ASK_AFTER
+    rendezvous.ASK_AFTER = 1.0 if kind.startswith(("load", "set-up")) else rendezvous.ASK_AFTER
     try:
         if kind == "killed in the exchange":
             checkpoint.load(f"{directory}/first", model, read="once")
+        elif kind.startswith("set-up"):
+            set_up(kind, rank == victim)
         elif kind.startswith("load"):
             checkpoint.load(f"{directory}/first", model)
         else:
@@ -136,7 +171,7 @@ def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int
     os.write(
         1, f"{json.dumps(line)}\n".encode()
     )  # print writes the newline apart, so lines of two ranks can mix
-    time.sleep(LINGER if kind.startswith("load") else 0)
+    time.sleep(LINGER if kind.startswith(("load", "set-up")) else 0)
     os._exit(0)
 
 

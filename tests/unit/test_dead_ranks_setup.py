@@ -1,0 +1,33 @@
+"""A rank that ends within a call that sets a model up is named by the others in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_dead_ranks import ran
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [("compare", 2), ("compare", 0), ("gather", 2), ("gather", 0), ("build", 2), ("build", 0)],
+)
+def test_a_rank_that_ends_within_a_call_is_named(
+    tmp_path: Path, python: str, moment: str, victim: int
+) -> None:
+    """Kind: raw errors of gloo on its neighbors, and others that wait for half an hour, while all live on."""
+    result = ran(tmp_path, python, f"set-up {moment}", victim)
+    assert [entry["rank"] for entry in result] == [rank for rank in range(3) if rank != victim]
+    call = "Meshes.build" if moment == "build" else "fully_shard"
+    for item in result:
+        assert item["text"].startswith(f"CollectiveError: te_fsdp.{call}: rank {victim}"), item
+        assert "has ended" in item["text"] and item["seconds"] < 4, item
+
+
+@pytest.mark.parametrize("moment", ["late", "stopped"])
+def test_a_rank_that_lives_is_waited_for_within_a_call(tmp_path: Path, python: str, moment: str) -> None:
+    """Skew is legitimate, also of a process that a debugger has stopped."""
+    result = ran(tmp_path, python, f"set-up {moment}", 2)
+    assert [(item["rank"], item["text"]) for item in result] == [(0, ""), (1, ""), (2, "")]
+    assert result[0]["seconds"] > 6, "the control: it has checked several times whether rank 2 is alive"
