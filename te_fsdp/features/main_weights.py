@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from te_fsdp.collectives.agreement import are_equal, digest
-from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.collectives.rendezvous import collective_call, run_while_all_live
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, shorten
 from te_fsdp.features.hfsdp.gradients import ShardedOptimizer
 from te_fsdp.features.hfsdp.optimizer_shards import (
@@ -444,7 +444,7 @@ def _prepare_bytes(shards: list[OptimizerShard]) -> None:
         if why is not None:
             wide.setdefault(why, []).append(label_of(shard.parameter, "weight"))
         elif _te.is_quantized(local) and _te.needs_shared_amax(_te.quantizer_of(local)):
-            _ = shard.amax_group  # creates the group
+            run_while_all_live(lambda shard=shard: shard.amax_group)  # creates the group
     if dist.get_rank() == 0:
         for why, labels in wide.items():
             _log.warning(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import rank
-from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.collectives.rendezvous import collective_call, run_while_all_live
 from te_fsdp.errors import (
     InputError,
     MeshError,
@@ -87,7 +87,8 @@ def set_context_parallel(
     if comm_type == "a2a+p2p":
         assert a2a_size is not None
         with collective_call("set_context_parallel", meshes.device_mesh):
-            group = [mesh.get_group() for mesh in meshes.cp_parts(a2a_size)]
+            parts = run_while_all_live(lambda: meshes.cp_parts(a2a_size))
+            group = [mesh.get_group() for mesh in parts]
     # TE overlaps the ring with computation on a second stream. All modules share it.
     stream = _te_modules.new_stream()
     for module in model.modules():
