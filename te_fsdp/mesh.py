@@ -34,7 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import mesh_checks
 from te_fsdp.collectives.agreement import rank_messenger
-from te_fsdp.collectives.rendezvous import collective_call, is_simulated, run_while_all_live
+from te_fsdp.collectives.rendezvous import collective_call, is_simulated
+from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import MeshError, require_kind
 from te_fsdp.mesh_checks import ALL_AXES, AXES, STAGES
 from te_fsdp.upstream import torch_dtensor as _torch

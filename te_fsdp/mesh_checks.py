@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import digest, gather
-from te_fsdp.collectives.rendezvous import is_simulated, run_while_all_live
+from te_fsdp.collectives.rendezvous import is_simulated
+from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import MeshError, require_kind, suggest
 from te_fsdp.upstream import torch_dtensor as _torch
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Partial, Replicate
 from te_fsdp.collectives.async_work import Pending, current_stream
 from te_fsdp.collectives.groups import separate_group
 from te_fsdp.collectives.redistribute import PackedLayout, redistribute
-from te_fsdp.collectives.rendezvous import run_while_all_live
+from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import OrderError, message, shorten
 from te_fsdp.process_modules import registered_at
 from te_fsdp.records import binding_of, get_or_create_record, module_record

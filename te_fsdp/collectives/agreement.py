@@ -35,8 +35,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import errors
-from te_fsdp.collectives import rendezvous
-from te_fsdp.collectives.rendezvous import collective_timeout, run_while_all_live
+from te_fsdp.collectives import rendezvous, watching
+from te_fsdp.collectives.rendezvous import collective_timeout
+from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import CheckpointError, CollectiveError, TeFsdpError
 
 _log = logging.getLogger("te_fsdp")
@@ -132,14 +133,14 @@ def maximum(
         groups += [over.get_group(axis) for axis in axes]
     else:
         groups.append(over)
-    if not groups or not rendezvous.is_watched():
+    if not groups or not watching.is_watched():
         for group in groups:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return
     # NCCL cannot be interrupted, and its watchdog ends the process if it detects that another one has ended.
     sent = values.cpu() if _device(over) == "cpu" else values
     for group in groups:
-        rendezvous.all_reduce_maximum(sent, group)
+        watching.all_reduce_maximum(sent, group)
     if sent is not values:
         values.copy_(sent)
 

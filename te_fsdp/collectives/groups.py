@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from te_fsdp.collectives.rendezvous import run_while_all_live
+from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:

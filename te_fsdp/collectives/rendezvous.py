@@ -12,23 +12,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp.collectives.liveness import Liveness
-from te_fsdp.errors import CollectiveError, TeFsdpError, message
+from te_fsdp.errors import CollectiveError, message
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-T = TypeVar("T")
 _log = logging.getLogger("te_fsdp")
 _Addresses = dict[tuple[int, ...], dict[int, str]]
 
@@ -39,8 +37,8 @@ ASK_AFTER = 3.0
 #: Seconds until a waiting rank times out, as in torch's CPU process groups (``default_pg_timeout``).
 DEFAULT_TIMEOUT = 1800.0
 _GO = b"go"
-#: Seconds that waiting ranks get to read an outcome. They poll at least once per second.
-_READING = 3.0
+#: Seconds that waiting ranks get to read an outcome or a record. They poll at least every ``ASK_AFTER`` seconds.
+_READING = 5.0
 # Maximum number of ranks in a message: longer lists are not readable, and each rank costs requests.
 _NAMED = 8
 #: Most ranks that a rank watches.
@@ -52,12 +50,11 @@ _NEAR = 64
 
 
 @dataclass(frozen=True)
-class _Running:
+class Running:
     """The collective call that a thread is in."""
 
-    call: str
-    ranks: tuple[int, ...]
-    in_thread: bool = False  #: Whether this thread is one of :func:`run_while_all_live`
+    rendezvous: Rendezvous | None  #: ``None`` for one rank
+    in_thread: bool = False  #: Whether this is a thread of :mod:`te_fsdp.collectives.watching`
 
 
 @dataclass
@@ -78,6 +75,11 @@ class _Process:
 _process = functools.cache(_Process)
 
 
+def liveness() -> Liveness:
+    """Return this process' port and connections."""
+    return _process().liveness
+
+
 def is_simulated() -> bool:
     """Return whether the other ranks are simulated: torch's fake process group echoes what the rank sends."""
     return dist.get_backend() == "fake"
@@ -88,10 +90,14 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def is_watched() -> bool:
-    """Return whether agreements detect ranks that end: in a :func:`collective_call` of several ranks."""
-    running: _Running | None = getattr(_process().thread, "call", None)
-    return running is not None and len(running.ranks) > 1 and not running.in_thread and not is_capturing()
+def running_call() -> Running | None:
+    """Return the collective call that this thread is in."""
+    return getattr(_process().thread, "running", None)
+
+
+def set_running_call(running: Running | None) -> None:
+    """Set the collective call that this thread is in."""
+    _process().thread.running = running
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -138,128 +144,25 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
     """
     # The outer call has brought all ranks here. A second rendezvous would also fail where only some ranks make
     # the inner call.
-    thread = _process().thread
-    if getattr(thread, "call", None) is not None:
+    if running_call() is not None:
         yield
         return
-    ranks: tuple[int, ...] = ()
+    rendezvous: Rendezvous | None = None
     if dist.is_initialized() and not is_simulated():
         ranks = tuple(range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist()))
         if len(ranks) > 1:
-            _Rendezvous.next(call, ranks).wait()
-    thread.call = _Running(call, ranks)
+            rendezvous = Rendezvous.next(call, ranks)
+            rendezvous.wait()
+    set_running_call(Running(rendezvous))
     try:
         yield
     finally:
-        thread.call = None
+        set_running_call(None)
 
 
-def run_while_all_live(collective: Callable[[], T]) -> T:
-    """Return the result of a collective that blocks the host, such as ``new_group``, which runs in a thread.
-
-    Raise CollectiveError if a rank of the running :func:`collective_call` ends meanwhile. Outside of a call, run it in
-    this thread.
-    """
-    if not is_watched():
-        return collective()
-    future: Future[T] = Future()
-    running, enter_device = _process().thread.call, _enter_device()
-
-    def run() -> None:
-        _process().thread.call = replace(running, in_thread=True)
-        try:
-            with enter_device():
-                future.set_result(collective())
-        except BaseException as error:
-            future.set_exception(error)
-
-    # A daemon, because the interpreter must be able to end while the collective waits for a rank that has ended.
-    threading.Thread(target=run, name=f"te_fsdp {running.call}", daemon=True).start()
-    # Without the store: a client of TCPStore serves one thread at a time.
-    _wait_while_all_live(lambda: future.done() and [future.result()] != [], asks_store=False)
-    return future.result()
-
-
-def all_reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Compute the maximum over a group in place, and wait for it. Raise CollectiveError if a rank ends.
-
-    Within :func:`collective_call`, where :func:`is_watched`.
-    """
-    started: list[dist.Work | None] = []
-
-    def is_completed() -> bool:
-        if not started:
-            started.append(dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True))
-        work = started[0]
-        if completed := work is None or work.is_completed():
-            # Later kernels of this stream run after it. It also raises its error.
-            _ = work is None or work.wait()
-        return completed
-
-    def complete() -> None:
-        while not is_completed():
-            time.sleep(1e-4)
-
-    if values.device.type == "cpu":
-        _wait_while_all_live(is_completed, asks_store=True)
-    else:
-        # The first collective of an NCCL group blocks the host until all its ranks have connected.
-        run_while_all_live(complete)
-
-
-def _enter_device() -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context that enters this thread's device and stream in a different thread."""
-    kind = torch.accelerator.current_accelerator()
-    device = None if kind is None else torch.get_device_module(kind)
-    if device is None or not device.is_initialized():
-        return nullcontext
-    return functools.partial(device.stream, device.current_stream())
-
-
-def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
-    """Return once ``poll`` returns true. Raise its error, or CollectiveError if a rank of the call has ended."""
-    running: _Running = _process().thread.call
-    addresses = _addresses_of(running.ranks)
-    began, ask_at = time.monotonic(), ASK_AFTER
-    failed: Exception | None = None
-    while True:
-        try:
-            if failed is None and poll():
-                return
-        except TeFsdpError:
-            raise
-        except (RuntimeError, ConnectionError) as error:  # of Gloo, on neighbors of a rank that has ended
-            failed, ask_at = error, time.monotonic() - began + ASK_AFTER
-        waited = time.monotonic() - began
-        if failed is not None or waited >= ask_at:
-            if ended := _process().liveness.ended(addresses):
-                raise _ended(_ended_error(running.call, ended, len(running.ranks))) from failed
-            if asks_store or failed is not None:
-                with _store_errors(running.call):
-                    _torch.default_store().check(["te_fsdp"])
-            if failed is not None and waited >= ask_at:  # connections of a process may close one by one
-                raise failed
-            if failed is None:
-                ask_at = waited + ASK_AFTER
-        # Short intervals at first, which keep the cost of a wait small.
-        time.sleep(min(max(waited / 10, 5e-5), 0.1))
-
-
-def _ended(what: str, **parts: Any) -> CollectiveError:
-    error = CollectiveError(what, **parts)
-    error.has_ended = True
-    return error
-
-
-def _addresses_of(ranks: tuple[int, ...]) -> dict[int, str]:
-    """Return the known addresses of ranks: those that their first call, or that of the world, has read."""
-    known = _process().addresses.get(dist.group.WORLD, {})
-    world = known.get(tuple(range(dist.get_world_size())), {})
-    return known.get(ranks) or {rank: address for rank, address in world.items() if rank in set(ranks)}
-
-
-def _ended_error(call: str, ended: list[int], size: int) -> str:
-    return message(
+def ended_error(call: str, ended: list[int], size: int) -> CollectiveError:
+    """Return the error for ranks that have ended."""
+    return _with_end(
         f"te_fsdp.{call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
         expected=f"the call on all {size} ranks",
         got="an ended process (its connection is closed)",
@@ -268,14 +171,20 @@ def _ended_error(call: str, ended: list[int], size: int) -> str:
     )
 
 
+def _with_end(what: str, **parts: str) -> CollectiveError:
+    error = CollectiveError(what, **parts)
+    error.has_ended = True
+    return error
+
+
 @contextmanager
-def _store_errors(call: str) -> Iterator[None]:
+def store_errors(call: str) -> Iterator[None]:
     """Raise an error that names the process that hosted the store, in place of errors of a lost connection to it."""
     try:
         yield
     except (dist.DistError, ConnectionError) as lost:
         holder = "torchrun's agent" if _agent_has_store() else "rank 0"
-        raise _ended(
+        raise _with_end(
             f"te_fsdp.{call}: {holder}, which hosts the store of torch.distributed, has ended",
             got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
             why="It may have been killed or have raised an error; check its own output",
@@ -315,7 +224,7 @@ def _agent_has_store() -> bool:
 # A call costs each rank a few requests, independent of the number of ranks. Missing ranks are searched for only after
 # ``REPORT_AFTER`` seconds.
 @dataclass(frozen=True)
-class _Rendezvous:
+class Rendezvous:
     """The n-th joint call of a set of ranks, as seen by one of them."""
 
     call: str
@@ -326,7 +235,7 @@ class _Rendezvous:
     store: Any
 
     @classmethod
-    def next(cls, call: str, ranks: tuple[int, ...]) -> _Rendezvous:
+    def next(cls, call: str, ranks: tuple[int, ...]) -> Rendezvous:
         """Return the next joint call of these ranks."""
         last_calls = _process().last.setdefault(dist.group.WORLD, {})
         number, before = last_calls.get(ranks, (-1, ""))
@@ -339,7 +248,7 @@ class _Rendezvous:
     def wait(self) -> None:
         """Enter the call and wait for all ranks. Raises ``CollectiveError`` on all ranks if some do not arrive."""
         own_rank, number, store = self.own_rank, self.number, self.store
-        with _store_errors(self.call):
+        with store_errors(self.call):
             address = _process().liveness.publish()
             if number == 0 and address:
                 store.set(f"alive/{own_rank}", address)
@@ -357,18 +266,46 @@ class _Rendezvous:
                     store.delete_key(f"{number - 1}/{key}")
             outcome = self._outcome()
             if outcome != _GO:
-                # Rank 0 waits until the others have read the outcome: the store may end with it after the error.
-                read, until = store.add(f"{number}/read", 1), time.monotonic() + _READING
-                while (
-                    own_rank == 0
-                    and time.monotonic() <= until
-                    and read < max(arrived, store.add(f"{number}/came", 0))
-                ):
-                    time.sleep(0.05)
-                    read = store.add(f"{number}/read", 0)
+                self.wait_for_readers(lambda: max(arrived, store.add(f"{number}/came", 0)))
                 raise CollectiveError(outcome.decode())
             if number == 0:
                 self._find_next_ranks()
+
+    def wait_for_readers(self, expected: Callable[[], int]) -> None:
+        """Wait on rank 0 until the others have read an error: the store may end with rank 0 after the error."""
+        read, until = self.store.add(f"{self.number}/read", 1), time.monotonic() + _READING
+        while self.own_rank == 0 and time.monotonic() <= until and read < expected():
+            time.sleep(0.05)
+            read = self.store.add(f"{self.number}/read", 0)
+
+    def ended_ranks(self, found: list[int]) -> list[int]:
+        """Return the ranks that the first rank to find any has found ended; ``found`` on that rank itself.
+
+        Ranks that raise then end, too, so that later ones would find more.
+        """
+        key = f"{self.number}/ended"
+        recorded = self.store.get(key).decode() if self.store.check([key]) else ""
+        if found and not self._is_current(recorded):
+            lines = [f"{rank} {self.store.get(f'alive/{rank}').decode()}" for rank in found]
+            recorded = self.store.compare_set(key, recorded, "\n".join(lines)).decode()
+        if not self._is_current(recorded):
+            return []
+        return [int(line.partition(" ")[0]) for line in recorded.splitlines()]
+
+    def _is_current(self, recorded: str) -> bool:
+        """Return whether a record is of this start of the job, in which the ranks have these addresses."""
+        entries = [line.partition(" ") for line in recorded.splitlines()]
+        keys = [f"alive/{rank}" for rank, _, _ in entries]
+        return (
+            bool(keys)
+            and self.store.check(keys)
+            and [value.decode() for value in self.store.multi_get(keys)]
+            == [address for _, _, address in entries]
+        )
+
+    def addresses(self) -> dict[int, str]:
+        """Return the addresses of the next ranks."""
+        return _process().addresses.get(dist.group.WORLD, {}).get(self.ranks, {})
 
     def _find_next_ranks(self) -> None:
         """Read the addresses of the next ranks, which all have published, and reach their machines."""
@@ -396,8 +333,7 @@ class _Rendezvous:
             if waited >= ask_at:
                 ask_at = waited + ASK_AFTER
                 if ended := self._exited_ranks():
-                    error = _ended_error(self.call, ended, len(self.ranks))
-                    self._write_outcome(error.encode())
+                    self._write_outcome(str(ended_error(self.call, ended, len(self.ranks))).encode())
                     continue
             if waited >= report_at:
                 self._report(waited)

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from te_fsdp.collectives.agreement import are_equal, digest
-from te_fsdp.collectives.rendezvous import collective_call, run_while_all_live
+from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, shorten
 from te_fsdp.features.hfsdp.gradients import ShardedOptimizer
 from te_fsdp.features.hfsdp.optimizer_shards import (

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import rank
-from te_fsdp.collectives.rendezvous import collective_call, run_while_all_live
+from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import (
     InputError,
     MeshError,

@@ -5,8 +5,8 @@
 Three ranks save once together. Then the victim is killed, exits, stops for a while, or comes late; the others save. It
 may also stop within the save, or be killed while ranks exchange data that were read once, or in a load: as it creates
 the process group, or at a message of this number. With "set-up", it is killed, is late or stops in a collective of a
-call that sets a model up. One line of JSON for each rank contains its error, the number of seconds, and whether the
-model is unchanged.
+call that sets a model up; with "leave" the others end as soon as they have raised. One line of JSON for each rank
+contains its error, the number of seconds, and whether the model is unchanged.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int
     os.write(
         1, f"{json.dumps(line)}\n".encode()
     )  # print writes the newline apart, so lines of two ranks can mix
-    time.sleep(LINGER if kind.startswith(("load", "set-up")) else 0)
+    lingers = kind.startswith(("load", "set-up")) and kind != "set-up leave"
+    time.sleep(LINGER if lingers else 0)
     os._exit(0)
 
 

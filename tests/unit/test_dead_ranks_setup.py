@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from tests.unit.test_dead_ranks import ran
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    [("compare", 2), ("compare", 0), ("gather", 2), ("gather", 0), ("build", 2), ("build", 0)],
+    [*itertools.product(("compare", "gather", "build"), (2, 0)), ("leave", 2)],
 )
 def test_a_rank_that_ends_within_a_call_is_named(
     tmp_path: Path, python: str, moment: str, victim: int
 ) -> None:
-    """Kind: raw errors of gloo on its neighbors, and others that wait for half an hour, while all live on."""
+    """Kind: raw errors of gloo on its neighbors, and others that wait for half an hour, while all live on.
+
+    Also: others name the ranks that have raised and ended because of it.
+    """
     result = ran(tmp_path, python, f"set-up {moment}", victim)
     assert [entry["rank"] for entry in result] == [rank for rank in range(3) if rank != victim]
     call = "Meshes.build" if moment == "build" else "fully_shard"

@@ -210,7 +210,7 @@ def restarted_by_torchrun(restarts: str) -> str:
             patch.setenv(f"TORCHELASTIC_{name}", value)
         patch.setenv("GROUP_WORLD_SIZE", "1")
         if dist.get_rank() == 0:
-            left = rendezvous._Rendezvous.next("first", (0, 1))
+            left = rendezvous.Rendezvous.next("first", (0, 1))
             for key in ("0/came", "0/in/first"):
                 left.store.add(key, 1)
             rendezvous._process().last.clear()  # as in a new process

@@ -1,0 +1,152 @@
+"""Collectives within collective calls that raise on all ranks if a rank ends meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.collectives import rendezvous
+from te_fsdp.collectives.rendezvous import (
+    Rendezvous,
+    ended_error,
+    running_call,
+    set_running_call,
+    store_errors,
+)
+from te_fsdp.errors import TeFsdpError
+
+T = TypeVar("T")
+
+#: Seconds to wait for the store, which a thread may be using.
+_STORE_PATIENCE = 1.0
+
+
+def is_watched() -> bool:
+    """Return whether collectives are watched: in a :func:`collective_call` of several ranks, in its own thread."""
+    running = running_call()
+    is_possible = running is not None and running.rendezvous is not None and not running.in_thread
+    return is_possible and not rendezvous.is_capturing()
+
+
+def run_while_all_live(collective: Callable[[], T]) -> T:
+    """Return the result of a collective that blocks the host, such as ``new_group``, which runs in a thread.
+
+    Raise CollectiveError if a rank of the running :func:`collective_call` ends meanwhile. Outside of a call, run it in
+    this thread.
+    """
+    if not is_watched():
+        return collective()
+    future: Future[T] = Future()
+    running, enter_device = running_call(), _enter_device()
+    assert running is not None
+
+    def run() -> T:
+        set_running_call(replace(running, in_thread=True))
+        with enter_device():
+            return collective()
+
+    # A daemon, because the interpreter must be able to end while the collective waits for a rank that has ended.
+    threading.Thread(target=_answer, args=(future, run), name="te_fsdp collective", daemon=True).start()
+    # Without the store: a client of TCPStore serves one thread at a time.
+    _wait_while_all_live(lambda: future.done() and [future.result()] != [], asks_store=False)
+    return future.result()
+
+
+def all_reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Compute the maximum over a group in place, and wait for it. Raise CollectiveError if a rank ends.
+
+    Within :func:`collective_call`, where :func:`is_watched`.
+    """
+    started: list[dist.Work | None] = []
+
+    def is_completed() -> bool:
+        if not started:
+            started.append(dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        work = started[0]
+        if completed := work is None or work.is_completed():
+            # Later kernels of this stream run after it. It also raises its error.
+            _ = work is None or work.wait()
+        return completed
+
+    def complete() -> None:
+        while not is_completed():
+            time.sleep(1e-4)
+
+    if values.device.type == "cpu":
+        _wait_while_all_live(is_completed, asks_store=True)
+    else:
+        # The first collective of an NCCL group blocks the host until all its ranks have connected.
+        run_while_all_live(complete)
+
+
+def _enter_device() -> Callable[[], AbstractContextManager[Any]]:
+    """Return a context that enters this thread's device and stream in a different thread."""
+    kind = torch.accelerator.current_accelerator()
+    device = None if kind is None else torch.get_device_module(kind)
+    if device is None or not device.is_initialized():
+        return nullcontext
+    return functools.partial(device.stream, device.current_stream())
+
+
+def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
+    """Return once ``poll`` returns true. Raise its error, or CollectiveError if a rank of the call has ended."""
+    running = running_call()
+    assert running is not None and running.rendezvous is not None
+    meeting, began, ask_at = running.rendezvous, time.monotonic(), rendezvous.ASK_AFTER
+    failed: Exception | None = None
+    while True:
+        try:
+            if failed is None and poll():
+                return
+        except TeFsdpError:
+            raise
+        except (RuntimeError, ConnectionError) as error:  # of Gloo, on neighbors of a rank that has ended
+            failed, ask_at = error, time.monotonic() - began + rendezvous.ASK_AFTER
+        waited = time.monotonic() - began
+        if failed is not None or waited >= ask_at:
+            found = rendezvous.liveness().ended(meeting.addresses())
+            with store_errors(meeting.call):
+                ended = _agreed(meeting, found, is_store_free=asks_store or failed is not None)
+            if ended:
+                raise ended_error(meeting.call, ended, len(meeting.ranks)) from failed
+            if failed is not None and waited >= ask_at:  # connections of a process may close one by one
+                raise failed
+            if failed is None:
+                ask_at = waited + rendezvous.ASK_AFTER
+        # Short intervals at first, which keep the cost of a wait small.
+        time.sleep(min(max(waited / 10, 5e-5), 0.1))
+
+
+def _agreed(meeting: Rendezvous, found: list[int], *, is_store_free: bool) -> list[int]:
+    """Return the ended ranks that all ranks name, or those that this rank has found if the store does not answer."""
+    answer: Future[list[int]] = Future()
+    arguments = answer, functools.partial(meeting.ended_ranks, found)
+    if is_store_free:
+        _answer(*arguments)
+    elif found:
+        # A thread that waits in the store blocks other threads, which then never end.
+        threading.Thread(target=_answer, args=arguments, name="te_fsdp store", daemon=True).start()
+        wait([answer], _STORE_PATIENCE)
+    if not answer.done() or (found and answer.exception()):
+        return found
+    if ended := answer.result():
+        with suppress(dist.DistError, ConnectionError):
+            meeting.wait_for_readers(lambda: len(meeting.ranks) - len(ended))
+    return ended
+
+
+def _answer(future: Future[T], call: Callable[[], T]) -> None:
+    """Set a future to the result or the error of a call."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
