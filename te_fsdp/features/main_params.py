@@ -118,7 +118,6 @@ class MainParameters:
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
         # Run before the user's hooks, which must see the parameters with their new values.
         hooks.move_to_end(after.id, last=False)
-        optimizer.register_load_state_dict_post_hook(_te.move_options)
         if lent:
             # A failed step leaves main parameters in the groups, but state dicts need the parameters.
             optimizer.register_state_dict_pre_hook(self.restore_params)

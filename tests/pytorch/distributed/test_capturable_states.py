@@ -8,14 +8,12 @@ from plain import capturable
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("by", ["sharded", "full", "state_dict"])
+@pytest.mark.parametrize("by", ["sharded", "full"])
 @pytest.mark.parametrize(
     ("sharder", "main_weights"), [("torch", False), ("te_fsdp", False), ("te_fsdp", True)]
 )
 def test_capturable_fused_adam_resumes_from_the_cpu(pool, sharder, main_weights, by):
     """Kind: a kernel that reads host memory, an illegal access on GPUs."""
-    if by == "state_dict" and not main_weights:
-        pytest.skip("TransformerEngine's own load_state_dict keeps options on the CPU")
     for found in pool.run(capturable.resumed, 2, sharder=sharder, main_weights=main_weights, by=by):
         device = devices.device_type()
         assert found == {"equal": 2, "moved": 2, "options": [device], "rates": [device]}

@@ -20,18 +20,14 @@ def resumed(sharder: str, main_weights: bool, by: str) -> dict[str, Any]:
     )
     torch_state_dict.get_state_dict(*job)  # takes a step without gradients: the optimizer has no state
     _step(*job)
-    if by == "state_dict":
-        other[0].load_state_dict(job[0].state_dict())
-        other[1].load_state_dict(_with_options_on_the_cpu(job[1].state_dict()))
-    else:
-        options = torch_state_dict.StateDictOptions(full_state_dict=by == "full")
-        model, optimizer = torch_state_dict.get_state_dict(*job, options=options)
-        torch_state_dict.set_state_dict(
-            *other,
-            model_state_dict=model,
-            optim_state_dict=_with_options_on_the_cpu(optimizer),
-            options=options,
-        )
+    options = torch_state_dict.StateDictOptions(full_state_dict=by == "full")
+    model, optimizer = torch_state_dict.get_state_dict(*job, options=options)
+    torch_state_dict.set_state_dict(
+        *other,
+        model_state_dict=model,
+        optim_state_dict=_with_options_on_the_cpu(optimizer),
+        options=options,
+    )
     devices = {v.device.type for group in other[1].param_groups for v in group.values() if torch.is_tensor(v)}
     before = [harness.full(p.detach()).clone() for p in other[0].parameters()]
     _step(*job)
