@@ -32,7 +32,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
 from te_fsdp.features.incomplete_states import refuse_incomplete_states
 from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
-from te_fsdp.lifecycle import gradients_of
+from te_fsdp.lifecycle import gradient_of, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantize_into
 from te_fsdp.records import get_or_create_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -142,12 +142,13 @@ class MainParameters:
         """Return whether state is sharded over the replicas of parameters."""
         return self.averages is not None
 
-    def cut(self, shards: Iterable[OptimizerShard]) -> None:
-        """Enable sharding of optimizer state across replicas, and register the given shards. Local operation."""
-        self.averages = OuterAverages(self)
+    def cut(self, shards: Iterable[OptimizerShard]) -> OuterAverages:
+        """Shard optimizer state across replicas with these shards; return the averages. Local operation."""
+        self.averages = averages = OuterAverages(self)
         self.by_id.clear()
         for shard in shards:
             self.of(shard.parameter, shard)
+        return averages
 
     def of(self, parameter: torch.Tensor, shard: OptimizerShard | None = None) -> MainParameter:
         """Return the ``MainParameter`` of a parameter; set its ``shard`` if given. Local operation."""
@@ -195,12 +196,11 @@ class MainParameters:
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]:
             self.make(optimizer, parameter)
 
-    def trained(self) -> list[MainParameter]:
-        """Return trained parameters with sharded state in the optimizer's order, identical on all replicas. Local."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
+    def sharded(self) -> list[MainParameter]:
+        """Return parameters with sharded state in the optimizer's order, identical on all replicas. Local."""
+        groups = getattr(self._optimizer(), "param_groups", ())
         pairs = []
-        for parameter in [p for group in groups for p in group["params"] if p.requires_grad]:
+        for parameter in [p for group in groups for p in group["params"]]:
             pair = self.by_id.get(id(parameter))
             if pair is None or pair.shard is None:
                 pair = self.of(parameter)
@@ -215,7 +215,7 @@ class MainParameters:
         pairs: list[MainParameter | None] = []
         for parameter, local in zip(parameters, _torch.local_tensors_of(parameters), strict=True):
             state = optimizer.state.get(parameter)
-            if not parameter.requires_grad and not state:
+            if not parameter.requires_grad and not state and gradient_of(parameter) is None:
                 pairs.append(None)
                 continue
             pair = self.by_id.get(id(parameter)) or self.of(parameter)

@@ -376,7 +376,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
         _check_same(shards)
         main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or MainParameters(optimizer)
-        main_parameters.cut(shards)
+        averages = main_parameters.cut(shards)
         for shard in shards:
             # Keep nonzero values of the full-shard state created by main_weights.
             param_state = optimizer.state.pop(shard.parameter, {})
@@ -387,9 +387,9 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     for state in states:
         component = state.components.get(ShardedOptimizer)
         if component is None:
-            state.components.attach(ShardedOptimizer(main_parameters.averages))
-        else:
-            component.averages = main_parameters.averages
+            component = ShardedOptimizer()
+            state.components.attach(component)
+        component.add(averages)
     return optimizer
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError
+from te_fsdp.features.hfsdp.frozen import FrozenGradients
 from te_fsdp.features.hfsdp.optimizer_shards import OUTER
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
@@ -41,8 +42,8 @@ class ShardedParameters(Protocol):
 
     by_id: dict[int, MainParameter]  #: Main parameters by ``id`` of the parameter
 
-    def trained(self) -> list[MainParameter]:
-        """Return the trained parameters whose state is sharded, in the same order on all replicas."""
+    def sharded(self) -> list[MainParameter]:
+        """Return the parameters whose state is sharded, in the same order on all replicas."""
         ...
 
     def lookup(self, parameters: Sequence[torch.Tensor]) -> Sequence[MainParameter | None]:
@@ -62,9 +63,10 @@ class OuterAverages:
 
     def __init__(self, main_parameters: ShardedParameters) -> None:
         self._main_parameters = main_parameters
-        # The shards of trained parameters, in the optimizer's order, which is identical on all replicas.
+        self.frozen = frozen = FrozenGradients(main_parameters.sharded)
+        # Their shards, in the optimizer's order, which is identical on all replicas.
         self.early = EarlyAverages(
-            lambda: [pair.shard for pair in main_parameters.trained() if not pair.shard.reduced]
+            lambda: [pair.shard for pair in frozen.averaged() if not pair.shard.reduced]
         )
         self._averaging = GradientAveraging(())  # for the gradients of the last step
         # Factor by which averages were multiplied after they were computed. The underlying gradients were not.
@@ -79,9 +81,10 @@ class OuterAverages:
         """Average the gradients of parameters with sharded state over their replicas, unless done already.
 
         Collective over the replicas: one reduce-scatter per replica group and dtype, or the rest of those that started
-        during backward. The parameters' own gradients are not changed.
+        during backward, and :meth:`FrozenGradients.compare`. The parameters' own gradients are not changed.
         """
-        cut = self._main_parameters.trained()
+        self.frozen.compare()
+        cut = self.frozen.averaged()
         parameters = [pair.parameter for pair in cut]
         gradients = gradients_of(parameters)
         if not cut or self._is_done(cut, gradients):
@@ -90,7 +93,6 @@ class OuterAverages:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.__dict__[PARAMETER].deferred_scale is not None:
                 apply_deferred_grad_scale(parameter, gradient)
-        self._main_parameters.lookup(parameters)
         averaged: list[MainParameter] = []
         averages, specs, sources = [], [], []
         local = {
@@ -115,6 +117,7 @@ class OuterAverages:
         for pair, source in zip(cut, gradients, strict=True):
             rows = means[id(pair.parameter)]
             if rows is None:
+                self.frozen.unused(pair)
                 continue  # no replica has a gradient
             if source is None:  # other replicas have one, so this rank participates like them
                 source = pair.parameter.grad = _torch.zero_gradient(pair.parameter)
@@ -124,6 +127,7 @@ class OuterAverages:
             averages.append(rows)
             specs.append(pair.shard.spec(rows))
             sources.append(source)
+        self._main_parameters.lookup([pair.parameter for pair in averaged])
         assign_main_gradients([pair.main for pair in averaged], _torch.dtensors(averages, specs))
         for pair, version in zip(averaged, TensorVersion.now(sources), strict=True):
             pair.source = version
@@ -346,9 +350,20 @@ def hide_unaveraged_grads(setup: Setup) -> None:
 class ShardedOptimizer(Component):
     """The optimizer that shards its state over the replicas of one model's parameters."""
 
-    def __init__(self, averages: OuterAverages | None = None) -> None:
+    def __init__(self) -> None:
         #: Averages of the optimizer's gradients; ``None`` until :func:`te_fsdp.shard_optimizer` is called.
+        self.averages: OuterAverages | None = None
+        self._frozen = weakref.WeakSet[FrozenGradients]()  # of all optimizers of the model
+
+    def add(self, averages: OuterAverages) -> None:
+        """Set the averages of a further optimizer. Local operation."""
         self.averages = averages
+        self._frozen.add(averages.frozen)
+
+    def before_forward(self) -> None:
+        """Forget what is known of frozen parameters that are trained again. Local operation."""
+        for frozen in self._frozen:
+            frozen.before_forward()
 
     def zero_grad(self, parameters: Collection[torch.Tensor]) -> None:
         """Forget the averages of these parameters' gradients. Local operation."""
