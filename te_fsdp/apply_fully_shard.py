@@ -85,7 +85,6 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     """Record the plan on each parameter, and move unsharded parameters and buffers from the CPU. Local operation."""
     model, device, request = plan.model, plan.meshes.device, plan.request
     support_foreach_copy()
-    _torch_functions.count_writes_of_averages()
     for owner in iter_param_owners(model):
         row = get_or_create_record(owner.parameter).plan = plan.parameters[id(owner.module), owner.name]
         if type(owner.parameter) is torch.nn.Parameter and not owner.parameter.is_contiguous():

@@ -21,6 +21,7 @@ from te_fsdp.upstream import (
     fsdp2_units,
     torch_dtensor as _torch,
 )
+from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,11 +46,14 @@ def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
                     # Not by an assignment, after which a quantized weight would free its data.
                     module._parameters[attr] = _fsdp2.sharded_param_of(record)
         state.unsharded.exposed[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
+        foreach_writes().count(state)
 
 
 def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> None:
     """Undo :func:`expose_sharded_params` for a unit; free its weights if the shards changed. Local operation."""
     versions = state.unsharded.exposed.pop(name, None)
+    if versions is not None and not state.unsharded.exposed:
+        foreach_writes().ignore(state)
     if versions is None or not _fsdp2.is_unit_unsharded(unit):
         return
     if (

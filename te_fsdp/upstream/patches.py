@@ -235,9 +235,6 @@ FSDP2 = (
         "test_unsupported.py::test_errors",
     ),
     Patch(
-        "`AveragedModel`", "update_parameters", "counts its writes to shards", "test_averages.py::test_values"
-    ),
-    Patch(
         "optimizers of `torch.optim`",
         "__setstate__",
         "names a sharded parameter whose loaded states are those of another class",

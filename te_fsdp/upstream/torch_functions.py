@@ -1,4 +1,4 @@
-"""Functions of torch that te_fsdp wraps once per process: optimizers, averages, parametrizations, ``GradScaler``.
+"""Functions of torch that te_fsdp wraps once per process: optimizers, parametrizations, ``GradScaler``.
 
 Checked with torch 2.11 to 2.15.
 """
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune
-from torch.optim import optimizer, swa_utils
+from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from te_fsdp.upstream.torch_dtensor import count_writes, local_of
+from te_fsdp.upstream.torch_dtensor import local_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,21 +91,6 @@ def _explain(stock: Callable[..., None], call: Callable[[Any], None]) -> Callabl
             raise
 
     return __setstate__
-
-
-@functools.cache
-def count_writes_of_averages() -> None:
-    """Count the writes of ``AveragedModel.update_parameters`` to sharded parameters. Local, once per process."""
-    # It writes by ``torch._foreach_`` functions, whose writes to DTensors torch does not count (2.11 to 2.15). Weights
-    # that are kept unsharded after an evaluation would stay those of an older average.
-    stock = swa_utils.AveragedModel.update_parameters
-
-    @functools.wraps(stock)
-    def update_parameters(self: swa_utils.AveragedModel, model: nn.Module) -> None:
-        stock(self, model)
-        count_writes(self.module.parameters())
-
-    swa_utils.AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 
 #: Functions that compute a parameter from others, and fail on DTensors without its name: those that ``orthogonal``,

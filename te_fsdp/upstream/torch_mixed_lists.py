@@ -109,6 +109,54 @@ def _copy_each(op: Any, args: Any, kwargs: Any) -> None:
     count_writes(targets)
 
 
+class ForeachWrites:
+    """Handlers that count writes of ``torch._foreach_`` functions to DTensors, while owners such as models need it."""
+
+    # torch counts none below autograd (2.11 to 2.15). Not all the time, because handlers would make each step of
+    # torch's optimizers slower.
+    def __init__(self) -> None:
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._handlers = DTensor._op_dispatcher._custom_op_handlers
+        self._replaced: dict[Any, Any] = {}
+        mixed_lists()  # its handlers must not come later
+        names = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
+        packets = [getattr(_aten, name) for name in names if name != "_foreach_copy_"]  # has its own handler
+        self._operators = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+    def count(self, owner: Any) -> None:
+        """Count writes from now on. Local operation."""
+        if not self._replaced:
+            self._replaced = {op: self._handlers.get(op) for op in self._operators}
+            self._handlers.update(dict.fromkeys(self._operators, self._handle))
+        self._owners.add(owner)
+
+    def ignore(self, owner: Any) -> None:
+        """Undo :meth:`count`. Local operation."""
+        self._owners.discard(owner)
+        if not self._owners:
+            self._restore()
+
+    def _restore(self) -> None:
+        for op, handler in self._replaced.items():
+            self._handlers.pop(op)
+            if handler is not None:
+                self._handlers[op] = handler
+        self._replaced = {}
+
+    def _handle(self, op: Any, args: Any, kwargs: Any) -> Any:
+        result = (self._replaced[op] or _stock)(op, args, kwargs)
+        count_writes(args[0])
+        if not self._owners:  # the last one was freed
+            self._restore()
+        return result
+
+
+@functools.cache
+def foreach_writes() -> ForeachWrites:
+    """Return the handlers of this process."""
+    return ForeachWrites()
+
+
 def _is_clipping() -> bool:
     """Return whether torch's clip_grads_with_norm_ runs, which other code's factors must not be mistaken for."""
     frame = sys._getframe(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import harness
@@ -105,3 +106,88 @@ def copied(strategy: str) -> float:
     expected, got = _evaluate(plain), _evaluate(model)
     assert (expected - before).abs().max() > 1e-3
     return (expected - got).abs().max().item()
+
+
+def handlers(strategy: str) -> list[bool]:
+    """Whether functions of lists have handlers: after an evaluation, and after the next forward."""
+    from torch.distributed.tensor import DTensor
+
+    import te_fsdp
+
+    gc.collect()  # models of other tests
+    operator, present = torch.ops.aten._foreach_lerp_.Scalar, list[bool]()
+    _, model, meshes = _pair(strategy)
+    te_fsdp.fully_shard(model, meshes, strategy=strategy, units=[Block], checks="setup")
+    for evaluate in (True, False):
+        if evaluate:
+            _evaluate(model)
+        else:
+            model(_batch(1)).square().mean().backward()
+        present.append(operator in DTensor._op_dispatcher._custom_op_handlers)
+    return present
+
+
+#: Further arguments by overload of ``torch._foreach_`` functions. ``L`` is a list of tensors, ``S`` one of numbers.
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "_foreach_addcdiv_": {"Scalar": "LL2", "ScalarList": "LLS"},
+    "_foreach_addcmul_": {"Scalar": "LL2", "ScalarList": "LLS"},
+    "_foreach_lerp_": {"List": "LL", "Scalar": "L2", "ScalarList": "LS"},
+}
+OTHERS = {"default": "", "Scalar": "2", "List": "L", "ScalarList": "S", "Tensor": "T"}
+
+
+def written(strategy: str) -> dict[str, list[str]]:
+    """Every in-place ``torch._foreach_`` function between two evaluations, by outcome of the second."""
+    import te_fsdp
+
+    plain, model, meshes = _pair(strategy)
+    te_fsdp.fully_shard(model, meshes, strategy=strategy, units=[Block], checks="setup")
+    start = [p.detach().sigmoid() for p in plain.parameters()]  # in the domain of all functions
+    found: dict[str, list[str]] = {"equal": [], "unequal": [], "refused": []}
+    calls = [
+        (name, overload, ARGUMENTS.get(name, {}).get(overload, OTHERS[overload]))
+        for name in dir(torch)
+        if name.startswith("_foreach_") and name.endswith("_") and name != "_foreach_copy_"
+        for overload in getattr(torch.ops.aten, name).overloads()
+        if not (name in ARGUMENTS and overload == "Tensor")  # numbers in a tensor, as those of ScalarList
+    ]
+    for name, overload, kinds in calls:
+        with torch.no_grad():
+            for one in (plain, model):
+                for parameter, value in zip(one.parameters(), start, strict=True):
+                    value = value if one is plain else _like(value, parameter)
+                    parameter.copy_(value)
+        before = _evaluate(plain)
+        _evaluate(model)
+        label = f"{name}.{overload}"
+        for one in (plain, model):
+            parameters = [*one.parameters()]
+            others = {
+                "2": 0.55,
+                "L": [p.detach() * 2 - 0.52 for p in parameters],
+                "S": [0.5 + 0.01 * index for index in range(len(parameters))],
+                "T": torch.tensor(0.55, device=harness.device()),
+            }
+            try:
+                with torch.no_grad():
+                    getattr(torch, name)(parameters, *(others[kind] for kind in kinds))
+            except (RuntimeError, NotImplementedError):
+                assert one is model, label
+                found["refused"].append(label)
+                break
+        else:
+            expected, got = _evaluate(plain), _evaluate(model)
+            # The control: the earlier weights would give another result.
+            changed = not torch.allclose(expected, before, rtol=1e-3, atol=1e-3)
+            assert changed or name in ("_foreach_abs_", "_foreach_frac_"), label
+            is_close = torch.allclose(expected, got, rtol=1e-5, atol=1e-5, equal_nan=True)
+            found["equal" if is_close else "unequal"].append(label)
+    return found
+
+
+def _like(value: torch.Tensor, parameter: Any) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

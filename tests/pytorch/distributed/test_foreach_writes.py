@@ -1,0 +1,24 @@
+"""The kind: an evaluation computes with what ``torch._foreach_`` functions wrote to the weights after an earlier one.
+
+Under ``optim`` and ``optim_grads`` it used the weights that the earlier evaluation had all-gathered.
+"""
+
+from __future__ import annotations
+
+import bodies_averages
+import pytest
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_values(pool, strategy):
+    for found in pool.run(bodies_averages.written, 2, strategy=strategy):
+        assert found["unequal"] == []
+        assert len(found["equal"]) > 40, found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_training_has_no_handlers(pool, strategy):
+    """Handlers would make steps of torch's optimizers slower."""
+    assert pool.run(bodies_averages.handlers, 2, strategy=strategy) == [[True, False]] * 2
