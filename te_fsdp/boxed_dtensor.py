@@ -32,8 +32,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
+from te_fsdp.row_order import row_dim, run_in_order, stacked_among
 from te_fsdp.upstream import torch_dtensor as _torch
-from te_fsdp.upstream.torch_functions import PARTS, part_dims, support_foreach
+from te_fsdp.upstream.torch_functions import support_foreach
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES
@@ -206,13 +207,15 @@ _COPIED_INTO = ("new_empty",)
 
 # The class overrides what leaves the local tensor:
 #
-# - ``full_tensor``, ``redistribute``, ``torch.cat`` and parts of rows are in the order of the unsharded module;
+# - ``full_tensor`` and ``redistribute`` return the order of the unsharded module, as do functions that depend on the
+#   order of rows (:mod:`te_fsdp.row_order`);
 # - DCP's protocol (``__create_write_items__`` and its companions) describes each rectangle as one chunk;
 # - ``copy_`` from an ordinary DTensor, whose rows have the original order, takes this rank's rectangles;
 # - copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
 #
 # [Note: arithmetic of stacked tensors] Functions of a stacked tensor and a DTensor in the original order combine
-# different rows. Only ``copy_`` converts, because no mark identifies the order of every other tensor:
+# different rows, if it is sharded over tp. Only ``copy_`` converts, because no mark identifies the order of every other
+# tensor:
 #
 # - ``DTensor.from_local(p.to_local() * 2, ...)``, ``(p.T * 2).T`` and ``distribute_tensor(x, ...)`` have the same
 #   class, mesh and placements. The first two are in the order of the ranks, like the updates of Muon. Adding them to
@@ -235,22 +238,24 @@ class BoxedDTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function as for any DTensor, and give results of the same placements the same class."""
+        """Run the function as for any DTensor, and describe the rows of its results."""
+        kwargs = kwargs or {}
         if func is torch.Tensor.copy_:
             args = (args[0], _rows_for(*args[:2]), *args[2:])
-        if func is torch.cat:  # also of flat views, as in parameters_to_vector
-            args = (_in_order(tuple(args[0])), *args[1:])
-        box_map = getattr(args[0], "_map", None) if args and func in PARTS else None
-        if box_map is not None and box_map.rule.shard_dim in part_dims(func, args, kwargs or {}):
-            args = tuple(map(_in_order, args))  # e.g. gate, up = p.chunk(2)
-        result = _torch.plain_results(func, types, args, kwargs or {})
+        # Functions of lists change or compute each tensor on its own. Attributes compute nothing.
+        is_simple = func.__name__.startswith(("_foreach_", "_fused_")) or func.__name__ == "__get__"
+        stacked = [] if is_simple else stacked_among((args, tuple(kwargs.values())))
+        if stacked:
+            result = run_in_order(func, types, args, kwargs, stacked)
+        else:
+            result = _torch.plain_results(func, types, args, kwargs)
         if type(result) is DTensor:
-            _keep(result, args, func)
-        elif type(result) in (list, tuple):
+            _keep(result, stacked or args, func)
+        elif isinstance(result, (list, tuple)):
             for index, item in enumerate(result):
                 if type(item) is DTensor:
                     lists = [a[index] for a in args if type(a) in (list, tuple) and len(a) == len(result)]
-                    _keep(item, lists, func)
+                    _keep(item, stacked or lists, func)
         return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -410,24 +415,18 @@ ForkingPickler.register(BoxedDTensor, _reduce_for_process)
 
 
 def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
-    """Give a result the class of the first argument that has it, if the placements are the same."""
+    """Give a result the class of the first argument that has it, if its placements describe the rows."""
     for arg in args:
         if isinstance(arg, BoxedDTensor) and (box_map := arg.__dict__.get(_KEY)) is not None:
-            same_placements = tuple(result._spec.placements) == box_map.placements
-            # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.
-            is_flat = result.ndim == 1 and box_map.rule.shard_dim == 0 and result.numel() == arg.numel()
-            is_same = same_placements and (result._spec.shape == arg._spec.shape or is_flat)
-            if is_same or func.__name__ in _COPIED_INTO:
+            placements, shape = tuple(result._spec.placements), result._spec.shape
+            dim = row_dim(result, arg)
+            is_same = placements == box_map.placements and shape == arg._spec.shape
+            if dim is not None and not is_same and func.__name__ not in _COPIED_INTO:
+                rule = replace(box_map.rule, shard_dim=dim)
+                box_map = replace(box_map, rule=rule, placements=placements, owner=None)
+            if is_same or dim is not None or func.__name__ in _COPIED_INTO:
                 _mark(result, box_map, arg.kept_class)
             return
-
-
-def _in_order(value: Any) -> Any:
-    """Return a stacked DTensor, or those in a tuple, replicated in the original order. Collective over its mesh."""
-    if type(value) is tuple:  # also the index of p[mask, 0]
-        return tuple(map(_in_order, value))
-    is_stacked = isinstance(value, BoxedDTensor) and value._stacked is not None
-    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim) if is_stacked else value
 
 
 @torch.no_grad()
@@ -448,53 +447,3 @@ def _rows_for(target: Any, source: Any) -> Any:
     for box in BoxedDTensor.local_boxes(target):
         local[box.local_slices()] = full[box.original_slices()]
     return boxed_like(_torch.placed(local, target.device_mesh, target.placements, target), target)
-
-
-def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:
-    """Return a tensor of a subclass without memory (``Tensor._make_wrapper_subclass``)."""
-    return torch.Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=like.dtype, device=like.device)
-
-
-class LoadTarget(torch.Tensor):
-    """An entry of a load plan in the shape of the checkpoint's tensor. Its pieces are filled, by their offsets."""
-
-    pieces: dict[tuple[int, ...], torch.Tensor]
-
-    @staticmethod
-    def __new__(cls: Any, shape: Any, like: torch.Tensor) -> LoadTarget:
-        """Make the entry, without pieces."""
-        entry = wrapper(cls, shape, like)
-        entry.pieces = {}
-        return entry
-
-    def __init__(self, *unused: Any) -> None:
-        """Do nothing: :meth:`__new__` has set everything."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
-        """Refuse all functions. Load plans use the pieces."""
-        return NotImplemented
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(o), torch.Size(t.shape)) for o, t in self.pieces.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.pieces[tuple(index.offset)]
-
-
-def byte_item(fqn: str) -> list[WriteItem]:
-    """Return the plan to write an object as bytes, which loads into an object of any size."""
-    return [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)]
-
-
-def tensor_item(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
-    """Return the plan to write an ordinary tensor."""
-    size = torch.Size(tensor.shape)
-    zeros = torch.Size([0] * tensor.ndim)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(zeros, size),
-        properties=TensorProperties.create_from_tensor(tensor),
-        size=size,
-    )
-    return [WriteItem(index=MetadataIndex(fqn, zeros), type=WriteItemType.TENSOR, tensor_data=data)]

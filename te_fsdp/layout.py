@@ -81,9 +81,6 @@ class ParameterRule:
 
     def __post_init__(self) -> None:
         assert not (self.partial_grad and self.shard_dim is not None), "a sharded parameter owns its gradient"
-        assert not (self.layout.is_stacked and self.shard_dim not in (0, None)), (
-            "blocks are stacked along dim 0"
-        )
 
 
 #: Activations whose fc1 output consists of two stacked parts ``[gate; up]`` (TE 2.20.2

@@ -17,7 +17,6 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict as _state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from te_fsdp.boxed_dtensor import LoadTarget
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
@@ -31,6 +30,7 @@ from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.torch_dcp import LoadTarget
 
 #: Attribute of a tensor in a state dict.
 _MARK = "_te_fsdp_expert"

@@ -28,12 +28,11 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from te_fsdp import boxed_dtensor
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import ExpertRange
 from te_fsdp.records import binding_of, name_of
 from te_fsdp.shard_info import shard_info
-from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dcp, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -236,7 +235,7 @@ class _Entry(torch.Tensor):
         return self
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:
-        return boxed_dtensor.byte_item(fqn) if self.numel() else boxed_dtensor.tensor_item(fqn, tensor)
+        return torch_dcp.byte_item(fqn) if self.numel() else torch_dcp.tensor_item(fqn, tensor)
 
     def __create_chunk_list__(self) -> list[Any]:
         return []  # entries of other models have no state

@@ -57,6 +57,28 @@ PARTS: dict[Any, int] = {
 }
 
 
+def by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a function of :data:`PARTS` with the tensor first, also if it was passed by its name."""
+    key = next((key for key in ("input", "tensor", "self") if key in kwargs), None)
+    if args or key is None:
+        return args, kwargs
+    return (kwargs[key],), {name: value for name, value in kwargs.items() if name != key}
+
+
+#: Functions whose names end as those of in-place functions, and which write no values.
+_NO_VALUES = ("requires_grad_", "detach_", "share_memory_", "rename_")
+_OPERATORS = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and")
+)
+
+
+def is_in_place(func: Any) -> bool:
+    """Return whether a function writes to its first argument, by its name."""
+    name = func.__name__
+    is_method = name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES
+    return is_method or name in _OPERATORS or name == "__setitem__"
+
+
 def part_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the dims of which a function of :data:`PARTS` takes parts."""
     tensor, place = args[0], PARTS[func]

@@ -28,6 +28,8 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 def differing_functions(kind: str, axes: dict[str, int], sharder: str) -> dict[str, Any]:
     """Return the functions whose result is not that of unsharded tensors, with the other tensor copied and as it is."""
+    from te_fsdp.upstream import torch_dtensor as _torch
+
     job = Job(kind, "none", axes, sharder, False, seed=3)
     weights = [p for p in job.model.parameters() if type(p).__name__ == "BoxedDTensor" and p.ndim == 2]
     (weight,) = weights
@@ -42,7 +44,9 @@ def differing_functions(kind: str, axes: dict[str, int], sharder: str) -> dict[s
             copied = torch.empty_like(tensor).copy_(other)
             for name, function in FUNCTIONS.items():
                 expected = function(original, values).cpu()
-                for way, one in (("copied", copied), ("as it is", other)):
-                    if not torch.equal(whole(function(tensor, one)), expected):
+                # The control: a DTensor of torch has its rows in the order of the ranks.
+                stock = _torch.dtensor(tensor.to_local(), tensor._spec)
+                for way, one, with_ in (("copied", tensor, copied), ("as it is", stock, other)):
+                    if not torch.equal(whole(function(one, with_)), expected):
                         results[way].append(f"{name}: {label}, {placements}")
     return results

@@ -1,0 +1,138 @@
+"""Functions of stacked tensors, whose shards have the rows in the order of the ranks.
+
+The functions of this module take tensors of :class:`te_fsdp.boxed_dtensor.BoxedDTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Replicate
+
+from te_fsdp.errors import PlacementError
+from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.torch_functions import PARTS, by_position, is_in_place, part_dims
+from te_fsdp.upstream.torch_redistribution import MixedOrder, without_mixed_order
+
+
+# [Note: rows in the order of the ranks] The placement over tp tells which dim of a result has the rows of a stacked
+# argument: transposed, of some columns, or reduced over columns. Functions that use the order of rows either split
+# rows (``view``), or torch redistributes an argument. They get arguments in the original order instead.
+def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stacked: Sequence[Any]) -> Any:
+    """Run a function with stacked arguments. Collective over their mesh if the result depends on the order of rows.
+
+    Raises PlacementError for such a function if it writes to a stacked tensor.
+    """
+    if func in PARTS:
+        args, kwargs = by_position(args, kwargs)
+    first = args[0] if args else None
+    target = kwargs.get("out") if "out" in kwargs else (first if is_in_place(func) else None)
+    dim = stacked[0]._stacked.rule.shard_dim
+    is_part = func in PARTS and first is stacked[0] and dim in part_dims(func, args, kwargs)
+    if not is_part:
+        try:
+            with without_mixed_order(stacked[0].device_mesh, {_rows(tensor) for tensor in stacked}):
+                result = _torch.plain_results(func, types, args, kwargs)
+            if all(_has_full_rows(item, stacked) for item in _items(result)):
+                return result
+        except MixedOrder:
+            pass
+    if getattr(target, "_stacked", None) is not None:
+        raise _write_error(func)
+    args = (first, *_in_order(args[1:])) if target is not None and target is first else _in_order(args)
+    kwargs = {key: _in_order(value) for key, value in kwargs.items()}
+    result = _torch.plain_results(func, types, args, kwargs)
+    _mark_copies(result, (args, list(kwargs.values())), target)
+    return result
+
+
+def stacked_among(values: Sequence[Any]) -> list[Any]:
+    """Return the stacked tensors in a sequence, and in its lists and tuples."""
+    found: list[Any] = []
+    for value in values:
+        if type(value) in (list, tuple):
+            found += stacked_among(value)
+        elif isinstance(value, DTensor) and getattr(value, "_stacked", None) is not None:
+            found.append(value)
+    return found
+
+
+def row_dim(result: DTensor, tensor: Any) -> int | None:
+    """Return the dim of a result with the rows of a stacked tensor, as in its shards; ``None`` without one."""
+    box_map, mesh = tensor._stacked, tensor.device_mesh
+    dim = _torch.shard_dim_of(result._spec.placements[-1]) if result.device_mesh == mesh else None
+    if box_map is None or dim is None:
+        return None
+    # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.
+    is_flat = result.ndim == 1 and box_map.rule.shard_dim == 0 and result.numel() == tensor.numel()
+    return dim if is_flat or result._spec.shape[dim] == _rows(tensor) else None
+
+
+def _rows(tensor: Any) -> int:
+    return tensor._spec.shape[tensor._stacked.rule.shard_dim]
+
+
+def _has_full_rows(item: DTensor, stacked: Sequence[Any]) -> bool:
+    """Return whether a result has complete rows of an argument, or none."""
+    if item.device_mesh != stacked[0].device_mesh:
+        return True
+    is_sharded = _torch.shard_dim_of(item._spec.placements[-1]) is not None
+    return not is_sharded or any(row_dim(item, tensor) is not None for tensor in stacked)
+
+
+def _in_order(value: Any) -> Any:
+    """Return a stacked DTensor, or those in a sequence, replicated in the original order. Collective over its mesh."""
+    if type(value) in (tuple, list):  # also the index of p[mask, 0]
+        return type(value)(map(_in_order, value))
+    is_stacked = isinstance(value, DTensor) and getattr(value, "_stacked", None) is not None
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim) if is_stacked else value
+
+
+def _items(value: Any) -> list[DTensor]:
+    """Return the DTensors in a value, also in lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return [item for entry in value for item in _items(entry)]
+    return [value] if isinstance(value, DTensor) else []
+
+
+def _mark_copies(result: Any, sources: Any, target: Any = None) -> None:
+    """Change the class of results that share memory with a source. In one process they would be views."""
+    memory = {_memory(item) for item in _items(sources)}
+    for item in _items(result):
+        if type(item) is DTensor and item is not target and _memory(item) in memory:
+            item.__class__ = OrderedCopy
+
+
+def _memory(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage().data_ptr()
+
+
+def _write_error(func: Any) -> PlacementError:
+    return PlacementError(
+        f"{func.__name__}: a write to some rows of a stacked weight under tensor parallelism",
+        expected="a write to all rows, or to columns",
+        got="a function that depends on the order of rows, which is different in the shards",
+        why="It would change a copy, or other rows",
+        fix="write to full = weight.full_tensor(), then call weight.copy_(torch.distributed.tensor.distribute_tensor("
+        "full, weight.device_mesh, weight.placements))",
+    )
+
+
+class OrderedCopy(DTensor):
+    """A part of a stacked tensor in the original order. Writes raise, because in one process it is a view."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function as for any DTensor; raise PlacementError for a write."""
+        if is_in_place(func) and args and isinstance(args[0], OrderedCopy):
+            raise _write_error(func)
+        result = _torch.plain_results(func, types, args, kwargs or {})
+        _mark_copies(result, args)
+        return result
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Pickle an ordinary DTensor."""
+        return _torch.dtensor(self._local_tensor, self._spec).__reduce_ex__(proto)

@@ -1,0 +1,60 @@
+"""Entries of DCP's plans that are not tensors of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:
+    """Return a tensor of a subclass without memory (``Tensor._make_wrapper_subclass``)."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=like.dtype, device=like.device)
+
+
+class LoadTarget(torch.Tensor):
+    """An entry of a load plan in the shape of the checkpoint's tensor. Its pieces are filled, by their offsets."""
+
+    pieces: dict[tuple[int, ...], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls: Any, shape: Any, like: torch.Tensor) -> LoadTarget:
+        """Make the entry, without pieces."""
+        entry = wrapper(cls, shape, like)
+        entry.pieces = {}
+        return entry
+
+    def __init__(self, *unused: Any) -> None:
+        """Do nothing: :meth:`__new__` has set everything."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
+        """Refuse all functions. Load plans use the pieces."""
+        return NotImplemented
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(t.shape)) for o, t in self.pieces.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.pieces[tuple(index.offset)]
+
+
+def byte_item(fqn: str) -> list[WriteItem]:
+    """Return the plan to write an object as bytes, which loads into an object of any size."""
+    return [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)]
+
+
+def tensor_item(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+    """Return the plan to write an ordinary tensor."""
+    size = torch.Size(tensor.shape)
+    zeros = torch.Size([0] * tensor.ndim)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(zeros, size),
+        properties=TensorProperties.create_from_tensor(tensor),
+        size=size,
+    )
+    return [WriteItem(index=MetadataIndex(fqn, zeros), type=WriteItemType.TENSOR, tensor_data=data)]
