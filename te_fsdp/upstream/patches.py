@@ -53,8 +53,8 @@ FSDP2 = (
     ),
     Patch(
         "DTensor's dispatcher",
-        "_custom_op_handlers",
-        "`GradScaler` and torch's clipping over gradients on several meshes",
+        "_custom_op_handlers, redistribute_local_args",
+        "`GradScaler` and torch's clipping over gradients on several meshes; rows of stacked weights",
         "test_unsupported.py::test_scaler",
         "- `torch.amp.GradScaler` reduces",
     ),
