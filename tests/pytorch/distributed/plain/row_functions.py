@@ -228,7 +228,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "minus softmax": lambda p: p.sub_(p.softmax(0)),
     "copy of T.T": lambda p: p.copy_((p.T * 2).T),
 }
-#: Those that depend on the order of rows.
+#: Writes that depend on the order of rows.
 REFUSED = (
     "rows",
     "chunk of rows",
