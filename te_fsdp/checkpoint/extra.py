@@ -53,6 +53,8 @@ _FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     torch.device: (str, torch.device),
     torch.Size: (list, torch.Size),
 }
+#: As in a JSON pointer, so that different paths have different keys.
+_ESCAPES = {"/": "~1", "@": "~2", "~": "~0"}
 _NAMED = (collections.Counter, collections.OrderedDict)
 _MAPS = {kind.__name__: kind for kind in (dict, *_NAMED)}
 
@@ -67,17 +69,19 @@ class PerRank:
     value: Any
 
 
-def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[str, TensorEntry]]:
-    """Return ``extra`` as JSON, this rank's :class:`PerRank` values by place, and the tensors that it stores.
+def encode_extra(
+    extra: object, rank: int
+) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]], dict[str, TensorEntry]]:
+    """Return ``extra`` as JSON, this rank's own values by place, and the tensors that it stores.
 
-    Rank 0 stores the tensors of ``extra``, each rank those of its own values. Raise CheckpointError for values that
-    cannot be stored.
+    The own values are those of :class:`PerRank`, and the JSON form of its DTensors. Rank 0 stores the tensors of
+    ``extra``, each rank those of its own values. Raise CheckpointError for values that cannot be stored.
     """
     if extra is not None and not isinstance(extra, Mapping):
         expected, fix = "a dict of plain values and tensors", 'extra={"step": step}'
         raise CheckpointError("save: extra", expected=expected, got=type(extra).__name__, fix=fix)
     own: dict[str, Any] = {}
-    sharded: set[str] = set()
+    sharded: dict[str, Any] = {}
     encoded, entries = encode(dict(extra or {}), own=own, sharded=sharded)
     # Plain tensors are those of rank 0, as all values of ``extra`` except PerRank ones.
     entries = {key: entry for key, entry in entries.items() if rank == 0 or key in sharded}
@@ -85,17 +89,20 @@ def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[st
         # The rank is part of the key, or the ranks would write one tensor with different values.
         own[where], value_entries = encode(value, f"{where}@{rank}")
         entries |= value_entries
-    return encoded, own, entries
+    return encoded, (own, sharded), entries
 
 
 def encode(
-    value: Any, where: str = "extra", own: dict[str, Any] | None = None, sharded: set[str] | None = None
+    value: Any,
+    where: str = "extra",
+    own: dict[str, Any] | None = None,
+    sharded: dict[str, Any] | None = None,
 ) -> tuple[Any, dict[str, TensorEntry]]:
     """Return the JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
 
     ``own`` receives the values of :class:`PerRank` by place; the JSON form has the place only. ``sharded`` receives the
-    keys of DTensors. Without these arguments they are refused, like all values that :data:`_KNOWN` does not name:
-    CheckpointError.
+    JSON form of DTensors by place. Without these arguments they are refused, like all values that :data:`_KNOWN` does
+    not name: CheckpointError.
     """
     entries: dict[str, TensorEntry] = {}
 
@@ -108,7 +115,6 @@ def encode(
             return value
         entry: TensorEntry | None = None
         if isinstance(value, DTensor) and sharded is not None:
-            sharded.add(where)
             entry = _sharded_entry(value, where)
         elif (
             isinstance(value, torch.Tensor)
@@ -119,13 +125,15 @@ def encode(
             entry = replicated_entry(value.resolve_conj().resolve_neg())
         if entry is not None:
             entries[where] = entry
-            return {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
+            mark = {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
+            if isinstance(value, DTensor) and sharded is not None:
+                sharded[where] = mark
+            return mark
         # A Counter is a dict, too. It is written with its class name. Other subclasses load as dicts.
         is_plain_dict = isinstance(value, dict) and type(value) not in _NAMED
         # A key that is one of the marks would be read as a mark, so such a dict is written as pairs.
         if is_plain_dict and all(type(k) is str and k not in _MARKS for k in value):
-            # Escaped as in a JSON pointer, so that different paths have different keys.
-            escapes = str.maketrans({"~": "~0", "/": "~1", "@": "~2"})
+            escapes = str.maketrans(_ESCAPES)
             return {key: walk(item, f"{where}/{key.translate(escapes)}") for key, item in value.items()}
         if type(value) in (list, tuple):
             items = [walk(item, f"{where}/{index}") for index, item in enumerate(value)]
@@ -236,17 +244,49 @@ def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str
     return {k: _replaced(v, marks, where if k == _TUPLE else f"{where}/{k}") for k, v in node.items()}
 
 
-def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
-    """Insert the values of all ranks into rank 0's JSON form. All ranks must have the same ``PerRank`` keys."""
-    for rank, parts in enumerate(ranks):
-        if parts.keys() != ranks[0].keys():
+def join_ranks(encoded: Any, ranks: list[tuple[dict[str, Any], dict[str, Any]]]) -> Any:
+    """Insert the values of all ranks, as :func:`encode_extra` returns them, into rank 0's JSON form.
+
+    All ranks must have the same ``PerRank`` keys. DTensors that rank 0 lacks, such as averages of the experts of other
+    ranks, are inserted into its dicts.
+    """
+    of_first = ranks[0][1]
+    for rank, (parts, sharded) in enumerate(ranks):
+        if parts.keys() != ranks[0][0].keys():
             raise CheckpointError(
                 f"extra: PerRank values at different places on rank 0 and rank {rank}",
-                expected=sorted(ranks[0]),
+                expected=sorted(ranks[0][0]),
                 got=sorted(parts),
                 fix="give extra the same keys on all ranks",
             )
-    return _replaced(encoded, {_PER_RANK: lambda path, _: {_PER_RANK: [parts[path] for parts in ranks]}})
+        for where, mark in sharded.items():
+            if where not in of_first:
+                _insert(encoded, where, mark, rank)
+            if mark != of_first.setdefault(where, mark):
+                raise CheckpointError(
+                    f"{where}: different DTensors",
+                    expected=f"{of_first[where][_TENSOR]}, as on the ranks before",
+                    got=f"{mark[_TENSOR]} on rank {rank}",
+                    fix="give different tensors different names in extra",
+                )
+    return _replaced(encoded, {_PER_RANK: lambda path, _: {_PER_RANK: [parts[path] for parts, _ in ranks]}})
+
+
+def _insert(encoded: Any, where: str, mark: dict[str, Any], rank: int) -> None:
+    """Insert a rank's DTensor into the dicts of rank 0's JSON form; CheckpointError if it has another value there."""
+    found, keys = encoded, where.split("/")[1:]
+    for index, key in enumerate(keys):
+        for character, escape in _ESCAPES.items():
+            key = key.replace(escape, character)
+        if not isinstance(found, dict) or found.keys() & {*_MARKS}:
+            break
+        found = found.setdefault(key, mark if index == len(keys) - 1 else {})
+    if found is not mark:
+        raise CheckpointError(
+            f"{where}: a DTensor that rank {rank} has and rank 0 has not",
+            expected="dicts around it that rank 0 has as dicts or not at all, without another value at its place",
+            fix="give extra the same containers on all ranks",
+        )
 
 
 def for_rank(encoded: Any, saved: dict[str, int], mesh: dict[str, int], rank: int) -> tuple[Any, list[str]]:

@@ -386,7 +386,7 @@ def test_values_per_rank() -> None:
         "a": [{"te_fsdp.per_rank": "extra/a/0"}],
         "b": {"te_fsdp.tuple": [1, {"te_fsdp.per_rank": "extra/b/1"}]},
     }
-    parts = [{"extra/a/0": rank, "extra/b/1": {"r": [rank]}} for rank in range(2)]
+    parts = [({"extra/a/0": rank, "extra/b/1": {"r": [rank]}}, {}) for rank in range(2)]
     joined = join_ranks(encoded, parts)
     mesh = {"ranks": 2, "dp_shard": 2, "tp": 1}
     result, lost = for_rank(joined, mesh, {"ranks": 2, "dp_shard": 2}, 1)
@@ -398,7 +398,29 @@ def test_values_per_rank() -> None:
             "extra/b/1",
         ]
     with pytest.raises(CheckpointError, match="PerRank values at different places on rank 0 and rank 1"):
-        join_ranks(encoded, [parts[0], {}])
+        join_ranks(encoded, [parts[0], ({}, {})])
+
+
+def _mark(key: str, size: int = 1) -> dict[str, Any]:
+    return {"te_fsdp.tensor": {"key": key, "shape": [size], "dtype": "torch.float32"}}
+
+
+def test_dtensors_of_other_ranks() -> None:
+    """Such as averages of the experts of other ranks, of which rank 0 has none; they were lost without an error."""
+    first, second = "extra/ema/a~1b~2~0", "extra/new/c"
+    encoded = join_ranks(
+        {"step": 1, "ema": {"x": 2}}, [({}, {}), ({}, {first: _mark(first), second: _mark(second)})]
+    )
+    assert encoded == {"step": 1, "ema": {"x": 2, "a/b@~": _mark(first)}, "new": {"c": _mark(second)}}
+    for there in ({"ema": [1]}, {"ema": {"te_fsdp.tuple": []}}, {"ema": {"a/b@~": 5}}, {"ema": 0}):
+        with pytest.raises(
+            CheckpointError, match="extra/ema/a~1b~2~0: a DTensor that rank 1 has and rank 0 has not"
+        ):
+            join_ranks(there, [({}, {}), ({}, {first: _mark(first)})])
+    with pytest.raises(CheckpointError, match="extra/ema/a~1b~2~0: different DTensors.*on rank 1"):
+        join_ranks(
+            {"ema": {"a/b@~": _mark(first)}}, [({}, {first: _mark(first)}), ({}, {first: _mark(first, 2)})]
+        )
 
 
 def test_values_per_rank_in_one_process(tmp_path: Path) -> None:
