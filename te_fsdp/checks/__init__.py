@@ -96,6 +96,7 @@ CHECKS: tuple[Check, ...] = (
     Check("second derivatives", When.BACKWARD, "", backward.refuse_second_derivatives_of_te, OrderError),
     # step
     Check("replaced parameters", When.BOUND_STEP, "", optimizer.refuse_replaced, OrderError),
+    Check("gathered parameters", When.BOUND_STEP, "", optimizer.refuse_gathered_by_torch, OrderError),
     Check("main weights", When.BOUND_STEP, "", optimizer.require_main_weights, PrecisionError),
     Check(
         "replicated gradients", When.BOUND_STEP, "tp", gradients.compare_replicated_gradients, GradientError

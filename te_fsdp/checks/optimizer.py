@@ -31,6 +31,7 @@ from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import check_step
 from te_fsdp.features.main_params import MAIN
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
+from te_fsdp.modules.torch_units import unsharded_params
 from te_fsdp.process_modules import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import COPIED, PARAMETER, get_or_create_record, get_record, label_of
@@ -143,17 +144,39 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
     return names
 
 
+@functools.cache
+def _checked() -> weakref.WeakKeyDictionary[Optimizer, int]:
+    """Return the number of parameters of each optimizer of bound models whose parameters were checked."""
+    return weakref.WeakKeyDictionary()
+
+
+def refuse_gathered_by_torch(step: Step) -> None:
+    """Raise for unsharded parameters of units of torch's own ``fully_shard``, from a call of ``unshard``. Local."""
+    params = {id(p): p for group in step.optimizer.param_groups for p in group["params"]}
+    if _checked().get(step.optimizer) == len(params):
+        return
+    for parameter in unsharded_params():
+        if id(parameter) in params:
+            raise _gathered(step, parameter, "after unshard()", "before unshard(), or after reshard()")
+    _checked()[step.optimizer] = len(params)
+
+
 def refuse_gathered(step: Step) -> None:
     """Raise for gathered parameters, which the model has while its weights are kept between microbatches. Local."""
     for parameter, record in step.recorded_params:
         if record.fsdp_param is not None and shard_of(parameter) is not parameter:
-            raise OrderError(
-                f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
-                expected="sharded parameters",
-                got="one of those that the model has while its weights are kept between microbatches",
-                why="Its update would be lost",
-                fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
-            )
+            fix = "before the first forward, or after te_fsdp.release_params(model)"
+            raise _gathered(step, parameter, "while its weights are kept between microbatches", fix)
+
+
+def _gathered(step: Step, parameter: torch.Tensor, when: str, fix: str) -> OrderError:
+    return OrderError(
+        f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
+        expected="sharded parameters",
+        got=f"one of those that the model has {when}",
+        why="Its update would be lost",
+        fix=f"build the optimizer {fix}",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- options and state

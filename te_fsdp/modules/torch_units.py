@@ -17,6 +17,7 @@ from te_fsdp.records import get_record, module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     from torch import nn
@@ -33,6 +34,16 @@ def _bound_models() -> weakref.WeakSet[nn.Module]:
 def reshard_after_steps(model: nn.Module) -> None:
     """Reshard the unsharded units of a bound model after every step of their optimizer. Local operation."""
     _bound_models().add(model)
+
+
+def unsharded_params() -> Iterator[torch.Tensor]:
+    """Yield the unsharded parameters of bound units that FSDP2 has all-gathered at least once. Local operation."""
+    for model in list(_bound_models()):
+        for unit in model.modules() if module_record(model).sharded is None else ():
+            if fsdp2_units.is_fsdp_module(unit):
+                for parameter, managed in _fsdp2.unsharded_parameters(unit):
+                    if parameter is not _fsdp2.sharded_param_of(managed):
+                        yield parameter
 
 
 def reshard_units(step: Step) -> None:

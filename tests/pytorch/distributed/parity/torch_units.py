@@ -83,3 +83,19 @@ def evaluated(change: str, **options: Any) -> dict[str, Any]:
         "flags": [n for (n, p), r in pairs if p.requires_grad != r.requires_grad],
         "moved": bool((harness.full(reference.head.weight.detach()) != first).any()),
     }
+
+
+def built_unsharded(part: str, when: str) -> tuple[str, str]:
+    """Build an optimizer while a unit is unsharded by ``unshard()``, or after ``reshard()``; train a step."""
+    meshes, model, _ = _models()
+    unit = model if part == "root" else model.blocks[0]
+    unit.unshard()
+    if when == "after reshard":
+        unit.reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    model(batch(0, meshes.data_size, 1)[0][meshes.data_rank]).square().mean().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
