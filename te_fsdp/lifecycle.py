@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from te_fsdp.check_points import LEVELS, NONE, CheckPoints
 from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.records import PARAMETER, ParameterRecord, get_record
+from te_fsdp.tp_gradients import place_gradient
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_autograd import without_subclasses
 
@@ -162,8 +163,10 @@ def sync_tp_replicas(step: Step) -> None:
     """
     replicas = []
     for parameter, record in step.recorded_params:
-        if record.tp_replica and record.main_parameters is None:
-            replicas.append(parameter)
+        if record.tp_replica:
+            place_gradient(parameter)
+            if record.main_parameters is None:
+                replicas.append(parameter)
     broadcast_tp_gradients(replicas)
 
 

@@ -47,3 +47,17 @@ def _sum(group: Any) -> None:
         sums = flat.split([part.numel() for part in parts])
         for (managed, _), part, total in zip(waiting, parts, sums, strict=True):
             _fsdp2_gradients.set_unsharded_gradient(managed, total.view(part.shape))
+
+
+@torch.no_grad()
+def place_gradient(parameter: torch.Tensor) -> None:
+    """Give a gradient the placements of its parameter; it must not be that of stacked rows. Collective if they differ.
+
+    DTensor chooses the placements of what a script assigns, such as ``a + (a * b).sum() * b``: of a parameter that is
+    replicated over tp, a rank may have a part of the gradient.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return
+    if gradient.placements != parameter.placements and gradient.device_mesh == parameter.device_mesh:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -24,6 +24,7 @@ from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.lifecycle import gradient_of
 from te_fsdp.process_modules import registered_at
 from te_fsdp.records import MODULE, ModuleRecord, binding_of, get_or_create_record, get_record, module_record
+from te_fsdp.tp_gradients import place_gradient
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import mixed_lists
 
@@ -248,6 +249,7 @@ def compare_replicated_gradients(step: Step) -> None:
         return
     by_mesh: dict[DeviceMesh, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for parameter, _ in scheduled:
+        place_gradient(parameter)
         gradient = gradient_of(parameter)
         # Meshes are visited in the order of the parameters, which all ranks share: each is a broadcast.
         if gradient is not None and isinstance(parameter, DTensor):
