@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import PARTS, by_position, is_in_place, part_dims
 from te_fsdp.upstream.torch_redistribution import MixedOrder, without_mixed_order
+
+#: torch 2.13 computes global indices from those of the shards, without a redistribution.
+_INDICES = {torch.argmax, torch.argmin, torch.Tensor.argmax, torch.Tensor.argmin}
 
 
 # [Note: rows in the order of the ranks] The placement over tp tells which dim of a result has the rows of a stacked
@@ -30,7 +34,7 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
     target = kwargs.get("out") if "out" in kwargs else (first if is_in_place(func) else None)
     dim = stacked[0]._stacked.rule.shard_dim
     is_part = func in PARTS and first is stacked[0] and dim in part_dims(func, args, kwargs)
-    if not is_part:
+    if not is_part and func not in _INDICES:
         try:
             with without_mixed_order(stacked[0].device_mesh, {_rows(tensor) for tensor in stacked}):
                 result = _torch.plain_results(func, types, args, kwargs)

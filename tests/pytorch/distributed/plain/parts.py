@@ -28,6 +28,60 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "ellipsis": lambda p: p[p.shape[0] // 3 :, ...],
     "new dim": lambda p: p[None, p.shape[0] // 3 :],
 }
+#: Functions whose results have the rows of the tensor in another shape.
+OF_ROWS: dict[str, Callable[[Any], Any]] = {
+    "largest of each row": lambda p: p.amax(1),
+    "with its place": lambda p: p.max(1).values,
+    "place": lambda p: p.max(1).indices,
+    "kept dim": lambda p: p.amax(1, keepdim=True),
+    "norms": lambda p: p.norm(dim=1),
+    "scaled": lambda p: p.amax(1)[:, None] * p,
+    "scaled back": lambda p: p / p.amax(1, keepdim=True),
+    "column": lambda p: p[:, 1],
+    "columns": lambda p: p[:, 2:4],
+    "chunk of columns": lambda p: p.chunk(2, 1)[1],
+    "unbind columns": lambda p: p.unbind(1)[2],
+    "stack": lambda p: torch.stack([p, 2 * p], -1),
+    "stack of matrices": lambda p: torch.stack([p, 2 * p]),
+    "mean of a stack": lambda p: torch.stack([p, 3 * p]).mean(0),
+    "hstack": lambda p: torch.hstack([p[:, :2], p[:, 3:5]]),
+    "vstack": lambda p: torch.vstack((p, p[:, :1] * p)),
+    "concat": lambda p: torch.concat([p, p]),
+    "transposed": lambda p: p.T,
+    "transposed twice": lambda p: (p.t() * 2).t(),
+    "row of a transposed one": lambda p: p.T[:, p.shape[0] // 3],
+    "columns of a transposed one": lambda p: p.T.amax(0),
+    "first dim": lambda p: p.unsqueeze(0)[..., 2:4],
+    "permuted": lambda p: torch.stack([p, p], -1).permute(2, 1, 0),
+    "swapped": lambda p: p.swapaxes(0, 1).contiguous(),
+    "sum with a mean of a stack": lambda p: p + torch.stack([p, 3 * p]).mean(0),
+    "sum of a stack": lambda p: torch.stack([p.T, 3 * p.T], 1).sum(1),
+    "stack of norms": lambda p: torch.stack((p.amax(1), p.amin(1))),
+    "copy": lambda p: torch.empty_like(p).copy_(p.amax(1, keepdim=True).expand_as(p)),
+    "unsqueeze": lambda p: p.unsqueeze(-1),
+    "outer product": lambda p: torch.outer(p[:, 0], p.amax(1)[:4]),
+    "rows of the column": lambda p: p[:, 1][p.shape[0] // 3 :],
+}
+#: Functions that depend on the order of rows.
+ORDERED: dict[str, Callable[[Any], Any]] = {
+    "argmax": lambda p: p.argmax(0),
+    "argmin of all": lambda p: p.argmin(),
+    "max": lambda p: p.max(0).indices,
+    "topk": lambda p: p.topk(3, dim=0).indices,
+    "topk of norms": lambda p: p.norm(dim=1).topk(3).indices,
+    "topk of norms, by torch": lambda p: torch.topk(p.norm(dim=1), 3, dim=-1).values,
+    "argsort": lambda p: torch.argsort(p[:, 1]),
+    "sort": lambda p: p.sort(0)[1],
+    "cumsum": lambda p: p.cumsum(0),
+    "flip": lambda p: p.flip(0),
+    "flips": lambda p: torch.flip(p, (0, 1)),
+    "roll": lambda p: p.roll(1, 0),
+    "roll of all": lambda p: p.roll(1),
+    "triu": lambda p: p.triu(),
+    "diff": lambda p: p.diff(dim=0),
+    "median": lambda p: p[:, 1].median(0).indices,
+    "repeated": lambda p: p.repeat_interleave(2, 0),
+}
 
 
 def differing_parts(kind: str, axes: dict[str, int], sharder: str, recipe: str) -> dict[str, Any]:
@@ -43,7 +97,7 @@ def differing_parts(kind: str, axes: dict[str, int], sharder: str, recipe: str) 
         # The negative control: the rows of all ranks, as torch joins them, have a different order.
         stock = DTensor.full_tensor(_torch.dtensor(tensor.to_local(), tensor._spec)).cpu()
         found["joined"].append(torch.equal(stock, original))
-        for name, function in FUNCTIONS.items():
+        for name, function in (FUNCTIONS | OF_ROWS | ORDERED).items():
             try:
                 part = whole(function(tensor))
             except RuntimeError:  # torch refuses some parts of a sharded dim
