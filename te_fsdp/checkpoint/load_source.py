@@ -198,7 +198,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         source = _own_source(path, manifest, model, is_verified=verify)
         _name_rows(source)
     if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
-        source.ranks = rank_messenger()
+        source.ranks = rank_messenger(all_pairs=True)
     return source
 
 

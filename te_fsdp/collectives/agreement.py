@@ -39,6 +39,7 @@ from te_fsdp.collectives import rendezvous, watching
 from te_fsdp.collectives.rendezvous import collective_timeout
 from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import CheckpointError, CollectiveError, TeFsdpError
+from te_fsdp.upstream.torch_gloo import new_lazy_group
 
 _log = logging.getLogger("te_fsdp")
 T = TypeVar("T")
@@ -297,19 +298,31 @@ def _first_error(by_rank: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpE
 # ------------------------------------------------------------------------------------------- a process group of our own
 
 
-#: te_fsdp's gloo group for each default process group. Freed with the process group.
-_groups = functools.cache(weakref.WeakKeyDictionary[Any, Any])
+#: te_fsdp's gloo groups for each default process group: to rank 0, and of all pairs. Freed with the process group.
+_groups = functools.cache(weakref.WeakKeyDictionary[Any, dict[bool, Any]])
 
 
-def rank_messenger() -> RankMessenger:
-    """Return the world over te_fsdp's own gloo group, separate from training collectives. Collective at first use."""
+def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
+    """Return the world over te_fsdp's own gloo group, separate from training collectives. Collective at first use.
+
+    Each rank is connected to rank 0, or to all ranks with ``all_pairs``. All connections are made here: a rank that
+    ends later is then noticed.
+    """
     if world_size() == 1:
         return RankMessenger(0, 1, None)
-    world, groups = dist.group.WORLD, _groups()
-    if world not in groups:
+
+    def connect() -> dist.ProcessGroup:
+        if all_pairs:
+            return dist.new_group(backend="gloo")
+        group = new_lazy_group()
+        RankMessenger(rank(), world_size(), group).round(lambda: None, lambda seen: seen)
+        return group
+
+    groups = _groups().setdefault(dist.group.WORLD, {})
+    if all_pairs not in groups:
         # It waits for the addresses of all ranks, half an hour for one that ends here.
-        groups[world] = run_while_all_live(lambda: dist.new_group(backend="gloo"))
-    return RankMessenger(rank(), world_size(), groups[world])
+        groups[all_pairs] = run_while_all_live(connect)
+    return RankMessenger(rank(), world_size(), groups[all_pairs])
 
 
 #: The messenger of this thread's running call, if :func:`through_rank_0` has set one.
@@ -363,16 +376,17 @@ class RankMessenger:
         reply: Any
         try:
             if self.rank != 0:
-                self._send((result, _serialize_error(error)), 0)
-                reply, problem = self._receive(0)
+                self._wait(self._send(_pack((result, _serialize_error(error))), 0))
+                reply, problem = self._receive(0)()
             else:
                 # Rank 0 answers all ranks that are alive, also after an error, so that none of them waits.
                 results: list[Any] = [result]
                 problems, dead = [_serialize_error(error)], set()
-                for peer_rank in range(1, self.size):
+                receives = [self._receive(peer_rank) for peer_rank in range(1, self.size)]
+                for peer_rank, receive in enumerate(receives, 1):
                     peer[0] = peer_rank
                     try:
-                        value, problem = self._receive(peer_rank)
+                        value, problem = receive()
                     except RuntimeError as lost:
                         dead.add(peer_rank)
                         text = f"the rank has ended, or was silent for {collective_timeout():.0f} s: {lost}"
@@ -384,14 +398,9 @@ class RankMessenger:
                 peer[0] = self.rank
                 if worst is None:
                     replies, worst = _call(lambda: on_rank_0(results))
-                for peer_rank in set(range(1, self.size)) - dead:
-                    peer[0] = peer_rank
-                    try:
-                        self._send((None if replies is None else replies[peer_rank], worst), peer_rank)
-                    except RuntimeError as lost:
-                        # Ranks with a reply go on, so this rank does too. The next round reports the ended one.
-                        _log.warning("rank %d has ended before its reply: %s", peer_rank, lost)
-                reply, problem = (None if replies is None else replies[0]), worst
+                replies = [None] * self.size if replies is None else replies
+                self._reply(replies, worst, dead, peer)
+                reply, problem = replies[0], worst
         except RuntimeError as lost:  # raised by gloo
             if isinstance(lost, TeFsdpError):
                 raise
@@ -400,6 +409,31 @@ class RankMessenger:
         if problem is not None:
             raise problem from (error.__cause__ if error is not None else None)
         return reply
+
+    def _reply(self, replies: list[Any], worst: TeFsdpError | None, dead: set[int], peer: list[int]) -> None:
+        """Send each living rank its reply and the error of the round."""
+        last, message, alive = None, None, [r for r in range(1, self.size) if r not in dead]
+        for start in range(0, len(alive), _AT_ONCE):
+            sends: dict[int, list[dist.Work]] = {}
+            for receiver in alive[start : start + _AT_ONCE]:
+                # Most replies are one object for all ranks.
+                if message is None or replies[receiver] is not last:
+                    last, message = replies[receiver], _pack((replies[receiver], worst))
+                sends[receiver] = []
+                with self._noted(receiver, peer):
+                    sends[receiver] = self._send(message, receiver)
+            for receiver, works in sends.items():
+                with self._noted(receiver, peer):
+                    self._wait(works)
+
+    @contextmanager
+    def _noted(self, receiver: int, peer: list[int]) -> Iterator[None]:
+        peer[0] = receiver
+        try:
+            yield
+        except RuntimeError as lost:
+            # Ranks with a reply go on, so this rank does too. The next round reports the ended one.
+            _log.warning("rank %d has ended before its reply: %s", receiver, lost)
 
     @contextmanager
     def _log_waits(self) -> Iterator[list[int]]:
@@ -427,18 +461,49 @@ class RankMessenger:
             if thread.ident is not None:
                 thread.join()
 
-    def _send(self, value: Any, to: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        # The size first, because the receiver must allocate the memory.
-        self._wait(self.group.send([torch.tensor([data.numel()], device="cpu")], to, 0))
-        self._wait(self.group.send([data], to, 0))
+    def _send(self, message: list[torch.Tensor], to: int) -> list[dist.Work]:
+        """Start to send a message of :func:`_pack`."""
+        return [self.group.send([part], to, 0) for part in message]
 
-    def _receive(self, source: int) -> Any:
-        size = torch.empty(1, dtype=torch.int64, device="cpu")
-        self._wait(self.group.recv([size], source, 0))
-        data = bytearray(int(size))
-        self._wait(self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], source, 0))
-        return pickle.loads(data)
+    def _receive(self, source: int) -> Callable[[], Any]:
+        """Start to receive a message; return a function that waits for it and raises Gloo's errors."""
+        frame = bytearray(_FRAME)
+        try:
+            first: dist.Work | RuntimeError = self.group.recv([_tensor_of(frame)], source, 0)
+        except RuntimeError as lost:
+            first = lost
 
-    def _wait(self, work: dist.Work) -> None:
-        work.wait(datetime.timedelta(seconds=collective_timeout()))
+        def received() -> Any:
+            if isinstance(first, RuntimeError):
+                raise first
+            self._wait([first])
+            size = int.from_bytes(frame[:_SIZE], "little")
+            rest = bytearray(max(0, size - (_FRAME - _SIZE)))
+            if rest:
+                self._wait([self.group.recv([_tensor_of(rest)], source, 0)])
+            return pickle.loads((frame[_SIZE:] + rest)[:size])
+
+        return received
+
+    def _wait(self, works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait(datetime.timedelta(seconds=collective_timeout()))
+
+
+#: Bytes of the first part of a message, and those of the message's size at its start.
+_FRAME, _SIZE = 1024, 8
+#: Most replies that rank 0 sends at once, each perhaps of some MiB.
+_AT_ONCE = 64
+
+
+def _tensor_of(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _pack(value: Any) -> list[torch.Tensor]:
+    """Pickle a message: a first part of fixed size, for which receivers wait, and a second one with the rest."""
+    data = pickle.dumps(value)
+    message = bytearray(len(data).to_bytes(_SIZE, "little") + data)
+    message.extend(bytes(max(0, _FRAME - len(message))))
+    parts = _tensor_of(message).split([_FRAME, len(message) - _FRAME])
+    return [part for part in parts if part.numel()]

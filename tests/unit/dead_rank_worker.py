@@ -66,13 +66,16 @@ def kill_in_load(kind: str) -> None:
         dist.new_group = kill
     send, count = RankMessenger._send, [0]
 
-    def sends(*args: Any) -> None:
+    def sends(*args: Any) -> list[dist.Work]:
         count[0] += 1
         if count[0] == int(number) and moment == "before":
             kill()
-        send(*args)
+        works = send(*args)
         if count[0] == int(number) and moment == "after":
+            for work in works:
+                work.wait()
             kill()
+        return works
 
     RankMessenger._send = sends  # type: ignore[method-assign]
 

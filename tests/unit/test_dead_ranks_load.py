@@ -12,7 +12,8 @@ from tests.unit.test_dead_ranks import ran
 
 
 @pytest.mark.parametrize(
-    ("moment", "victim"), [("group 0", 2), ("group 0", 0), ("before 1", 2), ("after 3", 2), ("before 5", 0)]
+    ("moment", "victim"),
+    [("group 0", 2), ("group 0", 0), ("before 1", 2), ("before 2", 2), ("after 3", 2), ("before 5", 0)],
 )
 def test_a_rank_that_ends_in_a_load_is_named(tmp_path: Path, python: str, moment: str, victim: int) -> None:
     """Kind: raw errors of gloo on the neighbors of the rank alone, while the others wait for half an hour."""
@@ -31,5 +32,5 @@ def test_a_rank_that_ends_after_the_last_message_of_a_load(tmp_path: Path, pytho
     model = torch.nn.Linear(2, 2)
     torch.nn.init.ones_(model.weight)
     checkpoint.save(tmp_path / "first", model)
-    result = ran(tmp_path, python, "load after 8", 2)
+    result = ran(tmp_path, python, "load after 9", 2)
     assert [(item["text"], item["unchanged"]) for item in result] == [("", False)] * 2, result
