@@ -2,41 +2,91 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.upstream.torch_dtensor import local_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def refuse_incomplete_states(
-    optimizer: Optimizer, state_dict: dict[str, Any], main: str, *, is_fresh: bool
-) -> None:
+def has_equal_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> bool:
+    """Return whether a state dict has the optimizer's numbers of parameters; torch refuses it otherwise. Local."""
+    sizes = [[len(group["params"]) for group in of["param_groups"]] for of in (vars(optimizer), state_dict)]
+    return sizes[0] == sizes[1]
+
+
+def refuse_incomplete_states(optimizer: Optimizer, state_dict: dict[str, Any], main: str) -> None:
     """Raise CheckpointError for a state dict from which DCP has loaded the main weights alone. Local operation.
 
     Args:
         optimizer: The optimizer that loads ``state_dict``.
-        state_dict: In the form of ``optimizer.state_dict()``.
+        state_dict: In the form of ``optimizer.state_dict()``, with equal groups.
         main: Name of the main weight in a state.
-        is_fresh: Whether the optimizer has not stepped.
     """
     states = state_dict["state"]
     # Without momentum the main weight is all that SGD has.
     is_sgd = isinstance(optimizer, torch.optim.SGD)
-    groups = [g for g in state_dict["param_groups"] if not is_sgd or g.get("momentum") != 0]
-    keys = [key for group in groups for key in group["params"] if key in states]
-    incomplete = [key for key in keys if set(states[key]) == {main}]
-    # A fresh optimizer has no other entries, so a dict that has some is from a trained optimizer. Its incomplete
-    # states are those of parameters that have not stepped, such as frozen ones.
-    if not incomplete or (is_fresh and len(incomplete) < len(keys)):
+    own_states: dict[Any, Any] = {}
+    for group, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        if not is_sgd or group.get("momentum") != 0:
+            pairs = zip(group["params"], own["params"], strict=True)
+            own_states |= {key: optimizer.state.get(p, {}) for key, p in pairs if key in states}
+    incomplete = [key for key in own_states if set(states[key]) == {main}]
+    if all(set(state) == {main} for state in optimizer.state.values()):  # no step yet
+        # A fresh optimizer has no other entries, so a dict that has some is from a trained optimizer. Its incomplete
+        # states are those of parameters that have not stepped, such as frozen ones.
+        incomplete = incomplete if len(incomplete) == len(own_states) else []
+    else:
+        # DCP writes to the tensors of the optimizer's own state dict, which has all entries that the optimizer has.
+        # Other tensors are from a state dict of a moment when these parameters had not stepped.
+        incomplete = [
+            key
+            for key in incomplete
+            if set(own_states[key]) <= {main} and _may_be(states[key][main], own_states[key].get(main))
+        ]
+    if not incomplete or _has_no_state(optimizer):
         return
     raise CheckpointError(
         f"{type(optimizer).__name__}.load_state_dict: {len(incomplete)} parameters with main weights only",
         expected="the full state",
-        got="the state of an optimizer that has not stepped",
+        got=f"only main weights for parameters {shorten(list(map(str, incomplete)), 8)}, as before their first step",
         why="DCP loads only the entries that the given state dict contains",
         fix="read it by get_state_dict or use te_fsdp.checkpoint.load, which create the missing state",
     )
+
+
+def _may_be(loaded: torch.Tensor, own: torch.Tensor | None) -> bool:
+    """Return whether a loaded main weight is the optimizer's own one, or a padded copy of it."""
+    return own is not None and (
+        loaded.shape != own.shape or local_of(loaded).data_ptr() == local_of(own).data_ptr()
+    )
+
+
+def _has_no_state(optimizer: Optimizer) -> bool:
+    """Return whether a step creates no state, by a step of a copy of a user's optimizer. Local operation."""
+    kind = type(optimizer)
+    # torch's optimizers have state, except SGD.
+    if kind.__module__.startswith(("torch.", "transformer_engine.", "te_fsdp.")):
+        return False
+    parameter = torch.nn.Parameter(torch.zeros(2, 2, device=optimizer.param_groups[0]["params"][0].device))
+    parameter.grad = torch.zeros_like(parameter)
+    trial = kind.__new__(kind)
+    # Schedulers replace the method of an instance.
+    trial.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    trial.state, trial.param_groups = (
+        defaultdict(dict),
+        [{**optimizer.param_groups[0], "params": [parameter]}],
+    )
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        with torch.no_grad():
+            inspect.unwrap(kind.step)(trial)  # without the hooks of all optimizers
+    except Exception:  # not known, for example because it requires several parameters
+        return False
+    return not trial.state[parameter]

@@ -29,7 +29,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
     all_gather_main_params,
     optimizer_shard,
 )
-from te_fsdp.features.incomplete_states import refuse_incomplete_states
+from te_fsdp.features.incomplete_states import has_equal_groups, refuse_incomplete_states
 from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import gradient_of, gradients_of
@@ -298,7 +298,7 @@ class MainParameters:
                 optimizer.state[pair.parameter] = state
             if scales:
                 rekey_scales(optimizer, pair.main, pair.parameter)
-        self.pairs, self._groups = [], []
+        self.pairs, self._groups, self._bare = [], [], []
         # FusedAdam must not make main weights of the FP32 main parameters, but its option belongs to the user.
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None
@@ -411,9 +411,11 @@ class MainParameters:
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Install main parameters first, because loaded state is cast to the dtype of the parameters in the groups."""
-        refuse_incomplete_states(optimizer, state_dict, MAIN, is_fresh=self.are_all_state(optimizer))
-        states = dict(state_dict["state"])
         self.restore_params(optimizer)
+        if not has_equal_groups(optimizer, state_dict):  # torch raises
+            return state_dict
+        refuse_incomplete_states(optimizer, state_dict, MAIN)
+        states = dict(state_dict["state"])
         for key, pair in (members := self._members(optimizer, state_dict)):
             if (state := states.get(key)) and pair.shard is not None:  # this rank's rows of sharded states
                 states[key] = {name: _local_rows(pair.shard, name, value) for name, value in state.items()}
@@ -433,15 +435,13 @@ class MainParameters:
         for pair, state in loaded_states + self._bare:
             if (loaded := state.pop(MAIN, None)) is not None and pair.low:
                 _torch.local_of(pair.main).copy_(_torch.local_of(loaded))
-        self._bare = []
         self.restore_params(optimizer)
 
     def _members(self, optimizer: Optimizer, state_dict: Any) -> list[tuple[Any, MainParameter]]:
         """Return (key in the state dict, ``MainParameter``) of each parameter."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        # torch checks the groups and raises if they differ.
-        return [(key, self.of(parameter)) for key, parameter in zip(keys, params, strict=False)]
+        return [(key, self.of(parameter)) for key, parameter in zip(keys, params, strict=True)]
 
 
 def rekey_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:

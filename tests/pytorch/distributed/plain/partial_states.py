@@ -88,7 +88,10 @@ def _job(kind: str, outer: str, seed: int, *, frozen: bool = False) -> tuple[nn.
     model[1].requires_grad_(not frozen)
     te_fsdp.fully_shard(model, meshes, outer_strategy=outer)
     te_fsdp.materialize(model, seed=seed)
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=2**-4)
+    from plain import state_loads
+
+    found = [getattr(where, kind, None) for where in (torch.optim, state_loads, te.optimizers)]
+    optimizer = next(filter(None, found))(model.parameters(), lr=2**-4)
     te_fsdp.main_weights(model, optimizer)
     return model, te_fsdp.shard_optimizer(optimizer)
 
