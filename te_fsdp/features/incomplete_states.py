@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +83,6 @@ def _has_no_state(optimizer: Optimizer) -> bool:
         defaultdict(dict),
         [{**optimizer.param_groups[0], "params": [parameter]}],
     )
-    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
         with torch.no_grad():
             inspect.unwrap(kind.step)(trial)  # without the hooks of all optimizers

@@ -1,4 +1,4 @@
-"""Messages of all ranks through rank 0: their number, their size, and connections of their group."""
+"""Messages of all ranks through rank 0."""
 
 from __future__ import annotations
 

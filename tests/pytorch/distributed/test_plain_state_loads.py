@@ -1,4 +1,4 @@
-"""State dicts of optimizers that load, and what is left of those that do not."""
+"""State dicts with main weights alone that optimizers load."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+
 from plain.partial_states import _equal_after_a_step, _job, _step
 
 
