@@ -60,6 +60,17 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
 
 
+def refuse_adapter(path: Path) -> None:
+    """Raise CheckpointError for a folder of peft's adapter, or its file of weights. Local operation."""
+    folder = path.parent if path.name.startswith("adapter_model.") else path
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{path}: an adapter (adapter_config.json)",
+            expected="all weights of a model",
+            fix="merge the adapter into its model first: peft's merge_and_unload(), then save_pretrained",
+        )
+
+
 def open_torch_contents(path: Path, choices: Choices) -> Contents:
     """Return the model's state dict in a ``torch.save`` file, which is mapped; raise CheckpointError for others."""
     with unreadable(path, "file of torch.save", "the file is damaged, truncated or of another kind"):

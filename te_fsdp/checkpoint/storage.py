@@ -60,6 +60,12 @@ def resolve_path(path: str | os.PathLike[str] | Path) -> Path:
     return cast(Any, RemotePath(f"{scheme}://{remainder}"))
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path as :func:`resolve_path` does, and one on object storage as it is. Local operation."""
+    resolved = resolve_path(path)
+    return Path(path if is_remote(resolved) else resolved)
+
+
 def absolute(path: str | os.PathLike[str] | Path) -> Path:
     """Return :func:`resolve_path` as an absolute path; ``..`` is resolved after links. Local operation."""
     resolved = resolve_path(path)

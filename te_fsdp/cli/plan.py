@@ -13,6 +13,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from te_fsdp import planning
+from te_fsdp.checkpoint.storage import expanded
 from te_fsdp.cli import bytes_of, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan
@@ -321,6 +322,7 @@ def show_report(path: Positional[Path], /, *, as_json: _Json = False) -> int:
 
     For a running job, call te_fsdp.report(model). For a checkpoint, run te-fsdp ckpt inspect.
     """
+    path = expanded(path)
     if path.is_dir():
         raise CheckpointError(
             f"{path}: not a plan",

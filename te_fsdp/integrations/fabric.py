@@ -17,7 +17,6 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 import te_fsdp
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.directory import open_checkpoint
+from te_fsdp.checkpoint.storage import absolute
 from te_fsdp.collectives.agreement import from_rank_0
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError, shorten
 from te_fsdp.integrations import check_keywords, needs, raising_method, shard
@@ -259,7 +259,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                 why="te_fsdp's checkpoints contain no pickled objects",
                 fix="omit it",
             )
-        path = Path(self.broadcast(path))
+        path = absolute(self.broadcast(path))
         if isinstance(state, nn.Module):
             checkpoint.load(path, state, strict=strict)
             return {}

@@ -245,7 +245,7 @@ def require_recipe(job: Job) -> None:
 def is_function(model: object) -> bool:
     """Return whether ``model`` is a function that builds a model, or the name of one."""
     if isinstance(model, str):
-        return ":" in model and not Path(model).exists()
+        return ":" in model and not Path(model).expanduser().exists()
     return callable(model)
 
 

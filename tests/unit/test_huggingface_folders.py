@@ -76,6 +76,23 @@ def test_an_adapter_is_no_model(folder: Path) -> None:
         embedding(folder)
 
 
+@pytest.mark.parametrize("file", ["", "adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_is_no_checkpoint(folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kind: commands took an adapter's weights for a model's."""
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    torch.save({"lora_A": torch.ones(2)}, folder / "adapter_model.bin")
+    path = str(folder / file)
+    assert main(["ckpt", "inspect", path]) == 0, "the control: without the adapter's description"
+    (folder / "adapter_config.json").write_text("{}")
+    for command in (["inspect", path], ["diff", path, path], ["convert", path, f"{folder}-2.safetensors"]):
+        assert main(["ckpt", *command]) == 1
+        assert "an adapter (adapter_config.json)" in capsys.readouterr().err
+    (folder / "model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
+    assert main(["ckpt", "inspect", str(folder / "model.safetensors")]) == 0, (
+        "a model's file next to an adapter"
+    )
+
+
 @pytest.mark.parametrize(
     ("names", "text"),
     [

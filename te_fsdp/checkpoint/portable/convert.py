@@ -52,7 +52,12 @@ from te_fsdp.checkpoint.reader import (
     split_experts,
     stack_experts,
 )
-from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_safetensors_contents, open_torch_contents
+from te_fsdp.checkpoint.state_dicts import (
+    open_dcp_contents,
+    open_safetensors_contents,
+    open_torch_contents,
+    refuse_adapter,
+)
 from te_fsdp.checkpoint.storage import is_remote, resolve_path
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import differences, format_differences, from_json, user_differences
@@ -128,6 +133,7 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
     where, kind = resolve(path)
     if kind == CHECKPOINT:
         return open_checkpoint_contents(where)
+    refuse_adapter(where)
     if kind == "safetensors":
         contents = open_safetensors_contents(where, choices)
     elif kind == "torch":

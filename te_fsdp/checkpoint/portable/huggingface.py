@@ -29,7 +29,8 @@ from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
 from te_fsdp.checkpoint.portable.weight_transfer import check_fits
 from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.shard_files import no_progress
-from te_fsdp.checkpoint.storage import absolute
+from te_fsdp.checkpoint.state_dicts import refuse_adapter
+from te_fsdp.checkpoint.storage import absolute, expanded
 from te_fsdp.collectives.agreement import all_agree, rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, require_kind, shorten
@@ -229,15 +230,10 @@ def values_for_huggingface(
 def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tensors, Any, Path]:
     """Return tensors, their description, and their folder."""
     if isinstance(source, (str, os.PathLike)):
-        folder = Path(source)
+        folder = expanded(source)
         if folder.name == "config.json":  # accepted for its folder
             folder = folder.parent
-        if (folder / "adapter_config.json").is_file():
-            raise CheckpointError(
-                f"{folder}: an adapter (adapter_config.json)",
-                expected="all weights of a Hugging Face model",
-                fix="merge the adapter into its model first: peft's merge_and_unload(), then save_pretrained",
-            )
+        refuse_adapter(folder)
         return open_safetensors(folder)[0], folder if config is None else config, folder
     if not isinstance(source, Mapping) or not all(
         isinstance(t, torch.Tensor | Lazy) for t in source.values()

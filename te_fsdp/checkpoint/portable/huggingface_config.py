@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from te_fsdp.checkpoint.lazy_tensors import Lazy
 from te_fsdp.checkpoint.manifest import Kind, dtype_name
+from te_fsdp.checkpoint.storage import expanded
 from te_fsdp.errors import CheckpointError
 
 
@@ -275,7 +276,7 @@ def config_contents(source: Any) -> Mapping[str, Any]:
             expected="a folder with config.json, or config=...",
             fix="pass config=model.config, or the folder that the model came from",
         )
-    path = Path(source)
+    path = expanded(source)
     path = path / "config.json" if path.is_dir() else path
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -305,7 +306,8 @@ def write_config(
     (folder / "config.json").write_text(json.dumps(contents, indent=2, default=str) + "\n", encoding="utf-8")
     names = ["config.json"]
     if isinstance(config, (str, os.PathLike)):  # only a folder has companions
-        original = Path(config) if os.path.isdir(config) else Path(config).parent
+        original = expanded(config)
+        original = original if original.is_dir() else original.parent
         for path in (p for pattern in _COMPANIONS for p in original.glob(pattern) if p.is_file()):
             shutil.copyfile(path, folder / path.name)
             names.append(path.name)
