@@ -77,6 +77,7 @@ CHECKS: tuple[Check, ...] = (
     # forward
     Check("errors of one rank", When.FIRST, "dp_shard, tp", forward.raise_together, OrderError),
     Check("removed parameters", When.INITIALIZED, "", model.refuse_removed_parameters, OrderError),
+    Check("function transforms", When.INITIALIZED, "", model.refuse_functional_values, OrderError),
     Check("parameters on meta", When.INITIALIZED, "", model.require_initialized, OrderError),
     Check("changed parameters", When.INITIALIZED, "", model.refuse_changed_parameters, OrderError),
     Check("uninitialized memory", When.INITIALIZED, "", model.refuse_uninitialized, InitError),

@@ -24,7 +24,7 @@ from te_fsdp.checks.weights import find_equal_shards, has_device_parameters, ref
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialised
-from te_fsdp.records import get_record, iter_param_owners
+from te_fsdp.records import binding_of, get_record, iter_param_owners
 from te_fsdp.replicated_params import removal_error
 from te_fsdp.sharded_model import record_unsharded_params, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
@@ -237,6 +237,26 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
     ]
     if removed:
         raise removal_error(removed)
+
+
+def refuse_functional_values(state: ShardedModel) -> None:
+    """Raise for tensors that replace parameters during one call, before FSDP2 adopts them. Local operation."""
+    # A parameter that is assigned before the first forward is a parameter, and gets the record of the previous one.
+    bound = {id(module._parameters) for module in state.model.modules() if binding_of(module) is not None}
+    foreign = [
+        label
+        for table, name, label in state.checked.places.values()
+        if isinstance(value := table.get(name), torch.Tensor)
+        and (not isinstance(value, torch.nn.Parameter) or (id(table) in bound and get_record(value) is None))
+    ]
+    if foreign:
+        raise OrderError(
+            f"{shorten(foreign, 3)}: values of torch.func.functional_call in the first forward",
+            expected="the parameters that te_fsdp.fully_shard has set",
+            got="tensors that the call removes when it ends",
+            why="FSDP2 would adopt them as its shards in the first forward",
+            fix="copy the values: `with torch.no_grad(): parameter.copy_(values)`, with a DTensor of its placements",
+        )
 
 
 def _refuse_reparametrization(tensor: torch.Tensor) -> None:

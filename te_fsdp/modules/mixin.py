@@ -307,6 +307,8 @@ class MeshModule(torch.nn.Module):
     def _on_replace(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
         """Prepare the replacement of a direct parameter by a new ``value``."""
         _check_assignment(self, binding, name, value)
+        if isinstance(old, DTensor) and not isinstance(old, torch.nn.Parameter):
+            raise _assignment_error(binding, name, old, "replaced by torch.func.functional_call")
         pair = binding.fsdp.pairs.setdefault(name, ShardedUnshardedPair())
         unsharded_mesh = binding.unsharded_mesh(name)
         is_shard = isinstance(value, DTensor) and value.device_mesh != unsharded_mesh
@@ -393,10 +395,15 @@ def _check_assignment(
     """Raise if ``value`` would replace a parameter that FSDP2 manages: FSDP2 would register its parameter again."""
     pair = binding.fsdp.pairs.get(name)
     is_first = pair is None or pair.shard is None or pair.unsharded is None
-    if is_first or not _fsdp2.is_assigned_by_user(module, name, value):
-        return
-    raise OrderError(
-        f"{binding.label(name)}: a parameter assigned after the first forward",
+    if not is_first and _fsdp2.is_assigned_by_user(module, name, value):
+        raise _assignment_error(binding, name, value)
+
+
+def _assignment_error(
+    binding: ModuleBinding, name: str, value: Any, change: str = "assigned after the first forward"
+) -> OrderError:
+    return OrderError(
+        f"{binding.label(name)}: a parameter {change}",
         expected="the parameter set by te_fsdp.fully_shard",
         got="None" if value is None else f"a different one, of shape {tuple(value.shape)}",
         why="FSDP2 would restore its parameter in the next forward, and optimizers keep updating that one",
