@@ -21,13 +21,16 @@ def has_equal_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> bool:
     return sizes[0] == sizes[1]
 
 
-def refuse_incomplete_states(optimizer: Optimizer, state_dict: dict[str, Any], main: str) -> None:
-    """Raise CheckpointError for a state dict from which DCP has loaded the main weights alone. Local operation.
+def refuse_unloadable_states(
+    optimizer: Optimizer, state_dict: dict[str, Any], main: str, *, cut: bool
+) -> None:
+    """Raise CheckpointError for main weights of another shape, or that DCP has loaded alone. Local operation.
 
     Args:
         optimizer: The optimizer that loads ``state_dict``.
         state_dict: In the form of ``optimizer.state_dict()``, with equal groups.
         main: Name of the main weight in a state.
+        cut: Whether the optimizer's states are rows, of which the caller compares the shapes.
     """
     states = state_dict["state"]
     # Without momentum the main weight is all that SGD has.
@@ -37,6 +40,8 @@ def refuse_incomplete_states(optimizer: Optimizer, state_dict: dict[str, Any], m
         if not is_sgd or group.get("momentum") != 0:
             pairs = zip(group["params"], own["params"], strict=True)
             own_states |= {key: optimizer.state.get(p, {}) for key, p in pairs if key in states}
+        for key, parameter in [] if cut else zip(group["params"], own["params"], strict=True):
+            _check_shape(optimizer, states.get(key, {}).get(main), parameter)
     incomplete = [key for key in own_states if set(states[key]) == {main}]
     if all(set(state) == {main} for state in optimizer.state.values()):  # no step yet
         # A fresh optimizer has no other entries, so a dict that has some is from a trained optimizer. Its incomplete
@@ -59,6 +64,17 @@ def refuse_incomplete_states(optimizer: Optimizer, state_dict: dict[str, Any], m
         why="DCP loads only the entries that the given state dict contains",
         fix="read it by get_state_dict or use te_fsdp.checkpoint.load, which create the missing state",
     )
+
+
+def _check_shape(optimizer: Optimizer, loaded: torch.Tensor | None, parameter: torch.Tensor) -> None:
+    if loaded is not None and local_of(loaded).shape != local_of(parameter).shape:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.load_state_dict: a main weight of shape {tuple(loaded.shape)}",
+            expected=f"{tuple(parameter.shape)}, or this rank's shard of it",
+            got=f"{tuple(local_of(loaded).shape)} on this rank",
+            why="HFSDP pads rows that several mesh axes shard unevenly, for one mesh",
+            fix="load it on the mesh that saved it, or save and load by te_fsdp.checkpoint",
+        )
 
 
 def _may_be(loaded: torch.Tensor, own: torch.Tensor | None) -> bool:

@@ -29,7 +29,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
     all_gather_main_params,
     optimizer_shard,
 )
-from te_fsdp.features.incomplete_states import has_equal_groups, refuse_incomplete_states
+from te_fsdp.features.incomplete_states import has_equal_groups, refuse_unloadable_states
 from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import gradient_of, gradients_of
@@ -414,7 +414,7 @@ class MainParameters:
         self.restore_params(optimizer)
         if not has_equal_groups(optimizer, state_dict):  # torch raises
             return state_dict
-        refuse_incomplete_states(optimizer, state_dict, MAIN)
+        refuse_unloadable_states(optimizer, state_dict, MAIN, cut=self.cuts)
         states = dict(state_dict["state"])
         for key, pair in (members := self._members(optimizer, state_dict)):
             if (state := states.get(key)) and pair.shard is not None:  # this rank's rows of sharded states
@@ -485,7 +485,7 @@ def _local_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
         return value
     local, leading = _torch.local_of(value), len(_axes_that_shard_dim0(shard))
     # A padded state of this format. Other shapes are states of full shards, from before shard_optimizer.
-    if value.ndim == shard.parameter.ndim + leading:
+    if value.ndim == shard.parameter.ndim + leading and set(local.shape[:leading]) <= {1}:
         local = local.reshape(local.shape[leading:])[: shard.high - shard.low]
     elif tuple(local.shape) != shard.shape and local.shape == _torch.local_of(shard.parameter).shape:
         local = shard.of(local).contiguous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -115,6 +116,7 @@ def patch_expert_loading() -> None:
     def wrap_plan(stock: Any) -> Any:
         @functools.wraps(stock)
         def create_local_plan(self: Any) -> Any:
+            _refuse_padded(self)
             _place_entries(self)
             fit = _Fit(self)
             if fit.find():
@@ -138,6 +140,32 @@ def patch_expert_loading() -> None:
             replacement = wrap(stock)
             setattr(replacement, _MARK, True)  # torch's decorators leave ``__wrapped__``
             setattr(owner, name, replacement)
+
+
+def _refuse_padded(planner: Any) -> None:
+    """Raise CheckpointError for states of HFSDP that are padded for another mesh. Local operation."""
+    for fqn, wanted in planner.state_dict.items():
+        saved = planner.metadata.state_dict_metadata.get(fqn)
+        if not isinstance(wanted, torch.Tensor) or not isinstance(saved, TensorStorageMetadata):
+            continue
+        shape, *padded = sorted((tuple(saved.size), tuple(wanted.shape)), key=len)
+        axes = len(padded[0]) - len(shape)  # that shard rows unevenly
+        leading, rest = padded[0][:axes], padded[0][axes:]
+        if (
+            axes
+            and shape
+            and rest[1:] == shape[1:]
+            and math.prod(leading) * rest[0] > shape[0]
+            and shape[0] % math.prod(leading)
+        ):
+            raise CheckpointError(
+                f"dcp.load: {fqn}",
+                expected=f"a tensor of shape {tuple(wanted.shape)} in the files",
+                got=tuple(saved.size),
+                why="DTensors do not describe rows that several mesh axes shard unevenly, so HFSDP's states are "
+                "padded for one mesh",
+                fix="load on the mesh that saved, or save and load by te_fsdp.checkpoint",
+            )
 
 
 def _wrap_state_initialization(stock: Any) -> Any:

@@ -1,0 +1,23 @@
+"""Plain DCP of HFSDP's states in uneven shards."""
+
+from __future__ import annotations
+
+import pytest
+from plain import uneven_rows
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("copies", "outer"), [(4, "optim"), (1, "no_shard")])
+def test_another_mesh_is_refused(pool, copies, outer, full):
+    """Kind: raw errors of torch about shapes, after a part of the state was loaded."""
+    for result in pool.run(uneven_rows.resumed, 4, copies=copies, outer=outer, full=full):
+        assert "CheckpointE" in result["text"] and "2, 2, 5, 9" in result["text"], result
+        assert ("te_fsdp.checkpoint" in result["text"]) and result["unchanged"], result
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("full", [False, True])
+def test_the_same_mesh_resumes(pool, full):
+    results = pool.run(uneven_rows.resumed, 4, copies=2, outer="optim", full=full)
+    assert all(result["text"] == "" and result["equal"] for result in results), results
