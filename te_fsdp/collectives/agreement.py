@@ -16,6 +16,7 @@ they arrive.
 
 from __future__ import annotations
 
+import _thread
 import datetime
 import functools
 import hashlib
@@ -450,16 +451,14 @@ class RankMessenger:
                     _log.warning(text, self.rank, due, peer[0], why, collective_timeout())
                 due = min(2 * due, due + 300)
 
-        # A wait of Gloo cannot be divided: a timeout closes all its connections.
-        thread = threading.Thread(target=report, name="te_fsdp wait", daemon=True)
+        # A wait of Gloo cannot be divided: a timeout closes all its connections. A Thread would wait for the start and
+        # the end of report, which takes longer than a round where ranks share cores.
         with suppress(RuntimeError):  # no thread can be started while the interpreter ends
-            thread.start()
+            _thread.start_new_thread(report, ())
         try:
             yield peer
         finally:
             ended.set()
-            if thread.ident is not None:
-                thread.join()
 
     def _send(self, message: list[torch.Tensor], to: int) -> list[dist.Work]:
         """Start to send a message of :func:`_pack`."""

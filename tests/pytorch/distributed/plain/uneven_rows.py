@@ -37,7 +37,7 @@ def resumed(copies: int, outer: str, full: bool) -> dict[str, Any]:
             dcp.load(own, checkpoint_id=folder[0])
             saved = own
         set_optimizer_state_dict(*other, saved["optimizer"], options=options)
-    except BaseException as error:  # CheckpointException is no Exception
+    except BaseException as error:  # CheckpointException does not derive from Exception
         text = f"{type(error).__name__}: {error}"
     dist.barrier()
     if dist.get_rank() == 0:
