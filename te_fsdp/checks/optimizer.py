@@ -157,7 +157,9 @@ def refuse_gathered_by_torch(step: Step) -> None:
         return
     for parameter in unsharded_params():
         if id(parameter) in params:
-            raise _gathered(step, parameter, "after unshard()", "before unshard(), or after reshard()")
+            raise _gathered(
+                step, parameter, "while a unit is unsharded", "before unshard(), or after reshard()"
+            )
     _checked()[step.optimizer] = len(params)
 
 

@@ -107,9 +107,9 @@ def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
         try:
             if failed is None and poll():
                 return
-        except TeFsdpError:
-            raise
         except (RuntimeError, ConnectionError) as error:  # of Gloo, on neighbors of a rank that has ended
+            if isinstance(error, TeFsdpError) and not isinstance(error.__cause__, RuntimeError):
+                raise
             failed, ask_at = error, time.monotonic() - began + rendezvous.ASK_AFTER
         waited = time.monotonic() - began
         if failed is not None or waited >= ask_at:

@@ -12,5 +12,5 @@ def test_an_optimizer_of_unsharded_parameters(pool, part):
     """Its parameters get no gradients, so that the unit is not trained, without an error."""
     for kind, text in pool.run(torch_units.built_unsharded, 2, part=part, when="unsharded"):
         assert kind == "OrderError" and text.startswith("SGD.step: a gathered parameter of shape")
-        assert "one of those that the model has after unshard()" in text
+        assert "one of those that the model has while a unit is unsharded" in text
     assert pool.run(torch_units.built_unsharded, 2, part=part, when="after reshard") == [("", "")] * 2

@@ -99,3 +99,82 @@ def built_unsharded(part: str, when: str) -> tuple[str, str]:
     except RuntimeError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def kept(change: str, after: str, by: str = "set_device_mesh") -> dict[str, Any]:
+    """Change units with ``reshard_after_forward=False`` while their weights are unsharded, and train.
+
+    Args:
+        change: "optimizer", "load_state_dict" or "none".
+        after: "evaluation", or "backward" (units stay unsharded with ``set_reshard_after_backward(False)``).
+        by: Function that binds the model: "set_device_mesh", or "te_fsdp" around torch's units.
+    """
+    import te_fsdp
+
+    if by == "te_fsdp":
+        meshes, model, reference = _nested()
+    else:
+        meshes, model, reference = _models(reshard_after_forward=False)
+    if after == "backward":
+        model.set_reshard_after_backward(False)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=LEARNING_RATE)) for m in (model, reference)]
+    saved = [{n: v.clone() for n, v in m.state_dict().items() if torch.is_tensor(v)} for m, _ in pairs]
+    worst = 0.0
+
+    def step(number: int) -> None:
+        x = batch(number, meshes.data_size, 1)[0]
+        model(x[meshes.data_rank]).square().mean().backward()
+        reference(x.flatten(0, 1)).square().mean().backward()
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def evaluate() -> float:
+        x = batch(9, meshes.data_size, 1)[0]
+        with torch.no_grad():
+            mine, wanted = model(x[0]), reference(x[0])
+        return float((mine - wanted).norm() / wanted.norm())
+
+    step(0)
+    worst = max(worst, evaluate())
+    if after == "backward":
+        step(1)
+        x = batch(2, meshes.data_size, 1)[0]
+        model(x[meshes.data_rank]).square().mean().backward()
+        pairs[0][1].zero_grad()
+    text = ""
+    try:
+        for index, (m, _) in enumerate(pairs):
+            if change == "load_state_dict":
+                m.load_state_dict(saved[index], strict=False)
+            elif change == "optimizer":
+                pairs[index] = (m, torch.optim.SGD(m.parameters(), lr=LEARNING_RATE))
+        for number in range(3, 6):
+            worst = max(worst, evaluate()) if change != "none" or number > 3 else worst
+            step(number)
+    except te_fsdp.TeFsdpError as error:
+        text = f"{type(error).__name__}: {error}"
+    worst = max(worst, evaluate())
+    for unit in model.modules():
+        if hasattr(unit, "reshard"):
+            unit.reshard()
+    return {"worst": worst, "weights": _distance(model, reference), "text": text}
+
+
+def _distance(model: Any, reference: Any) -> float:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    values = [(harness.full(p.detach()), harness.full(r.detach())) for p, r in pairs]
+    return max(float((value - expected).norm() / expected.norm()) for value, expected in values)
+
+
+def _nested() -> tuple[Any, Any, Any]:
+    """Meshes, a model of ``te_fsdp.fully_shard`` with torch's units in it, and its reference in one process."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = Model("meta")
+    for unit in model.blocks:
+        fully_shard(unit, mesh=meshes.fsdp, reshard_after_forward=False)
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model, seed=SEED)
+    return meshes, model, whole()
