@@ -1,0 +1,30 @@
+"""Bound models with torch's units of ``reshard_after_forward=False``."""
+
+from __future__ import annotations
+
+import pytest
+from harness import BodyFailed
+from parity import torch_units
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("after", ["evaluation", "backward"])
+@pytest.mark.parametrize("change", ["none", "load_state_dict"])
+def test_weights_are_those_of_one_process(pool, change, after):
+    """Kind: unsharded weights from before a step, or a load, that further forwards read."""
+    for outcome in pool.run(torch_units.kept, 2, change=change, after=after):
+        assert outcome["worst"] < 1e-5 and outcome["weights"] < 1e-5 and outcome["text"] == "", outcome
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("after", ["evaluation", "backward"])
+def test_an_optimizer_of_unsharded_parameters_is_refused(pool, after):
+    """Kind: its steps change nothing, since gradients are those of the shards."""
+    for outcome in pool.run(torch_units.kept, 2, change="optimizer", after=after):
+        assert "SGD.step: a gathered parameter of shape" in outcome["text"], outcome
+
+
+@pytest.mark.ranks(2)
+def test_torch_units_in_a_model_of_te_fsdp_are_refused(pool):
+    with pytest.raises(BodyFailed, match="fully_shard on a module that is sharded already"):
+        pool.run(torch_units.kept, 2, change="none", after="evaluation", by="te_fsdp")
