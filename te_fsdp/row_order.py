@@ -38,7 +38,13 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
         try:
             with without_mixed_order(stacked[0].device_mesh, {_rows(tensor) for tensor in stacked}):
                 result = _torch.plain_results(func, types, args, kwargs)
-            if all(_has_full_rows(item, stacked) for item in _items(result)):
+            # Results have complete rows of an argument, or none.
+            if all(
+                item.device_mesh != stacked[0].device_mesh
+                or _torch.shard_dim_of(item._spec.placements[-1]) is None
+                or any(row_dim(item, tensor) is not None for tensor in stacked)
+                for item in _items(result)
+            ):
                 return result
         except MixedOrder:
             pass
@@ -75,14 +81,6 @@ def row_dim(result: DTensor, tensor: Any) -> int | None:
 
 def _rows(tensor: Any) -> int:
     return tensor._spec.shape[tensor._stacked.rule.shard_dim]
-
-
-def _has_full_rows(item: DTensor, stacked: Sequence[Any]) -> bool:
-    """Return whether a result has complete rows of an argument, or none."""
-    if item.device_mesh != stacked[0].device_mesh:
-        return True
-    is_sharded = _torch.shard_dim_of(item._spec.placements[-1]) is not None
-    return not is_sharded or any(row_dim(item, tensor) is not None for tensor in stacked)
 
 
 def _in_order(value: Any) -> Any:

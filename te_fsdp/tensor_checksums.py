@@ -1,11 +1,15 @@
-"""Summaries of a tensor's values, by which checks compare ranks."""
+"""Summaries of a tensor's values, by which ranks or files are compared."""
 
 from __future__ import annotations
 
 import torch
 
-from te_fsdp.collectives.agreement import bits_of, row_checksums
 from te_fsdp.upstream import te as _te
+
+# Odd multiplier of a linear congruential generator (Knuth): mixes positions for checksums.
+_MULTIPLIER = 6364136223846793005
+# Words per block: each needs 24 bytes while its checksum is computed, and embeddings have up to 1e9 words.
+_PIECE = 1 << 23
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,8 +22,31 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_constant(tensor: torch.Tensor) -> torch.Tensor:
     """Return whether all values of a tensor are equal, as a bool tensor on its device."""
-    integers = bits_of(_flat(tensor))
+    integers = _bits_of(_flat(tensor))
     return (integers == integers[:1]).all()
+
+
+def row_checksums(rows: torch.Tensor) -> torch.Tensor:
+    """Return a position-dependent int64 checksum per row of a plain, contiguous (rows, elements) tensor. Local."""
+    integers = _bits_of(rows)
+    total = torch.zeros(len(integers), dtype=torch.int64, device=rows.device)
+    size = max(1, _PIECE // max(1, len(integers)))
+    for start in range(0, integers.shape[1], size):
+        piece = integers[:, start : start + size]
+        weights = torch.arange(start + 1, start + 1 + piece.shape[1], dtype=torch.int64, device=rows.device)
+        # A linear function of the position is not enough: biases after Adam's first step have only two
+        # distinct values, and many such patterns have equal sums of positions.
+        weights.mul_(_MULTIPLIER)
+        weights.bitwise_xor_(weights >> 32).mul_(_MULTIPLIER)
+        total += (weights * piece).sum(dim=1)
+    # Halved, so that its negative can be represented.
+    return total // 2
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View the bits of a plain, contiguous tensor as integers of the same size. Local operation."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return tensor.view(sizes.get(tensor.element_size(), torch.int64))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

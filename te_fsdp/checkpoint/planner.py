@@ -37,8 +37,9 @@ from te_fsdp.checkpoint.tensor_entries import (
     lightest,
     pieces_held_by_rank,
 )
-from te_fsdp.collectives.agreement import RankMessenger, digest, row_checksums
+from te_fsdp.collectives.agreement import RankMessenger, digest
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
+from te_fsdp.tensor_checksums import row_checksums
 
 
 @dataclass

@@ -156,8 +156,11 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
     # A training script may keep its step or its arguments next to the weights.
     others = dict | list | str | float | int | None
     state = {k: v for k, v in entries.items() if _is_extra(k) or not isinstance(v, others)}
+    # The state of a random number generator consists of integers.
     weights = sum(
-        _elements(v) for v in state.values() if not isinstance(v, torch.Tensor | Lazy) or _is_weight(v)
+        _elements(v)
+        for v in state.values()
+        if not isinstance(v, torch.Tensor | Lazy) or v.dtype.is_floating_point
     )
     nested = _elements(entries[model_keys[0]]) if len(model_keys) == 1 else 0
     if nested and weights <= 2 * nested:
@@ -183,11 +186,6 @@ def _is_optimizer(state: Any) -> bool:
     if not isinstance(state, dict):
         return isinstance(state, list) and any(map(_is_optimizer, state))
     return any(str(k).startswith("param_groups") or _is_optimizer(v) for k, v in state.items())
-
-
-def _is_weight(tensor: torch.Tensor | Lazy) -> bool:
-    """Return whether a tensor may be a weight: the state of a random number generator consists of integers."""
-    return tensor.dtype.is_floating_point
 
 
 def _elements(value: Any) -> int:

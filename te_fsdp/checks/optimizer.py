@@ -274,7 +274,12 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
         # Each rank of ep has different experts, perhaps more of them.
         comparable = (name.rstrip("0123456789") if state.is_expert(name) else name for name in fqns)
         groups.append(list(dict.fromkeys(comparable)) if ordered else sorted(set(comparable)))
-        options.append({key: _format_option(value) for key, value in group.items() if key != "params"})
+        # Numbers are compared by value, objects by their class.
+        plain = (bool, int, float, str, tuple, list, type(None))
+        values = {
+            k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"
+        }
+        options.append({k: v if isinstance(v, plain) else type(v).__name__ for k, v in values.items()})
     same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
     if not all(same):
         raise MeshError(
@@ -285,14 +290,6 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
             fix="build groups in the order of model.named_parameters(), not from a set; drive learning rates by "
             "numbers that are the same on all ranks, such as an all-reduced loss",
         )
-
-
-def _format_option(value: Any) -> str:
-    """Return an option as text to compare: numbers by value, objects by their class."""
-    if isinstance(value, torch.Tensor):
-        return str(value.tolist())
-    plain = (bool, int, float, str, tuple, list, type(None))
-    return repr(value) if isinstance(value, plain) else type(value).__name__
 
 
 def refuse_unknown_state(optimizer: Any, parameter: torch.Tensor, name: str) -> None:

@@ -46,11 +46,6 @@ _log = logging.getLogger("te_fsdp")
 T = TypeVar("T")
 U = TypeVar("U")
 
-# Odd multiplier of a linear congruential generator (Knuth): mixes positions for checksums.
-_MULTIPLIER = 6364136223846793005
-# Words per block: each needs 24 bytes while its checksum is computed, and embeddings have up to 1e9 words.
-_PIECE = 1 << 23
-
 
 def rank() -> int:
     """Return the rank of this process; 0 without torch.distributed."""
@@ -172,29 +167,6 @@ def digest(data: str | bytes) -> int:
     """Return a 56-bit hash of a text or bytes, for :func:`are_equal`."""
     data = data.encode() if isinstance(data, str) else data
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
-
-
-def row_checksums(rows: torch.Tensor) -> torch.Tensor:
-    """Return a position-dependent int64 checksum per row of a plain, contiguous (rows, elements) tensor. Local."""
-    integers = bits_of(rows)
-    total = torch.zeros(len(integers), dtype=torch.int64, device=rows.device)
-    size = max(1, _PIECE // max(1, len(integers)))
-    for start in range(0, integers.shape[1], size):
-        piece = integers[:, start : start + size]
-        weights = torch.arange(start + 1, start + 1 + piece.shape[1], dtype=torch.int64, device=rows.device)
-        # A linear function of the position is not enough: biases after Adam's first step have only two
-        # distinct values, and many such patterns have equal sums of positions.
-        weights.mul_(_MULTIPLIER)
-        weights.bitwise_xor_(weights >> 32).mul_(_MULTIPLIER)
-        total += (weights * piece).sum(dim=1)
-    # Halved, so that its negative can be represented.
-    return total // 2
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View the bits of a plain, contiguous tensor as integers of the same size. Local operation."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return tensor.view(sizes.get(tensor.element_size(), torch.int64))
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,14 @@ def run_while_all_live(collective: Callable[[], T]) -> T:
     if not is_watched():
         return collective()
     future: Future[T] = Future()
-    running, enter_device = running_call(), _enter_device()
+    running, kind = running_call(), torch.accelerator.current_accelerator()
     assert running is not None
+    device = None if kind is None else torch.get_device_module(kind)
+    stream = device.current_stream() if device is not None and device.is_initialized() else None
 
     def run() -> T:
         set_running_call(replace(running, in_thread=True))
-        with enter_device():
+        with nullcontext() if device is None or stream is None else device.stream(stream):
             return collective()
 
     # A daemon, because the interpreter must be able to end while the collective waits for a rank that has ended.
@@ -86,15 +88,6 @@ def all_reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup | None) ->
     else:
         # The first collective of an NCCL group blocks the host until all its ranks have connected.
         run_while_all_live(complete)
-
-
-def _enter_device() -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context that enters this thread's device and stream in a different thread."""
-    kind = torch.accelerator.current_accelerator()
-    device = None if kind is None else torch.get_device_module(kind)
-    if device is None or not device.is_initialized():
-        return nullcontext
-    return functools.partial(device.stream, device.current_stream())
 
 
 def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:

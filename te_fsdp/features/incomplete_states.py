@@ -50,10 +50,13 @@ def refuse_unloadable_states(
     else:
         # DCP writes to the tensors of the optimizer's own state dict, which has all entries that the optimizer has.
         # Other tensors are from a state dict of a moment when these parameters had not stepped.
+        # They may also be padded copies of its main weights.
+        pairs_of = {key: (states[key][main], own_states[key].get(main)) for key in incomplete}
         incomplete = [
             key
-            for key in incomplete
-            if set(own_states[key]) <= {main} and _may_be(states[key][main], own_states[key].get(main))
+            for key, (loaded, own) in pairs_of.items()
+            if set(own_states[key]) == {main}
+            and (loaded.shape != own.shape or local_of(loaded).data_ptr() == local_of(own).data_ptr())
         ]
     if not incomplete or _has_no_state(optimizer):
         return
@@ -75,13 +78,6 @@ def _check_shape(optimizer: Optimizer, loaded: torch.Tensor | None, parameter: t
             why="HFSDP pads rows that several mesh axes shard unevenly, for one mesh",
             fix="load it on the mesh that saved it, or save and load by te_fsdp.checkpoint",
         )
-
-
-def _may_be(loaded: torch.Tensor, own: torch.Tensor | None) -> bool:
-    """Return whether a loaded main weight is the optimizer's own one, or a padded copy of it."""
-    return own is not None and (
-        loaded.shape != own.shape or local_of(loaded).data_ptr() == local_of(own).data_ptr()
-    )
 
 
 def _has_no_state(optimizer: Optimizer) -> bool:

@@ -396,12 +396,10 @@ def _check_assignment(
     pair = binding.fsdp.pairs.get(name)
     is_first = pair is None or pair.shard is None or pair.unsharded is None
     if not is_first and _fsdp2.is_assigned_by_user(module, name, value):
-        raise _assignment_error(binding, name, value)
+        raise _assignment_error(binding, name, value, "assigned after the first forward")
 
 
-def _assignment_error(
-    binding: ModuleBinding, name: str, value: Any, change: str = "assigned after the first forward"
-) -> OrderError:
+def _assignment_error(binding: ModuleBinding, name: str, value: Any, change: str) -> OrderError:
     return OrderError(
         f"{binding.label(name)}: a parameter {change}",
         expected="the parameter set by te_fsdp.fully_shard",

@@ -295,16 +295,16 @@ def patch_loading() -> None:
         def write_data(self: Any, plan: Any, planner: Any) -> Any:
             # The format has plain tensors only. The metadata already describes the weight by its nominal dtype.
             plain = copy.copy(planner)
-            plain.resolve_data = lambda item: _in_high_precision(planner.resolve_data(item))
+
+            def values_of(item: Any) -> Any:
+                data = values = planner.resolve_data(item)
+                if isinstance(data, torch.Tensor) and _te.is_quantized(data):
+                    values = data.dequantize(dtype=data.dtype)  # type: ignore[call-arg]
+                return values
+
+            plain.resolve_data = values_of
             return stock(self, plan, plain)
 
         return write_data
 
     wrap_dcp(wrap_narrow, wrap_load, wrap_write)
-
-
-def _in_high_precision(data: Any) -> Any:
-    """Return a quantized tensor's values in its nominal dtype; anything else unchanged."""
-    is_quantized = isinstance(data, torch.Tensor) and _te.is_quantized(data)
-    values: Any = data
-    return values.dequantize(dtype=values.dtype) if is_quantized else data

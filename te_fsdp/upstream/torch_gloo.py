@@ -5,7 +5,6 @@ Checked with torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,9 @@ def new_lazy_group() -> Any:
     ``new_group(backend="gloo")`` connects all pairs of ranks. If all ranks exchange messages with rank 0 only, one
     connection per rank is enough.
     """
-    _register()
+    if _NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
     return dist.new_group(backend=_NAME)
-
-
-@functools.cache
-def _register() -> None:
-    dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:

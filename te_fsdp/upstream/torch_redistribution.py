@@ -48,20 +48,14 @@ def _install() -> None:
         if now is not None:
             is_tree = op_info.args_tree_spec is not None
             new = _pytree.tree_leaves(suggested.args_schema) if is_tree else suggested.args_schema
-            for before, after in zip(op_info.flat_args_schema, new, strict=False):
-                if _is_moved(*now, before, after):
+            for old, fitted in zip(op_info.flat_args_schema, new, strict=False):
+                if not hasattr(old, "placements") or not hasattr(fitted, "placements") or old.mesh != now[0]:
+                    continue
+                before, after = old.placements[-1], fitted.placements[-1]
+                dims = {shard_dim_of(before), shard_dim_of(after)} - {None}
+                moves = before != after and not isinstance(before, Partial)
+                if moves and any(old.shape[dim] in now[1] for dim in dims):
                     raise MixedOrder
         return stock(op_info, suggested, *args, **kwargs)
 
     dispatcher.redistribute_local_args = redistribute_local_args
-
-
-def _is_moved(mesh: DeviceMesh, rows: set[int], old: Any, new: Any) -> bool:
-    """Return whether an argument moves along its rows."""
-    if not hasattr(old, "placements") or not hasattr(new, "placements") or old.mesh != mesh:
-        return False
-    before, after = old.placements[-1], new.placements[-1]
-    if before == after or isinstance(before, Partial):
-        return False
-    dims = {shard_dim_of(before), shard_dim_of(after)} - {None}
-    return any(old.shape[dim] in rows for dim in dims)

@@ -24,8 +24,8 @@ from te_fsdp.checkpoint.extra import for_rank, join_ranks
 from te_fsdp.checkpoint.host_memory import Staging, blocks_of
 from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.planner import checksum
-from te_fsdp.collectives.agreement import _PIECE, row_checksums
 from te_fsdp.errors import CheckpointError
+from te_fsdp.tensor_checksums import _PIECE, row_checksums
 from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
 
 

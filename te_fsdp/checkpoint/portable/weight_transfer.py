@@ -26,11 +26,12 @@ from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, describe_model, given_or_default
 from te_fsdp.checkpoint.reader import with_remainders
 from te_fsdp.checkpoint.tensor_entries import TensorEntry, cut_entry, holders_of, lightest
-from te_fsdp.collectives.agreement import all_agree, gather, rank, row_checksums, world_size
+from te_fsdp.collectives.agreement import all_agree, gather, rank, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
 from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import components_of
+from te_fsdp.tensor_checksums import row_checksums
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
