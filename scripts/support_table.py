@@ -168,7 +168,7 @@ def _tested_cell(area: Area, gpus: int, counts: dict[tuple[str, int, str], Count
     for (name, number, card), outcomes in sorted(counts.items()):
         run = outcomes["passed"] + outcomes["failed"]
         if (name, number) == (area.name, gpus) and run:
-            results.append(f"{card}: {outcomes['passed']} of {run}")
+            results.append(f"{card}: {outcomes['passed']}/{run}")
     if not results and gpus in area.earlier:
         results.append(area.earlier[gpus])
     return ", ".join(results)
