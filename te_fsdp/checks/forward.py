@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -191,30 +192,42 @@ def _watch_biases(model: nn.Module) -> None:
             continue
         if getattr(module, "return_bias", False) or getattr(module, "gemm_bias_unfused_add", False):
             continue  # autograd adds these biases
-        trained = {name for name, p in module._parameters.items() if p is not None and p.requires_grad}
-        # LayerNormMLP computes that of fc1_bias with the gradient of its activation.
-        biases = {name for name in trained if "bias" in name and not name.startswith(("layer_norm", "fc1"))}
-        without = sorted(name for name in biases if name.replace("bias", "weight") not in trained)
-        if without:
-            _refuse_once(module, f"{path}.{without[0]}" if path else without[0])
+        hooks = module._forward_hooks.values()
+        if _untrained_bias(module) and _refuse_bias not in [getattr(hook, "func", None) for hook in hooks]:
+            module.register_forward_hook(functools.partial(_refuse_bias, path))
 
 
-def _refuse_once(module: nn.Module, bias: str) -> None:
-    """Raise after the module's next forward if it has computed in high precision. Local operation."""
+def _untrained_bias(module: nn.Module) -> str | None:
+    """Return the first trained bias of a module that gets no gradient in high precision. Local operation."""
+    # LayerNormMLP computes the gradient of fc1_bias with that of its activation.
+    names = [n for n in sorted(module._parameters) if not n.startswith(("layer_norm", "fc1"))]
+    weights = [name for name in names if "weight" in name]
+    if _te.kind_of(module) == "GroupedLinear":
+        weights = weights[:1]  # decides for all experts
+    trained = [n for n in names if (p := module._parameters[n]) is not None and p.requires_grad]
+    # Without a weight, a parametrization computes it.
+    if not weights or not set(weights).isdisjoint(trained):
+        return None
+    return next((name for name in trained if "bias" in name), None)
 
-    def refuse(module: Any, args: Any, output: Any) -> None:
-        handle.remove()
-        if not module.__dict__.get("fp8"):
-            raise GradientError(
-                f"{bias}: a trained bias of a frozen weight, in high precision",
-                expected="a gradient for each trained parameter",
-                got="a bias whose weight has requires_grad=False, in a forward without te.autocast",
-                why="TransformerEngine computes the gradient of a bias with that of its weight, unless it quantizes",
-                fix="call requires_grad_(False) on the bias, or train the weight as well; to train biases alone, use "
-                "torch.nn.Linear, or te.autocast with a recipe",
-            )
 
-    handle = module.register_forward_hook(refuse)
+def _refuse_bias(path: str, module: Any, args: Any, output: Any) -> None:
+    """Raise after a module's first forward with gradients if it has computed in high precision. Local operation."""
+    if not torch.is_grad_enabled():
+        return
+    hooks = module._forward_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _refuse_bias]:
+        del hooks[key]
+    bias = _untrained_bias(module)
+    if bias is not None and not module.__dict__.get("fp8"):
+        raise GradientError(
+            f"{path}.{bias}: a trained bias of a frozen weight, in high precision".lstrip("."),
+            expected="a gradient for each trained parameter",
+            got="a bias whose weight has requires_grad=False, in a forward without te.autocast",
+            why="TransformerEngine computes the gradient of a bias with that of its weight, unless it quantizes",
+            fix="call requires_grad_(False) on the bias, or train the weight as well; to train biases alone, use "
+            "torch.nn.Linear, or te.autocast with a recipe",
+        )
 
 
 def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:

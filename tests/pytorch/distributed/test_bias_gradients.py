@@ -48,3 +48,10 @@ def test_biases_that_autograd_adds(pool):
         assert "GradientError: 0.self_attention.layernorm_qkv.key_bias: a trained bias" in found["error"], (
             found
         )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ["parts", "evaluated", "trained again", "no gradients"])
+def test_forwards_that_train_or_need_no_bias(pool, case):
+    """A layer's weight is frozen in part, or the layer runs later, or without gradients."""
+    assert pool.run(bias_gradients.needless, 2, case=case) == [[], []]

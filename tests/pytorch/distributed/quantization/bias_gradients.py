@@ -76,3 +76,50 @@ def _forward(model: nn.Module, kind: str, recipe: str) -> torch.Tensor:
     used = None if recipe == "none" else recipe_of(recipe)
     with te.autocast(enabled=used is not None, recipe=used):
         return model(x)
+
+
+class Branches(nn.Module):
+    """Two modules, of which a forward uses those that it is given."""
+
+    def __init__(self, **options: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.first = te.Linear(32, 32, **options)
+        self.second = te.Linear(32, 32, **options)
+
+    def forward(self, x: torch.Tensor, second: bool = False, without: bool = False) -> torch.Tensor:
+        x = self.first(x)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not without):
+            extra = self.second(x) if second or without else 0
+        return x + extra
+
+
+def needless(case: str) -> list[str]:
+    """Return the errors of forwards whose biases get a gradient, or need none."""
+    import te_fsdp
+
+    options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": harness.device_type()}
+    torch.manual_seed(1)
+    if case == "parts":
+        options["parameters_split"] = {"query_": 16, "key_": 16}
+    model = Branches(**options)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("query_weight" not in name and name != "second.weight")
+    te_fsdp.fully_shard(model, te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()))
+    x = torch.randn(32, 32, device=harness.device(), dtype=torch.bfloat16, requires_grad=True)
+    texts = []
+    try:
+        model(x, second=case == "parts", without=case == "no gradients").float().square().mean().backward()
+        if case == "evaluated":
+            model.eval()
+            with torch.no_grad():
+                model(x, second=True)
+        elif case == "trained again":
+            model.second.weight.requires_grad_(True)
+            model(x, second=True).float().square().mean().backward()
+        elif case == "parts":
+            texts += [n for n, p in model.named_parameters() if "bias" in n and not p.grad.to_local().any()]
+    except Exception as error:
+        texts.append(f"{type(error).__name__}: {error}")
+    return texts
