@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -182,6 +183,10 @@ def compare_computation(state: ShardedModel) -> None:
         compared.under, compared.trained = under, trained
 
 
+#: Layers whose next forward with gradients checks the bias, and its hook.
+_watched = functools.cache(weakref.WeakKeyDictionary[Any, Any])
+
+
 def _watch_biases(model: nn.Module) -> None:
     """Let the next forward of trained biases whose weight is frozen raise without ``te.autocast``. Local operation.
 
@@ -192,9 +197,8 @@ def _watch_biases(model: nn.Module) -> None:
             continue
         if getattr(module, "return_bias", False) or getattr(module, "gemm_bias_unfused_add", False):
             continue  # autograd adds these biases
-        hooks = module._forward_hooks.values()
-        if _untrained_bias(module) and _refuse_bias not in [getattr(hook, "func", None) for hook in hooks]:
-            module.register_forward_hook(functools.partial(_refuse_bias, path))
+        if module not in _watched() and _untrained_bias(module):
+            _watched()[module] = module.register_forward_hook(functools.partial(_refuse_bias, path))
 
 
 def _untrained_bias(module: nn.Module) -> str | None:
@@ -213,11 +217,9 @@ def _untrained_bias(module: nn.Module) -> str | None:
 
 def _refuse_bias(path: str, module: Any, args: Any, output: Any) -> None:
     """Raise after a module's first forward with gradients if it has computed in high precision. Local operation."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or module not in _watched():  # a copy of the module
         return
-    hooks = module._forward_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _refuse_bias]:
-        del hooks[key]
+    _watched().pop(module).remove()
     bias = _untrained_bias(module)
     if bias is not None and not module.__dict__.get("fp8"):
         raise GradientError(
