@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
-from te_fsdp.row_order import row_dim, run_in_order, stacked_among
+from te_fsdp.row_order import OrderedCopy, refuse_writes, row_dim, run_in_order, stacked_among
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import support_foreach
 
@@ -240,6 +240,8 @@ class BoxedDTensor(DTensor):
     ) -> Any:
         """Run the function as for any DTensor, and describe the rows of its results."""
         kwargs = kwargs or {}
+        if OrderedCopy in types:
+            refuse_writes(func, args, kwargs)
         if func is torch.Tensor.copy_:
             args = (args[0], _rows_for(*args[:2]), *args[2:])
         # Functions of lists change or compute each tensor on its own. Attributes compute nothing.
@@ -419,9 +421,9 @@ def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
     for arg in args:
         if isinstance(arg, BoxedDTensor) and (box_map := arg.__dict__.get(_KEY)) is not None:
             placements, shape = tuple(result._spec.placements), result._spec.shape
-            dim = row_dim(result, arg)
             is_same = placements == box_map.placements and shape == arg._spec.shape
-            if dim is not None and not is_same and func.__name__ not in _COPIED_INTO:
+            dim = None if is_same else row_dim(result, arg)
+            if dim is not None and func.__name__ not in _COPIED_INTO:
                 rule = replace(box_map.rule, shard_dim=dim)
                 box_map = replace(box_map, rule=rule, placements=placements, owner=None)
             if is_same or dim is not None or func.__name__ in _COPIED_INTO:

@@ -5,6 +5,7 @@ The functions of this module take tensors of :class:`te_fsdp.boxed_dtensor.Boxed
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,15 +33,17 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
         args, kwargs = by_position(args, kwargs)
     first = args[0] if args else None
     target = kwargs.get("out") if "out" in kwargs else (first if is_in_place(func) else None)
-    dim = stacked[0]._stacked.rule.shard_dim
+    dim = stacked[0].__dict__[_torch.BOXES].rule.shard_dim
     is_part = func in PARTS and first is stacked[0] and dim in part_dims(func, args, kwargs)
     if not is_part and func not in _INDICES:
         try:
             with without_mixed_order(stacked[0].device_mesh, {_rows(tensor) for tensor in stacked}):
                 result = _torch.plain_results(func, types, args, kwargs)
             # Results have complete rows of an argument, or none.
+            spec = stacked[0]._spec
             if all(
-                item.device_mesh != stacked[0].device_mesh
+                (item._spec.placements == spec.placements and item._spec.shape == spec.shape)  # most in optimizers
+                or item.device_mesh != spec.mesh
                 or _torch.shard_dim_of(item._spec.placements[-1]) is None
                 or any(row_dim(item, tensor) is not None for tensor in stacked)
                 for item in _items(result)
@@ -75,12 +78,13 @@ def row_dim(result: DTensor, tensor: Any) -> int | None:
     if box_map is None or dim is None:
         return None
     # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.
-    is_flat = result.ndim == 1 and box_map.rule.shard_dim == 0 and result.numel() == tensor.numel()
-    return dim if is_flat or result._spec.shape[dim] == _rows(tensor) else None
+    shape = result._spec.shape
+    is_flat = len(shape) == 1 and box_map.rule.shard_dim == 0 and shape.numel() == tensor._spec.shape.numel()
+    return dim if is_flat or shape[dim] == _rows(tensor) else None
 
 
 def _rows(tensor: Any) -> int:
-    return tensor._spec.shape[tensor._stacked.rule.shard_dim]
+    return tensor._spec.shape[tensor.__dict__[_torch.BOXES].rule.shard_dim]
 
 
 def _in_order(value: Any) -> Any:
@@ -121,6 +125,15 @@ def _write_error(func: Any) -> PlacementError:
     )
 
 
+def refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise PlacementError if a function writes to an :class:`OrderedCopy`, also in a list."""
+    # Functions of torch.nn.init pass their tensor by its name.
+    args, kwargs = by_position(args, kwargs)
+    targets = [kwargs.get("out"), args[0] if args and is_in_place(func) else None]
+    if any(isinstance(item, OrderedCopy) for item in _items(targets)):
+        raise _write_error(func)
+
+
 class OrderedCopy(DTensor):
     """A part of a stacked tensor in the original order. Writes raise, because in one process it is a view."""
 
@@ -129,11 +142,17 @@ class OrderedCopy(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the function as for any DTensor; raise PlacementError for a write."""
-        if is_in_place(func) and args and isinstance(args[0], OrderedCopy):
-            raise _write_error(func)
-        result = _torch.plain_results(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        refuse_writes(func, args, kwargs)
+        result = _torch.plain_results(func, types, args, kwargs)
         _mark_copies(result, args)
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return an ordinary DTensor."""
+        local = copy.deepcopy(self._local_tensor.detach(), memo)
+        memo[id(self)] = new = DTensor(local, self._spec, requires_grad=self.requires_grad)
+        return new
 
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle an ordinary DTensor."""

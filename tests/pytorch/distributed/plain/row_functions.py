@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +181,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "count columns": lambda p: p.count_nonzero(1),
     "any columns": lambda p: (p > 0).any(1),
     "all columns": lambda p: (p > -9).all(1),
+    "deepcopy of rows": lambda p: copy.deepcopy(p.chunk(2)[1]),
     "new_zeros": lambda p: p.new_zeros(p.shape),
     "full_like": lambda p: torch.full_like(p, 2),
     "lerp": lambda p: p.lerp(p * 2, 0.5),
@@ -213,6 +215,10 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "view of rows": lambda p: p.view(2, -1, p.shape[1]).select(0, 1).mul_(2),
     "set rows": lambda p: p.__setitem__(slice(4, 9), 5.0),
     "set a row": lambda p: p.__setitem__(9, 5.0),
+    "foreach of rows": lambda p: torch._foreach_mul_(list(p.chunk(2)), 2.0),
+    "foreach of all and of rows": lambda p: torch._foreach_mul_([p, p.chunk(2)[0]], 2.0),
+    "out is rows": lambda p: torch.mul(p[:4].clone(), 2.0, out=p[:4]),
+    "init of rows": lambda p: torch.nn.init.constant_(p.chunk(2)[0], 7.0),
     "set by a mask": lambda p: p.__setitem__(p > 0, 5.0),
     "index_fill_": lambda p: p.index_fill_(0, torch.tensor([9, 40], device=p.device), 7.0),
     "masked_fill_": lambda p: p.masked_fill_(p > 0, 7.0),
@@ -235,6 +241,10 @@ REFUSED = (
     "view of rows",
     "set rows",
     "set a row",
+    "foreach of rows",
+    "foreach of all and of rows",
+    "out is rows",
+    "init of rows",
     "diagonal",
     "minus cumsum",
     "minus softmax",
