@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -118,6 +119,7 @@ class ForeachWrites:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handlers = DTensor._op_dispatcher._custom_op_handlers
         self._replaced: dict[Any, Any] = {}
+        self._lock = threading.RLock()  # other threads may step
         mixed_lists()  # its handlers must not come later
         names = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
         packets = [getattr(_aten, name) for name in names if name != "_foreach_copy_"]  # has its own handler
@@ -125,26 +127,33 @@ class ForeachWrites:
 
     def count(self, owner: Any) -> None:
         """Count writes from now on. Local operation."""
-        if not self._replaced:
-            self._replaced = {op: self._handlers.get(op) for op in self._operators}
-            self._handlers.update(dict.fromkeys(self._operators, self._handle))
-        self._owners.add(owner)
+        with self._lock:
+            self._owners.add(owner)
+            if not self._replaced:
+                found = {op: self._handlers.get(op) for op in self._operators}
+                # An operator that ran meanwhile may have put this handler back.
+                self._replaced = {op: None if old == self._handle else old for op, old in found.items()}
+                self._handlers.update(dict.fromkeys(self._operators, self._handle))
 
     def ignore(self, owner: Any) -> None:
         """Undo :meth:`count`. Local operation."""
-        self._owners.discard(owner)
-        if not self._owners:
-            self._restore()
+        with self._lock:
+            self._owners.discard(owner)
+        self._restore()
 
     def _restore(self) -> None:
-        for op, handler in self._replaced.items():
-            self._handlers.pop(op)
-            if handler is not None:
-                self._handlers[op] = handler
-        self._replaced = {}
+        """Remove the handlers if no owner is left."""
+        with self._lock:
+            replaced = self._replaced
+            if not self._owners:
+                self._replaced = {}
+                for op, handler in replaced.items():
+                    self._handlers.pop(op, None)
+                    if handler is not None:
+                        self._handlers[op] = handler
 
     def _handle(self, op: Any, args: Any, kwargs: Any) -> Any:
-        result = (self._replaced[op] or _stock)(op, args, kwargs)
+        result = (self._replaced.get(op) or _stock)(op, args, kwargs)
         count_writes(args[0])
         if not self._owners:  # the last one was freed
             self._restore()
@@ -176,8 +185,9 @@ def _full(value: Any) -> Any:
 def _stock(op: Any, args: Any, kwargs: Any) -> Any:
     """Run torch's own implementation, which it uses for operators without a handler."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)
+    handler = handlers.pop(op, None)  # another thread may have removed it
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = handler
+        if handler is not None:
+            handlers[op] = handler
