@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import bodies_averages
 import pytest
+import torch
+
+#: torch 2.11 has fewer functions for DTensors.
+LEAST = 40 if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) else 30
 
 
 @pytest.mark.ranks(2)
@@ -14,7 +18,7 @@ import pytest
 def test_values(pool, strategy):
     for found in pool.run(bodies_averages.written, 2, strategy=strategy):
         assert found["unequal"] == []
-        assert len(found["equal"]) > 40, found
+        assert len(found["equal"]) > LEAST, found
 
 
 @pytest.mark.ranks(2)

@@ -6,8 +6,11 @@ The rows were in the order of the ranks in 105 of 203 cases, among them ``p.T``,
 from __future__ import annotations
 
 import pytest
+import torch
 from plain import row_functions
 
+#: torch 2.11 has fewer functions for DTensors.
+LEAST = 150 if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) else 140
 CASES = [
     ("gated MLP", {"dp_shard": 2, "tp": 2}, "te_fsdp"),
     ("fused attention", {"dp_shard": 2, "tp": 2}, "torch"),
@@ -23,7 +26,7 @@ def test_values(pool, kind, axes, sharder):
         assert [name for name, seen in outcomes.items() if "WRONG" in seen] == []
         # Functions that torch has not for DTensors raise, as without te_fsdp.
         assert [name for name, seen in outcomes.items() if any(s.startswith("invalid") for s in seen)] == []
-        assert sum(seen == {"equal"} for seen in outcomes.values()) > 150
+        assert sum(seen == {"equal"} for seen in outcomes.values()) > LEAST
         for name in row_functions.REFUSED:
             assert all(
                 "a write to some rows of a stacked weight" in text or text.startswith("torch: RuntimeError")
