@@ -42,7 +42,8 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
             # Results have complete rows of an argument, or none.
             spec = stacked[0]._spec
             if all(
-                (item._spec.placements == spec.placements and item._spec.shape == spec.shape)  # most in optimizers
+                (item._spec.shape, item._spec.placements)
+                == (spec.shape, spec.placements)  # most in optimizers
                 or item.device_mesh != spec.mesh
                 or _torch.shard_dim_of(item._spec.placements[-1]) is None
                 or any(row_dim(item, tensor) is not None for tensor in stacked)
