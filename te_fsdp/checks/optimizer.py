@@ -279,7 +279,7 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
         values = {
             k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"
         }
-        options.append({k: v if isinstance(v, plain) else type(v).__name__ for k, v in values.items()})
+        options.append({k: repr(v) if isinstance(v, plain) else type(v).__name__ for k, v in values.items()})
     same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
     if not all(same):
         raise MeshError(

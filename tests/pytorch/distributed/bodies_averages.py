@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import harness
@@ -113,8 +112,11 @@ def handlers(strategy: str) -> list[bool]:
     from torch.distributed.tensor import DTensor
 
     import te_fsdp
+    from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
-    gc.collect()  # models of other tests
+    writes = foreach_writes()
+    writes._owners.clear()  # models of other tests
+    writes._restore()
     operator, present = torch.ops.aten._foreach_lerp_.Scalar, list[bool]()
     _, model, meshes = _pair(strategy)
     te_fsdp.fully_shard(model, meshes, strategy=strategy, units=[Block], checks="setup")
