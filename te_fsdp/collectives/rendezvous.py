@@ -160,12 +160,13 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
         set_running_call(None)
 
 
-def ended_error(call: str, ended: list[int], size: int) -> CollectiveError:
-    """Return the error for ranks that have ended."""
+def ended_error(call: str, ended: list[int], size: int, own: Exception | None = None) -> CollectiveError:
+    """Return the error for ranks that have ended. ``own`` is this rank's error, if the collective has raised one."""
     return _with_end(
         f"te_fsdp.{call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
         expected=f"the call on all {size} ranks",
-        got="an ended process (its connection is closed)",
+        got="an ended process (its connection is closed)"
+        + (f", and here {type(own).__name__}: {(str(own).splitlines() or [''])[0][:200]}" if own else ""),
         why="It may have been killed or have raised an error; check its own output",
         fix="restart the job from its last checkpoint",
     )

@@ -110,7 +110,7 @@ def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
             with store_errors(meeting.call):
                 ended = _agreed(meeting, found, is_store_free=asks_store or failed is not None)
             if ended:
-                raise ended_error(meeting.call, ended, len(meeting.ranks)) from failed
+                raise ended_error(meeting.call, ended, len(meeting.ranks), failed) from failed
             if failed is not None and waited >= ask_at:  # connections of a process may close one by one
                 raise failed
             if failed is None:

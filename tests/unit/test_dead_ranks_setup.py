@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from te_fsdp.collectives import rendezvous
 from tests.unit.test_dead_ranks import ran
 
 
@@ -35,3 +36,9 @@ def test_a_rank_that_lives_is_waited_for_within_a_call(tmp_path: Path, python: s
     result = ran(tmp_path, python, f"set-up {moment}", 2)
     assert [(item["rank"], item["text"]) for item in result] == [(0, ""), (1, ""), (2, "")]
     assert result[0]["seconds"] > 6, "the control: it has checked several times whether rank 2 is alive"
+
+
+def test_an_error_of_this_rank_is_shown_with_the_ended_ones() -> None:
+    """An error of all ranks ends some of them first, so that the others find these ended."""
+    error = rendezvous.ended_error("fully_shard", [1], 2, RuntimeError("no NCCL\nsecond line"))
+    assert "rank 1 has ended" in str(error) and "and here RuntimeError: no NCCL. " in str(error), error
