@@ -1,6 +1,6 @@
 """Gloo process groups whose ranks connect at their first message.
 
-Checked with torch 2.11 to 2.15.
+Checked with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

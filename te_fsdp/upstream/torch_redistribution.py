@@ -1,4 +1,7 @@
-"""Implicit redistribution: torch redistributes arguments of a function on DTensors. Checked with torch 2.13."""
+"""Implicit redistribution: torch redistributes arguments of a function on DTensors.
+
+Checked with torch 2.11 and 2.13.
+"""
 
 from __future__ import annotations
 

@@ -69,15 +69,19 @@ def frozen_when_loaded(outer: str, by: str) -> dict[str, Any]:
 
 def refused(outer: str) -> str:
     """DCP has filled the main weights of a fresh optimizer alone, because its state dict had no other entries."""
-    job = _job("AdamW", outer, 3)
+    return _error_of_own_state(_job("AdamW", outer, 3)[1])
+
+
+def _error_of_own_state(optimizer: Any) -> str:
+    """Load an optimizer's own state dict; return the error, or nothing."""
     try:
-        job[1].load_state_dict(job[1].state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def _job(kind: str, outer: str, seed: int, *, frozen: bool = False) -> tuple[nn.Module, Any]:
+def _job(kind: str | type, outer: str, seed: int, *, frozen: bool = False) -> tuple[nn.Module, Any]:
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -88,10 +92,9 @@ def _job(kind: str, outer: str, seed: int, *, frozen: bool = False) -> tuple[nn.
     model[1].requires_grad_(not frozen)
     te_fsdp.fully_shard(model, meshes, outer_strategy=outer)
     te_fsdp.materialize(model, seed=seed)
-    from plain import state_loads
-
-    found = [getattr(where, kind, None) for where in (torch.optim, state_loads, te.optimizers)]
-    optimizer = next(filter(None, found))(model.parameters(), lr=2**-4)
+    if isinstance(kind, str):
+        kind = getattr(torch.optim if hasattr(torch.optim, kind) else te.optimizers, kind)
+    optimizer: Any = kind(model.parameters(), lr=2**-4)
     te_fsdp.main_weights(model, optimizer)
     return model, te_fsdp.shard_optimizer(optimizer)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plain.partial_states import _equal_after_a_step, _job, _step
+from plain.partial_states import _equal_after_a_step, _error_of_own_state, _job, _step
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -38,7 +38,7 @@ class Momentum(SignSGD):
 
 def stateless(outer: str) -> dict[str, Any]:
     """A new optimizer, and the trained one itself, load the state of an optimizer without state."""
-    job, other = _job("SignSGD", outer, 3), _job("SignSGD", outer, 4)
+    job, other = _job(SignSGD, outer, 3), _job(SignSGD, outer, 4)
     _step(*job)
     job[1].load_state_dict(job[1].state_dict())
     other[0].load_state_dict(job[0].state_dict())
@@ -48,12 +48,7 @@ def stateless(outer: str) -> dict[str, Any]:
 
 def with_state(outer: str) -> str:
     """The control: a user's optimizer that has state, before its first step."""
-    job = _job("Momentum", outer, 3)
-    try:
-        job[1].load_state_dict(job[1].state_dict())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return _error_of_own_state(_job(Momentum, outer, 3)[1])
 
 
 def rolled_back(outer: str, trained: bool) -> dict[str, Any]:
