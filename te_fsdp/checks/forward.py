@@ -219,7 +219,6 @@ def _refuse_bias(path: str, module: Any, args: Any, output: Any) -> None:
     """Raise after a module's first forward with gradients if it has computed in high precision. Local operation."""
     if not torch.is_grad_enabled() or module not in _watched():  # a copy of the module
         return
-    _watched().pop(module).remove()
     bias = _untrained_bias(module)
     if bias is not None and not module.__dict__.get("fp8"):
         raise GradientError(
@@ -230,6 +229,8 @@ def _refuse_bias(path: str, module: Any, args: Any, output: Any) -> None:
             fix="call requires_grad_(False) on the bias, or train the weight as well; to train biases alone, use "
             "torch.nn.Linear, or te.autocast with a recipe",
         )
+    # Only after a forward that does not raise: graphed_step runs a step again if its recording raises.
+    _watched().pop(module).remove()
 
 
 def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:

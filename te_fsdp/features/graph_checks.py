@@ -94,8 +94,7 @@ class Snapshot:
             options.append([id(parameter) for parameter in group["params"]])
             options += [
                 (name, _torch.local_of(value).data_ptr() if isinstance(value, torch.Tensor) else value)
-                for name, value in group.items()
-                if name not in ("params", "lr")
+                for name, value in _options(group).items()
             ]
         return options
 
@@ -133,6 +132,50 @@ class Buffers:
             owner[name] = tensor
             if _addresses(tensor) != addresses:
                 tensor.data = alias
+
+
+# [Note: states in a capture] A step creates the states of parameters that it updates for the first time. They were
+# frozen in earlier steps, or their states have been cleared. A graph would create them again in each replay. So this
+# step runs eagerly, after the graph of the gradients, and the next one is recorded.
+class OptimizerStates:
+    """Tensors in an optimizer's state and options before the capture of its step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        self._options = [_options(group) for group in optimizer.param_groups]
+
+    def changed(self) -> str:
+        """Return "created" or "replaced" for tensors that are different now; empty if there are none."""
+        pairs = [(self._states.get(parameter, {}), now) for parameter, now in self._optimizer.state.items()]
+        pairs += [
+            (options, _options(group))
+            for options, group in zip(self._options, self._optimizer.param_groups, strict=True)
+        ]
+        new = [
+            name in before
+            for before, now in pairs
+            for name, value in now.items()
+            if isinstance(value, torch.Tensor) and value is not before.get(name)
+        ]
+        return "" if not new else "replaced" if any(new) else "created"
+
+    def restore(self) -> None:
+        """Set all values again, because a capture computes none."""
+        for parameter, state in list(self._optimizer.state.items()):
+            state.clear()
+            state.update(self._states.get(parameter, {}))
+            if not state and parameter not in self._states:
+                del self._optimizer.state[parameter]
+        for options, group in zip(self._options, self._optimizer.param_groups, strict=True):
+            for name in _options(group).keys() - options.keys():
+                del group[name]
+            group.update(options)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, except learning rates."""
+    return {name: value for name, value in group.items() if name not in ("params", "lr")}
 
 
 # -------------------------------------------------------------------------------------------------------- microbatches

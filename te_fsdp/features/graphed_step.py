@@ -32,6 +32,7 @@ from te_fsdp.features.clip_grad_norm import clip_grad_norm_
 from te_fsdp.features.cuda_recorder import Inputs, LearningRates, capture_failure, recorder_for
 from te_fsdp.features.graph_checks import (
     Buffers,
+    OptimizerStates,
     Signature,
     Snapshot,
     addresses_between_microbatches,
@@ -347,21 +348,12 @@ class GraphedStep:
             if on_any_rank(bool(why), self._state.meshes.device_mesh):
                 self._run_eagerly(why or "a different rank cannot record its step")
                 return None
-            recording = self._record_gradients(signature, leaves, structure)
+            recording, is_valid = self._record_gradients(signature, leaves, structure), True
             if recording is not None and self._step_can_be_recorded():
-                # The second graph, unless it fails on any rank.
-                report, norm = self._state.components.get(NanReport), recording.norm
-                if report is not None:
-                    report.check()  # a check inside of the recording is then not needed
-                recorded = self._on_all_ranks(lambda: self._update(norm))
-                if isinstance(recorded, str):
-                    self._no_update = recorded
-                    self._step_can_be_recorded()  # logs the reason
-                else:
-                    recording.update, recording.norm = recorded
+                is_valid = self._record_update(recording)
             self._clear_events()
-        if recording is None:
-            return None
+        if recording is None or not is_valid:
+            return recording
         if recording.update is not None and self._state.components.get(NanReport) is None:
             # Both graphs are replayed at once: nothing reads gradients between them.
             recording.read_between = []
@@ -373,6 +365,26 @@ class GraphedStep:
             "without the optimizer" if recording.update is None else "with the optimizer",
         )
         return recording
+
+    def _record_update(self, recording: _Recording) -> bool:
+        """Try to record the optimizer's step; return whether to keep the recording. Collective over the ranks."""
+        report, norm = self._state.components.get(NanReport), recording.norm
+        states = OptimizerStates(self._optimizer)
+        if report is not None:
+            report.check()  # a check inside of the recording is then not needed
+        recorded, mesh = self._on_all_ranks(lambda: self._update(norm)), self._state.meshes.device_mesh
+        changed = states.changed()
+        is_created, is_replaced = (on_any_rank(changed == kind, mesh) for kind in ("created", "replaced"))
+        if is_replaced and not isinstance(recorded, str):
+            recorded = "it replaces the tensors of its state"
+        if is_created or isinstance(recorded, str):
+            states.restore()
+        if isinstance(recorded, str):
+            self._no_update = recorded
+            self._step_can_be_recorded()  # logs the reason
+        elif not is_created:
+            recording.update, recording.norm = recorded
+        return isinstance(recorded, str) or not is_created
 
     def _record_gradients(self, signature: Signature, leaves: list[Any], structure: Any) -> _Recording | None:
         """Record the graphs of gradients; ``None`` if one failed on any rank. Collective over the model's ranks."""

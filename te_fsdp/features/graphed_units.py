@@ -24,6 +24,7 @@ from te_fsdp.features.cuda_recorder import CudaRecorder, capture_failure, record
 from te_fsdp.features.graph_checks import Signature
 from te_fsdp.features.transports import transports_of
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
+from te_fsdp.modules.mixin import record_forward
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import (
     fsdp2_units,
@@ -256,7 +257,13 @@ class _Pending:
 
     def __init__(self, shared: _Shared, name: str, recording: UnitRecording, is_new: bool) -> None:
         self.recording, self.is_new, self.is_done = recording, is_new, False
+        self.assigns = False  # see record_forward
         self._shared, self.name = shared, name
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the backward has not run."""
+        return not self.is_done
 
     def backward(self, gradients: Any, goes_on: bool) -> list[Any]:
         """Run the recorded backward. ``goes_on``: whether that of the unit's inputs follows."""
@@ -313,6 +320,8 @@ class _Unit:
             recording.wait_for_reductions()  # of the previous pass, whose gradients this forward may overwrite
         pending = _Pending(shared, self.name, recording, is_new)
         shared.push(pending)
+        for binding in recording.bindings:
+            record_forward(binding, pending)
         shared.replays += not is_new
         return recording.apply(pending, leaves)
 

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
 from te_fsdp.features.graph_checks import Buffers
+from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch, unit_graphs as _graphs
+from te_fsdp.upstream.te_derived import derive_columnwise_usage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,6 +130,14 @@ class UnitRecording:
             for leaf in leaves
         ]
         self.weights = weights_of(unit)
+        #: Of modules whose parameters are DTensors also while they are unsharded
+        self.bindings = [
+            binding
+            for module in unit.modules()
+            if (binding := binding_of(module)) is not None
+            and binding.fsdp.is_managed
+            and any(isinstance(parameter, DTensor) for parameter in module._parameters.values())
+        ]
         self._modes = [(module, module.training) for module in unit.modules()]
         self._unit_buffers = Buffers(unit)
         self._fixed = fixed | {address for w in self.weights for address in w.addresses}
@@ -279,6 +289,9 @@ class UnitRecording:
             static.zero_() if gradient is None else static.copy_(gradient)
         # Each pass derives these buffers again, in new memory. The graph reads those that it was recorded with.
         for local, attribute, staged in self._staged if self.is_complete else ():
+            if getattr(local, attribute) is None:
+                # FSDP2 unshards a unit once for several of its backwards, and the first one has dropped the buffer.
+                derive_columnwise_usage(local)
             value = getattr(local, attribute)
             if value is None:
                 raise OrderError(

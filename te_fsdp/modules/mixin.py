@@ -59,6 +59,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def record_forward(binding: ModuleBinding, node: Any) -> None:
+    """Record a module's forward. Its node must not assign gradients that autograd adds to others. Local operation.
+
+    Autograd adds the gradients of several forwards in one backward before FSDP2 reduces them. The attribute ``waits``
+    of a node is true until its backward runs, and ``assigns`` becomes false if another node waits.
+    """
+    for reference in tuple(binding.fsdp.forwards):
+        if (earlier := reference()) is not None and earlier.waits:
+            earlier.assigns = node.assigns = False
+    binding.fsdp.forwards.append(weakref.ref(node, binding.fsdp.forwards.remove))
+
+
 # [Note: the same local tensor] The object identity matters. FSDP2 refills the buffers of one local tensor
 # object for the backward pass. TE swaps attributes of this object (rowwise data for forward, columnwise data
 # for backward). A view would keep stale data. Modules outside of TE get a different object over the same
@@ -76,11 +88,7 @@ class _ToLocal(torch.autograd.Function):
         ctx.binding, ctx.names = binding, names
         ctx.waits = ctx.assigns = binding.fsdp.is_managed and not torch.compiler.is_compiling()
         if ctx.waits and _torch.backward_id() == -1:
-            # Autograd adds the gradients of several forwards in one backward before FSDP2 reduces them.
-            for reference in tuple(binding.fsdp.forwards):
-                if (earlier := reference()) is not None and earlier.waits:
-                    earlier.assigns = ctx.assigns = False
-            binding.fsdp.forwards.append(weakref.ref(ctx, binding.fsdp.forwards.remove))
+            record_forward(binding, ctx)
         local, specs = _torch.locals_and_specs(parameters)
         ctx.specs = specs
         local = tuple([t.detach() for t in local]) if is_foreign else local

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp.upstream import te as _te
@@ -26,6 +27,12 @@ def drop_derived_buffers(tensor: torch.Tensor, row: Format) -> None:
     for buffer in row.buffers:
         if buffer.is_derived:
             setattr(tensor, buffer.attribute, None)
+
+
+def derive_columnwise_usage(tensor: Any) -> None:
+    """Let TE compute the data for backward GEMMs from that for forward GEMMs, if the format can. Local operation."""
+    with suppress(RuntimeError):
+        tensor.update_usage(columnwise_usage=True)
 
 
 def derive_transpose(tensor: torch.Tensor) -> None:

@@ -80,6 +80,12 @@ def _casts(model: nn.Module, number: int) -> torch.Tensor:
     return model(_batch(number).bfloat16()).float().square().mean()
 
 
+def _casts_of_two_forwards(model: nn.Module, number: int) -> torch.Tensor:
+    """Two forwards, of which the second one runs eagerly. Autograd adds their gradients in BF16."""
+    chosen, rejected = (model(_batch(n + number).bfloat16()).float() for n in (0, 100))
+    return (chosen - rejected).square().mean()
+
+
 def _unit_alone(model: nn.Module, number: int) -> torch.Tensor:
     """A unit in the middle is evaluated before the model is."""
     with torch.no_grad():
@@ -94,6 +100,7 @@ LOOPS: dict[str, Callable[[nn.Module, int], torch.Tensor]] = {
     "towers": _towers,
     "a unit alone": _unit_alone,
     "casts": _casts,
+    "tp, casts": _casts_of_two_forwards,
 }
 
 
@@ -190,8 +197,8 @@ def same_bits(loop: str) -> list[int]:
 
     def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
         kind = _Towers if loop == "towers" else _Model
-        model = kind(torch.bfloat16 if loop == "casts" else torch.float32, **options)
-        policy = te_fsdp.MixedPrecisionPolicy() if loop == "casts" else None
+        model = kind(torch.bfloat16 if "casts" in loop else torch.float32, **options)
+        policy = te_fsdp.MixedPrecisionPolicy() if "casts" in loop else None
         te_fsdp.fully_shard(model, meshes, units="blocks.*", transport="copy_engine", precision=policy)
         te_fsdp.materialize(model, seed=0)
         graphed = None

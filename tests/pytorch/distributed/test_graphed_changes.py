@@ -1,0 +1,45 @@
+"""Changes of a loop after its first steps, which graphs record with them."""
+
+from __future__ import annotations
+
+import pytest
+from graphed import change_bodies
+from test_graphed_programs import ENVIRONMENT
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", pytest.param("fused_adam", marks=pytest.mark.gpu)],  # the emulated one reads values on the host
+)
+@pytest.mark.parametrize("kind", ["", "frozen", "cleared", "added"])
+def test_states_that_a_recorded_step_would_create(pool, kind, optimizer):
+    # The step with new states runs its optimizer eagerly, with a recording that is not kept.
+    for found in pool.run(
+        change_bodies.first_updates, 2, env=ENVIRONMENT, kind=kind, optimizer=optimizer, timeout=240
+    ):
+        assert found == ["", 1, 5]
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_replaces_its_states_runs_eagerly(pool):
+    for found in pool.run(
+        change_bodies.first_updates, 2, env=ENVIRONMENT, kind="", optimizer="replaces", timeout=240
+    ):
+        assert found == ["it replaces the tensors of its state", 1, 5]
+
+
+@pytest.mark.ranks(2)
+def test_a_frozen_weight_with_a_trained_bias_raises_in_a_recorded_step(pool):
+    for error in pool.run(change_bodies.frozen_weight, 2, env=ENVIRONMENT, timeout=240):
+        assert error.startswith("1.bias: a trained bias of a frozen weight")
+
+
+@pytest.mark.arch("9.0")
+@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling"])
+def test_two_forwards_of_transposed_weights(pool, recipe):
+    for recordings, replays in pool.run(
+        change_bodies.quantized_forwards, 1, env=ENVIRONMENT, recipe=recipe, timeout=240
+    ):
+        assert recordings == 3
+        assert replays >= 12
