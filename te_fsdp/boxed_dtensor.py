@@ -35,6 +35,7 @@ from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard
 from te_fsdp.row_order import OrderedCopy, refuse_writes, row_dim, run_in_order, stacked_among
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import support_foreach
+from te_fsdp.upstream.torch_redistribution import move_strided_shards
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES
@@ -117,7 +118,7 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
 
 
 def place_full_tensors() -> None:
-    """Let torch place rows of original tensors in full state dicts and safetensors; later calls do nothing."""
+    """Let torch place rows in full state dicts, safetensors and results of functions; later calls do nothing."""
 
     def place_states(stock: Any) -> Any:
         @functools.wraps(stock)
@@ -174,6 +175,7 @@ def place_full_tensors() -> None:
         (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", separate),
     ):
         _wrap_once(owner, name, wrap)
+    move_strided_shards()
 
 
 def wrap_dcp(narrow: Callable[[Any], Any], load: Callable[[Any], Any], write: Callable[[Any], Any]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.upstream import torch_dtensor as _torch
-from te_fsdp.upstream.torch_functions import PARTS, by_position, is_in_place, part_dims
+from te_fsdp.upstream.torch_functions import PARTS, VIEWS, by_position, is_in_place, keeps_dim, part_dims
 from te_fsdp.upstream.torch_redistribution import MixedOrder, without_mixed_order
 
 #: torch 2.13 computes global indices from those of the shards, without a redistribution.
@@ -29,13 +29,15 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
 
     Raises PlacementError for such a function if it writes to a stacked tensor.
     """
-    if func in PARTS:
+    if func in PARTS or func in VIEWS:
         args, kwargs = by_position(args, kwargs)
     first = args[0] if args else None
     target = kwargs.get("out") if "out" in kwargs else (first if is_in_place(func) else None)
+    is_written = getattr(target, "_stacked", None) is not None
     dim = stacked[0].__dict__[_torch.BOXES].rule.shard_dim
     is_part = func in PARTS and first is stacked[0] and dim in part_dims(func, args, kwargs)
-    if not is_part and func not in _INDICES:
+    is_split = func in VIEWS and first is stacked[0] and not keeps_dim(func, dim, args, kwargs)
+    if not is_part and not is_split and func not in _INDICES:
         try:
             with without_mixed_order(stacked[0].device_mesh, {_rows(tensor) for tensor in stacked}):
                 result = _torch.plain_results(func, types, args, kwargs)
@@ -52,7 +54,10 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
                 return result
         except MixedOrder:
             pass
-    if getattr(target, "_stacked", None) is not None:
+        except NotImplementedError:  # torch 2.11: ``max`` of ``_StridedShard``
+            if is_written:
+                raise
+    if is_written:
         raise _write_error(func)
     args = (first, *_in_order(args[1:])) if target is not None and target is first else _in_order(args)
     kwargs = {key: _in_order(value) for key, value in kwargs.items()}

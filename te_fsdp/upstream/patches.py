@@ -59,18 +59,20 @@ FSDP2 = (
         "- `torch.amp.GradScaler` reduces",
     ),
     Patch(
+        "module `_ops._tensor_ops`, rule of `aten.t`",
+        "shift_shard_dims_after_insert, shift_shard_dims_after_remove",
+        "moves the dim of `_StridedShard`",
+        "test_strided_shards.py::test_values",
+        "- `t`, `stack`, `select` and `unbind`",
+        versions="torch 2.11",
+    ),
+    Patch(
         "model, unit",
-        "__deepcopy__, __reduce_ex__",
-        "refuses copies and pickles",
+        "__deepcopy__, __reduce_ex__, _backward_hooks",
+        "refuses copies, pickles and `make_graphed_callables`",
         "test_unsupported.py::test_errors",
     ),
     Patch("unit", "_get_fsdp_state", "returns the state without a search", "test_all_calls.py::test_budget"),
-    Patch(
-        "model, unit",
-        "_backward_hooks",
-        "refuses `make_graphed_callables`",
-        "test_unsupported.py::test_errors",
-    ),
     Patch(
         "`FSDPParamGroup`",
         "_init_mp_dtypes",

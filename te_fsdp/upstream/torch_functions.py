@@ -55,10 +55,12 @@ PARTS: dict[Any, int] = {
     torch.Tensor.__iter__: 1,
     torch.Tensor.__getitem__: 1,
 }
+#: Functions that may split or join the rows of a tensor.
+VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.unflatten, torch.unflatten}
 
 
 def by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a function of :data:`PARTS` with the tensor first, also if it was passed by its name."""
+    """Return arguments for :data:`PARTS` and :data:`VIEWS` with the tensor first, also if it was passed by its name."""
     key = next((key for key in ("input", "tensor", "self") if key in kwargs), None)
     if args or key is None:
         return args, kwargs
@@ -92,6 +94,14 @@ def part_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[i
             items[place : place + 1] = [slice(None)] * (tensor.ndim - len(items) + 1)
             break
     return {i for i, item in enumerate(items) if not isinstance(item, slice) or item != slice(None)}
+
+
+def keeps_dim(func: Any, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the result of a function of :data:`VIEWS` has a dim of the tensor, or is flat."""
+    shape = args[0].shape
+    new = func(torch.empty(shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs).shape
+    before, size = shape[:dim].numel(), shape[dim]
+    return len(new) == 1 or any(n == size and new[:i].numel() == before for i, n in enumerate(new))
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""Implicit redistribution: torch redistributes arguments of a function on DTensors.
+"""Placements in functions on DTensors: implicit redistribution, ``_StridedShard``.
 
-Checked with torch 2.11 and 2.13.
+Checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._ops import _tensor_ops
 from torch.utils import _pytree
 
-from te_fsdp.upstream.torch_dtensor import shard_dim_of
+from te_fsdp.upstream.torch_dtensor import shard_dim_of, shifted, strided_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 _watched = threading.local()
 
@@ -62,3 +65,38 @@ def _install() -> None:
         return stock(op_info, suggested, *args, **kwargs)
 
     dispatcher.redistribute_local_args = redistribute_local_args
+
+
+@functools.cache
+def move_strided_shards() -> None:
+    """Let ``t``, ``stack``, ``select`` and ``unbind`` move the dim of ``_StridedShard``. Local, once per process."""
+    # Rules of torch 2.11 move the dim of ``Shard`` only. Results then had wrong placements, without an error.
+    probe = strided_shard(0, 2)
+    if probe not in _tensor_ops.shift_shard_dims_after_insert([probe]):
+        return
+    rules, transposed = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs, torch.ops.aten.t.default
+    stock: Any = rules[transposed]
+
+    def after_insert(placements: Sequence[Placement], insert_dim: int = 0) -> list[Placement]:
+        return [_moved(placement, lambda dim: dim + (dim >= insert_dim)) for placement in placements]
+
+    def after_remove(placements: Sequence[Placement], remove_dim: int = 0) -> list[Placement]:
+        return [_moved(placement, lambda dim: dim - (dim > remove_dim)) for placement in placements]
+
+    def after_transpose(schema: Any) -> Any:
+        result = stock(schema)
+        for rule in result.strategies:
+            spec = rule.input_specs[0]
+            if spec.ndim == 2:
+                placements = tuple(_moved(placement, lambda dim: 1 - dim) for placement in spec.placements)
+                rule.output_specs = type(spec)(spec.mesh, placements)
+        return result
+
+    rules[transposed] = after_transpose
+    _tensor_ops.shift_shard_dims_after_insert = after_insert  # type: ignore[assignment]
+    _tensor_ops.shift_shard_dims_after_remove = after_remove  # type: ignore[assignment]
+
+
+def _moved(placement: Placement, move: Callable[[int], int]) -> Placement:
+    dim = shard_dim_of(placement)
+    return placement if dim is None else shifted(placement, move(dim) - dim)

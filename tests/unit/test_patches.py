@@ -6,10 +6,14 @@ import inspect
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._ops import _tensor_ops
 
 import te_fsdp
 from te_fsdp.mesh import Meshes
@@ -19,6 +23,8 @@ from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
 from te_fsdp.quantized.quantizer_record import keep_amax_group_in_copies, patch_block_copies, patch_quantize
 from te_fsdp.upstream import fsdp2_state as _fsdp2, patches as _patches, te as _te
 from te_fsdp.upstream.patches import FSDP2
+from te_fsdp.upstream.torch_dtensor import strided_shard
+from te_fsdp.upstream.torch_redistribution import move_strided_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/upstream.md").read_text()
@@ -180,3 +186,33 @@ def test_pieces_of_all_ranks(rows, dim):
             actual.shape == piece.shape and actual.stride() == piece.stride() and torch.equal(actual, piece)
         )
         assert not piece.numel() or actual.data_ptr() == piece.data_ptr()
+
+
+class Spec(NamedTuple):
+    mesh: object
+    placements: tuple[object, ...]
+    ndim: int = 2
+
+
+def test_dims_of_strided_shards(monkeypatch):
+    """With rules that do not move ``_StridedShard``, as those of torch 2.11."""
+    strided, rule = strided_shard(0, 2), SimpleNamespace(input_specs=[], output_specs=None)
+    rules, transposed = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs, torch.ops.aten.t.default
+    monkeypatch.setitem(rules, transposed, lambda schema: SimpleNamespace(strategies=[rule]))
+    for name in ("insert", "remove"):
+        monkeypatch.setattr(
+            _tensor_ops, f"shift_shard_dims_after_{name}", lambda placements, dim=0: placements
+        )
+    move_strided_shards.__wrapped__()
+    kept, moved = [strided, Shard(0), Replicate()], [strided_shard(1, 2), Shard(1), Replicate()]
+    assert _tensor_ops.shift_shard_dims_after_insert(kept) == moved
+    assert _tensor_ops.shift_shard_dims_after_insert(kept, 1) == kept
+    assert _tensor_ops.shift_shard_dims_after_remove(moved, 0) == kept
+    assert _tensor_ops.shift_shard_dims_after_remove(moved, 1) == moved
+    for before, after in ((kept, moved), (moved, kept)):
+        rule.input_specs = [Spec("mesh", tuple(before))]
+        rules[transposed](None)
+        assert rule.output_specs == Spec("mesh", tuple(after))
+    rule.input_specs, rule.output_specs = [Spec("mesh", tuple(kept), ndim=1)], "as it was"
+    rules[transposed](None)
+    assert rule.output_specs == "as it was"
