@@ -18,6 +18,10 @@ def test_states_that_a_recorded_step_would_create(pool, kind, optimizer):
     for found in pool.run(
         change_bodies.first_updates, 2, env=ENVIRONMENT, kind=kind, optimizer=optimizer, timeout=240
     ):
+        if (kind, optimizer) == ("added", "fused_adam"):
+            # FusedAdam creates the step count of a group on the host, which fails in a capture.
+            assert found.pop(0).startswith("the capture has failed")
+            found.insert(0, "")
         assert found == ["", 1, 5]
 
 
