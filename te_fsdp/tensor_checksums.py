@@ -29,6 +29,9 @@ def is_constant(tensor: torch.Tensor) -> torch.Tensor:
 def row_checksums(rows: torch.Tensor) -> torch.Tensor:
     """Return a position-dependent int64 checksum per row of a plain, contiguous (rows, elements) tensor. Local."""
     integers = _bits_of(rows)
+    if integers.element_size() == 8:
+        # An even weight would shift the sign of an 8-byte word out of the sum.
+        integers = integers.view(torch.int32)
     total = torch.zeros(len(integers), dtype=torch.int64, device=rows.device)
     size = max(1, _PIECE // max(1, len(integers)))
     for start in range(0, integers.shape[1], size):

@@ -198,7 +198,8 @@ def _divisors(number: int) -> list[int]:
 
 def _nearest_shape(weight: Weight, grid: Grid, dims: tuple[int, ...]) -> str:
     """Format the nearest original shape that fits the mesh if FSDP2 shards one of ``dims``."""
-    block, total = weight.block, sum(weight.rule.layout.blocks)
+    block, heights = weight.block, weight.rule.layout.blocks  # relative heights, such as numbers of heads
+    total = sum(heights) // math.gcd(*heights)
     tp = [grid.tp if weight.rule.shard_dim == dim else 1 for dim in (0, 1)]
     original = (weight.shape[0] * tp[0], math.prod(weight.shape[1:]) * tp[1])
 

@@ -183,3 +183,30 @@ def test_checksums_distinguish_patterns_of_two_values():
     sums = {int(checksum(pattern)) for pattern in patterns}
     assert len(sums) == len(patterns)
     assert int(checksum(patterns[5])) == int(checksum(patterns[5].clone()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.complex64], ids=str)
+def test_checksums_see_every_bit(dtype):
+    """Signs of 8-byte elements too: an even weight shifts the top bit out of the sum."""
+    tensor = torch.arange(1, 17, dtype=torch.int32).view(dtype)
+    expected = int(checksum(tensor))
+    for byte, bit in itertools.product(range(64), range(8)):
+        changed = tensor.clone()
+        changed.view(torch.uint8)[byte] ^= 1 << bit
+        assert int(checksum(changed)) != expected, (byte, bit)
+
+
+def test_counters_of_a_module_with_children():
+    """Its reset_parameters runs for the children too; a zero must differ from the value of unset integers."""
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2, device="meta")
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long, device="meta"))
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            self.steps.zero_()
+
+    assert te_fsdp.materialize(Mixer()).steps.item() == 0

@@ -272,6 +272,14 @@ def test_proposed_shapes_fit(fmt, rows, columns, shard, tp_log):
     assert fitting_dim(weight(shape, fmt, ParameterRule(0)).over(tp), shard) is not None
 
 
+def test_proposed_shapes_of_grouped_queries_are_the_nearest():
+    """Query, key and value of 8 and 4 heads are as high as 2, 1 and 1 blocks: 4 blocks for each tp rank fit."""
+    queries = ParameterRule(0, Layout("stacked", (8, 4, 4)))
+    with pytest.raises(PlacementError, match=r"unsharded shape \(2048, 512\) instead of \(1024, 512\)"):
+        check_fit(weight((1024, 512), "float8-block", queries).over(4), Grid(1, 1, 4))
+    assert fits(weight((2048, 512), "float8-block", queries).over(4), 1, 0)
+
+
 def test_stacked_tensors_have_full_blocks():
     halves = ParameterRule(0, Layout("stacked", (1, 1)))
     assert fits(weight((128, 64), "mxfp8", halves), 2, 0)
