@@ -24,6 +24,8 @@ def count_writes_to_data(record: str) -> None:
     stock: Any = vars(torch._C.TensorBase)["data"]
 
     def get(self: DTensor) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo traces this, but reads no ``__dict__``
+            return self.detach()
         if record not in self.__dict__:
             return stock.__get__(self)
         data: Any = self.detach()
