@@ -51,6 +51,7 @@ from te_fsdp.quantized.shards import requantize
 from te_fsdp.records import (
     BINDING,
     MODULE,
+    PARAMETER,
     ModuleBinding,
     ModuleRecord,
     UserDTensor,
@@ -61,6 +62,7 @@ from te_fsdp.records import (
 )
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.patches import pickle_element_types_by_value
+from te_fsdp.upstream.torch_data import count_writes_to_data
 from te_fsdp.versions import warn_if_untested
 
 if TYPE_CHECKING:
@@ -135,14 +137,9 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         MeshError: A mesh is not 1-D, or contradicts ``tp_size`` or ``tp_group``.
         PlacementError: Heads or features that ``tp_size`` does not divide.
     """
-    members = {
-        "__init__": __init__,
-        "set_device_mesh": _set_own_mesh,
-        "__doc__": doc,
-        "__module__": "te_fsdp",
-    }
+    members = {"__init__": __init__, "set_device_mesh": _set_own_mesh, "__doc__": doc}
     # The constructor above reads `cls` for ``super()`` when it runs, and the class exists by then.
-    cls = type(kind, _bases(stock), members)
+    cls = type(kind, _bases(stock), members | {"__module__": "te_fsdp"})
     return cls
 
 
@@ -277,6 +274,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
         _bind(item, replaced)
     watch_loading(model)
     place_full_tensors()
+    count_writes_to_data(PARAMETER)
     patch_loading()
     patch_expert_loading()
     if _te.is_loaded():

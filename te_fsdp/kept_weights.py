@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from te_fsdp import records
 from te_fsdp.errors import OrderError
+from te_fsdp.modules.torch_units import register_shards, register_unsharded
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params
 from te_fsdp.upstream import (
     fsdp2_prefetch as _fsdp2_prefetch,
     fsdp2_state as _fsdp2,
-    fsdp2_units,
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
@@ -39,12 +38,7 @@ def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
         if name in state.unsharded.exposed or (only is None and state.units[name].gather == "pass"):
             continue
         apply_frozen(state, name)
-        for parameter, record in _fsdp2.unsharded_parameters(unit):
-            for module, attr in fsdp2_units.owners_of(record):
-                if module._parameters.get(attr) is parameter:
-                    _set_shard_exposed(module, attr, True)
-                    # Not by an assignment, after which a quantized weight would free its data.
-                    module._parameters[attr] = _fsdp2.sharded_param_of(record)
+        register_shards(unit)
         state.unsharded.exposed[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
         foreach_writes().count(state)
 
@@ -65,14 +59,7 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         unit.reshard()  # type: ignore[operator]
         state.unsharded.versions.pop(name, None)
         return
-    for parameter, record in _fsdp2.unsharded_parameters(unit):
-        shard = _fsdp2.sharded_param_of(record)
-        # The user may have frozen the sharded parameter, which model.parameters() returned meanwhile.
-        if parameter.requires_grad != shard.requires_grad:
-            parameter.requires_grad_(shard.requires_grad)
-        for module, attr in fsdp2_units.owners_of(record):
-            _set_shard_exposed(module, attr, False)
-            setattr(module, attr, parameter)
+    register_unsharded(unit)
 
 
 def record_kept(state: ShardedModel, name: str, unit: nn.Module) -> None:
@@ -147,10 +134,3 @@ def expose_after_exception(state: ShardedModel) -> bool:
         record_unsharded_params(unit)
         expose_sharded_params(state, name)
     return True
-
-
-def _set_shard_exposed(module: nn.Module, name: str, is_shard_exposed: bool) -> None:
-    binding = records.binding_of(module)
-    pair = None if binding is None else binding.fsdp.pairs.get(name)
-    if pair is not None:
-        pair.is_shard_exposed = is_shard_exposed

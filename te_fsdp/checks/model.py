@@ -36,6 +36,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
+from te_fsdp.upstream.torch_data import assigned
 from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
 
 if TYPE_CHECKING:
@@ -338,6 +339,8 @@ def refuse_changed_parameters(state: ShardedModel) -> None:
 
 def refuse_assigned_data(state: ShardedModel) -> None:
     """Raise if ``.data`` of a sharded parameter was assigned. Local: checks one parameter of each unit, then all."""
+    if assigned[0]:
+        refuse_assigned(state)
     for unit in state.modules.values():
         first = _fsdp2.first_sharded_parameter(unit)
         if first is not None and is_assigned(first):

@@ -1,8 +1,9 @@
-"""Resharding of bound units of torch's own ``fully_shard``, after a step or an evaluation.
+"""Bound units of torch's own ``fully_shard`` after a step or an evaluation.
 
-FSDP2 keeps the root unsharded after a forward, and any unit after ``set_reshard_after_backward(False)``. A step then
-updates the shards, and the next forward reads the unsharded weights from before the step, without an error. After an
-evaluation ``model.parameters()`` returns unsharded parameters, whose changes the next reshard drops.
+FSDP2 keeps the root unsharded after a forward, and any unit with ``reshard_after_forward=False`` or
+``set_reshard_after_backward(False)``. A step then updates the shards, and the next forward reads the unsharded weights
+from before the step, without an error. After an evaluation ``model.parameters()`` would return unsharded parameters,
+whose changes the next reshard drops.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fsdp.records import get_record, module_record
+from te_fsdp.records import binding_of, get_record, module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +63,7 @@ def reshard_units(step: Step) -> None:
 
 
 def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> None:
-    """Reshard the FSDP2 root around a bound module after its forwards without gradients. Local operation.
+    """Register the shards of the units around a bound module after forwards without gradients. Local operation.
 
     ``shard`` is a parameter of the module that FSDP2 unshards for the first time.
     """
@@ -69,13 +71,71 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
     if record is not None and record.state is not None:
         return  # te_fsdp.fully_shard keeps its units
     for root in fsdp2_units.roots_in_forward() or fsdp2_units.units_around(module):
-        hooks = module_record(root).hooks
-        if _reshard_root not in hooks:
-            hooks.add(_reshard_root)
-            root.register_forward_hook(_torch.disable_compile(_reshard_root))
+        if _end_evaluation in module_record(root).hooks:
+            continue
+        for unit in filter(fsdp2_units.is_fsdp_module, root.modules()):
+            if _end_evaluation not in (hooks := module_record(unit).hooks):
+                hooks.add(_end_evaluation)
+                unit.register_forward_hook(_torch.disable_compile(_end_evaluation))
+                fsdp2_units.after_methods(unit, _end_evaluation)
+                fsdp2_units.before_unshard(unit, functools.partial(_restore, unit))
 
 
-def _reshard_root(unit: nn.Module, args: Any, output: Any) -> None:
-    # No backward follows, for which FSDP2 keeps the root. With an explicit ``reshard_after_forward`` it stays.
-    if not torch.is_grad_enabled() and _torch.backward_id() == -1 and fsdp2_units.is_kept_root(unit):
-        unit.reshard()  # type: ignore[operator]
+def _end_evaluation(unit: nn.Module, args: Any, output: Any) -> None:
+    """Register the shards of all units after the outermost forward of a unit without gradients. Local operation."""
+    if torch.is_grad_enabled() or _torch.backward_id() != -1 or fsdp2_units.is_in_forward(unit):
+        return
+    for inner in _fsdp2.units_of_tree(unit):
+        if not _fsdp2.is_unit_unsharded(inner) or fsdp2_units.is_kept_root(inner):
+            # No backward follows, for which FSDP2 keeps the root, or shards units over fewer ranks.
+            inner.reshard()  # type: ignore[operator]
+            continue
+        # With ``reshard_after_forward=False`` the next forward needs no all-gather, unless the shards change.
+        register_shards(inner)
+        for group in fsdp2_units.fsdp_parameter_groups(inner):
+            group_record = fsdp2_units.record_of_group(group)
+            if group_record.exposed is None:
+                group_record.exposed = _torch.versions_of(fsdp2_units.shards_of(group))
+                foreach_writes().count(group)
+
+
+def _restore(unit: nn.Module, group: Any) -> None:
+    """Register a group's unsharded parameters again before it is used; free them if the shards changed. Local."""
+    group_record = fsdp2_units.record_of_group(group)
+    versions, group_record.exposed = group_record.exposed, None
+    if versions is None:
+        return
+    foreach_writes().ignore(group)
+    if _torch.versions_of(fsdp2_units.shards_of(group)) != versions:
+        fsdp2_units.free_group(group)
+    elif _fsdp2.is_unit_unsharded(unit):
+        register_unsharded(unit)
+
+
+def register_shards(unit: nn.Module) -> None:
+    """Register the sharded parameters of an unsharded unit in its modules. No memory is freed. Local operation."""
+    for parameter, managed in _fsdp2.unsharded_parameters(unit):
+        for module, attr in fsdp2_units.owners_of(managed):
+            if module._parameters.get(attr) is parameter:
+                _set_shard_exposed(module, attr, True)
+                # Not by an assignment, after which a quantized weight would free its data.
+                module._parameters[attr] = _fsdp2.sharded_param_of(managed)
+
+
+def register_unsharded(unit: nn.Module) -> None:
+    """Undo :func:`register_shards`. Local operation."""
+    for parameter, managed in _fsdp2.unsharded_parameters(unit):
+        shard = _fsdp2.sharded_param_of(managed)
+        # The user may have frozen the sharded parameter, which model.parameters() returned meanwhile.
+        if parameter.requires_grad != shard.requires_grad:
+            parameter.requires_grad_(shard.requires_grad)
+        for module, attr in fsdp2_units.owners_of(managed):
+            _set_shard_exposed(module, attr, False)
+            setattr(module, attr, parameter)
+
+
+def _set_shard_exposed(module: nn.Module, name: str, is_shard_exposed: bool) -> None:
+    binding = binding_of(module)
+    pair = None if binding is None else binding.fsdp.pairs.get(name)
+    if pair is not None:
+        pair.is_shard_exposed = is_shard_exposed

@@ -149,6 +149,11 @@ def _states(root: nn.Module) -> list[Any]:
     return list(fsdp_state_of(root)._state_ctx.all_states)
 
 
+def units_of_tree(unit: nn.Module) -> list[nn.Module]:
+    """Return all units of the tree of a unit, from its first forward on."""
+    return [state._modules[0] for state in _states(unit)]
+
+
 def _groups(root: nn.Module) -> list[Any]:
     """Return the parameter groups of the tree under a root."""
     return [group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0])]

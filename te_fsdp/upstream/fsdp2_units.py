@@ -35,6 +35,8 @@ class GroupRecord:
     is_postponed: bool = (
         False  #: Whether ``post_backward`` leaves the reduction to a later one of the same backward
     )
+    #: Versions of the shards while they are registered, although the group is unsharded (``modules/torch_units.py``).
+    exposed: list[int] | None = None
     flags: Any = None  #: Record that is reduced with the gradients (``fsdp2_unused.UseFlags``)
     gathers: Any = None  #: Object that all-gathers the group instead of FSDP2
     sends_without_copy: bool = False  #: Whether gradients are sent without a copy (``symmetric_memory.py``)
@@ -84,6 +86,48 @@ def is_kept_root(unit: nn.Module) -> bool:
     """Return whether FSDP2 keeps a unit unsharded because it is the root (``_auto_reshard_after_forward``)."""
     state = fsdp_state_of(unit)
     return bool(state._is_root and state._auto_reshard_after_forward)
+
+
+def is_in_forward(unit: nn.Module) -> bool:
+    """Return whether a forward of a unit's root is in progress (``FSDPStateContext.iter_forward_root``)."""
+    return fsdp_state_of(unit)._state_ctx.iter_forward_root is not None
+
+
+def before_unshard(unit: nn.Module, call: Callable[[Any], None]) -> None:
+    """Call a function with each parameter group of a unit before it is unsharded (``FSDPParamGroup.unshard``)."""
+
+    def wrap(group: Any, stock: Callable[..., None]) -> None:
+        def unshard(*args: Any, **kwargs: Any) -> None:
+            call(group)
+            stock(*args, **kwargs)
+
+        group.unshard = unshard
+
+    for group in fsdp_parameter_groups(unit):
+        wrap(group, group.unshard)
+
+
+def after_methods(unit: nn.Module, call: Callable[..., None]) -> None:
+    """Call a function as a forward hook after methods of ``register_fsdp_forward_method`` (``_post_forward``)."""
+    state = fsdp_state_of(unit)
+    stock = state._post_forward  # FSDP2's own hook of forward is another reference to it
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        output = stock(module, args, output)
+        call(module, args, output)
+        return output
+
+    state._post_forward = post_forward
+
+
+def shards_of(group: Any) -> list[torch.nn.Parameter]:
+    """Return the sharded parameters of a group, even if it is unsharded (``FSDPParam.sharded_param``)."""
+    return [managed.sharded_param for managed in group.fsdp_params]
+
+
+def free_group(group: Any) -> None:
+    """Reshard a group, also in the forward of a unit with ``reshard_after_forward=False`` (``_to_sharded``)."""
+    group._to_sharded()
 
 
 def reshards_to_fewer_ranks(group: Any) -> bool:

@@ -67,6 +67,18 @@ FSDP2 = (
         versions="torch 2.11",
     ),
     Patch(
+        "`DTensor`",
+        "data.fget, data.fset",
+        "counts writes through `.data` of te_fsdp's parameters",
+        "test_evaluated_writes.py::test_weights_are_those_of_one_process",
+    ),
+    Patch(
+        "units of torch's `fully_shard` after `set_device_mesh`",
+        "unshard of `FSDPParamGroup`, _post_forward of `FSDPState`",
+        "restores unsharded weights after an evaluation, which shows the shards",
+        "test_evaluated_writes.py::test_weights_are_those_of_one_process",
+    ),
+    Patch(
         "model, unit",
         "__deepcopy__, __reduce_ex__, _backward_hooks",
         "refuses copies, pickles and `make_graphed_callables`",
@@ -125,15 +137,9 @@ FSDP2 = (
         "test_whole_shards.py::test_no_copy",
     ),
     Patch(
-        "`FSDPParamGroup`",
-        "unshard, wait_for_unshard, _to_sharded",
-        "gathers by copy engines",
-        "test_copy_engine.py::test_bits",
-    ),
-    Patch(
-        "`FSDPParam`",
-        "free_unsharded_param",
-        "no release of memory that other ranks read",
+        "`FSDPParamGroup`, `FSDPParam`",
+        "unshard, wait_for_unshard, _to_sharded, free_unsharded_param",
+        "gathers by copy engines; no release of memory that other ranks read",
         "test_copy_engine.py::test_bits",
     ),
     Patch(

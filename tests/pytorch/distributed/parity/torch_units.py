@@ -148,6 +148,8 @@ def kept(change: str, after: str, by: str = "set_device_mesh") -> dict[str, Any]
             if change == "load_state_dict":
                 m.load_state_dict(saved[index], strict=False)
             elif change == "optimizer":
+                for unit in filter(lambda unit: hasattr(unit, "unshard"), m.modules()):
+                    unit.unshard()
                 pairs[index] = (m, torch.optim.SGD(m.parameters(), lr=LEARNING_RATE))
         for number in range(3, 6):
             worst = max(worst, evaluate()) if change != "none" or number > 3 else worst

@@ -122,8 +122,8 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
 }
 #: Ways after which the weights have their previous values.
 RESTORED = ("nothing", "in and out")
-#: Ways that torch's versions do not count, so that they are detected for quantized weights only.
-UNCOUNTED = ("data.copy_", "data.mul_", "foreach")
+#: Ways that are not detected for BF16 weights in DTensors.
+UNCOUNTED: tuple[str, ...] = ()
 
 
 def _train(model: Model, optimizer: Any, seed: int, *, readable: bool) -> list[torch.Tensor]:
