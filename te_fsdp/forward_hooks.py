@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp import kept_weights
 from te_fsdp.gradient_sync import ZeroGrad, has_failed_backward, raise_if_backward_failed
@@ -23,9 +24,6 @@ from te_fsdp.upstream import (
     fsdp2_units,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def register_forward_hooks(state: ShardedModel) -> None:

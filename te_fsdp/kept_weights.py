@@ -10,10 +10,11 @@ After other forwards ``model.parameters()`` returns the unsharded parameters. A 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
 from te_fsdp import records
 from te_fsdp.errors import OrderError
+from te_fsdp.lifecycle import Step
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params
 from te_fsdp.upstream import (
     fsdp2_prefetch as _fsdp2_prefetch,
@@ -22,11 +23,6 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.lifecycle import Step
 
 
 def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:

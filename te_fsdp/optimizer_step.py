@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim import Optimizer
 
 from te_fsdp.gradient_sync import wait_for_reductions
 from te_fsdp.layout import SyncMode
-from te_fsdp.lifecycle import gradients_of
+from te_fsdp.lifecycle import Step, gradients_of
 from te_fsdp.recovery import undo_step
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from te_fsdp.lifecycle import Step
 
 
 @functools.cache

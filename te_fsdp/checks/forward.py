@@ -15,9 +15,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call, format_ranks, is_capturing, is_simulated
@@ -31,19 +33,13 @@ from te_fsdp.errors import (
     shorten,
 )
 from te_fsdp.records import iter_param_owners
-from te_fsdp.sharded_model import versions_of
+from te_fsdp.sharded_model import ShardedModel, versions_of
 from te_fsdp.upstream import (
     fsdp2_state as _fsdp2,
     te as _te,
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.sharded_model import ShardedModel
 
 # Cap on cross-rank checks per mesh, so that scripts that alternate train and eval do not pay for one per step.
 _MOST = 64

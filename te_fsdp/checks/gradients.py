@@ -10,33 +10,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import format_ranks, is_capturing, is_simulated
 from te_fsdp.errors import GradientError, MeshError, PlacementError, shorten
 from te_fsdp.gradient_sync import require_reduced
-from te_fsdp.lifecycle import gradient_of
+from te_fsdp.lifecycle import Step, gradient_of
 from te_fsdp.process_modules import registered_at
-from te_fsdp.records import MODULE, ModuleRecord, binding_of, get_or_create_record, get_record, module_record
+from te_fsdp.records import (
+    MODULE,
+    ModuleBinding,
+    ModuleRecord,
+    binding_of,
+    get_or_create_record,
+    get_record,
+    module_record,
+)
+from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.tp_gradients import place_gradient
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import mixed_lists
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.lifecycle import Step
-    from te_fsdp.records import ModuleBinding
-    from te_fsdp.sharded_model import ShardedModel
 
 # Steps in which the gradients of a parameter are compared.
 _STEPS = 2

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from te_fsdp.checks.model import not_in_the_model, refuse_changed_parameters
 from te_fsdp.checks.weights import compare_copies, refuse_equal_parts
@@ -31,23 +33,15 @@ from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import check_step
 from te_fsdp.features.main_params import MAIN
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
+from te_fsdp.lifecycle import Step
 from te_fsdp.modules.torch_units import unsharded_params
 from te_fsdp.process_modules import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import COPIED, PARAMETER, get_or_create_record, get_record, label_of
-from te_fsdp.sharded_model import shard_of, sharded_model_of
+from te_fsdp.sharded_model import ShardedModel, shard_of, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import after_failed_load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch.optim import Optimizer
-
-    from te_fsdp.lifecycle import Step
-    from te_fsdp.sharded_model import ShardedModel
-
 
 #: States without which a step of torch's optimizers fails, or begins with zeros.
 _STATES: dict[type, tuple[str, ...]] = {

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @functools.cache

@@ -17,17 +17,14 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.component import Component
 from te_fsdp.upstream import fsdp2_prefetch as _fsdp2_prefetch, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.apply_fully_shard import Setup
 
 
 class ForwardPrefetch(Component):

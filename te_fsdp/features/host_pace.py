@@ -13,20 +13,17 @@ import itertools
 import logging
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.component import Component
+from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_outputs as _fsdp2_outputs, fsdp2_units, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.upstream.torch_dtensor import local_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 def has_equal_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> bool:

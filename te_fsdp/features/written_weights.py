@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.features.main_params import MAIN, MainParameters, is_low_precision, optimizer_shard_in
+from te_fsdp.lifecycle import Step
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.quantizer_record import write_numbers_of
 from te_fsdp.quantized.rounding import rounded_values
 from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from te_fsdp.lifecycle import Step
 
 
 def weight_versions(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
+from te_fsdp.lifecycle import Step
 from te_fsdp.records import get_record, module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
-
-    from torch import nn
-
-    from te_fsdp.lifecycle import Step
 
 
 @functools.cache

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from te_fsdp.quantized.components import element_type
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class _Element(NamedTuple):

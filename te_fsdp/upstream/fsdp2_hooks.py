@@ -17,18 +17,16 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.profiler import record_function
 
 from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, record_of_group
 from te_fsdp.upstream.torch_autograd import function_transform
 from te_fsdp.upstream.torch_dtensor import backward_id
-
-if TYPE_CHECKING:
-    from torch import nn
 
 #: Whether compiled autograd runs (torch before 2.13); always false in later versions.
 _compiles_autograd: Callable[[], bool] = getattr(_fsdp_common, "compiled_autograd_enabled", bool)

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp.upstream.fsdp2_units import fsdp_state_of
 from te_fsdp.upstream.torch_dtensor import flatten
-
-if TYPE_CHECKING:
-    from torch import nn
 
 #: Leaves of an output that contain no tensors.
 _TENSORLESS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -6,13 +6,10 @@ Private names of FSDP2: ``FSDPStateContext.iter_forward_root``, ``FSDPState._sta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, fsdp_state_of
 from te_fsdp.upstream.torch_autograd import without_subclasses
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def is_in_root_forward(unit: nn.Module) -> bool:

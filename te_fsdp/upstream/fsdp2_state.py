@@ -12,9 +12,11 @@ import functools
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
@@ -28,10 +30,6 @@ from te_fsdp.upstream.fsdp2_units import (
     reductions_of,
 )
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, without_modes
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @functools.cache

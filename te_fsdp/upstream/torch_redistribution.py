@@ -9,15 +9,13 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils import _pytree
 
 from te_fsdp.upstream.torch_dtensor import shard_dim_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _watched = threading.local()
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from te_fsdp.collectives.agreement import maximum
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.errors import OrderError
-from te_fsdp.features.hfsdp.optimizer_shards import group_by_key
+from te_fsdp.features.hfsdp.optimizer_shards import MainParameter, group_by_key
 from te_fsdp.lifecycle import gradient_of
 from te_fsdp.records import label_of
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from te_fsdp.features.hfsdp.optimizer_shards import MainParameter
 
 
 # [Note: frozen parameters with a gradient] An optimizer of torch steps each parameter that has a gradient. Its

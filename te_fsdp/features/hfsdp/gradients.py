@@ -6,21 +6,23 @@ import functools
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError
 from te_fsdp.features.hfsdp.frozen import FrozenGradients
-from te_fsdp.features.hfsdp.optimizer_shards import OUTER
+from te_fsdp.features.hfsdp.optimizer_shards import OUTER, MainParameter
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
 from te_fsdp.lifecycle import broadcast_tp_gradients, gradient_of, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
-from te_fsdp.sharded_model import sharded_model_of
+from te_fsdp.sharded_model import ShardedModel, sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
@@ -28,13 +30,6 @@ from te_fsdp.upstream import (
     fsdp2_units,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.features.hfsdp.optimizer_shards import MainParameter
-    from te_fsdp.sharded_model import ShardedModel
 
 
 class ShardedParameters(Protocol):
