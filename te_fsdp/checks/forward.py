@@ -172,8 +172,15 @@ def compare_computation(state: ShardedModel) -> None:
         trained = _trained(state)
     if under != compared.under or trained != compared.trained or every:
         _compare(state, under, trained)
-        if not all(trained):
-            _watch_biases(state.model)
+        # TransformerEngine (2.18 to 2.20) computes the gradient of a bias with that of its weight in high precision. So
+        # the next forward of trained biases whose weight is frozen raises without ``te.autocast``.
+        for path, module in state.model.named_modules() if not all(trained) else ():
+            if _te.kind_of(module) not in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"):
+                continue
+            if getattr(module, "return_bias", False) or getattr(module, "gemm_bias_unfused_add", False):
+                continue  # autograd adds these biases
+            if module not in _watched() and _untrained_bias(module):
+                _watched()[module] = module.register_forward_hook(functools.partial(_refuse_bias, path))
         # Units whose recipe changes with that of the model are covered by this comparison.
         compared.pairs.append((_UNKNOWN if compared.under is None else compared.under[0], under[0]))
         compared.under, compared.trained = under, trained
@@ -181,20 +188,6 @@ def compare_computation(state: ShardedModel) -> None:
 
 #: Layers whose next forward with gradients checks the bias, and its hook.
 _watched = functools.cache(weakref.WeakKeyDictionary[Any, Any])
-
-
-def _watch_biases(model: nn.Module) -> None:
-    """Let the next forward of trained biases whose weight is frozen raise without ``te.autocast``. Local operation.
-
-    TransformerEngine (2.18 to 2.20) computes the gradient of a bias with that of its weight in high precision.
-    """
-    for path, module in model.named_modules():
-        if _te.kind_of(module) not in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"):
-            continue
-        if getattr(module, "return_bias", False) or getattr(module, "gemm_bias_unfused_add", False):
-            continue  # autograd adds these biases
-        if module not in _watched() and _untrained_bias(module):
-            _watched()[module] = module.register_forward_hook(functools.partial(_refuse_bias, path))
 
 
 def _untrained_bias(module: nn.Module) -> str | None:
