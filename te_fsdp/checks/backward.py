@@ -22,7 +22,7 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_outputs import tensors_in
+from te_fsdp.upstream.fsdp2_hooks import tensors_in
 from te_fsdp.upstream.torch_autograd import graph_nodes
 
 

@@ -30,7 +30,7 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_outputs import tensors_in
+from te_fsdp.upstream.fsdp2_hooks import tensors_in
 
 
 # [Note: markers] FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the
