@@ -46,7 +46,7 @@ from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, Reset
 from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.modules.state_loading import watch_loading
-from te_fsdp.modules.torch_units import reshard_after_steps, reshard_units
+from te_fsdp.modules.torch_units import bound_models, reshard_units
 from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
@@ -241,7 +241,7 @@ def set_device_mesh(
         for check in check_points().binding:
             check(planned, tp_mesh, ep_mesh)
         bind(model, planned)
-    reshard_after_steps(model)
+    bound_models.add(model)
     points = module_record(model).bound_checks = check_points()
     register_step_functions(BEFORE_STEP, AFTER_STEP, points)
     for check in points.bound:

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -58,16 +57,14 @@ _STATES: dict[type, tuple[str, ...]] = {
 # --------------------------------------------------------------------------------------- replaced and copied parameters
 
 
-@functools.cache
-def _valid_copies() -> weakref.WeakSet[Optimizer]:
-    """Return the copied optimizers of this process whose parameters modules have."""
-    return weakref.WeakSet()
+#: The copied optimizers of this process whose parameters modules have.
+_valid_copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def refuse_replaced(step: Step) -> None:
     """Raise OrderError for parameters that modules no longer have, or that are copies of a sharded model's. Local."""
     marked = {id(parameter): parameter for parameter, record in step.recorded_params if record.replaced_by}
-    is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies()
+    is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies
     if not marked and not is_copy:
         return
     params = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
@@ -90,7 +87,7 @@ def refuse_replaced(step: Step) -> None:
         marked |= unmarked
     if not marked:
         if is_copy:
-            _valid_copies().add(step.optimizer)
+            _valid_copies.add(step.optimizer)
         return
     parameter = next(iter(marked.values()))
     record = get_record(parameter)
@@ -138,23 +135,21 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
     return names
 
 
-@functools.cache
-def _checked() -> weakref.WeakKeyDictionary[Optimizer, int]:
-    """Return the number of parameters of each optimizer of bound models whose parameters were checked."""
-    return weakref.WeakKeyDictionary()
+#: The number of parameters of each optimizer of bound models whose parameters were checked.
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def refuse_gathered_by_torch(step: Step) -> None:
     """Raise for unsharded parameters of units of torch's own ``fully_shard``, from a call of ``unshard``. Local."""
     params = {id(p): p for group in step.optimizer.param_groups for p in group["params"]}
-    if _checked().get(step.optimizer) == len(params):
+    if _checked.get(step.optimizer) == len(params):
         return
     for parameter in unsharded_params():
         if id(parameter) in params:
             raise _gathered(
                 step, parameter, "while a unit is unsharded", "before unshard(), or after reshard()"
             )
-    _checked()[step.optimizer] = len(params)
+    _checked[step.optimizer] = len(params)
 
 
 def refuse_gathered(step: Step) -> None:

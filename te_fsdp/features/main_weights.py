@@ -166,7 +166,7 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     # objects it would take longer than loading a model of 1 GiB.
     kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects() if may_keep else []
     listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
-    optimizers = {id(optimizer): optimizer for optimizer in [*listed, *registered_optimizers()]}.values()
+    optimizers = {id(optimizer): optimizer for optimizer in [*listed, *registered_optimizers]}.values()
     owners = []
     for optimizer in optimizers:
         main_parameters = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
@@ -201,7 +201,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
         PrecisionError: A FusedAdam over quantized weights keeps no main weights, or not in fp32.
     """
     check_optimizer(model, optimizer)
-    registered_optimizers().add(optimizer)
+    registered_optimizers.add(optimizer)
     register_step_functions(BEFORE_STEP, AFTER_STEP)
     if _te.is_fused_adam(optimizer):
         fused: Any = optimizer
