@@ -79,55 +79,37 @@ if TYPE_CHECKING:
     from te_fsdp.replicated_params import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.shard_model import fully_shard as fully_shard
 
-# Where each public name lives, by role.
+#: Module of each public name, by role.
 _HOMES = {
-    # meshes
-    "Meshes": "te_fsdp.mesh",
-    # sharding
-    "set_device_mesh": "te_fsdp.bind_device_mesh",
-    "set_context_parallel": "te_fsdp.modules.context_parallel",
-    "context_parallel_shard": "te_fsdp.modules.context_parallel",
-    "fully_shard": "te_fsdp.shard_model",
-    "fsdp_no_shard": "te_fsdp.replicated_params",
-    "register_forward_method": "te_fsdp.features.forward_methods",
-    "materialize": "te_fsdp.materialization",
-    "report": "te_fsdp.features.reporting",
-    "clip_grad_norm_": "te_fsdp.features.clip_grad_norm",
-    "broadcast_params": "te_fsdp.features.broadcast_params",
-    "check_optimizer": "te_fsdp.features.main_weights",
-    "set_collective_timeout": "te_fsdp.collectives.rendezvous",
-    # training
-    "graphed_step": "te_fsdp.features.graphed_step",
-    "ExpertDispatcher": "te_fsdp.features.expert_dispatch",
-    "graphed_units": "te_fsdp.features.graphed_units",
-    "microbatch": "te_fsdp.gradient_sync",
-    "no_sync": "te_fsdp.gradient_sync",
-    "sync": "te_fsdp.gradient_sync",
-    "set_auto_sync": "te_fsdp.gradient_sync",
-    "start_grad_reduce": "te_fsdp.gradient_sync",
-    "finish_grad_reduce": "te_fsdp.gradient_sync",
-    "scale_gradients": "te_fsdp.features.clip_grad_norm",
-    "zero_grad": "te_fsdp.gradient_sync",
-    "start_param_gather": "te_fsdp.features.param_gather",
-    "finish_param_gather": "te_fsdp.features.param_gather",
-    "release_params": "te_fsdp.features.param_gather",
-    "MixedPrecisionPolicy": "te_fsdp.precision",
-    "grad_comm": "te_fsdp.features.gradient_dtypes",
-    "report_nan": "te_fsdp.features.nan_report",
-    "main_weights": "te_fsdp.features.main_weights",
-    "shard_optimizer": "te_fsdp.features.main_weights",
-    "Muon": "te_fsdp.features.muon",
-    # errors
-    "TeFsdpError": "te_fsdp.errors",
-    "MeshError": "te_fsdp.errors",
-    "PlacementError": "te_fsdp.errors",
-    "OrderError": "te_fsdp.errors",
-    "InitError": "te_fsdp.errors",
-    "InputError": "te_fsdp.errors",
-    "CheckpointError": "te_fsdp.errors",
-    "CollectiveError": "te_fsdp.errors",
-    "PrecisionError": "te_fsdp.errors",
-    "GradientError": "te_fsdp.errors",
+    name: f"te_fsdp.{module}"
+    for module, names in {
+        "mesh": "Meshes",
+        # sharding
+        "bind_device_mesh": "set_device_mesh",
+        "modules.context_parallel": "set_context_parallel context_parallel_shard",
+        "shard_model": "fully_shard",
+        "replicated_params": "fsdp_no_shard",
+        "features.forward_methods": "register_forward_method",
+        "materialization": "materialize",
+        "features.reporting": "report",
+        "features.broadcast_params": "broadcast_params",
+        "collectives.rendezvous": "set_collective_timeout",
+        # training
+        "features.graphed_step": "graphed_step",
+        "features.expert_dispatch": "ExpertDispatcher",
+        "features.graphed_units": "graphed_units",
+        "gradient_sync": "microbatch no_sync sync set_auto_sync zero_grad start_grad_reduce finish_grad_reduce",
+        "features.clip_grad_norm": "clip_grad_norm_ scale_gradients",
+        "features.param_gather": "start_param_gather finish_param_gather release_params",
+        "precision": "MixedPrecisionPolicy",
+        "features.gradient_dtypes": "grad_comm",
+        "features.nan_report": "report_nan",
+        "features.main_weights": "main_weights shard_optimizer check_optimizer",
+        "features.muon": "Muon",
+        "errors": "TeFsdpError MeshError PlacementError OrderError InitError InputError "
+        "CheckpointError CollectiveError PrecisionError GradientError",
+    }.items()
+    for name in names.split(" ")
 }
 _MODULES = (
     "Linear",

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
 from te_fsdp.bind_device_mesh import bind, remove_bound_checks
+from te_fsdp.check_points import CheckPoints
 from te_fsdp.errors import MeshError
 from te_fsdp.forward_hooks import register_forward_hooks
+from te_fsdp.layout import Storage
 from te_fsdp.lifecycle import track_replaced_parameters
-from te_fsdp.mesh import as_meshes
+from te_fsdp.mesh import Meshes, as_meshes
 from te_fsdp.modules.context_parallel import check_attention, set_attention_cp_group
 from te_fsdp.modules.mixin import pair_of
 from te_fsdp.plan import ModelPlan
@@ -23,6 +27,7 @@ from te_fsdp.quantized.gather_metadata import replay_gather
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.records import (
     PARAMETER,
+    ParameterPlan,
     binding_of,
     get_or_create_record,
     iter_param_owners,
@@ -41,15 +46,6 @@ from te_fsdp.upstream import (
 )
 from te_fsdp.upstream.fsdp2_unused import complete_gradients
 from te_fsdp.upstream.torch_mixed_lists import support_foreach_copy
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.check_points import CheckPoints
-    from te_fsdp.layout import Storage
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.records import ParameterPlan
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Collection
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.boxed_dtensor import place_full_tensors
 from te_fsdp.check_points import check_points
@@ -25,6 +29,7 @@ from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import require_flags
 from te_fsdp.initialize import initialize_te_parameters
 from te_fsdp.inline_init import record_writes
+from te_fsdp.layout import ExpertRange
 from te_fsdp.lifecycle import (
     StepFunctions,
     register_step_functions,
@@ -33,7 +38,7 @@ from te_fsdp.lifecycle import (
     track_replaced_parameters,
 )
 from te_fsdp.mesh_checks import check_1d
-from te_fsdp.module_plan import ModuleMeshes
+from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.expert_entries import patch_expert_loading
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
@@ -41,7 +46,7 @@ from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, Reset
 from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.modules.state_loading import watch_loading
-from te_fsdp.modules.torch_units import reshard_after_steps, reshard_units
+from te_fsdp.modules.torch_units import bound_models, reshard_units
 from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
@@ -64,16 +69,6 @@ from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor
 from te_fsdp.upstream.patches import pickle_element_types_by_value
 from te_fsdp.upstream.torch_data import count_writes_to_data
 from te_fsdp.versions import warn_if_untested
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
-
-    from te_fsdp.layout import ExpertRange
-    from te_fsdp.module_plan import ModulePlan
 
 _log = logging.getLogger("te_fsdp")
 
@@ -243,7 +238,7 @@ def set_device_mesh(
         for check in check_points().binding:
             check(planned, tp_mesh, ep_mesh)
         bind(model, planned)
-    reshard_after_steps(model)
+    bound_models.add(model)
     points = module_record(model).bound_checks = check_points()
     register_step_functions(BEFORE_STEP, AFTER_STEP, points)
     for check in points.bound:

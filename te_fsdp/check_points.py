@@ -8,7 +8,6 @@ for the first model with a level above "off". So the core works without that pac
 
 from __future__ import annotations
 
-import enum
 import importlib
 import warnings
 from collections.abc import Callable
@@ -35,35 +34,6 @@ _SYNONYMS = {
 }
 
 Functions: TypeAlias = tuple[Callable[..., Any], ...]
-
-
-class When(enum.Enum):
-    """Lowest level at which a check runs, and the point: a field of :class:`CheckPoints`."""
-
-    PLAN = "setup", "plan"
-    DRAW = "setup", "draw"
-    RENEWED = "setup", "renewed"
-    BINDING = "setup", "binding"
-    LISTS = "setup", "sharded"
-    SHARDED = "first_steps", "sharded"
-    BOUND = "first_steps", "bound"
-    BATCH = "first_steps", "batch"
-    FIRST = "first_steps", "first"
-    INITIALIZED = "first_steps", "initialized"
-    FORWARD = "first_steps", "forward"
-    INPUTS = "first_steps", "inputs"
-    UNIT = "first_steps", "unit"
-    TRAINED = "first_steps", "trained"
-    OUTPUT = "first_steps", "output"
-    BACKWARD = "first_steps", "backward"
-    BOUND_STEP = "first_steps", "bound_step"
-    STEP = "first_steps", "step"
-    STATES = "first_steps", "states"
-    CLOSURE = "first_steps", "closure"
-    EVERY_STEP = "full", "step"
-
-    def __init__(self, level: str, point: str) -> None:
-        self.level, self.point = level, point
 
 
 @dataclass(frozen=True)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from te_fsdp.errors import PlacementError, shorten
+from te_fsdp.layout import Storage
+from te_fsdp.mesh import Meshes
 from te_fsdp.modules.grouped import Selection, find_experts
 from te_fsdp.modules.plan import user_dtensors
 from te_fsdp.modules.user_dtensors import place_user_dtensor
-from te_fsdp.records import iter_param_owners
+from te_fsdp.records import ParamOwner, iter_param_owners
 from te_fsdp.unshardable_models import MOST
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.layout import Storage
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.records import ParamOwner
 
 
 # [Note: units of the user's DTensors] FSDP2 shards a parameter over fewer ranks if ``ep`` distributes it. A unit has

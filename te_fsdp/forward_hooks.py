@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp import kept_weights
 from te_fsdp.gradient_sync import ZeroGrad, has_failed_backward, raise_if_backward_failed
@@ -17,15 +18,12 @@ from te_fsdp.sharded_model import (
     sharded_model_of,
 )
 from te_fsdp.upstream import (
-    fsdp2_outputs as _fsdp2_outputs,
+    fsdp2_hooks as _fsdp2_hooks,
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
     fsdp2_units,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def register_forward_hooks(state: ShardedModel) -> None:
@@ -38,11 +36,11 @@ def register_forward_hooks(state: ShardedModel) -> None:
         if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
             return
         # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
-        opaque = _fsdp2_outputs.opaque_in(output)
+        opaque = _fsdp2_hooks.opaque_in(output)
         if not opaque:
             return
-        tensors = list(_fsdp2_outputs.tensors_in(opaque))
-        _fsdp2_outputs.gather_in_backward_of(unit, [tensor for tensor in tensors if tensor.requires_grad])
+        tensors = list(_fsdp2_hooks.tensors_in(opaque))
+        _fsdp2_hooks.gather_in_backward_of(unit, [tensor for tensor in tensors if tensor.requires_grad])
         if not tensors and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
             for check in state.checks.output:
                 check(name, unit, opaque)

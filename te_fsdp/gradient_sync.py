@@ -19,9 +19,10 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp.errors import OrderError, require_flags
 from te_fsdp.layout import SyncMode
@@ -29,9 +30,6 @@ from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import ShardedModel, refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_state as _fsdp2
 from te_fsdp.upstream.torch_dtensor import in_backward, runs_eagerly
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @runs_eagerly

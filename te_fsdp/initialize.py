@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import InitError, OrderError
@@ -26,12 +28,6 @@ from te_fsdp.records import (
 )
 from te_fsdp.shard_info import ShardInfo, shard_info
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 # TE raises if it finds these attributes on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import InitError, shorten
 from te_fsdp.records import binding_of, get_or_create_record, get_record, iter_param_owners
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _log = logging.getLogger("te_fsdp")
 

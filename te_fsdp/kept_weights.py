@@ -10,22 +10,17 @@ After other forwards ``model.parameters()`` returns the unsharded parameters. A 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
 from te_fsdp.errors import OrderError
+from te_fsdp.lifecycle import Step
 from te_fsdp.modules.torch_units import register_shards, register_unsharded
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params
 from te_fsdp.upstream import (
-    fsdp2_prefetch as _fsdp2_prefetch,
     fsdp2_state as _fsdp2,
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.lifecycle import Step
 
 
 def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
@@ -109,12 +104,12 @@ def end_evaluation(state: ShardedModel) -> None:
     expose_sharded_params(state)
     for name, unit in state.modules.items():
         if name not in state.unsharded.gathers:  # the user has not called unshard()
-            _fsdp2_prefetch.drop_gather(unit)
+            _fsdp2.drop_gather(unit)
 
 
 def expose_after_evaluation(state: ShardedModel, name: str, unit: nn.Module) -> None:
     """Expose the sharded parameters of a unit that ran alone without gradients. Local operation."""
-    if unit is state.model or _torch.backward_id() != -1 or _fsdp2_prefetch.is_in_root_forward(unit):
+    if unit is state.model or _torch.backward_id() != -1 or _fsdp2.is_in_root_forward(unit):
         return
     if _fsdp2.is_unit_unsharded(unit):
         record_unsharded_params(unit)

@@ -15,12 +15,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp.check_points import LEVELS, NONE, CheckPoints
@@ -29,9 +30,6 @@ from te_fsdp.records import PARAMETER, ParameterRecord, get_record
 from te_fsdp.tp_gradients import place_gradient
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_autograd import without_subclasses
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 def parameters_of_optimizer(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParameterRecord]]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
@@ -24,10 +25,6 @@ from te_fsdp.modules.mixin import ForeignModule
 from te_fsdp.records import binding_of, inherit, require_model
 from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model, mesh_of
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 _log = logging.getLogger("te_fsdp")
 

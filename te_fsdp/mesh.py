@@ -25,8 +25,9 @@ import logging
 import math
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,6 @@ from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import MeshError, require_kind
 from te_fsdp.mesh_checks import ALL_AXES, AXES, STAGES
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _log = logging.getLogger("te_fsdp")
 

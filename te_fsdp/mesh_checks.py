@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.agreement import digest, gather
 from te_fsdp.collectives.rendezvous import is_simulated
 from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import MeshError, require_kind, suggest
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 #: The axes that shard or replicate dense parameters, in mesh order.
 AXES = ("dp_replicate", "dp_shard", "tp")

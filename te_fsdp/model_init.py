@@ -9,9 +9,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -30,9 +31,6 @@ from te_fsdp.records import BINDING, PARAMETER, binding_of, param_attrs_to_copy
 from te_fsdp.shard_info import shard_info
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 #: Names of methods that initialize a model, in the order in which one of them is chosen.
 METHODS = ("init_weights", "initialize_weights", "_init_weights")

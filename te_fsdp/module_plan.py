@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.layout import ExpertRange, ParameterRule
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.records import UserDTensor
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

@@ -8,37 +8,29 @@ Their order is in ``BEFORE_STEP`` and ``AFTER_STEP`` of :mod:`te_fsdp.components
 
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim import Optimizer
 
 from te_fsdp.gradient_sync import wait_for_reductions
 from te_fsdp.layout import SyncMode
-from te_fsdp.lifecycle import gradients_of
+from te_fsdp.lifecycle import Step, gradients_of
 from te_fsdp.recovery import undo_step
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from te_fsdp.lifecycle import Step
-
-
-@functools.cache
-def registered_optimizers() -> weakref.WeakSet[Optimizer]:
-    """Return the optimizers that have main weights, or have begun a step on parameters of a sharded model."""
-    # Weak, so that te_fsdp does not keep optimizers and their state alive.
-    return weakref.WeakSet()
+#: The optimizers that have main weights, or have begun a step on parameters of a sharded model. Weak, so that te_fsdp
+#: does not keep optimizers and their state alive.
+registered_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def record_stepping_optimizer(step: Step) -> None:
     """Record the optimizer of the step, for :func:`te_fsdp.recovery.recover_from_exception`."""
     for state, _ in step.models:
         state.step.optimizer = weakref.ref(step.optimizer)
-        registered_optimizers().add(step.optimizer)
+        registered_optimizers.add(step.optimizer)
 
 
 def wait_for_gradients(step: Step) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadPolicy
 
 from te_fsdp import unshardable_models as _unshardable
@@ -14,19 +15,15 @@ from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError, shorten, suggest
 from te_fsdp.expert_units import dense_params_in_expert_units, expert_units
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
+from te_fsdp.mesh import Meshes
 from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import Selection, single_names
 from te_fsdp.modules.plan import plan_modules, refuse_uneven_ties
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
+from te_fsdp.quantized.shards import Key
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.quantized.shards import Key
 
 #: How users select units: classes, or names in the tree.
 UnitSpec = Iterable[type | str] | type | str

@@ -13,21 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
 from te_fsdp.collectives.redistribute import COMM_DTYPES
 from te_fsdp.errors import PrecisionError
-from te_fsdp.records import is_replicated, iter_param_owners, plan_of, replace_local_tensor
+from te_fsdp.quantized.shards import Key
+from te_fsdp.records import ParameterPlan, is_replicated, iter_param_owners, plan_of, replace_local_tensor
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.quantized.shards import Key
-    from te_fsdp.records import ParameterPlan
 
 
 # The policy is independent of TE's recipe. A quantized weight is a compute weight of one byte per element. Its main

@@ -21,24 +21,21 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.check_points import CheckPoints, check_points
 from te_fsdp.errors import PlacementError, require_kind
+from te_fsdp.layout import ExpertRange, ParameterRule, Storage
 from te_fsdp.upstream import te as _te, torch_autograd as _torch_autograd, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
-
-    from te_fsdp.layout import ExpertRange, ParameterRule, Storage
-    from te_fsdp.upstream.te_formats import Format
-    from te_fsdp.upstream.torch_dtensor import DTensorSpec
+from te_fsdp.upstream.te_formats import Format
+from te_fsdp.upstream.torch_dtensor import DTensorSpec
 
 #: Attribute of a parameter: its :class:`ParameterRecord`.
 PARAMETER = "_te_fsdp"

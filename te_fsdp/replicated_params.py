@@ -15,28 +15,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp.collectives.async_work import Pending, current_stream
 from te_fsdp.collectives.groups import separate_group
-from te_fsdp.collectives.redistribute import PackedLayout, redistribute
+from te_fsdp.collectives.redistribute import GradComm, PackedLayout, redistribute
 from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import OrderError, message, shorten
 from te_fsdp.process_modules import registered_at
-from te_fsdp.records import binding_of, get_or_create_record, module_record
+from te_fsdp.records import ParameterPlan, binding_of, get_or_create_record, module_record
 from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.collectives.redistribute import GradComm
-    from te_fsdp.records import ParameterPlan
 
 
 def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.boxed_dtensor import coordinates_of
@@ -13,9 +13,6 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, chunk_boxes, shard_boxes
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _REPLICATED = ParameterRule(None)
 

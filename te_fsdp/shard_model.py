@@ -5,7 +5,11 @@ The call plans, checks, shards parameters, then runs the table :data:`te_fsdp.co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadPolicy
 
 from te_fsdp.apply_fully_shard import Setup, attach_plan, check_plan, replace_parameters, require_meshes
 from te_fsdp.check_points import requested_checks
@@ -13,17 +17,10 @@ from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.components import SETUP
 from te_fsdp.errors import require_flags
 from te_fsdp.features.wgrad_fusion import refuse_fused, wgrad_fusion_disabled
-from te_fsdp.plan import ShardRequest, plan_sharding
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadPolicy
-
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.modules.grouped import Selection
-    from te_fsdp.plan import StrategySpec, UnitSpec
-    from te_fsdp.precision import MixedPrecisionPolicy
+from te_fsdp.mesh import Meshes
+from te_fsdp.modules.grouped import Selection
+from te_fsdp.plan import ShardRequest, StrategySpec, UnitSpec, plan_sharding
+from te_fsdp.precision import MixedPrecisionPolicy
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 

@@ -11,34 +11,30 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from te_fsdp import records
 from te_fsdp.check_points import NONE, CheckPoints
+from te_fsdp.collectives.redistribute import GradComm
 from te_fsdp.component import Components
 from te_fsdp.errors import OrderError
-from te_fsdp.layout import SyncMode
+from te_fsdp.layout import Storage, SyncMode
+from te_fsdp.mesh import Meshes
+from te_fsdp.precision import PrecisionPlan
+from te_fsdp.records import ParameterPlan
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
     fsdp2_state as _fsdp2,
     te as _te,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import UnshardHandle
-    from torch.optim import Optimizer
-
-    from te_fsdp.collectives.redistribute import GradComm
-    from te_fsdp.layout import Storage
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.precision import PrecisionPlan
-    from te_fsdp.records import ParameterPlan
 
 _log = logging.getLogger("te_fsdp")
 

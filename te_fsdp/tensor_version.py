@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TensorVersion(NamedTuple):

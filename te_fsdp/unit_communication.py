@@ -11,10 +11,11 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp.collectives.redistribute import GradComm, redistribute, reduce_scatter
@@ -25,10 +26,6 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 _log = logging.getLogger("te_fsdp")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,10 +23,6 @@ from te_fsdp.upstream import (
     te_modules as _te_modules,
     torch_autograd as _torch_autograd,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 def check_order(model: nn.Module) -> None:

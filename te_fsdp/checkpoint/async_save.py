@@ -11,13 +11,12 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from te_fsdp.checkpoint.host_memory import Staging
 from te_fsdp.errors import CheckpointError, TeFsdpError
-
-if TYPE_CHECKING:
-    import torch
 
 _log = logging.getLogger("te_fsdp")
 #: Seconds in which the caller continues: it would wait for the new thread, and then for the interpreter lock.

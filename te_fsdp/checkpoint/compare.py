@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
     ModelState,
@@ -46,11 +48,6 @@ from te_fsdp.modules.semantics import (
     user_settings,
 )
 from te_fsdp.upstream import te as _te, te_modules as _te_modules
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.checkpoint.load_source import Source
 
 #: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
 SETTINGS = "settings"

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.index import Index, check_index
@@ -59,9 +60,6 @@ from te_fsdp.collectives.agreement import (
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.upstream.te_formats import NVFP4_ROWS, NVFP4_SQUARES
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _log = logging.getLogger("te_fsdp")
 #: Components of an NVFP4 weight with scales of blocks -> the dim in which equal scales make 16 x 16 blocks.

@@ -12,9 +12,11 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.compare import (
@@ -59,10 +61,6 @@ from te_fsdp.layout import slices
 from te_fsdp.modules.semantics import format_differences
 from te_fsdp.quantized.components import drop_derived_state
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checkpoint.manifest import dtype_name
@@ -35,6 +36,7 @@ from te_fsdp.checkpoint.tensor_entries import (
 from te_fsdp.collectives.agreement import maximum, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
+from te_fsdp.mesh import Meshes
 from te_fsdp.modules.extra_state import local_experts
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.quantized.components import Component, components_of, describe_format, needed_components
@@ -43,11 +45,6 @@ from te_fsdp.records import binding_of
 from te_fsdp.shard_info import ShardInfo, shard_info
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.upstream import fsdp2_units, te as _te, te_modules as _te_modules, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.mesh import Meshes
 
 
 class Stage(NamedTuple):

@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.compare import GROUPS, Differences
 from te_fsdp.checkpoint.extra import decode, encode_numbers
@@ -35,10 +37,6 @@ from te_fsdp.features.main_weights import check_optimizer, initialize_fused_adam
 from te_fsdp.layout import cut_boxes
 from te_fsdp.records import require_optimizer
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
 #: Optimizers by name; ``""`` is the name of one that was given without a name.
 Optimizers: TypeAlias = "dict[str, Optimizer]"

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +33,7 @@ from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import covering, dequantize_box, drop_derived_state, needed_components
 from te_fsdp.quantized.shards import quantize_with_shared_scale
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from te_fsdp.upstream.te_formats import Block
+from te_fsdp.upstream.te_formats import Block
 
 #: A part of a tensor of the files: key, offsets, shape.
 Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]

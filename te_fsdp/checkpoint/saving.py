@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.async_save import SaveHandle, background
@@ -74,9 +75,6 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.version import VERSION
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
 #: Message of a rank to rank 0: digests of values that must be identical on all ranks of a stage, values per rank,

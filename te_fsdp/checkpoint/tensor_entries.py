@@ -15,16 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.layout import Box
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from te_fsdp.layout import Box
 
 #: Layout of a grouped tensor in the manifest.
 GROUPED = "grouped"

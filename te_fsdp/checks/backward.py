@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.unreduced_gradients import UnreducedGradients
+from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
     fsdp2_state as _fsdp2,
@@ -20,13 +22,8 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_outputs import tensors_in
+from te_fsdp.upstream.fsdp2_hooks import tensors_in
 from te_fsdp.upstream.torch_autograd import graph_nodes
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.sharded_model import ShardedModel
 
 
 def check_backward_start(state: ShardedModel, output: Any) -> None:

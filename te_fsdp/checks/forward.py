@@ -15,9 +15,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call, format_ranks, is_capturing, is_simulated
@@ -31,19 +33,13 @@ from te_fsdp.errors import (
     shorten,
 )
 from te_fsdp.records import iter_param_owners
-from te_fsdp.sharded_model import versions_of
+from te_fsdp.sharded_model import ShardedModel, versions_of
 from te_fsdp.upstream import (
     fsdp2_state as _fsdp2,
     te as _te,
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.sharded_model import ShardedModel
 
 # Cap on cross-rank checks per mesh, so that scripts that alternate train and eval do not pay for one per step.
 _MOST = 64
@@ -176,8 +172,15 @@ def compare_computation(state: ShardedModel) -> None:
         trained = _trained(state)
     if under != compared.under or trained != compared.trained or every:
         _compare(state, under, trained)
-        if not all(trained):
-            _watch_biases(state.model)
+        # TransformerEngine (2.18 to 2.20) computes the gradient of a bias with that of its weight in high precision. So
+        # the next forward of trained biases whose weight is frozen raises without ``te.autocast``.
+        for path, module in state.model.named_modules() if not all(trained) else ():
+            if _te.kind_of(module) not in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"):
+                continue
+            if getattr(module, "return_bias", False) or getattr(module, "gemm_bias_unfused_add", False):
+                continue  # autograd adds these biases
+            if module not in _watched() and _untrained_bias(module):
+                _watched()[module] = module.register_forward_hook(functools.partial(_refuse_bias, path))
         # Units whose recipe changes with that of the model are covered by this comparison.
         compared.pairs.append((_UNKNOWN if compared.under is None else compared.under[0], under[0]))
         compared.under, compared.trained = under, trained
@@ -185,20 +188,6 @@ def compare_computation(state: ShardedModel) -> None:
 
 #: Layers whose next forward with gradients checks the bias, and its hook.
 _watched = functools.cache(weakref.WeakKeyDictionary[Any, Any])
-
-
-def _watch_biases(model: nn.Module) -> None:
-    """Let the next forward of trained biases whose weight is frozen raise without ``te.autocast``. Local operation.
-
-    TransformerEngine (2.18 to 2.20) computes the gradient of a bias with that of its weight in high precision.
-    """
-    for path, module in model.named_modules():
-        if _te.kind_of(module) not in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"):
-            continue
-        if getattr(module, "return_bias", False) or getattr(module, "gemm_bias_unfused_add", False):
-            continue  # autograd adds these biases
-        if module not in _watched() and _untrained_bias(module):
-            _watched()[module] = module.register_forward_hook(functools.partial(_refuse_bias, path))
 
 
 def _untrained_bias(module: nn.Module) -> str | None:

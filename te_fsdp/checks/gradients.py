@@ -10,33 +10,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import format_ranks, is_capturing, is_simulated
 from te_fsdp.errors import GradientError, MeshError, PlacementError, shorten
 from te_fsdp.gradient_sync import require_reduced
-from te_fsdp.lifecycle import gradient_of
+from te_fsdp.lifecycle import Step, gradient_of
 from te_fsdp.process_modules import registered_at
-from te_fsdp.records import MODULE, ModuleRecord, binding_of, get_or_create_record, get_record, module_record
+from te_fsdp.records import (
+    MODULE,
+    ModuleBinding,
+    ModuleRecord,
+    binding_of,
+    get_or_create_record,
+    get_record,
+    module_record,
+)
+from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.tp_gradients import place_gradient
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import mixed_lists
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.lifecycle import Step
-    from te_fsdp.records import ModuleBinding
-    from te_fsdp.sharded_model import ShardedModel
 
 # Steps in which the gradients of a parameter are compared.
 _STEPS = 2
@@ -136,7 +137,7 @@ def compare_gradients(state: ShardedModel) -> None:
     Only if no parameter is a DTensor, torch's ``clip_grad_norm_`` cannot be intercepted. It takes the norm over this
     rank's experts, and each rank of ep clips by a different factor. Local operation.
     """
-    schedule_gradient_checks(state.model, every=state.checks.level == "full")
+    schedule_gradient_checks(state.model, state.meshes.tp, every=state.checks.level == "full")
     parameters = list(state.parameters().values())
     if any(isinstance(p, DTensor) for p in parameters) or not any(map(_is_local_expert, parameters)):
         return
@@ -145,17 +146,12 @@ def compare_gradients(state: ShardedModel) -> None:
             get_or_create_record(parameter).grad_checks_left = _STEPS
 
 
-def compare_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
-    """Compare gradients of a bound model over tp in its first steps, or without ``tp_mesh`` no longer. Local."""
-    schedule_gradient_checks(model, enabled=tp_mesh is not None)
-
-
-def schedule_gradient_checks(model: nn.Module, *, enabled: bool = True, every: bool = False) -> None:
-    """Compare gradients over tp in the first steps, with ``every`` in all, unless ``enabled`` in none. Local."""
+def schedule_gradient_checks(model: nn.Module, tp_mesh: DeviceMesh | None, *, every: bool = False) -> None:
+    """Compare gradients over tp in the first steps, with ``every`` in all, without ``tp_mesh`` no longer. Local."""
     for binding in filter(None, map(binding_of, model.modules())):
         # A second call replaces the schedule of the first, for example in set_device_mesh of a bound model.
         binding.grad_checks.clear()
-        if enabled and binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
+        if tp_mesh is not None and binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
             for name, rule in binding.rules.items():
                 # The gradient of a bias under a loss that is a plain sum is the number of tokens, equal on all ranks.
                 if rule.partial_grad and "bias" not in name:
@@ -163,7 +159,7 @@ def schedule_gradient_checks(model: nn.Module, *, enabled: bool = True, every: b
     for parameter in model.parameters():
         record = get_record(parameter)
         if record is not None and record.tp_replica:
-            record.grad_checks_left = (-1 if every else _STEPS) if enabled else 0
+            record.grad_checks_left = 0 if tp_mesh is None else -1 if every else _STEPS
 
 
 def compare_gradients_over_ep(step: Step) -> None:

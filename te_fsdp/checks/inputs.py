@@ -26,24 +26,21 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather, rank
 from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, shorten
+from te_fsdp.mesh import Meshes
 from te_fsdp.records import MODULE, ModuleRecord, binding_of, module_record
+from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.tensor_checksums import checksum, is_constant
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 

@@ -14,9 +14,11 @@ import functools
 import operator
 from collections.abc import Iterable
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.backward import refuse_second_derivatives
@@ -24,9 +26,11 @@ from te_fsdp.checks.weights import find_equal_shards, has_device_parameters, ref
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialised
-from te_fsdp.records import binding_of, get_record, iter_param_owners
-from te_fsdp.replicated_params import removal_error
-from te_fsdp.sharded_model import record_unsharded_params, sharded_model_of
+from te_fsdp.mesh import Meshes
+from te_fsdp.plan import ModelPlan
+from te_fsdp.records import ParameterPlan, binding_of, get_record, iter_param_owners
+from te_fsdp.replicated_params import ReplicatedParameter, removal_error
+from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.unshardable_models import refuse_hooks
 from te_fsdp.upstream import (
@@ -38,17 +42,6 @@ from te_fsdp.upstream import (
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
 from te_fsdp.upstream.torch_data import assigned
 from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.plan import ModelPlan
-    from te_fsdp.records import ParameterPlan
-    from te_fsdp.replicated_params import ReplicatedParameter
-    from te_fsdp.sharded_model import ShardedModel
-
 
 # ------------------------------------------------------------------------------------------------- before it is sharded
 

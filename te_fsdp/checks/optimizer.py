@@ -16,12 +16,13 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from te_fsdp.checks.model import not_in_the_model, refuse_changed_parameters
 from te_fsdp.checks.weights import compare_copies, refuse_equal_parts
@@ -31,23 +32,15 @@ from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import check_step
 from te_fsdp.features.main_params import MAIN
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
+from te_fsdp.lifecycle import Step
 from te_fsdp.modules.torch_units import unsharded_params
 from te_fsdp.process_modules import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import COPIED, PARAMETER, get_or_create_record, get_record, label_of
-from te_fsdp.sharded_model import shard_of, sharded_model_of
+from te_fsdp.sharded_model import ShardedModel, shard_of, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import after_failed_load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch.optim import Optimizer
-
-    from te_fsdp.lifecycle import Step
-    from te_fsdp.sharded_model import ShardedModel
-
 
 #: States without which a step of torch's optimizers fails, or begins with zeros.
 _STATES: dict[type, tuple[str, ...]] = {
@@ -64,16 +57,14 @@ _STATES: dict[type, tuple[str, ...]] = {
 # --------------------------------------------------------------------------------------- replaced and copied parameters
 
 
-@functools.cache
-def _valid_copies() -> weakref.WeakSet[Optimizer]:
-    """Return the copied optimizers of this process whose parameters modules have."""
-    return weakref.WeakSet()
+#: The copied optimizers of this process whose parameters modules have.
+_valid_copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def refuse_replaced(step: Step) -> None:
     """Raise OrderError for parameters that modules no longer have, or that are copies of a sharded model's. Local."""
     marked = {id(parameter): parameter for parameter, record in step.recorded_params if record.replaced_by}
-    is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies()
+    is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies
     if not marked and not is_copy:
         return
     params = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
@@ -96,7 +87,7 @@ def refuse_replaced(step: Step) -> None:
         marked |= unmarked
     if not marked:
         if is_copy:
-            _valid_copies().add(step.optimizer)
+            _valid_copies.add(step.optimizer)
         return
     parameter = next(iter(marked.values()))
     record = get_record(parameter)
@@ -144,23 +135,21 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
     return names
 
 
-@functools.cache
-def _checked() -> weakref.WeakKeyDictionary[Optimizer, int]:
-    """Return the number of parameters of each optimizer of bound models whose parameters were checked."""
-    return weakref.WeakKeyDictionary()
+#: The number of parameters of each optimizer of bound models whose parameters were checked.
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def refuse_gathered_by_torch(step: Step) -> None:
     """Raise for unsharded parameters of units of torch's own ``fully_shard``, from a call of ``unshard``. Local."""
     params = {id(p): p for group in step.optimizer.param_groups for p in group["params"]}
-    if _checked().get(step.optimizer) == len(params):
+    if _checked.get(step.optimizer) == len(params):
         return
     for parameter in unsharded_params():
         if id(parameter) in params:
             raise _gathered(
                 step, parameter, "while a unit is unsharded", "before unshard(), or after reshard()"
             )
-    _checked()[step.optimizer] = len(params)
+    _checked[step.optimizer] = len(params)
 
 
 def refuse_gathered(step: Step) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather, raised_on_all_ranks
@@ -16,19 +17,13 @@ from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_sim
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.features.broadcast_params import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.gradient_sync import require_reduced
+from te_fsdp.lifecycle import Step
+from te_fsdp.module_plan import ModulePlan
 from te_fsdp.optimizer_step import has_mixed_groups
 from te_fsdp.records import binding_of, get_record, iter_param_owners
-from te_fsdp.sharded_model import shard_of
+from te_fsdp.sharded_model import ShardedModel, shard_of
 from te_fsdp.tensor_checksums import checksum, is_constant
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.lifecycle import Step
-    from te_fsdp.module_plan import ModulePlan
-    from te_fsdp.sharded_model import ShardedModel
 
 T = TypeVar("T")
 

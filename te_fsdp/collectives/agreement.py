@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import _thread
 import datetime
-import functools
 import hashlib
 import logging
 import pickle
@@ -272,7 +271,7 @@ def _first_error(by_rank: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpE
 
 
 #: te_fsdp's gloo groups for each default process group: to rank 0, and of all pairs. Freed with the process group.
-_groups = functools.cache(weakref.WeakKeyDictionary[Any, dict[bool, Any]])
+_groups: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
 def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
@@ -291,7 +290,7 @@ def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
         RankMessenger(rank(), world_size(), group).round(lambda: None, lambda seen: seen)
         return group
 
-    groups = _groups().setdefault(dist.group.WORLD, {})
+    groups = _groups.setdefault(dist.group.WORLD, {})
     if all_pairs not in groups:
         # It waits for the addresses of all ranks, half an hour for one that ends here.
         groups[all_pairs] = run_while_all_live(connect)

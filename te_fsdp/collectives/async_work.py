@@ -13,15 +13,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.agreement import maximum
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 T = TypeVar("T")
 U = TypeVar("U")

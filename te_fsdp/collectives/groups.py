@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.upstream import torch_dtensor as _torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-@functools.cache
-def _groups() -> weakref.WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]]:
-    """Return the groups by default process group, so that they are dropped with it."""
-    return weakref.WeakKeyDictionary()
+#: The groups by default process group, so that they are dropped with it.
+_groups: weakref.WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 # [Note: shared groups] A process group uses threads and file descriptors until the program destroys it. torch
@@ -29,7 +22,7 @@ def _groups() -> weakref.WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]]:
 # within a model has its own group, since ranks may start the collectives of two purposes in different orders.
 def _shared(key: Any, make: Callable[[], Any]) -> dist.ProcessGroup:
     """Return the group of a key, and create it in the first call. All ranks of the group pass the same key."""
-    groups = _groups().setdefault(dist.group.WORLD, {})
+    groups = _groups.setdefault(dist.group.WORLD, {})
     if key not in groups:
         groups[key] = run_while_all_live(make)
     return groups[key]

@@ -22,18 +22,16 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.collectives.async_work import Pending, current_stream
 from te_fsdp.errors import PrecisionError
 from te_fsdp.upstream.torch_dtensor import copy_all_
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.liveness import Liveness
 from te_fsdp.errors import CollectiveError, message
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("te_fsdp")
 _Addresses = dict[tuple[int, ...], dict[int, str]]

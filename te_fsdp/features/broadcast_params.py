@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.features.param_gather import release_params
 from te_fsdp.mesh_checks import AXES
 from te_fsdp.quantized.components import components_of, drop_derived_state
-from te_fsdp.records import first_owners, plan_of, require_model, require_optimizer
-from te_fsdp.sharded_model import get_sharded_model, mesh_of
+from te_fsdp.records import ParamOwner, first_owners, plan_of, require_model, require_optimizer
+from te_fsdp.sharded_model import ShardedModel, get_sharded_model, mesh_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from te_fsdp.records import ParamOwner
-    from te_fsdp.sharded_model import ShardedModel
 
 
 def replica_groups_of_dtensor(parameter: torch.Tensor) -> list[dist.ProcessGroup]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError, require_flags, require_number
-from te_fsdp.features.hfsdp.gradients import averaged_tensors_of, averages_of
+from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.lifecycle import gradients_of
 from te_fsdp.process_modules import registered_at
@@ -220,8 +220,16 @@ def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each parameter, or its main parameter with the averaged gradient."""
-    averaged = averaged_tensors_of(parameters)
+    """Return each parameter, or with sharded optimizer state its main parameter, which has the averaged gradient.
+
+    Computes missing averages. Collective over the replicas of parameters with sharded state, once per optimizer, in the
+    same order on all ranks. Raises OrderError if a parameter of ``outer_strategy="optim"`` has no sharded optimizer, or
+    gradients have changed since they were averaged.
+    """
+    averaged = list(parameters)
+    for averages in averages_of(parameters, "clip_grad_norm_ before shard_optimizer"):
+        averages.make()
+        averaged = [averages.ready[id(p)].main if id(p) in averages.ready else p for p in averaged]
     for parameter, main in zip(parameters, averaged, strict=True):
         record = get_record(parameter)
         if main is not parameter and record is not None and record.ep_mesh is not None:

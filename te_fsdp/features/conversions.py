@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,16 +11,13 @@ from te_fsdp.errors import OrderError
 from te_fsdp.lifecycle import track_replaced_parameters
 from te_fsdp.precision import gradient_dtype
 from te_fsdp.records import copy_param_attrs, param_attrs_to_copy, plan_of
-from te_fsdp.sharded_model import attach_state_to_params
+from te_fsdp.sharded_model import ShardedModel, attach_state_to_params
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     te as _te,
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from te_fsdp.sharded_model import ShardedModel
 
 
 def follow_conversions(setup: Setup) -> None:

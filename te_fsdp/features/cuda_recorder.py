@@ -6,14 +6,12 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 from te_fsdp.upstream import te_modules as _te_modules, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 T = TypeVar("T")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from te_fsdp.errors import OrderError, PlacementError
@@ -13,9 +14,6 @@ from te_fsdp.forward_hooks import after_forward, before_forward, before_unit, ch
 from te_fsdp.records import is_replicated, iter_param_owners
 from te_fsdp.sharded_model import get_sharded_model, shard_of, sharded_model_of
 from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:

@@ -17,17 +17,14 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.component import Component
-from te_fsdp.upstream import fsdp2_prefetch as _fsdp2_prefetch, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.apply_fully_shard import Setup
+from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 
 
 class ForwardPrefetch(Component):
@@ -44,19 +41,19 @@ class ForwardPrefetch(Component):
     def before_unit(self, name: str) -> None:
         """Let FSDP2 gather a unit again if its shards were written since its all-gather started."""
         versions = self._started.pop(name, None)
-        if versions is not None and versions != _fsdp2_prefetch.versions_of_shards(self._units[name]):
-            _fsdp2_prefetch.drop_gather(self._units[name])
+        if versions is not None and versions != _fsdp2.versions_of_shards(self._units[name]):
+            _fsdp2.drop_gather(self._units[name])
 
     def gather_next(self, name: str, unit: nn.Module, args: Any) -> None:
         """Start the all-gather of the unit after ``name``, which FSDP2 has unsharded. Collective over ``dp_shard``."""
-        if not torch.is_grad_enabled() or not _fsdp2_prefetch.is_in_root_forward(unit):
+        if not torch.is_grad_enabled() or not _fsdp2.is_in_root_forward(unit):
             return
         if self._next is None:
             self._order.append(name)
             return
         following = self._next.get(name)
-        if following is not None and _fsdp2_prefetch.start_gather(self._units[following]):
-            self._started[following] = _fsdp2_prefetch.versions_of_shards(self._units[following])
+        if following is not None and _fsdp2.start_gather(self._units[following]):
+            self._started[following] = _fsdp2.versions_of_shards(self._units[following])
 
     def after_forward(self, output: Any) -> None:
         """Learn the order of the forward that ends; release units that it has not run."""
@@ -65,11 +62,11 @@ class ForwardPrefetch(Component):
             pairs = set(pairwise(self._order))
             counts = Counter(name for name, _ in pairs)
             self._next = {name: after for name, after in pairs if counts[name] == 1 and name != after}
-            if any(map(_fsdp2_prefetch.has_forward_prefetch, self._units.values())):
+            if any(map(_fsdp2.has_forward_prefetch, self._units.values())):
                 self._next = {}  # the user has chosen
         elif self._started:
             for name in self._started:
-                _fsdp2_prefetch.drop_gather(self._units[name])
+                _fsdp2.drop_gather(self._units[name])
             self._next = None
         self._order.clear()
         self._started.clear()

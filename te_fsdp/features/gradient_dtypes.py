@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.redistribute import COMM_DTYPES, GradComm
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError, PrecisionError
@@ -15,14 +18,6 @@ from te_fsdp.records import get_record
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.unit_communication import OuterGroup, set_unit_grad_comm
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units, te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from te_fsdp.apply_fully_shard import Setup
 
 
 def attach_gradient_dtypes(setup: Setup) -> None:

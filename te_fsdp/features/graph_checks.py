@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from te_fsdp.errors import InputError
 from te_fsdp.features.main_params import main_parameters_of
@@ -23,10 +24,6 @@ from te_fsdp.upstream import (
     te_modules as _te_modules,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
 
 # --- what has changed
 

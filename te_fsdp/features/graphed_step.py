@@ -20,10 +20,12 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 
 from te_fsdp.collectives.agreement import on_any_rank
 from te_fsdp.collectives.rendezvous import collective_call
@@ -47,13 +49,8 @@ from te_fsdp.features.param_gather import release_params
 from te_fsdp.features.written_weights import update_main_weights_since, weight_versions
 from te_fsdp.gradient_sync import microbatch, require_reduced, wait_for_reductions, zero_grad
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
+from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from te_fsdp.tensor_version import WeightVersions
 
 T = TypeVar("T")
 

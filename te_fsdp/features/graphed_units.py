@@ -15,9 +15,10 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp.errors import OrderError, PlacementError, require_integer, require_kind, shorten
 from te_fsdp.features.cuda_recorder import CudaRecorder, capture_failure, recorder_for
@@ -25,7 +26,7 @@ from te_fsdp.features.graph_checks import Signature
 from te_fsdp.features.transports import transports_of
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
 from te_fsdp.modules.mixin import record_forward
-from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
+from te_fsdp.sharded_model import ShardedModel, refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import (
     fsdp2_units,
     te as _te,
@@ -34,11 +35,6 @@ from te_fsdp.upstream import (
     unit_graphs as _graphs,
 )
 from te_fsdp.upstream.fsdp2_fixed_memory import FixedMemory
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 

@@ -13,20 +13,17 @@ import itertools
 import logging
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.component import Component
-from te_fsdp.upstream import fsdp2_outputs as _fsdp2_outputs, fsdp2_units, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.sharded_model import ShardedModel
+from te_fsdp.sharded_model import ShardedModel
+from te_fsdp.upstream import fsdp2_hooks as _fsdp2_hooks, fsdp2_units, torch_dtensor as _torch
 
 _log = logging.getLogger("te_fsdp")
 
@@ -193,7 +190,7 @@ class HostPace(Component):
     def _after(self, unit: nn.Module, args: Any, output: Any) -> None:
         if _torch.in_backward() or not torch.is_grad_enabled():
             return
-        trained = (tensor for tensor in _fsdp2_outputs.tensors_in(output) if tensor.requires_grad)
+        trained = (tensor for tensor in _fsdp2_hooks.tensors_in(output) if tensor.requires_grad)
         first = next(trained, None)
         if first is not None:
             first.register_hook(lambda gradient: self._mark())

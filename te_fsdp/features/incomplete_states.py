@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.upstream.torch_dtensor import local_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 def has_equal_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> bool:
@@ -41,7 +39,15 @@ def refuse_unloadable_states(
             pairs = zip(group["params"], own["params"], strict=True)
             own_states |= {key: optimizer.state.get(p, {}) for key, p in pairs if key in states}
         for key, parameter in [] if cut else zip(group["params"], own["params"], strict=True):
-            _check_shape(optimizer, states.get(key, {}).get(main), parameter)
+            loaded = states.get(key, {}).get(main)
+            if loaded is not None and local_of(loaded).shape != local_of(parameter).shape:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__}.load_state_dict: a main weight of shape {tuple(loaded.shape)}",
+                    expected=f"{tuple(parameter.shape)}, or this rank's shard of it",
+                    got=f"{tuple(local_of(loaded).shape)} on this rank",
+                    why="HFSDP pads rows that several mesh axes shard unevenly, for one mesh",
+                    fix="load it on the mesh that saved it, or save and load by te_fsdp.checkpoint",
+                )
     incomplete = [key for key in own_states if set(states[key]) == {main}]
     if all(set(state) == {main} for state in optimizer.state.values()):  # no step yet
         # A fresh optimizer has no other entries, so a dict that has some is from a trained optimizer. Its incomplete
@@ -67,17 +73,6 @@ def refuse_unloadable_states(
         why="DCP loads only the entries that the given state dict contains",
         fix="read it by get_state_dict or use te_fsdp.checkpoint.load, which create the missing state",
     )
-
-
-def _check_shape(optimizer: Optimizer, loaded: torch.Tensor | None, parameter: torch.Tensor) -> None:
-    if loaded is not None and local_of(loaded).shape != local_of(parameter).shape:
-        raise CheckpointError(
-            f"{type(optimizer).__name__}.load_state_dict: a main weight of shape {tuple(loaded.shape)}",
-            expected=f"{tuple(parameter.shape)}, or this rank's shard of it",
-            got=f"{tuple(local_of(loaded).shape)} on this rank",
-            why="HFSDP pads rows that several mesh axes shard unevenly, for one mesh",
-            fix="load it on the mesh that saved it, or save and load by te_fsdp.checkpoint",
-        )
 
 
 def _has_no_state(optimizer: Optimizer) -> bool:

@@ -8,17 +8,15 @@ Local tensors of gradients replace the gradients, too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.torch_autograd import without_subclasses
 from te_fsdp.upstream.torch_dtensor import local_of_dtensor
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class Replaced(NamedTuple):

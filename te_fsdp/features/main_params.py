@@ -16,10 +16,11 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.features.hfsdp.gradients import OuterAverages, assign_main_gradients
@@ -35,14 +36,10 @@ from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import gradient_of, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantize_into
 from te_fsdp.records import get_or_create_record
+from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch_to
 from te_fsdp.upstream.torch_autograd import without_subclasses
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from te_fsdp.tensor_version import WeightVersions
 
 #: Name of the main weight in an optimizer's state, as in FusedAdam.
 MAIN = "master_param"

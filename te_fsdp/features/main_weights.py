@@ -16,10 +16,11 @@ import gc
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from te_fsdp.collectives.agreement import are_equal, digest
@@ -46,6 +47,7 @@ from te_fsdp.features.main_params import (
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
 from te_fsdp.features.written_weights import record_weight_versions, update_written_main_weights
 from te_fsdp.lifecycle import (
+    Step,
     StepFunctions,
     parameters_of_optimizer,
     register_step_functions,
@@ -63,11 +65,6 @@ from te_fsdp.quantized.amax import (
 from te_fsdp.records import label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.lifecycle import Step
 
 _log = logging.getLogger("te_fsdp")
 
@@ -169,7 +166,7 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     # objects it would take longer than loading a model of 1 GiB.
     kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects() if may_keep else []
     listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
-    optimizers = {id(optimizer): optimizer for optimizer in [*listed, *registered_optimizers()]}.values()
+    optimizers = {id(optimizer): optimizer for optimizer in [*listed, *registered_optimizers]}.values()
     owners = []
     for optimizer in optimizers:
         main_parameters = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
@@ -204,7 +201,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
         PrecisionError: A FusedAdam over quantized weights keeps no main weights, or not in fp32.
     """
     check_optimizer(model, optimizer)
-    registered_optimizers().add(optimizer)
+    registered_optimizers.add(optimizer)
     register_step_functions(BEFORE_STEP, AFTER_STEP)
     if _te.is_fused_adam(optimizer):
         fused: Any = optimizer

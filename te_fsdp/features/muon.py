@@ -18,10 +18,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
@@ -37,9 +38,6 @@ from te_fsdp.records import ParamOwner, binding_of, first_owners, iter_param_own
 from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import shard_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 #: Number of interleaved groups along the rows of a fused weight, and relative heights of its matrices.
 _Fused = tuple[int, tuple[int, ...]]

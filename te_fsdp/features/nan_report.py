@@ -13,23 +13,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from te_fsdp.collectives.agreement import gather, maximum
 from te_fsdp.collectives.redistribute import GradComm
 from te_fsdp.component import Component
 from te_fsdp.errors import GradientError, OrderError, PlacementError, message, shorten
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
-from te_fsdp.sharded_model import get_sharded_model, shard_of
+from te_fsdp.sharded_model import ShardedModel, get_sharded_model, shard_of
 from te_fsdp.unit_communication import set_unit_grad_comm
 from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from te_fsdp.errors import PlacementError, require_kind
 from te_fsdp.kept_weights import apply_frozen, expose_unsharded_params
@@ -15,9 +17,6 @@ from te_fsdp.sharded_model import (
     versions_of,
 )
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @_torch.runs_eagerly

@@ -14,12 +14,14 @@ import functools
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.async_work import UnitOrder, current_stream
 from te_fsdp.collectives.groups import group_of_ranks
@@ -29,23 +31,23 @@ from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import apply_deferred_grad_scale
 from te_fsdp.features.unreduced_gradients import UnreducedGradients
 from te_fsdp.layout import REPLICATED
-from te_fsdp.replicated_params import Bucket, GradientSlot, Reduction, ReductionGroup, pack
-from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model
+from te_fsdp.mesh import Meshes
+from te_fsdp.replicated_params import (
+    Bucket,
+    GradientSlot,
+    Reduction,
+    ReductionGroup,
+    ReplicatedParameter,
+    pack,
+)
+from te_fsdp.sharded_model import ShardedModel, attach_state_to_params, get_sharded_model
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     fsdp2_units,
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_outputs import tensors_in
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.replicated_params import ReplicatedParameter
-    from te_fsdp.sharded_model import ShardedModel
+from te_fsdp.upstream.fsdp2_hooks import tensors_in
 
 _log = logging.getLogger("te_fsdp")
 

@@ -9,8 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp.check_points import DEFAULT
@@ -23,10 +24,6 @@ from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import Format
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 @dataclass(frozen=True)

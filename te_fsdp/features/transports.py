@@ -17,15 +17,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.redistribute import GradComm
 from te_fsdp.component import Component
 from te_fsdp.errors import shorten
+from te_fsdp.layout import Storage
 from te_fsdp.peer_memory import alias, connect_peers
+from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.unit_communication import input_dtype, set_unit_grad_comm
 from te_fsdp.upstream import (
     fsdp2_copy_engine as _fsdp2_copies,
@@ -34,14 +39,6 @@ from te_fsdp.upstream import (
     symmetric_memory as _torch_transport,
     te as _te,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
-
-    from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.layout import Storage
-    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 

@@ -12,22 +12,18 @@ The notes at :class:`UnitRecording` explain memory and streams.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
-from te_fsdp.features.graph_checks import Buffers
+from te_fsdp.features.cuda_recorder import CudaRecorder
+from te_fsdp.features.graph_checks import Buffers, Signature
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch, unit_graphs as _graphs
 from te_fsdp.upstream.te_derived import derive_columnwise_usage
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.features.cuda_recorder import CudaRecorder
-    from te_fsdp.features.graph_checks import Signature
 
 _CONSTANTS = (bool, int, float, str, type(None))
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import torch
 from torch.distributed.tensor import DTensor
-
-if TYPE_CHECKING:
-    import torch
 
 #: Attributes that return values. Others return shape, dtype and similar.
 _VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")

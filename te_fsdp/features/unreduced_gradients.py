@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.unreadable_gradients import (
@@ -20,7 +21,7 @@ from te_fsdp.features.unreadable_gradients import (
 )
 from te_fsdp.kept_weights import expose_sharded_params, expose_unsharded_params
 from te_fsdp.layout import SyncMode
-from te_fsdp.sharded_model import record_unsharded_params
+from te_fsdp.sharded_model import ShardedModel, record_unsharded_params
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
     fsdp2_patches as _fsdp2_patches,
@@ -29,11 +30,7 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_outputs import tensors_in
-
-if TYPE_CHECKING:
-    from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.sharded_model import ShardedModel
+from te_fsdp.upstream.fsdp2_hooks import tensors_in
 
 
 # [Note: markers] FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the

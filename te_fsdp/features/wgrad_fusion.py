@@ -6,19 +6,17 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import expert_index
+from te_fsdp.plan import ModelPlan
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_modules import keep_cast_weight
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.plan import ModelPlan
 
 #: Weights of the modules that support ``fuse_wgrad_accumulation``, besides GroupedLinear with a weight per expert.
 _FUSED_WEIGHTS = {

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.features.main_params import MAIN, MainParameters, is_low_precision, optimizer_shard_in
+from te_fsdp.lifecycle import Step
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.quantized.components import element_type
 from te_fsdp.quantized.quantizer_record import write_numbers_of
-from te_fsdp.quantized.rounding import rounded_values
 from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from te_fsdp.lifecycle import Step
 
 
 def weight_versions(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:
@@ -97,3 +96,112 @@ def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
     else:  # a scaled main weight of FusedAdam
         exact = optimizer.get_unscaled_state(parameter, MAIN)
         optimizer.set_scaled_state(parameter, MAIN, rounded.keep(_torch.local_of(exact).float()))
+
+
+# --- values that round to those of a low-precision tensor
+
+
+class _Element(NamedTuple):
+    """An element type of a quantized format."""
+
+    one: int  #: Byte of the value 1.0; 0 without a scale. FP4 has two values in a byte.
+    exponent: int  #: Exponent of the smallest normal value
+    mantissa: int  #: Bits of the mantissa
+    largest: float
+
+
+_ELEMENTS = {
+    "kFloat8E4M3": _Element(0x38, -6, 3, 448.0),
+    "kFloat8E5M2": _Element(0x3C, -14, 2, 57344.0),
+    "kFloat4E2M1": _Element(0x22, 0, 1, 6.0),
+}
+# Relative error of fp32 products, with a margin, so that values next to a power of two have its exponent.
+_FP32_ERROR = 2.0**-20
+
+
+class RoundedValues(NamedTuple):
+    """Values of a low-precision tensor, in fp32, with the values that round to them."""
+
+    value: torch.Tensor
+    #: The largest distance of a value that rounds to ``value`` and is farther from zero
+    outward: torch.Tensor
+    #: The same for values that are closer to zero
+    inward: torch.Tensor
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> RoundedValues:
+        """Apply a function to each tensor."""
+        return RoundedValues(*map(function, self))
+
+    def keep(self, exact: torch.Tensor) -> torch.Tensor:
+        """Return ``exact`` where it rounds to the values, and the values elsewhere. Local operation."""
+        is_inward = (exact.abs() < self.value.abs()) | (exact.sign() * self.value.sign() < 0)
+        distance = torch.where(is_inward, self.inward, self.outward)
+        return torch.where((exact - self.value).abs() <= distance, exact, self.value)
+
+
+def rounded_values(local: torch.Tensor) -> RoundedValues:
+    """Return the values of a local tensor of low precision. Local operation."""
+    if _te.is_grouped(local):
+        experts = [rounded_values(expert) for expert in local.experts]  # type: ignore[attr-defined]
+        if experts:
+            return RoundedValues(*(torch.stack(tensors) for tensors in zip(*experts, strict=True)))
+        return _plain(local.dequantize())  # type: ignore[operator]
+    if not _te.is_quantized(local):
+        return _plain(local.detach())
+    part = _te.storage_parts_of(local)[0]
+    exact = _te.high_precision_part(part)
+    return _plain(exact) if exact is not None else _quantized(part)
+
+
+def _plain(local: torch.Tensor) -> RoundedValues:
+    info, value = torch.finfo(local.dtype), local.float()
+    smallest = math.frexp(info.tiny)[1] - 1
+    element = _Element(0, smallest, 1 - math.frexp(info.eps)[1], info.max)
+    return _with_distances(value, torch.ones_like(value), element)
+
+
+def _quantized(part: torch.Tensor) -> RoundedValues:
+    element, row = _ELEMENTS[element_type(part)], _te.format_of(part)
+    value = part.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
+    names = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
+    data_of = {name: data for name in names if (data := getattr(part, name, None)) is not None}
+    # If all data bytes are those of 1.0, dequantization returns the scale of each value.
+    try:
+        for name, data in data_of.items():
+            setattr(part, name, torch.full_like(data, element.one))
+        scale = part.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
+    finally:
+        for name, data in data_of.items():
+            setattr(part, name, data)
+    # Other scales come from the values, which then exceed ``largest`` by less than half its spacing.
+    saturates: torch.Tensor | bool = _te.has_delayed_scale(part)
+    buffers = [b.attribute for b in row.buffers if b.name.startswith("amax_")] if row is not None else []
+    amaxes = [amax.max() for name in buffers if (amax := getattr(part, name, None)) is not None]
+    if amaxes:  # NVFP4, whose block scales are float8 numbers: subnormal ones are rounded by any factor
+        float8 = _ELEMENTS["kFloat8E4M3"]
+        unit = torch.stack(amaxes).max() / (element.largest * float8.largest)
+        saturates = scale < unit * 2.0**float8.exponent
+    return _with_distances(value, scale, element, saturates)
+
+
+def _with_distances(
+    value: torch.Tensor, scale: torch.Tensor, element: _Element, saturates: torch.Tensor | bool = True
+) -> RoundedValues:
+    """Return values that are ``scale`` times a number of an element type.
+
+    ``saturates`` is true where much larger values round to the largest number of the type.
+    """
+    number = (value / scale).abs().nan_to_num() * (1 + _FP32_ERROR)
+    # Subnormal numbers have the spacing of the smallest normal one. The mantissa is at least 0.5.
+    mantissa, exponent = torch.frexp(number.clamp(min=2.0**element.exponent))
+    exponent = exponent - 1
+    half = torch.ldexp(scale, exponent - element.mantissa - 1) * (1 + _FP32_ERROR)
+    # The numbers below a power of two are twice as dense.
+    is_power = (mantissa < 0.5 * (1 + 4 * _FP32_ERROR)) & (exponent > element.exponent)
+    inward = torch.where(is_power, half / 2, half)
+    # Quantization multiplies by the scale, dequantization by its inverse: both round in fp32, relative to the value.
+    error = value.abs().nan_to_num() * (_FP32_ERROR / 4 if element.one else 0.0)
+    # With a scale of zero all values round to zero.
+    is_open = ((number >= element.largest) & saturates) | (scale == 0)
+    outward = (half + error).masked_fill(is_open, math.inf)
+    return RoundedValues(value, outward, inward + error)

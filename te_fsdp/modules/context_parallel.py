@@ -17,10 +17,11 @@ import itertools
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import rank
@@ -38,9 +39,6 @@ from te_fsdp.errors import (
 from te_fsdp.mesh import Meshes
 from te_fsdp.records import module_record
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _log = logging.getLogger("te_fsdp")
 

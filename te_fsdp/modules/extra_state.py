@@ -22,9 +22,10 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -33,9 +34,6 @@ from te_fsdp.layout import ExpertRange
 from te_fsdp.records import binding_of, name_of
 from te_fsdp.shard_info import shard_info
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dcp, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 #: Prefix of entries. No pickle opcode starts with it, so TE never loads an entry as a pickle.
 _MAGIC = b"#te_fsdp "

@@ -14,10 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import gather
@@ -26,17 +28,11 @@ from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
 from te_fsdp.modules.expert_entries import mark_entries
 from te_fsdp.modules.mixin import ResettableModule
-from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
+from te_fsdp.quantized.alignment import Grid, Weight, check_fit, check_recipe, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, as_plain_parameter, grouped_shard_dim
 from te_fsdp.records import BINDING, ModuleBinding, binding_of, inherit, name_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_modules import GroupedWeightAccess, grouped_path_problem, rename_parameters
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.quantized.alignment import Grid
 
 #: Grouped modules to distribute over ep: FQNs, or classes (of the modules or of their ancestors); ``None``: all.
 Selection: TypeAlias = Iterable[type | str] | None

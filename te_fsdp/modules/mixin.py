@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
@@ -53,10 +55,6 @@ from te_fsdp.upstream import (
     torch_autograd as _autograd,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def record_forward(binding: ModuleBinding, node: Any) -> None:

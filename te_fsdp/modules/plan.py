@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import layout as table
@@ -35,9 +36,6 @@ from te_fsdp.modules.user_dtensors import dim_to_shard, is_as_bound, place_user_
 from te_fsdp.quantized.alignment import check_quantizer, plan_shard_dims
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def plan_modules(

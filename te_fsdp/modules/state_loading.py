@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import CheckpointError, PlacementError
@@ -12,10 +13,6 @@ from te_fsdp.modules.full_experts import drop_other_experts
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import module_record
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 _ASSIGN = "assign_to_params_buffers"
 

@@ -10,37 +10,24 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
+from te_fsdp.lifecycle import Step
 from te_fsdp.records import binding_of, get_record, module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
-
-    from torch import nn
-
-    from te_fsdp.lifecycle import Step
-
-
-@functools.cache
-def _bound_models() -> weakref.WeakSet[nn.Module]:
-    """Return the models of ``set_device_mesh``, to search for units."""
-    return weakref.WeakSet()
-
-
-def reshard_after_steps(model: nn.Module) -> None:
-    """Reshard the unsharded units of a bound model after every step of their optimizer. Local operation."""
-    _bound_models().add(model)
+#: The models of ``set_device_mesh``, whose unsharded units are resharded after every step of their optimizer.
+bound_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def unsharded_params() -> Iterator[torch.Tensor]:
     """Yield the unsharded parameters of bound units that FSDP2 has all-gathered at least once. Local operation."""
-    for model in list(_bound_models()):
+    for model in list(bound_models):
         for unit in model.modules() if module_record(model).sharded is None else ():
             if fsdp2_units.is_fsdp_module(unit):
                 for parameter, managed in _fsdp2.unsharded_parameters(unit):
@@ -51,7 +38,7 @@ def unsharded_params() -> Iterator[torch.Tensor]:
 def reshard_units(step: Step) -> None:
     """Reshard bound units that are unsharded and have parameters in the optimizer. Local operation."""
     stepped: set[int] | None = None
-    for model in list(_bound_models()):
+    for model in list(bound_models):
         # ``te_fsdp.fully_shard`` releases its own units.
         for unit in model.modules() if module_record(model).sharded is None else ():
             if not fsdp2_units.is_fsdp_module(unit) or not _fsdp2.is_unit_unsharded(unit):

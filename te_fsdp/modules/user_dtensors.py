@@ -9,24 +9,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.errors import OrderError, PlacementError
-from te_fsdp.layout import chunk_boxes, chunk_range
+from te_fsdp.layout import ParameterRule, chunk_boxes, chunk_range
 from te_fsdp.mesh_checks import mesh_of_experts
 from te_fsdp.records import UserDTensor, inherit
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
-
-    from te_fsdp.layout import ParameterRule
 
 
 def place_user_dtensor(

@@ -18,27 +18,21 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.features.reporting import bytes_of, cost_of, shard_in_training
-from te_fsdp.layout import GATED_ACTIVATIONS
-from te_fsdp.planning.job import OPTIMIZERS, Gating
+from te_fsdp.layout import GATED_ACTIVATIONS, Storage
+from te_fsdp.planning.job import OPTIMIZERS, Gating, Job, Sizes, Workload
 from te_fsdp.quantized.components import empty_on_meta
-from te_fsdp.records import first_owners, plan_of
-from te_fsdp.sharded_model import require_sharded_model
+from te_fsdp.records import ParamOwner, first_owners, plan_of
+from te_fsdp.sharded_model import ShardedModel, require_sharded_model
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_patches import single_rank_parameters
 from te_fsdp.upstream.te_formats import FORMATS, Format
-
-if TYPE_CHECKING:
-    from te_fsdp.layout import Storage
-    from te_fsdp.planning.job import Job, Sizes, Workload
-    from te_fsdp.records import ParamOwner
-    from te_fsdp.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,18 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from te_fsdp.checkpoint.portable.huggingface_config import config_contents, read_config
+from te_fsdp.checkpoint.portable.huggingface_config import Architecture, config_contents, read_config
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError, TeFsdpError
+from te_fsdp.mesh import Meshes
 from te_fsdp.mesh_checks import ALL_AXES
+from te_fsdp.plan import StrategySpec
 from te_fsdp.precision import MixedPrecisionPolicy
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from te_fsdp.checkpoint.portable.huggingface_config import Architecture
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.plan import StrategySpec
 
 #: Recipe name -> TE's class in ``transformer_engine.common.recipe``.
 RECIPES = {

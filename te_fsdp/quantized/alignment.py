@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ParameterRule
+from te_fsdp.records import ModuleBinding
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import FORMATS, NVFP4_ROWS, NVFP4_SQUARES, Format
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from te_fsdp.records import ModuleBinding
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from te_fsdp.lifecycle import Step
 from te_fsdp.quantized.empty_shards import copy_delayed_scale
 from te_fsdp.quantized.quantizer_record import (
     GROUP_ATTRIBUTE,
@@ -25,12 +26,9 @@ from te_fsdp.quantized.quantizer_record import (
     change_quantizer_record,
     quantizer_record,
 )
+from te_fsdp.records import ParameterRecord
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch
-
-if TYPE_CHECKING:
-    from te_fsdp.lifecycle import Step
-    from te_fsdp.records import ParameterRecord
 
 #: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"

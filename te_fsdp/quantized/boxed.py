@@ -13,23 +13,19 @@ import functools
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, boxed_like
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import components_of, describe_format, drop_derived_state
-from te_fsdp.records import WEIGHT, weight_record
+from te_fsdp.records import WEIGHT, ModuleBinding, weight_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_dcp import wrapper
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.records import ModuleBinding
 
 
 def describe_shards(

@@ -10,10 +10,11 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.boxed_dtensor import wrap_dcp
@@ -34,9 +35,6 @@ from te_fsdp.quantized.quantizer_record import change_quantizer_record
 from te_fsdp.quantized.shards import quantize_with_shared_scale
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.torch_dcp import LoadTarget
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:

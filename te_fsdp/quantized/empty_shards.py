@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.quantized.quantizer_record import with_group
 from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.patches import apply_patch
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 # [Note: shards without rows] FSDP2 shards rows into chunks of ceil(M / n), so small weights leave ranks

@@ -11,10 +11,13 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import ParameterRule
@@ -36,14 +39,7 @@ from te_fsdp.upstream.fsdp2_settled import pass_of
 from te_fsdp.upstream.fsdp2_unused import keep_zeros_unquantized
 from te_fsdp.upstream.patches import apply_patch, apply_patch_to
 from te_fsdp.upstream.te_derived import derive_columnwise, drop_derived_buffers
-from te_fsdp.upstream.te_formats import NVFP4_ROWS
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
-
-    from te_fsdp.upstream.te_formats import Format
+from te_fsdp.upstream.te_formats import NVFP4_ROWS, Format
 
 
 # [Note: assignments by FSDP2] FSDP2 assigns parameters through the module's ``__setattr__``: once after

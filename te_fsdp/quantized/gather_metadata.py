@@ -21,20 +21,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.quantized.components import BufferLocations
 from te_fsdp.quantized.quantizer_record import GROUP_ATTRIBUTE, QUANTIZER_RECORD
 from te_fsdp.records import BINDING, WEIGHT, ModuleBinding, WeightRecord
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.upstream.te_formats import Format
+from te_fsdp.upstream.te_formats import Format
 
 
 class GatherMetadata(NamedTuple):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.quantized.amax import amax_group_name, set_amax_group
 from te_fsdp.quantized.components import (
@@ -28,12 +30,6 @@ from te_fsdp.records import copy_param_attrs
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_derived import derive_transpose
 from te_fsdp.upstream.te_formats import GROUPED_BUFFERS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class GroupedGather(NamedTuple):

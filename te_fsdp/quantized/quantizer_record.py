@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import PATCHES, apply_patch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
 
 #: Attribute of a quantizer: its :class:`QuantizerRecord`.
 QUANTIZER_RECORD = "_te_fsdp_quantizer"

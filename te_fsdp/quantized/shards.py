@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import on_any_rank
@@ -18,9 +19,6 @@ from te_fsdp.quantized.grouped_weight import quantize_experts
 from te_fsdp.quantized.quantizer_record import patch_clone_of_scales
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners, replace_local_tensor
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 #: (id of the owner, name of the parameter in it)
 Key: TypeAlias = tuple[int, str]

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from te_fsdp.errors import OrderError
-from te_fsdp.upstream.fsdp2_prefetch import is_in_root_forward
+from te_fsdp.upstream.fsdp2_state import is_in_root_forward
 
 
 class _UnitMemory:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, record_of_group
 from te_fsdp.upstream.torch_dtensor import dtensor, spec_of, with_dtype
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.tensor.placement_types import Placement
 
 
 def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:

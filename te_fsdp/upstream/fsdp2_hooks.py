@@ -15,28 +15,28 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.profiler import record_function
 
-from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, record_of_group
+from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, fsdp_state_of, record_of_group
 from te_fsdp.upstream.torch_autograd import function_transform
-from te_fsdp.upstream.torch_dtensor import backward_id
-
-if TYPE_CHECKING:
-    from torch import nn
+from te_fsdp.upstream.torch_dtensor import backward_id, flatten
 
 #: Whether compiled autograd runs (torch before 2.13); always false in later versions.
 _compiles_autograd: Callable[[], bool] = getattr(_fsdp_common, "compiled_autograd_enabled", bool)
 _no_range = torch._C._profiler._RecordFunctionFast
 _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
-#: Arguments of a forward that contain no tensors.
-_TENSORLESS = frozenset((type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size))
+#: Arguments and outputs of a forward that contain no tensors.
+_TENSORLESS = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+)
 
 
 def profiler_range(name: str) -> Any:
@@ -139,3 +139,47 @@ def _register_post_backward(
     for index, value in zip(indices, watched, strict=True):
         values[index] = value
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+# --- tensors in outputs
+
+
+# [Note: hooks of outputs] FSDP2 all-gathers a unit for backward in hooks on the tensors of its output. It
+# finds them with ``torch.utils._pytree``.
+
+#: How many objects of an output are searched.
+_MAX_OBJECTS = 10_000
+
+
+def opaque_in(output: Any) -> list[Any]:
+    """Return the leaves of an output in which tensors may be hidden."""
+    if isinstance(output, torch.Tensor):
+        return []
+    return [leaf for leaf in flatten(output)[0] if not isinstance(leaf, (torch.Tensor, *_TENSORLESS))]
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an output: in containers, dataclasses and attributes of other objects."""
+    waiting, seen = [output], set[int]()
+    while waiting and len(seen) < _MAX_OBJECTS:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+            continue
+        if id(item) in seen or isinstance(item, (*_TENSORLESS, type, torch.nn.Module, Callable)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            waiting += item
+        # Subclasses of containers may have attributes too.
+        waiting += getattr(item, "__dict__", {}).values()
+        for kind in type(item).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            waiting += [getattr(item, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots)]
+
+
+def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:
+    """Let FSDP2 all-gather a unit in the backward of these outputs (``_register_pre_backward_hook``). Local."""
+    fsdp_state_of(unit)._register_pre_backward_hook(tensors)

@@ -13,9 +13,10 @@ import copy
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.fsdp2_gradients import sharded_params
@@ -30,10 +31,6 @@ from te_fsdp.upstream.fsdp2_units import (
     replace_property,
 )
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 # --- FSDPParamGroup.post_backward
 

@@ -12,9 +12,11 @@ import functools
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
@@ -27,11 +29,8 @@ from te_fsdp.upstream.fsdp2_units import (
     record_of_group,
     reductions_of,
 )
+from te_fsdp.upstream.torch_autograd import without_subclasses
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, without_modes
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @functools.cache
@@ -180,42 +179,13 @@ def interrupted_phase(root: nn.Module) -> str:
     return "forward" if context.iter_forward_root is not None or "FORWARD" in phases else ""
 
 
-def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
-    """Reset a tree for the next forward after an exception. Gradients are not changed.
+def reset_iteration(root: nn.Module) -> None:
+    """Reset a tree for the next forward after an exception. Gradients are not changed. Waits for the device.
 
-    Uses ``FSDPModule.reset_iter_state`` if it exists (torch 2.13) and ``stock`` is true. It would also drop the
-    partial reductions of HSDP, and from 2.15 all gradients of earlier microbatches.
+    ``FSDPModule.reset_iter_state`` (torch 2.13) would also drop the partial reductions of HSDP, and from 2.15 all
+    gradients of earlier microbatches. These are complete, and the user repeats the failed microbatch only.
     """
     groups = _groups(root)
-    # Gradients of earlier microbatches are complete, and the user repeats the failed microbatch only.
-    states = []
-    for group in groups:
-        part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
-        sharded = [(m.sharded_param, m.sharded_param.grad) for m in group.fsdp_params]
-        unsharded = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
-        gradients = [(parameter, parameter.grad) for parameter in unsharded if parameter is not None]
-        states.append((group, part, layout, sharded, gradients))
-    if stock and hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()  # type: ignore[operator]
-    else:
-        _reset(root, groups)
-    for group, part, layout, sharded, gradients in states:
-        group._partial_reduce_output = part
-        if layout:
-            group._partial_reduce_output_layout.update(layout)
-        for parameter, gradient in sharded:
-            if parameter.grad is None:
-                # Restore the same tensor object: it has attributes, and HFSDP's gradient rejects operations.
-                parameter.grad = gradient
-        for parameter, gradient in gradients:
-            if parameter.grad is None and gradient is not None:
-                # An interrupted backward leaves gradients of unsharded parameters in the compute dtype. torch 2.15
-                # requires the accumulation dtype.
-                parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or gradient.dtype)
-
-
-def _reset(root: nn.Module, groups: list[Any]) -> None:
-    """Implement ``reset_iter_state`` for torch before 2.13. Waits for the device, which is rare."""
     if groups and groups[0].device.type != "cpu":
         torch.accelerator.synchronize(groups[0].device)
     context = fsdp_state_of(root)._state_ctx
@@ -241,6 +211,8 @@ def _clear_events(comm: Any, groups: list[Any]) -> None:
     for group in groups:
         group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
         group._reshard_after_forward_event = None
+    if hasattr(comm, "_last_post_reduce_events"):
+        comm._last_post_reduce_events.clear()
     _clear_reductions(comm)
 
 
@@ -262,8 +234,6 @@ def clear_events(root: nn.Module) -> None:
     for group in groups:
         if (gathers := record_of_group(group).gathers) is not None:
             gathers.forget()
-    if hasattr(comm, "_last_post_reduce_events"):
-        comm._last_post_reduce_events.clear()
     fsdp_state_of(root)._state_ctx.post_optim_event = None
 
 
@@ -425,3 +395,51 @@ def defers_leaf_gradient(leaf: Any) -> bool:
     except RuntimeError:  # a leaf passed to torch.autograd.grad
         return False
     return left_out and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+# --- all-gathers before the forward of a unit
+
+
+def is_in_root_forward(unit: nn.Module) -> bool:
+    """Return whether a forward of the unit's root is running, and not one of an inner unit alone."""
+    running = unit._get_fsdp_state()._state_ctx.iter_forward_root  # type: ignore[operator]
+    return running is not None and running._is_root is True
+
+
+def has_forward_prefetch(unit: nn.Module) -> bool:
+    """Return whether the user has called ``set_modules_to_forward_prefetch`` of a unit."""
+    return bool(fsdp_state_of(unit)._states_to_forward_prefetch)
+
+
+def start_gather(unit: nn.Module) -> bool:
+    """Start to all-gather a unit as FSDP2's prefetch in forward does. Return whether it was sharded.
+
+    Collective over the ranks of the unit's shards.
+    """
+    has_started = False
+    for group in fsdp_parameter_groups(unit):
+        if group._all_gather_result is not None or group.is_unsharded:
+            continue
+        before = group._training_state
+        group._training_state = type(before).FORWARD
+        try:
+            group.unshard(group.unshard_async_op)
+        finally:
+            group._training_state = before
+        has_started = True
+    return has_started
+
+
+def drop_gather(unit: nn.Module) -> None:
+    """Free the weights of a started all-gather that no forward has used. Local operation."""
+    for group in fsdp_parameter_groups(unit):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+            group.reshard()
+
+
+def versions_of_shards(unit: nn.Module) -> list[int]:
+    """Return a number for each of a unit's shards, which each write to the DTensor or to its local tensor raises."""
+    with without_subclasses():  # reads attributes without a Python call
+        shards = [m.sharded_param for group in fsdp_parameter_groups(unit) for m in group.fsdp_params]
+        return [shard._version + shard._local_tensor._version for shard in shards]

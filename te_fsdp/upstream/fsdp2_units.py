@@ -6,16 +6,14 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+import torch
+from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
 from te_fsdp.upstream.torch_dtensor import local_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 #: Function of a parameter group.
 Listener: TypeAlias = "Callable[[Any], None]"

@@ -9,17 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import Shard
 
 from te_fsdp.upstream.fsdp2_patches import add_reduction_listener
 from te_fsdp.upstream.fsdp2_units import GROUP, record_of, record_of_group, replace_property
 from te_fsdp.upstream.torch_dtensor import zero_gradient
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def complete_gradients(group: Any) -> None:

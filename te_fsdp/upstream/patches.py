@@ -481,10 +481,8 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
 }
 
 
-@functools.cache
-def patched_attributes() -> set[tuple[Any, str]]:
-    """Return the classes and modules that :func:`apply_patch` has changed in this process, and the attributes."""
-    return set()
+#: The classes and modules that :func:`apply_patch` has changed in this process, and the attributes.
+patched_attributes: set[tuple[Any, str]] = set()
 
 
 def apply_patch(name: str, make: Callable[[Any], Any]) -> None:
@@ -494,9 +492,9 @@ def apply_patch(name: str, make: Callable[[Any], Any]) -> None:
     """
     attribute = PATCHES[name].attribute
     for owner in _OWNERS[name]():
-        if (owner, attribute) not in patched_attributes():
+        if (owner, attribute) not in patched_attributes:
             setattr(owner, attribute, make(getattr(owner, attribute, None)))
-            patched_attributes().add((owner, attribute))
+            patched_attributes.add((owner, attribute))
 
 
 def apply_patch_to(owner: Any, name: str, replacement: Any) -> None:

@@ -14,10 +14,12 @@ import functools
 import importlib
 import re
 import sys
+from collections.abc import Callable, Iterator
 from types import MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp.errors import PrecisionError
 from te_fsdp.upstream.te_formats import (
@@ -28,11 +30,6 @@ from te_fsdp.upstream.te_formats import (
     row_for,
     unknown_format,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
 
 #: Module kinds with placement rules, derived classes first.
 KINDS = (

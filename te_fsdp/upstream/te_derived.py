@@ -10,14 +10,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    import torch
-
-    from te_fsdp.upstream.te_formats import Format
+from te_fsdp.upstream.te_formats import Format
 
 
 def drop_derived_buffers(tensor: torch.Tensor, row: Format) -> None:

@@ -17,21 +17,17 @@ import logging.handlers
 import pickle
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp.errors import CheckpointError
 from te_fsdp.unpickling import TableUnpickler
 from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.torch_autograd import graph_nodes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
 
 
 def holds_quantized(module: nn.Module) -> bool:

@@ -8,25 +8,21 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torch import nn
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def concatenated_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:

@@ -9,20 +9,18 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from te_fsdp.upstream.torch_dtensor import local_of
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def support_foreach(cls: type[torch.Tensor]) -> None:

@@ -5,13 +5,11 @@ Checked with torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import datetime
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    import datetime
 
 _NAME = "te_fsdp_gloo"
 

@@ -9,18 +9,16 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._ops import _tensor_ops
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree
 
 from te_fsdp.upstream.torch_dtensor import shard_dim_of, shifted, strided_shard
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
 _watched = threading.local()
 

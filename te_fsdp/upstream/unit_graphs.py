@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules import module as _modules
 
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, managed_fsdp_params, reductions_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

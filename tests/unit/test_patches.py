@@ -61,7 +61,7 @@ def test_patches_of_classes_are_installed_once(te):
     for name, owners in _patches._OWNERS.items():
         for owner in owners():
             attribute = _patches.PATCHES[name].attribute
-            assert (owner, attribute) in _patches.patched_attributes()
+            assert (owner, attribute) in _patches.patched_attributes
             results[owner, attribute] = owner.__dict__[attribute]
     keep_amax_group_in_copies()
     patch_fsdp_hooks()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_fsdp.quantized.rounding import rounded_values
+from te_fsdp.features.written_weights import rounded_values
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RECIPES = ("current", "delayed", "block", "mxfp8", "nvfp4")

@@ -178,7 +178,7 @@ def check_list():
     results = {}
     for level in LEVELS:
         for check in CHECKS:
-            if check.when.level == level:
+            if check.level == level:
                 error = "a warning in the log" if check.error is None else f"`{check.error.__name__}`"
                 name = f"{check.name} ({check.mesh})" if check.mesh else check.name
                 results.setdefault((level, error), {})[name] = None

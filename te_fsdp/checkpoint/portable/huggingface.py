@@ -10,9 +10,11 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.compare import Differences, check_spans_world, compare_model
 from te_fsdp.checkpoint.directory import new_directory
@@ -37,10 +39,6 @@ from te_fsdp.errors import CheckpointError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.modules.rotary import frequencies_of
 from te_fsdp.modules.semantics import from_json
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
 __all__ = [
     "Architecture",

@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.rotary import frequencies_of, scales_attention, wanted_rotary
 from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, format_differences, semantics_of
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Recorded = Mapping[str, Semantics]
 _Options = TypeVar("_Options", "TeNames", "TeBlocks")

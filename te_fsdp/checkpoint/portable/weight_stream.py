@@ -10,10 +10,11 @@ from contextlib import ExitStack
 from functools import partial, reduce
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.host_memory import batches
@@ -44,9 +45,6 @@ from te_fsdp.collectives.agreement import all_agree, from_rank_0, gather, rank, 
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, OrderError, require_kind, shorten
 from te_fsdp.upstream.torch_dtensor import versions_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
 #: Least bytes of a file that is started only to let more ranks write at once.

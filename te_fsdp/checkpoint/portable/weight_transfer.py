@@ -12,10 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.compare import check_spans_world
 from te_fsdp.checkpoint.host_memory import aligned
@@ -33,10 +35,6 @@ from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import components_of
 from te_fsdp.tensor_checksums import row_checksums
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
 #: Rows and columns that share a scale, as vLLM, SGLang and transformers read FP8 weights.
 BLOCK = 128

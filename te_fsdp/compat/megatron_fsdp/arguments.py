@@ -10,19 +10,17 @@ import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.agreement import on_any_rank
 from te_fsdp.errors import MeshError, PlacementError, require_flag_fields, require_kind
 from te_fsdp.mesh import Meshes, default_device_type
 from te_fsdp.precision import MixedPrecisionPolicy as NativePolicy
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("te_fsdp")
 

@@ -22,11 +22,13 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from te_fsdp.compat.megatron_fsdp.arguments import UNUSED_ARGUMENTS, MixedPrecisionPolicy, native_meshes
 from te_fsdp.compat.megatron_fsdp.sharding import (
@@ -38,10 +40,6 @@ from te_fsdp.gradient_sync import microbatch as native_microbatch
 from te_fsdp.materialization import materialize
 from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import get_sharded_model
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "Flat",

@@ -17,9 +17,11 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from te_fsdp import gradient_sync
 from te_fsdp.compat.megatron_fsdp.arguments import (
@@ -51,10 +53,6 @@ from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import require_sharded_model, sharded_model_of
 from te_fsdp.upstream import te as _te
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
 BRIDGED = "_te_fsdp_megatron"  #: Attribute of prepared optimizers, and of modules and parameters to shard

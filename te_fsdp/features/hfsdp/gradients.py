@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from te_fsdp.apply_fully_shard import Setup
+from te_fsdp.collectives.agreement import maximum
+from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError
-from te_fsdp.features.hfsdp.frozen import FrozenGradients
-from te_fsdp.features.hfsdp.optimizer_shards import OUTER
+from te_fsdp.features.hfsdp.optimizer_shards import OUTER, MainParameter, group_by_key
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
 from te_fsdp.lifecycle import broadcast_tp_gradients, gradient_of, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
-from te_fsdp.sharded_model import sharded_model_of
+from te_fsdp.sharded_model import ShardedModel, sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
@@ -28,13 +31,6 @@ from te_fsdp.upstream import (
     fsdp2_units,
     torch_dtensor as _torch,
 )
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.features.hfsdp.optimizer_shards import MainParameter
-    from te_fsdp.sharded_model import ShardedModel
 
 
 class ShardedParameters(Protocol):
@@ -49,6 +45,71 @@ class ShardedParameters(Protocol):
     def lookup(self, parameters: Sequence[torch.Tensor]) -> Sequence[MainParameter | None]:
         """Return the main parameters that a step would use now."""
         ...
+
+
+# [Note: frozen parameters with a gradient] An optimizer of torch steps each parameter that has a gradient. Its
+# ``requires_grad`` does not matter, also if it was set after the backward. Replicas average the gradients of the
+# same parameters, but one of them alone may have a gradient. So they compare once after a parameter was frozen, and
+# again after it was trained in a forward. Other steps send nothing for frozen parameters.
+class FrozenGradients:
+    """Which frozen parameters of one optimizer have a gradient on any replica. ``sharded`` returns its parameters."""
+
+    def __init__(self, sharded: Callable[[], list[MainParameter]]) -> None:
+        self._sharded = sharded
+        #: Frozen parameters -> whether any replica has a gradient. Identical on all replicas.
+        self._has_gradient: dict[MainParameter, bool] = {}
+
+    def averaged(self) -> list[MainParameter]:
+        """Return the parameters whose gradients are averaged, in the same order on all replicas. Local operation."""
+        has_gradient = self._has_gradient
+        return [
+            pair
+            for pair in self._sharded()
+            if pair.parameter.requires_grad or (has_gradient and has_gradient.get(pair))
+        ]
+
+    def before_forward(self) -> None:
+        """Forget what is known of parameters that are trained again. Local operation."""
+        for pair in [pair for pair in self._has_gradient if pair.parameter.requires_grad]:
+            del self._has_gradient[pair]
+
+    def compare(self) -> None:
+        """Determine which parameters that were frozen since the previous call have a gradient on any replica.
+
+        Collective over the replicas if there are such parameters: one all-reduce of an integer per parameter. Raises
+        OrderError for other frozen parameters with a gradient.
+        """
+        self.before_forward()
+        new: list[MainParameter] = []
+        for pair in self._sharded():
+            if pair.parameter.requires_grad:
+                continue
+            known = self._has_gradient.get(pair)
+            if known is None:
+                new.append(pair)
+            elif not known and gradient_of(pair.parameter) is not None:
+                raise OrderError(
+                    f"{label_of(pair.parameter)}: frozen, with a gradient that no backward has computed",
+                    expected="a gradient from a backward after a forward in which it was trained",
+                    got="a gradient that was assigned",
+                    why="Replicas without this gradient would not average it",
+                    fix="set requires_grad before the forward or before the step",
+                )
+        groups = group_by_key(new, [pair.shard.ranks for pair in new])
+        # Sorted, so that all ranks run the collectives of their groups in the same order.
+        for pairs in sorted(groups, key=lambda group: group[0].shard.ranks):
+            found = [gradient_of(pair.parameter) is not None for pair in pairs]
+            if not is_capturing():  # a recorded step clears gradients first, on all ranks
+                device = _torch.local_of(pairs[0].parameter).device
+                flags = torch.tensor(found, dtype=torch.int32, device=device)
+                maximum(flags, pairs[0].shard.group)
+                found = list(map(bool, flags.tolist()))
+            self._has_gradient.update(zip(pairs, found, strict=True))
+
+    def unused(self, pair: MainParameter) -> None:
+        """Record that no replica has a gradient of a parameter. Local operation."""
+        if pair in self._has_gradient:
+            self._has_gradient[pair] = False
 
 
 # [Note: averages over replicas] With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one
@@ -194,21 +255,6 @@ class OuterAverages:
 
 
 # ------------------------------------------------------------------------------------------------ of several parameters
-
-
-def averaged_tensors_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors whose ``grad`` is the model's gradient: main parameters if state is sharded, else parameters.
-
-    Computes missing averages. Collective over the replicas of parameters with sharded state, once per optimizer, in the
-    same order on all ranks. Raises OrderError if a parameter of ``outer_strategy="optim"`` has no sharded optimizer, or
-    gradients have changed since they were averaged.
-    """
-    listed = list(parameters)
-    ready: dict[int, MainParameter] = {}
-    for averages in averages_of(listed, "clip_grad_norm_ before shard_optimizer"):
-        averages.make()
-        ready |= averages.ready
-    return [ready[id(p)].main if id(p) in ready else p for p in listed]
 
 
 def check_step(optimizer: Optimizer) -> None:

@@ -16,10 +16,11 @@ import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_fsdp.collectives.async_work import Pending
@@ -51,13 +52,9 @@ from te_fsdp.quantized.components import (
 from te_fsdp.quantized.empty_shards import copy_delayed_scale
 from te_fsdp.records import plan_of
 from te_fsdp.sharded_model import sharded_model_of
+from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.tensor_version import TensorVersion
-    from te_fsdp.upstream.torch_dtensor import DTensorSpec
+from te_fsdp.upstream.torch_dtensor import DTensorSpec
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,10 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
     is_sent_alone,
 )
 from te_fsdp.lifecycle import gradients_of
-from te_fsdp.sharded_model import sharded_model_of
+from te_fsdp.sharded_model import ShardedModel, sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
-
-if TYPE_CHECKING:
-    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 

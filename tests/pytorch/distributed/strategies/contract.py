@@ -202,23 +202,22 @@ class Failure(Exception):
 
 
 @contextlib.contextmanager
-def _forgetful() -> Iterator[None]:
-    """Torch's own recovery drops every gradient, in any version as in 2.15; nothing where there is none."""
+def _recovery_of_torch(raises: bool) -> Iterator[None]:
+    """Torch's own recovery (2.13 and later) raises, or drops every gradient, in any version as in 2.15."""
     from torch.distributed.fsdp import FSDPModule
 
     from te_fsdp.upstream import fsdp2_units
 
-    stock = getattr(FSDPModule, "reset_iter_state", None)
-
     def forget(root: Any) -> None:
-        stock(root)
+        assert not raises
         for unit in filter(fsdp2_units.is_fsdp_module, root.modules()):
             for managed in fsdp2_units.managed_fsdp_params(unit):
                 managed.sharded_param.grad = None
                 if hasattr(managed, "_unsharded_param"):
                     managed._unsharded_param.grad = None
 
-    with replaced(FSDPModule, **({} if stock is None else {"reset_iter_state": forget})):
+    has_one = hasattr(FSDPModule, "reset_iter_state")
+    with replaced(FSDPModule, **({"reset_iter_state": forget} if has_one else {})):
         yield
 
 
@@ -228,15 +227,12 @@ def failed_forward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> 
     Args:
         strategy: The strategy.
         dp_replicate: With 2, HSDP holds partly reduced gradients then.
-        stock: Whether to recover by torch's own function, where there is one.
+        stock: Whether torch's own recovery would drop gradients, instead of raising.
     """
     import te_fsdp
-    from te_fsdp.upstream import fsdp2_state as _fsdp2
 
     pair = Pair(strategy, dp_replicate)
-    by_hand = _fsdp2.reset_iteration
-    options = {} if stock else {"reset_iteration": lambda root: by_hand(root, stock=False)}
-    with _forgetful(), replaced(_fsdp2, **options):
+    with _recovery_of_torch(raises=not stock):
         for _ in range(2):
             mine = pair.mine()
             with te_fsdp.microbatch(pair.model, is_last=False):
@@ -255,12 +251,9 @@ def failed_forward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> 
 def failed_backward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> dict[str, Any]:
     """A backward raises when one unit is through: the step refuses until all microbatches have been run again."""
     import te_fsdp
-    from te_fsdp.upstream import fsdp2_state as _fsdp2
 
     pair = Pair(strategy, dp_replicate)
-    by_hand = _fsdp2.reset_iteration
-    options = {} if stock else {"reset_iteration": lambda root: by_hand(root, stock=False)}
-    with replaced(_fsdp2, **options):
+    with _recovery_of_torch(raises=not stock):
         for zeroed_first in (True, False):
             mine = pair.mine()
             with te_fsdp.microbatch(pair.model, is_last=False):

@@ -107,7 +107,7 @@ def _trained(recipe: str, transport: str, kind: str, is_ahead: bool) -> dict[str
         state.components._bind()
     started, names = list[str](), {id(unit): name for name, unit in state.modules.items()}
     results: dict[str, Any] = {"losses": [], "started": []}
-    stock = forward_prefetch._fsdp2_prefetch.start_gather
+    stock = forward_prefetch._fsdp2.start_gather
 
     def start(unit: nn.Module) -> bool:
         begun = is_ahead and stock(unit)
@@ -119,7 +119,7 @@ def _trained(recipe: str, transport: str, kind: str, is_ahead: bool) -> dict[str
         with te.autocast(enabled=made is not None, recipe=made):
             return model(x).float().square().mean()
 
-    forward_prefetch._fsdp2_prefetch.start_gather = start
+    forward_prefetch._fsdp2.start_gather = start
     try:
         for step in range(STEPS):
             started.clear()
@@ -137,7 +137,7 @@ def _trained(recipe: str, transport: str, kind: str, is_ahead: bool) -> dict[str
                 results["losses"] += [loss.detach().cpu(), run().cpu()]
             results["started"].append(list(started))
     finally:
-        forward_prefetch._fsdp2_prefetch.start_gather = stock
+        forward_prefetch._fsdp2.start_gather = stock
     results["weights"] = [harness.full(p.detach()).float().cpu() for p in model.parameters()]
     return results
 
