@@ -32,7 +32,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
-from te_fsdp.row_order import OrderedCopy, refuse_writes, row_dim, run_in_order, stacked_among
+from te_fsdp.row_order import (
+    OrderedCopy,
+    is_elementwise,
+    refuse_writes,
+    row_dim,
+    run_in_order,
+    stacked_among,
+)
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import support_foreach
 from te_fsdp.upstream.torch_redistribution import move_strided_shards
@@ -203,6 +210,12 @@ def _mark(tensor: DTensor, box_map: BoxMap, cls: type[BoxedDTensor] | None = Non
     tensor.__dict__[_KEY] = box_map
 
 
+class _Context(tuple[Any, ...]):
+    """Context of ``DTensor.__tensor_flatten__``, whose length torch.compile checks, with the mapping."""
+
+    mapping: tuple[BoxMap | None, type[BoxedDTensor] | None] = None, None
+
+
 #: Functions whose result is filled afterwards, with the attributes of the argument (``StateDictStager``).
 _COPIED_INTO = ("new_empty",)
 
@@ -242,6 +255,11 @@ class BoxedDTensor(DTensor):
     ) -> Any:
         """Run the function as for any DTensor, and describe the rows of its results."""
         kwargs = kwargs or {}
+        if is_elementwise(func, args, kwargs):
+            result = _torch.plain_results(func, types, args, kwargs)
+            if type(result) is DTensor:
+                _keep(result, args, func)
+            return result
         if OrderedCopy in types:
             refuse_writes(func, args, kwargs)
         if func is torch.Tensor.copy_:
@@ -336,6 +354,20 @@ class BoxedDTensor(DTensor):
         if self._map is not None:
             plain.__dict__[_KEY] = True
         return plain.__reduce_ex__(proto)
+
+    def __tensor_flatten__(self) -> Any:
+        names, context = super().__tensor_flatten__()
+        context = _Context(context)
+        context.mapping = self.__dict__.get(_KEY), self.kept_class
+        return names, context
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> Any:
+        # torch.compile checks that its arguments have the class with which it has traced.
+        tensor = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return _with_map(tensor, *flatten_spec.mapping)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = DTensor(

@@ -6,6 +6,7 @@ The functions of this module take tensors of :class:`te_fsdp.boxed_dtensor.Boxed
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,33 @@ from te_fsdp.upstream.torch_redistribution import MixedOrder, without_mixed_orde
 
 #: torch 2.13 computes global indices from those of the shards, without a redistribution.
 _INDICES = {torch.argmax, torch.argmin, torch.Tensor.argmax, torch.Tensor.argmin}
+
+
+#: Functions that compute each element from those at the same position, as optimizers call them.
+_ELEMENTWISE = frozenset((
+    "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_min", "div", "lerp", "maximum", "mul", "neg", "rsqrt", "sign",
+    "sqrt", "sub", "add_", "addcdiv_", "addcmul_", "clamp_", "div_", "lerp_", "mul_", "neg_", "sign_", "sqrt_", "sub_",
+    "__get__", "is_complex", "is_floating_point",
+))  # fmt: skip
+
+
+def is_elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether rows need no order: an elementwise function of numbers and tensors of one layout. Local."""
+    if func.__name__ not in _ELEMENTWISE:
+        return False
+    spec: Any = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, DTensor):
+            other, spec = value._spec, spec or value._spec
+            if type(value) is OrderedCopy or other.mesh is not spec.mesh:
+                return False
+            if other is not spec and (other.placements, other.shape) != (spec.placements, spec.shape):
+                return False
+        elif not isinstance(value, (int, float)) and not (
+            isinstance(value, torch.Tensor) and value.ndim == 0
+        ):
+            return False
+    return True
 
 
 # [Note: rows in the order of the ranks] The placement over tp tells which dim of a result has the rows of a stacked
@@ -39,7 +67,7 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
     is_split = func in VIEWS and first is stacked[0] and not keeps_dim(func, dim, args, kwargs)
     if not is_part and not is_split and func not in _INDICES:
         try:
-            with without_mixed_order(stacked[0].device_mesh, {_rows(tensor) for tensor in stacked}):
+            with without_mixed_order(stacked[0].device_mesh, [_rows(tensor) for tensor in stacked]):
                 result = _torch.plain_results(func, types, args, kwargs)
             # Results have complete rows of an argument, or none.
             spec = stacked[0]._spec
@@ -85,7 +113,9 @@ def row_dim(result: DTensor, tensor: Any) -> int | None:
         return None
     # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.
     shape = result._spec.shape
-    is_flat = len(shape) == 1 and box_map.rule.shard_dim == 0 and shape.numel() == tensor._spec.shape.numel()
+    is_flat = (
+        len(shape) == 1 and box_map.rule.shard_dim == 0 and math.prod(shape) == math.prod(tensor._spec.shape)
+    )
     return dim if is_flat or shape[dim] == _rows(tensor) else None
 
 
@@ -110,14 +140,10 @@ def _items(value: Any) -> list[DTensor]:
 
 def _mark_copies(result: Any, sources: Any, target: Any = None) -> None:
     """Change the class of results that share memory with a source. In one process they would be views."""
-    memory = {_memory(item) for item in _items(sources)}
+    memory = {_torch.memory_id(item._local_tensor) for item in _items(sources)}
     for item in _items(result):
-        if type(item) is DTensor and item is not target and _memory(item) in memory:
+        if type(item) is DTensor and item is not target and _torch.memory_id(item._local_tensor) in memory:
             item.__class__ = OrderedCopy
-
-
-def _memory(tensor: DTensor) -> int:
-    return tensor._local_tensor.untyped_storage().data_ptr()
 
 
 def _write_error(func: Any) -> PlacementError:

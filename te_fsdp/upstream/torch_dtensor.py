@@ -69,8 +69,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def memory_id(tensor: DTensor) -> int:
-    """Return a number that changes when ``tensor.data`` is assigned (``UntypedStorage._cdata``)."""
+def memory_id(tensor: torch.Tensor) -> int:
+    """Return a number that views share and that ``tensor.data = ...`` changes (``UntypedStorage._cdata``)."""
     return tensor.untyped_storage()._cdata
 
 

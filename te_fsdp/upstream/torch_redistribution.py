@@ -28,7 +28,7 @@ class MixedOrder(Exception):
 
 
 @contextlib.contextmanager
-def without_mixed_order(mesh: DeviceMesh, rows: set[int]) -> Iterator[None]:
+def without_mixed_order(mesh: DeviceMesh, rows: list[int]) -> Iterator[None]:
     """Raise :class:`MixedOrder` before torch redistributes an argument over the last axis of ``mesh``.
 
     It only raises for dims with these numbers of rows. Local operation.
@@ -48,7 +48,7 @@ def _install() -> None:
 
     @functools.wraps(stock)
     def redistribute_local_args(op_info: Any, suggested: Any, *args: Any, **kwargs: Any) -> Any:
-        now: tuple[DeviceMesh, set[int]] | None = getattr(_watched, "now", None)
+        now: tuple[DeviceMesh, list[int]] | None = getattr(_watched, "now", None)
         if now is not None:
             is_tree = op_info.args_tree_spec is not None
             new = _pytree.tree_leaves(suggested.args_schema) if is_tree else suggested.args_schema
