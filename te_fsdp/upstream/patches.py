@@ -40,8 +40,7 @@ FSDP2 = (
     Patch(
         "`FSDPParamGroup`",
         "post_backward",
-        "runs te_fsdp's code before and after a reduction; gradients of unused parameters; one dtype per "
-        "reduction",
+        "runs te_fsdp's code around a reduction; gradients of unused parameters; one dtype per reduction",
         "test_no_shard.py::test_parameters_that_other_ranks_use",
         '- FSDP2 asserts "uniform gradient dtype"',
     ),
@@ -449,8 +448,7 @@ def _modules_with(name: str) -> list[ModuleType]:
 
 def _enums_pickled_by_name() -> list[type]:
     """Return TE's class of element types if this Python pickles its members by name, else nothing."""
-    constants = importlib.import_module("transformer_engine.pytorch.constants")
-    members = list(getattr(constants, "DType", ()))
+    members = list(getattr(importlib.import_module("transformer_engine.pytorch.constants"), "DType", ()))
     return [type(members[0])] if members and members[0].__reduce_ex__(2)[0] is getattr else []
 
 

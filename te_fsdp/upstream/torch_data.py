@@ -21,7 +21,7 @@ assigned: list[bool] = [False]
 @functools.cache
 def count_writes_to_data(record: str) -> None:
     """Count writes through ``.data`` of DTensors with the attribute ``record``; once per process. Local operation."""
-    stock: Any = vars(torch._C.TensorBase)["data"]
+    stock: Any = torch.Tensor.data
 
     def get(self: DTensor) -> Any:
         if torch.compiler.is_compiling():  # Dynamo traces this, but reads no ``__dict__``

@@ -87,7 +87,7 @@ def traced() -> dict[str, str]:
 
 
 def calls_in_order() -> int:
-    """How often a settled step of AdamW takes the slower way of functions that may depend on the order of rows."""
+    """Count calls of a later AdamW step that search for arguments in a different order of rows."""
     import te_fsdp
     from te_fsdp import boxed_dtensor
 
