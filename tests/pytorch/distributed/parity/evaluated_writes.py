@@ -130,7 +130,7 @@ def _changed(by: str, change: str) -> float:
         if hasattr(unit, "reshard"):
             unit.reshard()
     mine = torch.cat([harness.full(p.detach()).flatten() for p in model.parameters()])
-    wanted = torch.cat([p.detach().flatten() for p in reference.parameters()])
+    wanted = torch.cat([harness.full(p).flatten() for p in reference.parameters()])
     return max(worst, float((mine - wanted).norm() / wanted.norm()))
 
 
