@@ -24,10 +24,9 @@ def count_writes_to_data(record: str) -> None:
     stock: Any = torch.Tensor.data
 
     def get(self: DTensor) -> Any:
-        if torch.compiler.is_compiling():  # Dynamo traces this, but reads no ``__dict__``
-            return self.detach()
-        if record not in self.__dict__:
-            return stock.__get__(self)
+        # Dynamo traces this: it reads no ``__dict__``, and would find this property again in ``stock``.
+        if getattr(self, record, None) is None:
+            return self._stock_data  # type: ignore[missing-attribute]
         data: Any = self.detach()
         data._local_tensor = self._local_tensor
         return data
@@ -38,4 +37,5 @@ def count_writes_to_data(record: str) -> None:
         if memory and memory_id(self) != memory:
             assigned[0] = True
 
+    DTensor._stock_data = stock  # type: ignore[missing-attribute]
     DTensor.data = property(get, set_)  # type: ignore[assignment]
