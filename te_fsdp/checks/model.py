@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
@@ -40,7 +41,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
-from te_fsdp.upstream.torch_data import assigned
+from te_fsdp.upstream.torch_data import assignments
 from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
 
 # ------------------------------------------------------------------------------------------------- before it is sharded
@@ -330,10 +331,15 @@ def refuse_changed_parameters(state: ShardedModel) -> None:
     refuse_assigned(state)
 
 
+#: Values of :data:`te_fsdp.upstream.torch_data.assignments` for which a model has been checked.
+_checked_assignments: weakref.WeakKeyDictionary[ShardedModel, int] = weakref.WeakKeyDictionary()
+
+
 def refuse_assigned_data(state: ShardedModel) -> None:
     """Raise if ``.data`` of a sharded parameter was assigned. Local: checks one parameter of each unit, then all."""
-    if assigned[0]:
+    if assignments[0] != _checked_assignments.get(state, 0):
         refuse_assigned(state)
+        _checked_assignments[state] = assignments[0]
     for unit in state.modules.values():
         first = _fsdp2.first_sharded_parameter(unit)
         if first is not None and is_assigned(first):

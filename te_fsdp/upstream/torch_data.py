@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.torch_dtensor import memory_id
 
-#: Whether ``.data`` of a parameter with a record was assigned since :func:`count_writes_to_data`.
-assigned: list[bool] = [False]
+#: Number of assignments to ``.data`` of parameters with a record since :func:`count_writes_to_data`.
+assignments: list[int] = [0]
 
 
 # [Note: writes through data] ``p.data.clamp_()`` changes the values of ``p``, but torch gives ``p.data`` a version of
@@ -21,7 +21,7 @@ assigned: list[bool] = [False]
 @functools.cache
 def count_writes_to_data(record: str) -> None:
     """Count writes through ``.data`` of DTensors with the attribute ``record``; once per process. Local operation."""
-    stock: Any = torch.Tensor.data
+    stock: Any = vars(torch.Tensor.__mro__[1])["data"]
 
     def get(self: DTensor) -> Any:
         # Dynamo traces this: it reads no ``__dict__``, and would find this property again in ``stock``.
@@ -35,7 +35,7 @@ def count_writes_to_data(record: str) -> None:
         memory = memory_id(self) if record in self.__dict__ else 0
         stock.__set__(self, value)
         if memory and memory_id(self) != memory:
-            assigned[0] = True
+            assignments[0] += 1
 
     DTensor._stock_data = stock  # type: ignore[missing-attribute]
     DTensor.data = property(get, set_)  # type: ignore[assignment]

@@ -22,6 +22,7 @@ class Owner:
 
 @pytest.fixture
 def tensor():
+    gc.collect()  # models of earlier tests
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield DTensor.from_local(torch.ones(4, 4), dist.init_device_mesh("cpu", (2,)), [Shard(0)])
     dist.destroy_process_group()
