@@ -22,9 +22,11 @@ class Owner:
 
 @pytest.fixture
 def tensor():
-    gc.collect()  # models of earlier tests
+    gc.collect()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield DTensor.from_local(torch.ones(4, 4), dist.init_device_mesh("cpu", (2,)), [Shard(0)])
+    tensor = DTensor.from_local(torch.ones(4, 4), dist.init_device_mesh("cpu", (2,)), [Shard(0)])
+    torch._foreach_mul_([tensor], 1.0)  # removes the handlers of earlier tests' models
+    yield tensor
     dist.destroy_process_group()
 
 
