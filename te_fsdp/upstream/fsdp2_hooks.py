@@ -1,10 +1,11 @@
 """FSDP2's hooks of a unit, with less Python around the same code. Checked with torch 2.11 to 2.15."""
 
-# [Note: cost of hooks] Three things around a hook cost more than the hook itself. They are replaced on the
+# [Note: cost of hooks] Four things around a hook cost more than the hook itself. They are replaced on the
 # unit's own objects:
 #
 #     ``torch.profiler.record_function``     created only while a profiler runs; otherwise a context manager in C
 #     ``torch._dynamo.disable(hook)(...)``   created once per hook instead of once per call
+#     ``_spmd_no_typecheck`` (torch 2.14)    a context manager in C, if the package spmd_types is not installed
 #     ``_register_post_backward_hook``       one loop over flat arguments; nested arguments are left to FSDP2
 #
 # Private names: ``FSDPState._pre_forward``, ``_post_forward``, ``_pre_backward``;
@@ -44,6 +45,16 @@ def profiler_range(name: str) -> Any:
     return record_function(name) if _is_profiling() else _no_range(name)
 
 
+@functools.cache
+def _substitutes() -> dict[str, Callable[..., Any]]:
+    """Return what the hooks use in place of these names of their modules."""
+    found: dict[str, Callable[..., Any]] = {"record_function": profiler_range}
+    if getattr(torch.distributed, "_is_spmd_types_available", bool)():
+        return found
+    # torch's defines and enters a generator that does nothing, in eleven calls.
+    return {**found, "_spmd_no_typecheck": functools.partial(_no_range, "no_typecheck")}
+
+
 def shorten_hooks(unit: nn.Module) -> None:
     """Replace FSDP2's hooks of a unit by shorter ones. Call this before other replacements. Local operation."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
@@ -70,12 +81,12 @@ def _replace(owner: Any, name: str) -> None:
 
 @functools.cache
 def _shortened(hook: Any) -> Any:
-    """Return the function of a hook with :func:`profiler_range` in place of ``record_function``."""
+    """Return the function of a hook with the functions of :func:`_substitutes`."""
     inner, names = getattr(hook, "__wrapped__", None), hook.__code__.co_names
     is_disabled = inner is not None and "_dynamo" in names and "disable" in names
     stock = inner if is_disabled else hook
-    if "record_function" in stock.__code__.co_names:
-        scope = {**stock.__globals__, "record_function": profiler_range}
+    if not _substitutes().keys().isdisjoint(stock.__code__.co_names):
+        scope = {**stock.__globals__, **_substitutes()}
         function = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
         function.__kwdefaults__ = stock.__kwdefaults__
         stock = functools.update_wrapper(function, stock)

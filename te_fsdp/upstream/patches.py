@@ -150,7 +150,7 @@ FSDP2 = (
     Patch(
         "`FSDPState`, `FSDPParamGroup`",
         "_pre_forward, _post_forward, _pre_backward, pre_forward, post_forward, pre_backward, post_backward",
-        "the same code without profiler ranges while no profiler runs, and with one `torch._dynamo.disable`",
+        "the same code with shorter profiler ranges, `_dynamo.disable` and `_spmd_no_typecheck` (torch 2.14)",
         "test_all_calls.py::test_budget",
     ),
     Patch(
