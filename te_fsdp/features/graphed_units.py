@@ -186,20 +186,15 @@ class _Shared:
         self.forwards: Counter[str] = Counter()
         self._backward_id = -1  #: Of the backward at whose end they are cleared
         self._device, self._memory = device, memory
-        #: Forwards whose backward is pending, in order.
-        self._stack: list[weakref.ref[_Pending]] = []
-
-    def push(self, pending: _Pending) -> None:
-        """Add a forward whose backward is pending."""
-        # Weak: the autograd graph keeps a pending forward alive. If the graph is freed, the backward cannot
-        # come.
-        self._stack.append(weakref.ref(pending))
+        #: Forwards whose backward is pending, in order. Weak: the autograd graph keeps them alive. If the graph is
+        #: freed, the backward cannot come.
+        self.stack: list[weakref.ref[_Pending]] = []
 
     def pending(self) -> list[_Pending]:
         """Return the replayed forwards whose backward has not run, in order ([Note: order of replays])."""
-        alive = [pass_ for ref in self._stack if (pass_ := ref()) is not None and not pass_.is_done]
-        if len(alive) != len(self._stack):
-            self._stack = [weakref.ref(node) for node in alive]
+        alive = [pass_ for ref in self.stack if (pass_ := ref()) is not None and not pass_.is_done]
+        if len(alive) != len(self.stack):
+            self.stack = [weakref.ref(node) for node in alive]
         return alive
 
     def count_until_end_of_backward(self) -> None:
@@ -315,7 +310,7 @@ class _Unit:
         if not shared.pending():
             recording.wait_for_reductions()  # of the previous pass, whose gradients this forward may overwrite
         pending = _Pending(shared, self.name, recording, is_new)
-        shared.push(pending)
+        shared.stack.append(weakref.ref(pending))
         for binding in recording.bindings:
             record_forward(binding, pending)
         shared.replays += not is_new

@@ -361,7 +361,8 @@ def _rules(
         mode = module.parallel_mode
         return table.grouped_linear_rules(weights, biases, mode) | table.single_grouped_rules(single, mode)
     if kind in ("LayerNorm", "RMSNorm"):
-        return table.norm_rules(sequence_parallel=sequence_parallel, per_head=per_head)
+        is_partial = sequence_parallel or per_head  # q/k norms inside attention
+        return dict.fromkeys(("weight", "bias"), ParameterRule(None, partial_grad=is_partial))
     if kind == "DotProductAttention":
         return {"softmax_offset": ParameterRule(0)}  # one value per local head
     return dict.fromkeys(params if kind is None else (), ParameterRule(None))

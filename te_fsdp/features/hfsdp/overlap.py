@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from te_fsdp.collectives.agreement import maximum
-from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, all_of, current_stream
+from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, current_stream
 from te_fsdp.collectives.groups import separate_group
 from te_fsdp.collectives.redistribute import GradComm, PackedLayout, redistribute
 from te_fsdp.features.hfsdp.optimizer_shards import (
@@ -111,13 +111,15 @@ class GradientAveraging:
                 if gradient is None:
                     flags.append((index, result[flag]))
 
-        def finish(unused: None) -> list[torch.Tensor | None]:
+        def finish() -> list[torch.Tensor | None]:
+            for move in moves:
+                move.wait()
             for index, replicas in flags:
                 if not bool(replicas > 0):  # waits for the device, only on ranks without a gradient
                     received[index] = None
             return received
 
-        return all_of(moves).then(finish)
+        return Pending(finish)
 
     def _packed(
         self, indices: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
