@@ -28,6 +28,7 @@ from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, U
 from te_fsdp.modules.mixin import record_forward
 from te_fsdp.sharded_model import ShardedModel, refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import (
+    fsdp2_state as _fsdp2,
     fsdp2_units,
     te as _te,
     torch_autograd as _autograd,
@@ -222,7 +223,8 @@ class _Shared:
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
-        fixed = (*_graphs.shards_of(unit), *_graphs.kept_casts(unit))
+        shards = map(_torch.local_of, _fsdp2.sharded_parameters(unit))
+        fixed = (*shards, *_graphs.kept_casts(unit))
         buffers = (_te.buffers_of(tensor) if _te.is_quantized(tensor) else [tensor] for tensor in fixed)
         addresses = {buffer.untyped_storage().data_ptr() for buffer in itertools.chain(*buffers)}
         for group in fsdp2_units.fsdp_parameter_groups(unit):
@@ -233,7 +235,7 @@ class _Shared:
     def reason_of_addresses(self, unit: nn.Module) -> str:
         """Return why weights of a unit have no fixed addresses; empty if they have."""
         fixed = self.fixed_storages(unit)
-        for parameter in _graphs.managed_parameters(unit):
+        for parameter, _ in _fsdp2.unsharded_parameters(unit):
             local = _torch.local_of(parameter)
             if _te.is_quantized(local) and _te.is_grouped(local):
                 return "it has quantized weights of all experts in one parameter"

@@ -30,7 +30,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
 from te_fsdp.lifecycle import gradients_of
 from te_fsdp.sharded_model import ShardedModel, sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
-from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
 _log = logging.getLogger("te_fsdp")
@@ -331,7 +331,7 @@ class EarlyAverages:
         groups: list[str] = []
         index = {id(shard.parameter): position for position, shard in enumerate(shards)}
         for name, unit in state.modules.items() if state is not None else ():
-            parameters = map(_fsdp2_gradients.sharded_params, fsdp2_units.fsdp_parameter_groups(unit))
+            parameters = map(fsdp2_units.shards_of, fsdp2_units.fsdp_parameter_groups(unit))
             groups_at = [[index[id(p)] for p in group if id(p) in index] for group in parameters]
             if any(groups_at):
                 units[name] = GradientAveraging([shards[n] for n in sorted(itertools.chain(*groups_at))])
