@@ -38,13 +38,12 @@ from te_fsdp.lifecycle import (
     track_replaced_parameters,
 )
 from te_fsdp.mesh_checks import check_1d
-from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.expert_entries import patch_expert_loading
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
 from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.options import check_divisible
-from te_fsdp.modules.plan import plan_modules
+from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules
 from te_fsdp.modules.state_loading import watch_loading
 from te_fsdp.modules.torch_units import bound_models, reshard_units
 from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh

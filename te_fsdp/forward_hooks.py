@@ -54,9 +54,8 @@ def register_forward_hooks(state: ShardedModel) -> None:
         before = _torch.disable_compile(functools.partial(before_unit, state, name))
         unit.register_forward_pre_hook(before, prepend=True)
         if state.units[name].gather != "pass":
-            _fsdp2_patches.wrap_unshard(
-                unit, functools.partial(kept_weights.expose_unsharded_params, state, name, unit)
-            )
+            expose = functools.partial(kept_weights.expose_unsharded_params, state, name, unit)
+            fsdp2_units.call_before(unit, "unshard", expose)
     first = _torch.disable_compile(functools.partial(before_forward, state))
     state.model.register_forward_pre_hook(first, prepend=True)
     # After FSDP2's hook, so that only units that are kept are still unsharded.

@@ -166,11 +166,6 @@ def single_grouped_rules(
     return {name: table[name] for name in parameter_names}
 
 
-def norm_rules(*, sequence_parallel: bool = False, per_head: bool = False) -> dict[str, ParameterRule]:
-    """Return the rules of LayerNorm and RMSNorm. Set ``per_head`` for q/k norms inside attention."""
-    return dict.fromkeys(("weight", "bias"), ParameterRule(None, partial_grad=sequence_parallel or per_head))
-
-
 _NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
 
 

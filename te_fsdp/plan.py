@@ -16,9 +16,8 @@ from te_fsdp.errors import PlacementError, PrecisionError, shorten, suggest
 from te_fsdp.expert_units import dense_params_in_expert_units, expert_units
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
 from te_fsdp.mesh import Meshes
-from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import Selection, single_names
-from te_fsdp.modules.plan import plan_modules, refuse_uneven_ties
+from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules, refuse_uneven_ties
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.quantized.shards import Key
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark

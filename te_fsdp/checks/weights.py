@@ -18,7 +18,7 @@ from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.features.broadcast_params import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.lifecycle import Step
-from te_fsdp.module_plan import ModulePlan
+from te_fsdp.modules.plan import ModulePlan
 from te_fsdp.optimizer_step import has_mixed_groups
 from te_fsdp.records import binding_of, get_record, iter_param_owners
 from te_fsdp.sharded_model import ShardedModel, shard_of

@@ -64,16 +64,6 @@ class Pending(Generic[T]):
         return Pending(lambda: finish(self.wait()))
 
 
-def all_of(moves: Sequence[Pending[Any]]) -> Pending[None]:
-    """Combine several operations into one that waits for each in this order."""
-
-    def finish() -> None:
-        for move in moves:
-            move.wait()
-
-    return Pending(finish)
-
-
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the current stream on ``device``; ``None`` for the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device.type).current_stream(device)

@@ -268,7 +268,15 @@ class Rendezvous:
                 self.wait_for_readers(lambda: max(arrived, store.add(f"{number}/came", 0)))
                 raise CollectiveError(outcome.decode())
             if number == 0:
-                self._find_next_ranks()
+                # Read the addresses of the next ranks, which all have published, and reach their machines.
+                position, size = self.ranks.index(own_rank), len(self.ranks)
+                following = [self.ranks[(position + step) % size] for step in range(1, min(size, _NEAR))]
+                if not store.check([f"alive/{rank}" for rank in following]):  # a rank has no free port
+                    following = [rank for rank in following if store.check([f"alive/{rank}"])]
+                values = store.multi_get([f"alive/{rank}" for rank in following]) if following else []
+                addresses = {rank: value.decode() for rank, value in zip(following, values, strict=True)}
+                _process().addresses.setdefault(dist.group.WORLD, {})[self.ranks] = addresses
+                _process().liveness.reach_machines(addresses.values())
 
     def wait_for_readers(self, expected: Callable[[], int]) -> None:
         """Wait on rank 0 until the others have read an error: the store may end with rank 0 after the error."""
@@ -306,17 +314,6 @@ class Rendezvous:
         """Return the addresses of the next ranks."""
         return _process().addresses.get(dist.group.WORLD, {}).get(self.ranks, {})
 
-    def _find_next_ranks(self) -> None:
-        """Read the addresses of the next ranks, which all have published, and reach their machines."""
-        position, size = self.ranks.index(self.own_rank), len(self.ranks)
-        following = [self.ranks[(position + step) % size] for step in range(1, min(size, _NEAR))]
-        if not self.store.check([f"alive/{rank}" for rank in following]):  # a rank has no free port
-            following = [rank for rank in following if self.store.check([f"alive/{rank}"])]
-        values = self.store.multi_get([f"alive/{rank}" for rank in following]) if following else []
-        addresses = {rank: value.decode() for rank, value in zip(following, values, strict=True)}
-        _process().addresses.setdefault(dist.group.WORLD, {})[self.ranks] = addresses
-        _process().liveness.reach_machines(addresses.values())
-
     def _write_outcome(self, outcome: bytes) -> None:
         """Write the outcome unless another rank has written it."""
         self.store.compare_set(f"{self.number}/outcome", "", outcome.decode())
@@ -327,7 +324,16 @@ class Rendezvous:
         while not self.store.check([key]):
             waited, timeout = time.monotonic() - began, _process().timeout
             if waited >= timeout:
-                self._write_outcome(self._timeout_error(waited).encode())
+                arrived = self.store.add(f"{self.number}/came", 0)
+                error = message(
+                    f"te_fsdp.{self.call}: {self._format_missing(arrived)} not called it",
+                    expected=f"the call on all {len(self.ranks)} ranks",
+                    got=f"the call on {arrived} of them after {waited:.0f} s",
+                    why="It is a collective call; the ranks that made it have timed out",
+                    fix="make the call on every rank (not under `if rank == 0`), or increase the timeout: "
+                    "te_fsdp.set_collective_timeout(seconds)",
+                )
+                self._write_outcome(error.encode())
                 continue
             if waited >= ask_at:
                 ask_at = waited + ASK_AFTER
@@ -370,17 +376,6 @@ class Rendezvous:
                 len(self.ranks),
                 self._format_missing(arrived),
             )
-
-    def _timeout_error(self, waited: float) -> str:
-        arrived = self.store.add(f"{self.number}/came", 0)
-        return message(
-            f"te_fsdp.{self.call}: {self._format_missing(arrived)} not called it",
-            expected=f"the call on all {len(self.ranks)} ranks",
-            got=f"the call on {arrived} of them after {waited:.0f} s",
-            why="It is a collective call; the ranks that made it have timed out",
-            fix="make the call on every rank (not under `if rank == 0`), or increase the timeout: "
-            "te_fsdp.set_collective_timeout(seconds)",
-        )
 
     def _different_calls_error(self) -> str:
         """Build the error text for ranks that are in different calls."""

@@ -28,6 +28,7 @@ from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, U
 from te_fsdp.modules.mixin import record_forward
 from te_fsdp.sharded_model import ShardedModel, refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import (
+    fsdp2_state as _fsdp2,
     fsdp2_units,
     te as _te,
     torch_autograd as _autograd,
@@ -186,20 +187,15 @@ class _Shared:
         self.forwards: Counter[str] = Counter()
         self._backward_id = -1  #: Of the backward at whose end they are cleared
         self._device, self._memory = device, memory
-        #: Forwards whose backward is pending, in order.
-        self._stack: list[weakref.ref[_Pending]] = []
-
-    def push(self, pending: _Pending) -> None:
-        """Add a forward whose backward is pending."""
-        # Weak: the autograd graph keeps a pending forward alive. If the graph is freed, the backward cannot
-        # come.
-        self._stack.append(weakref.ref(pending))
+        #: Forwards whose backward is pending, in order. Weak: the autograd graph keeps them alive. If the graph is
+        #: freed, the backward cannot come.
+        self.stack: list[weakref.ref[_Pending]] = []
 
     def pending(self) -> list[_Pending]:
         """Return the replayed forwards whose backward has not run, in order ([Note: order of replays])."""
-        alive = [pass_ for ref in self._stack if (pass_ := ref()) is not None and not pass_.is_done]
-        if len(alive) != len(self._stack):
-            self._stack = [weakref.ref(node) for node in alive]
+        alive = [pass_ for ref in self.stack if (pass_ := ref()) is not None and not pass_.is_done]
+        if len(alive) != len(self.stack):
+            self.stack = [weakref.ref(node) for node in alive]
         return alive
 
     def count_until_end_of_backward(self) -> None:
@@ -227,7 +223,8 @@ class _Shared:
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
-        fixed = (*_graphs.shards_of(unit), *_graphs.kept_casts(unit))
+        shards = map(_torch.local_of, _fsdp2.sharded_parameters(unit))
+        fixed = (*shards, *_graphs.kept_casts(unit))
         buffers = (_te.buffers_of(tensor) if _te.is_quantized(tensor) else [tensor] for tensor in fixed)
         addresses = {buffer.untyped_storage().data_ptr() for buffer in itertools.chain(*buffers)}
         for group in fsdp2_units.fsdp_parameter_groups(unit):
@@ -238,7 +235,7 @@ class _Shared:
     def reason_of_addresses(self, unit: nn.Module) -> str:
         """Return why weights of a unit have no fixed addresses; empty if they have."""
         fixed = self.fixed_storages(unit)
-        for parameter in _graphs.managed_parameters(unit):
+        for parameter, _ in _fsdp2.unsharded_parameters(unit):
             local = _torch.local_of(parameter)
             if _te.is_quantized(local) and _te.is_grouped(local):
                 return "it has quantized weights of all experts in one parameter"
@@ -315,7 +312,7 @@ class _Unit:
         if not shared.pending():
             recording.wait_for_reductions()  # of the previous pass, whose gradients this forward may overwrite
         pending = _Pending(shared, self.name, recording, is_new)
-        shared.push(pending)
+        shared.stack.append(weakref.ref(pending))
         for binding in recording.bindings:
             record_forward(binding, pending)
         shared.replays += not is_new

@@ -22,7 +22,7 @@ from te_fsdp.errors import OrderError
 from te_fsdp.features.cuda_recorder import CudaRecorder
 from te_fsdp.features.graph_checks import Buffers, Signature
 from te_fsdp.records import binding_of
-from te_fsdp.upstream import te as _te, torch_dtensor as _torch, unit_graphs as _graphs
+from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
 from te_fsdp.upstream.te_derived import derive_columnwise_usage
 
 _CONSTANTS = (bool, int, float, str, type(None))
@@ -302,7 +302,7 @@ class UnitRecording:
         self._backward_graph.replay()
         results: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
         is_reduced_next = is_reduced_next and _graphs.reduces_gradients(self._unit)
-        managed = {id(parameter) for parameter in _graphs.managed_parameters(self._unit)}
+        managed = {id(parameter) for parameter, _ in _fsdp2.unsharded_parameters(self._unit)}
         for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
             if not weight.trained:
                 continue

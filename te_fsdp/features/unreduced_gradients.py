@@ -283,7 +283,7 @@ class UnreducedGradients(Component):
     def before_reduction(self, group: Any) -> None:
         """Remove the markers of a parameter group before its reduction. Local operation."""
         if self._marked:
-            self.unmark(_fsdp2_gradients.sharded_params(group))
+            self.unmark(fsdp2_units.shards_of(group))
 
     def after_backward(self, name: str, group: Any) -> None:
         """Mark unreduced gradients of a group, and expose its sharded parameters. Local operation."""

@@ -79,7 +79,14 @@ def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *argumen
     )
     if "param_groups" in state and not _loads.get():
         # DCP writes the list of one rank, in which every rank must find its experts when it loads.
-        state["param_groups"] = [_with_all_names(group, modules) for group in state["param_groups"]]
+        state["param_groups"] = list(map(dict, state["param_groups"]))
+        for group in state["param_groups"]:
+            names = dict.fromkeys(group["params"])
+            for experts in modules:  # the other ranks' experts after this rank's
+                stacks = {_stack(name) for name in experts.names if experts.prefix + name in names}
+                more = sorted(name for name in experts.others if _stack(name) in stacks)
+                names |= dict.fromkeys(experts.prefix + name for name in more)
+            group["params"] = list(names)
     if not is_full:
         return state
     if "state" in state:  # nested: torch shares the inner dicts with the optimizer
@@ -87,16 +94,6 @@ def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *argumen
     for experts in modules:
         _complete(state, experts, to_cpu=info.cpu_offload)
     return _torch.full_or_cpu_state_dict(state, info)
-
-
-def _with_all_names(group: dict[str, Any], modules: list[Experts]) -> dict[str, Any]:
-    """Return a group of an optimizer with the names of the other ranks' experts after this rank's."""
-    names = dict.fromkeys(group["params"])
-    for experts in modules:
-        stacks = {_stack(name) for name in experts.names if experts.prefix + name in names}
-        more = sorted(name for name in experts.others if _stack(name) in stacks)
-        names |= dict.fromkeys(experts.prefix + name for name in more)
-    return {**group, "params": list(names)}
 
 
 def _stack(name: str) -> str:

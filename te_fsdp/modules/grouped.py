@@ -299,7 +299,21 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
         if binding is not None:
             if binding.experts is not None:
                 if binding.fsdp.is_managed and not binding.ep.divided and torch.is_grad_enabled():
-                    _check_divided(self, binding)
+                    # By default FSDP2 would divide by the number of ranks that share the expert. The loss of each rank
+                    # is a mean over its own tokens, but the gradient of an expert sums over those of all ``ep`` ranks.
+                    managed, factor = fsdp2_units.divide_factor(self)
+                    if managed and factor is None:
+                        assert binding.ep.mesh is not None
+                        raise OrderError(
+                            f"{binding.name or 'model'}: gradients of experts under torch's fully_shard",
+                            expected="a gradient divide factor of the expert module's FSDP2 unit",
+                            got="none",
+                            why="FSDP2 would divide by the ranks that share an expert, not by all data-parallel ranks "
+                            f"whose tokens it sees: {binding.ep.mesh.size()} times too little",
+                            fix="call module.set_gradient_divide_factor(number of data-parallel ranks, ep included), "
+                            "or use te_fsdp.fully_shard",
+                        )
+                    binding.ep.divided = True
                 recipe, mesh = _te.active_recipe(), binding.weight_mesh
                 has_history = recipe is not None and (recipe.delayed() or recipe.custom())
                 if has_history and binding.amax.group is None:
@@ -333,22 +347,3 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
 def _experts_of(module: GroupedModule) -> ExpertRange | None:
     binding = binding_of(module)
     return None if binding is None else binding.experts
-
-
-def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
-    """Check that FSDP2 has a gradient divide factor; raise OrderError otherwise."""
-    # By default FSDP2 would divide by the number of ranks that share the expert. The loss of each rank is a
-    # mean over its own tokens, but the gradient of an expert sums over the tokens of all ``ep`` ranks.
-    managed, factor = fsdp2_units.divide_factor(module)
-    if managed and factor is None:
-        assert binding.ep.mesh is not None
-        raise OrderError(
-            f"{binding.name or 'model'}: gradients of experts under torch's fully_shard",
-            expected="a gradient divide factor of the expert module's FSDP2 unit",
-            got="none",
-            why="FSDP2 would divide by the ranks that share an expert, not by all data-parallel ranks whose tokens "
-            f"it sees: {binding.ep.mesh.size()} times too little",
-            fix="call module.set_gradient_divide_factor(number of data-parallel ranks, ep included), or use "
-            "te_fsdp.fully_shard",
-        )
-    binding.ep.divided = True

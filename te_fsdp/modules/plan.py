@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import layout as table
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import MeshError, OrderError, PlacementError
-from te_fsdp.layout import PLAIN, Layout, ParameterRule, expert_index
+from te_fsdp.layout import PLAIN, ExpertRange, Layout, ParameterRule, expert_index
 from te_fsdp.mesh_checks import (
     check_1d,
     check_ascending,
@@ -21,7 +22,6 @@ from te_fsdp.mesh_checks import (
     check_expert_ranks_disjoint,
     mesh_of_experts,
 )
-from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import (
     Selection,
     check_single,
@@ -33,9 +33,51 @@ from te_fsdp.modules.grouped import (
 )
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
 from te_fsdp.modules.user_dtensors import dim_to_shard, is_as_bound, place_user_dtensor
-from te_fsdp.quantized.alignment import check_quantizer, plan_shard_dims
-from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners
+from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_shard_dims
+from te_fsdp.records import ModuleBinding, UserDTensor, binding_of, is_replicated, iter_param_owners
 from te_fsdp.upstream import te as _te
+
+
+@dataclass(frozen=True)
+class ModuleMeshes:
+    """The meshes that a module is bound to, each 1-D."""
+
+    tp_mesh: DeviceMesh | None = None
+    weight_mesh: DeviceMesh | None = None  #: Mesh of the ranks that have shards of one weight
+    ep_mesh: DeviceMesh | None = None  #: For experts only
+    replicas: int = 1  #: Number of copies of the model on these ranks, where it is known
+    #: Mesh of an unsharded parameter of all experts: ``ep``, or (``ep``, ``tp``).
+    experts_mesh: DeviceMesh | None = None
+    single: DeviceMesh | None = None  #: Mesh of this rank alone, for a user's DTensor on axes of size 1
+
+    @property
+    def grid(self) -> Grid:
+        """Return the sizes of the axes that shard a weight. The weight mesh has the ranks if the user calls FSDP2."""
+        tp = self.tp_mesh.size() if self.tp_mesh is not None else 1
+        return Grid(self.replicas, self.weight_mesh.size() // tp if self.weight_mesh is not None else 1, tp)
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """How one module of the tree will be bound."""
+
+    name: str  #: Its name in the tree, ``""`` for the root
+    module: Any
+    kind: str | None  #: TE kind, or ``None`` for modules that are not TE's
+    rules: dict[str, ParameterRule]  #: Rule of each direct parameter
+    experts: ExpertRange | None = None  #: Experts of a module that expert parallelism distributes
+    meshes: ModuleMeshes = ModuleMeshes()
+    #: Sharded dim of each direct weight that is quantized or has all experts, by its name in the bound module.
+    fsdp_dims: Mapping[str, int] = field(default_factory=dict)
+    #: The user's DTensors among the parameters, by name.
+    distributed: Mapping[str, UserDTensor] = field(default_factory=dict)
+
+    def registered(self, name: str) -> str:
+        """Return the name of a direct parameter in the bound module: that of all experts if it becomes part of it."""
+        single = name.rstrip("0123456789")
+        if name not in self.rules and single in self.rules:
+            return single
+        return name if self.experts is None else self.experts.registered_name(name)
 
 
 def plan_modules(
@@ -361,7 +403,8 @@ def _rules(
         mode = module.parallel_mode
         return table.grouped_linear_rules(weights, biases, mode) | table.single_grouped_rules(single, mode)
     if kind in ("LayerNorm", "RMSNorm"):
-        return table.norm_rules(sequence_parallel=sequence_parallel, per_head=per_head)
+        is_partial = sequence_parallel or per_head  # q/k norms inside attention
+        return dict.fromkeys(("weight", "bias"), ParameterRule(None, partial_grad=is_partial))
     if kind == "DotProductAttention":
         return {"softmax_offset": ParameterRule(0)}  # one value per local head
     return dict.fromkeys(params if kind is None else (), ParameterRule(None))

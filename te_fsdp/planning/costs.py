@@ -217,13 +217,6 @@ def _stored(weight: Weight) -> int:
     return math.ceil(sum(weight.logical * itemsize / block for itemsize, block in blocks))
 
 
-def temporary_in_step(weights: Iterable[Weight], job: Job) -> int:
-    """Return the bytes of temporary tensors in an optimizer step: fp32 copies of low-precision gradients."""
-    # FusedAdam reads gradients in their own dtype and needs no copies.
-    low = (w for w in weights if w.gradient and w.is_low and w.gradient < 4 * w.elements)
-    return 0 if job.optimizer == "fused-adam" else sum(4 * weight.elements for weight in low)
-
-
 def sum_of(weights: Iterable[Weight], name: str) -> int:
     """Return the sum of one attribute over all weights."""
     return sum(getattr(weight, name) for weight in weights)

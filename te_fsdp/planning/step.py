@@ -25,7 +25,7 @@ from itertools import groupby
 from torch import nn
 
 from te_fsdp.errors import PlacementError
-from te_fsdp.planning.costs import Stage, Weight, sent_by, sum_of, temporary_in_step
+from te_fsdp.planning.costs import Stage, Weight, sent_by, sum_of
 from te_fsdp.planning.job import Job, Sizes, Workload
 
 #: cuBLAS workspaces of torch and TransformerEngine, 32 MiB each on Hopper and later.
@@ -118,7 +118,10 @@ def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], base: Mapping[st
     memory.backward(runs, root)
     memory.now = Counter({**base, "workspaces": _WORKSPACES})
     memory.now["reduced gradients"] = sum_of(weights, "gradient")
-    memory.record_moment("the optimizer's step", temporaries_of_the_optimizer=temporary_in_step(weights, job))
+    # fp32 copies of low-precision gradients. FusedAdam reads gradients in their own dtype and needs none.
+    low = (w for w in weights if w.gradient and w.is_low and w.gradient < 4 * w.elements)
+    copies = 0 if job.optimizer == "fused-adam" else sum(4 * weight.elements for weight in low)
+    memory.record_moment("the optimizer's step", temporaries_of_the_optimizer=copies)
     return Peak(memory.when, {name: size for name, size in memory.best.most_common() if size})
 
 

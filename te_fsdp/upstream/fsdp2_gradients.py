@@ -128,11 +128,6 @@ def reduces_over_all_axes(group: Any) -> bool:
     return group.reduce_grads and not has_partial_reduction(group)
 
 
-def sharded_params(group: Any) -> list[torch.nn.Parameter]:
-    """Return the sharded parameters of a parameter group."""
-    return [managed.sharded_param for managed in group.fsdp_params]
-
-
 def reduction_event(group: Any) -> Any:
     """Return the event after which the gradients that a group has just reduced are final.
 

@@ -19,16 +19,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.fsdp2_gradients import sharded_params
 from te_fsdp.upstream.fsdp2_settled import shorten_gradient_reads, shorten_gradients
 from te_fsdp.upstream.fsdp2_units import (
     Listener,
+    call_before,
     fsdp_parameter_groups,
     managed_fsdp_params,
     owners_of,
     record_of,
     record_of_group,
     replace_property,
+    shards_of,
 )
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
 
@@ -85,25 +86,7 @@ def add_reduction_listener(
 
 def before_backward(group: Any, call: Callable[[], None]) -> None:
     """Call a function before a parameter group is unsharded for backward (``FSDPParamGroup.pre_backward``)."""
-    stock = group.pre_backward
-
-    def pre_backward(*args: Any, **named: Any) -> None:
-        call()
-        stock(*args, **named)
-
-    group.pre_backward = pre_backward
-
-
-def wrap_unshard(unit: nn.Module, before: Callable[[], None]) -> None:
-    """Call ``before`` when the user all-gathers a unit (``FSDPModule.unshard``). Local operation."""
-    stock: Any = unit.unshard
-
-    @functools.wraps(stock)
-    def unshard(*args: Any, **kwargs: Any) -> Any:
-        before()
-        return stock(*args, **kwargs)
-
-    unit.unshard = unshard  # type: ignore[assignment]
+    call_before(group, "pre_backward", call)
 
 
 # --- dtypes of gradients
@@ -148,7 +131,7 @@ def _to_sharded(stock: Callable[[torch.Tensor], DTensor], cached: list[Any], ten
 
 
 def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    for parameter in sharded_params(group):
+    for parameter in shards_of(group):
         if parameter.requires_grad:
             parameter.grad_dtype = dtype
 

@@ -91,18 +91,22 @@ def is_in_forward(unit: nn.Module) -> bool:
     return fsdp_state_of(unit)._state_ctx.iter_forward_root is not None
 
 
+def call_before(owner: Any, method: str, call: Callable[[], None]) -> None:
+    """Call a function before a method of one object: of a unit, or of a parameter group. Local operation."""
+    stock = getattr(owner, method)
+
+    @functools.wraps(stock)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return stock(*args, **kwargs)
+
+    setattr(owner, method, wrapped)
+
+
 def before_unshard(unit: nn.Module, call: Callable[[Any], None]) -> None:
     """Call a function with each parameter group of a unit before it is unsharded (``FSDPParamGroup.unshard``)."""
-
-    def wrap(group: Any, stock: Callable[..., None]) -> None:
-        def unshard(*args: Any, **kwargs: Any) -> None:
-            call(group)
-            stock(*args, **kwargs)
-
-        group.unshard = unshard
-
     for group in fsdp_parameter_groups(unit):
-        wrap(group, group.unshard)
+        call_before(group, "unshard", functools.partial(call, group))
 
 
 def after_methods(unit: nn.Module, call: Callable[..., None]) -> None:

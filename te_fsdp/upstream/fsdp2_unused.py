@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,7 +124,15 @@ class UseFlags:
         may_be_zeros = self.filled & self.undecided.keys()
         if group.reshard_after_backward:
             group._to_sharded()  # otherwise FSDP2 would call it with the record of the flags in the list
-        filled, hooks = set(self.filled), _take_hooks(trained) if self.filled else []
+        # FSDP2 calls the post-accumulate gradient hooks of sharded parameters during the reduction, also for parameters
+        # that no rank used. An optimizer step in a hook would then decay such a weight.
+        filled = set(self.filled)
+        hooked = [m.sharded_param for m in trained] if filled else []
+        hooks = [
+            (parameter, calls) for parameter in hooked if (calls := parameter._post_accumulate_grad_hooks)
+        ]
+        for parameter, _ in hooks:
+            parameter._post_accumulate_grad_hooks = None
         group.fsdp_params = [*records, self]
         try:
             stock(*args)
@@ -183,19 +190,6 @@ class UseFlags:
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of the reduced flags."""
         return tensor
-
-
-def _take_hooks(records: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Remove the post-accumulate gradient hooks of sharded parameters, and return them. Local operation.
-
-    FSDP2 calls them during the reduction, also for parameters that no rank used. An optimizer step in a hook would
-    then decay such a weight.
-    """
-    hooked = [m.sharded_param for m in records if m.sharded_param._post_accumulate_grad_hooks]
-    taken = [(parameter, parameter._post_accumulate_grad_hooks) for parameter in hooked]
-    for parameter in hooked:
-        parameter._post_accumulate_grad_hooks = None
-    return taken
 
 
 def _gradient_dtype(managed: Any) -> torch.dtype | None:

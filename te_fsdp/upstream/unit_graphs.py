@@ -76,16 +76,6 @@ def input_buffers(unit: nn.Module) -> int:
     return max(most, default=1)
 
 
-def managed_parameters(unit: nn.Module) -> list[torch.Tensor]:
-    """Return the unsharded parameters of a unit, while it is unsharded."""
-    return [managed._unsharded_param for managed in managed_fsdp_params(unit)]
-
-
-def shards_of(unit: nn.Module) -> list[torch.Tensor]:
-    """Return the local shards of a unit."""
-    return [managed.sharded_param._local_tensor for managed in managed_fsdp_params(unit)]
-
-
 def keep_casts(unit: nn.Module) -> None:
     """Keep the memory of weights that a single rank casts in each pass allocated. Local operation.
 

@@ -419,7 +419,7 @@ class ShardedOptimizer(Component):
 
 @torch.no_grad()
 def _before_reduction(group: Any) -> None:
-    for parameter in _fsdp2_gradients.sharded_params(group):
+    for parameter in fsdp2_units.shards_of(group):
         apply_deferred_grad_scale(parameter, parameter.grad)
 
 
@@ -431,7 +431,7 @@ def _on_reduced(
     group: Any,
 ) -> None:
     """Hide the gradients of a unit's group with this number, which FSDP2 has just reduced, and start averages."""
-    for parameter in _fsdp2_gradients.sharded_params(group):
+    for parameter in fsdp2_units.shards_of(group):
         gradient = parameter.grad
         # Code that reads .grad between backward and step would get the gradient of one replica. The class
         # raises for it.

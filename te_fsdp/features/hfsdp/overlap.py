@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from te_fsdp.collectives.agreement import maximum
-from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, all_of, current_stream
+from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, current_stream
 from te_fsdp.collectives.groups import separate_group
 from te_fsdp.collectives.redistribute import GradComm, PackedLayout, redistribute
 from te_fsdp.features.hfsdp.optimizer_shards import (
@@ -30,7 +30,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
 from te_fsdp.lifecycle import gradients_of
 from te_fsdp.sharded_model import ShardedModel, sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
-from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
 _log = logging.getLogger("te_fsdp")
@@ -111,13 +111,15 @@ class GradientAveraging:
                 if gradient is None:
                     flags.append((index, result[flag]))
 
-        def finish(unused: None) -> list[torch.Tensor | None]:
+        def finish() -> list[torch.Tensor | None]:
+            for move in moves:
+                move.wait()
             for index, replicas in flags:
                 if not bool(replicas > 0):  # waits for the device, only on ranks without a gradient
                     received[index] = None
             return received
 
-        return all_of(moves).then(finish)
+        return Pending(finish)
 
     def _packed(
         self, indices: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
@@ -329,7 +331,7 @@ class EarlyAverages:
         groups: list[str] = []
         index = {id(shard.parameter): position for position, shard in enumerate(shards)}
         for name, unit in state.modules.items() if state is not None else ():
-            parameters = map(_fsdp2_gradients.sharded_params, fsdp2_units.fsdp_parameter_groups(unit))
+            parameters = map(fsdp2_units.shards_of, fsdp2_units.fsdp_parameter_groups(unit))
             groups_at = [[index[id(p)] for p in group if id(p) in index] for group in parameters]
             if any(groups_at):
                 units[name] = GradientAveraging([shards[n] for n in sorted(itertools.chain(*groups_at))])
