@@ -213,8 +213,8 @@ FSDP2 = (
     ),
     Patch(
         "module `checkpoint.state_dict`",
-        "_init_optim_state",
-        "initializes optimizer states with gradients in the dtypes that parameters take",
+        "_init_optim_state, _verify_state_dict",
+        "initializes states with gradients in the parameters' dtypes; raises on all ranks if some load no states",
         "test_programs.py::test_states_of_optimizers_whose_parameters_take_fp32_gradients",
     ),
     Patch(
