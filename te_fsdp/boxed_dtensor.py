@@ -124,6 +124,26 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
     return tensor
 
 
+def rows_of_shards(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return, for each row of the original parameter, its row in the concatenated shards of tp. Local operation.
+
+    ``None`` if they are the same, or if tp shards another dim than the rows.
+    """
+    box_map = parameter._stacked if isinstance(parameter, BoxedDTensor) else None
+    if box_map is None or box_map.rule.shard_dim != 0:
+        return None
+    rows, mesh = torch.arange(parameter.shape[0]), parameter.device_mesh
+    return _in_order_of_blocks(rows, 0, mesh.size(mesh.ndim - 1), box_map.rule)
+
+
+def _in_order_of_blocks(full: torch.Tensor, dim: int, tp: int, rule: ParameterRule) -> torch.Tensor:
+    """Return concatenated shards in the original order."""
+    # The all-gather concatenates the ranks, and each rank has a part of every block.
+    parts = [height // tp for height in block_heights(full.shape[dim], rule)]
+    blocks = full.split(parts * tp, dim)
+    return torch.cat([blocks[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim)
+
+
 def place_full_tensors() -> None:
     """Let torch place rows in full state dicts, safetensors and results of functions; later calls do nothing."""
 
@@ -403,12 +423,7 @@ class BoxedDTensor(DTensor):
             return full
         dim, tp = box_map.rule.shard_dim, mesh.size(mesh.ndim - 1)
         assert dim is not None
-        # The all-gather concatenates the ranks, and each rank has a part of every block.
-        parts = [height // tp for height in block_heights(full.shape[dim], box_map.rule)]
-        blocks = full.split(parts * tp, dim)
-        return torch.cat(
-            [blocks[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim
-        )
+        return _in_order_of_blocks(full, dim, tp, box_map.rule)
 
     def _plain_values(self) -> DTensor:
         """Return a DTensor of high-precision values."""

@@ -226,7 +226,7 @@ FSDP2 = (
     Patch(
         "module `checkpoint.state_dict`",
         "_get_model_state_dict, _get_optim_state_dict, _load_optim_state_dict",
-        "exchanges the experts of an expert-parallel mesh for `full_state_dict=True`",
+        "exchanges the experts of an expert-parallel mesh, and unpads HFSDP's states, for `full_state_dict=True`",
         "test_plain_experts.py::test_unsharded_state_dicts",
     ),
     Patch(
