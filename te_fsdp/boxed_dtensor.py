@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -129,15 +130,17 @@ def rows_of_shards(parameter: torch.Tensor) -> torch.Tensor | None:
 
     ``None`` if they are the same, or if tp shards another dim than the rows.
     """
-    box_map = parameter._stacked if isinstance(parameter, BoxedDTensor) else None
-    if box_map is None or box_map.rule.shard_dim != 0:
+    if not isinstance(parameter, BoxedDTensor):
         return None
-    rows, mesh = torch.arange(parameter.shape[0]), parameter.device_mesh
-    return _in_order_of_blocks(rows, 0, mesh.size(mesh.ndim - 1), box_map.rule)
+    if (box_map := parameter._stacked) is None or box_map.rule.shard_dim != 0:
+        return None
+    return _in_order_of_blocks(torch.arange(parameter.shape[0]), parameter.device_mesh, box_map.rule)
 
 
-def _in_order_of_blocks(full: torch.Tensor, dim: int, tp: int, rule: ParameterRule) -> torch.Tensor:
+def _in_order_of_blocks(full: torch.Tensor, mesh: DeviceMesh, rule: ParameterRule) -> torch.Tensor:
     """Return concatenated shards in the original order."""
+    dim, tp = rule.shard_dim, mesh.size(mesh.ndim - 1)
+    assert dim is not None
     # The all-gather concatenates the ranks, and each rank has a part of every block.
     parts = [height // tp for height in block_heights(full.shape[dim], rule)]
     blocks = full.split(parts * tp, dim)
@@ -419,11 +422,7 @@ class BoxedDTensor(DTensor):
         """Return the unsharded tensor on every rank, with the blocks of rows in the original order."""
         mesh, box_map = self.device_mesh, self._stacked
         full = DTensor.redistribute(self._plain_values(), placements=[Replicate()] * mesh.ndim).to_local()
-        if box_map is None:
-            return full
-        dim, tp = box_map.rule.shard_dim, mesh.size(mesh.ndim - 1)
-        assert dim is not None
-        return _in_order_of_blocks(full, dim, tp, box_map.rule)
+        return full if box_map is None else _in_order_of_blocks(full, mesh, box_map.rule)
 
     def _plain_values(self) -> DTensor:
         """Return a DTensor of high-precision values."""
