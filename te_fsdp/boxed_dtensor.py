@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -122,6 +123,28 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
     if isinstance(box_map, BoxMap) and type(tensor) is DTensor and tensor.shape == parameter.shape:
         _mark(tensor, box_map, parameter.kept_class if isinstance(parameter, BoxedDTensor) else None)
     return tensor
+
+
+def rows_of_shards(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return, for each row of the original parameter, its row in the concatenated shards of tp. Local operation.
+
+    ``None`` if they are the same, or if tp shards another dim than the rows.
+    """
+    if not isinstance(parameter, BoxedDTensor):
+        return None
+    if (box_map := parameter._stacked) is None or box_map.rule.shard_dim != 0:
+        return None
+    return _in_order_of_blocks(torch.arange(parameter.shape[0]), parameter.device_mesh, box_map.rule)
+
+
+def _in_order_of_blocks(full: torch.Tensor, mesh: DeviceMesh, rule: ParameterRule) -> torch.Tensor:
+    """Return concatenated shards in the original order."""
+    dim, tp = rule.shard_dim, mesh.size(mesh.ndim - 1)
+    assert dim is not None
+    # The all-gather concatenates the ranks, and each rank has a part of every block.
+    parts = [height // tp for height in block_heights(full.shape[dim], rule)]
+    blocks = full.split(parts * tp, dim)
+    return torch.cat([blocks[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim)
 
 
 def place_full_tensors() -> None:
@@ -399,16 +422,7 @@ class BoxedDTensor(DTensor):
         """Return the unsharded tensor on every rank, with the blocks of rows in the original order."""
         mesh, box_map = self.device_mesh, self._stacked
         full = DTensor.redistribute(self._plain_values(), placements=[Replicate()] * mesh.ndim).to_local()
-        if box_map is None:
-            return full
-        dim, tp = box_map.rule.shard_dim, mesh.size(mesh.ndim - 1)
-        assert dim is not None
-        # The all-gather concatenates the ranks, and each rank has a part of every block.
-        parts = [height // tp for height in block_heights(full.shape[dim], box_map.rule)]
-        blocks = full.split(parts * tp, dim)
-        return torch.cat(
-            [blocks[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim
-        )
+        return full if box_map is None else _in_order_of_blocks(full, mesh, box_map.rule)
 
     def _plain_values(self) -> DTensor:
         """Return a DTensor of high-precision values."""

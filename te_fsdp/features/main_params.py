@@ -13,7 +13,6 @@ A parameter has a main parameter if it is of low precision, if the optimizer's s
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,6 +27,8 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
     MainParameter,
     OptimizerShard,
     all_gather_main_params,
+    axes_that_shard_dim0,
+    is_padded,
     optimizer_shard,
 )
 from te_fsdp.features.incomplete_states import has_equal_groups, refuse_unloadable_states
@@ -399,11 +400,7 @@ class MainParameters:
         for key, pair in self._members(optimizer, state_dict):
             if not (state := state_dict["state"].get(key)) or (shard := pair.shard) is None:
                 continue
-            # DTensor placements represent the shard if one axis shards the rows, or each does so evenly.
-            sizes = [size for axis in _axes_that_shard_dim0(shard) if (size := shard.mesh.size(axis)) > 1]
-            # dims other than 0 are chosen only if they divide evenly
-            is_exact = shard.dim > 0 or len(sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
-            if not is_exact:
+            if is_padded(shard):
                 state_dict["state"][key] = {name: _padded(shard, value) for name, value in state.items()}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -448,11 +445,6 @@ def rekey_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> 
         scales[target] = scales.pop(source)
 
 
-def _axes_that_shard_dim0(shard: OptimizerShard) -> list[int]:
-    """Return the axes of ``shard.mesh`` that shard dim 0, in mesh order; the last one shards first."""
-    return [axis for axis, p in enumerate(shard.placements) if _torch.shard_dim_of(p) == 0]
-
-
 # [Note: padded states] ``state_dict`` contains states and main weights as DTensors, and ``load_state_dict``
 # loads them. But DTensor placements cannot represent rows that several axes shard unevenly. DCP would
 # silently store them at wrong offsets (torch 2.11 to 2.15). Such states are padded to the same number of rows
@@ -463,7 +455,7 @@ def _padded(shard: OptimizerShard, value: Any) -> Any:
     """Return a state of unevenly sharded rows, with a leading dim per sharding axis and padded rows."""
     if not isinstance(value, DTensor) or value.shape != shard.parameter.shape:
         return value
-    mesh, axes, rows, local = shard.mesh, _axes_that_shard_dim0(shard), value.shape[0], _torch.local_of(value)
+    mesh, axes, rows, local = shard.mesh, axes_that_shard_dim0(shard), value.shape[0], _torch.local_of(value)
     # In this order, because the last axis shards first. Every rank then has the same number of rows.
     for axis in reversed(axes):
         rows = -(-rows // mesh.size(axis))
@@ -480,7 +472,7 @@ def _local_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
     """Return this rank's rows of a loaded state: already sharded (possibly padded), or of the full parameter shard."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
-    local, leading = _torch.local_of(value), len(_axes_that_shard_dim0(shard))
+    local, leading = _torch.local_of(value), len(axes_that_shard_dim0(shard))
     # A padded state of this format. Other shapes are states of full shards, from before shard_optimizer.
     if value.ndim == shard.parameter.ndim + leading and set(local.shape[:leading]) <= {1}:
         local = local.reshape(local.shape[leading:])[: shard.high - shard.low]

@@ -27,6 +27,7 @@ from te_fsdp.collectives.agreement import are_equal, digest
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, shorten
+from te_fsdp.features.full_states import unpad_full_states
 from te_fsdp.features.hfsdp.gradients import ShardedOptimizer
 from te_fsdp.features.hfsdp.optimizer_shards import (
     SINGLE,
@@ -369,6 +370,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     if not shards or main_parameters_of(optimizer) is not None:
         return optimizer
     _check_fresh(optimizer)
+    unpad_full_states()
     states = {id(s): s for p in params if (s := sharded_model_of(p)) is not None}.values()
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
         _check_same(shards)

@@ -27,6 +27,7 @@ from te_fsdp.modules.full_experts import (
     wrap_full_states,
     wrap_optimizer_loading,
 )
+from te_fsdp.modules.state_loading import wrap_verification
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
@@ -103,12 +104,11 @@ def patch_expert_loading() -> None:
     def wrap_model_state(stock: Any) -> Any:
         @functools.wraps(stock)
         def load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-            states_of = _in_model_form(model, state_dict)
+            # Ranks make tensors of the sizes that rank 0 broadcasts.
+            states_of = {key: plain_entry(value) for key, value in _in_model_form(model, state_dict).items()}
             if info.broadcast_from_rank0 and has_other_experts(model):
                 # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
                 info = replace(info, cpu_offload=False)
-            # Ranks make tensors of the sizes that rank 0 broadcasts.
-            states_of = {key: plain_entry(value) for key, value in states_of.items()}
             return stock(model, states_of, info)
 
         return load_model_state
@@ -133,6 +133,7 @@ def patch_expert_loading() -> None:
         (_state_dict, "_load_model_state_dict", wrap_model_state),
         (_state_dict, "_load_optim_state_dict", wrap_optimizer_loading),
         (_state_dict, "_init_optim_state", _wrap_state_initialization),
+        (_state_dict, "_verify_state_dict", wrap_verification),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),
     ):
         stock = getattr(owner, name)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
+from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.modules.full_experts import drop_other_experts
 from te_fsdp.quantized.boxed_loading import quantize_pending
-from te_fsdp.records import module_record
+from te_fsdp.records import get_record, module_record
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.torch_dcp import is_called_by
 
 _ASSIGN = "assign_to_params_buffers"
 
@@ -47,6 +52,38 @@ def _before_load(
     # Parameters on meta have no memory to copy to, so the loaded tensors replace them.
     if params and not any(parameter.is_meta for parameter in params):
         metadata[_ASSIGN] = False
+
+
+def wrap_verification(stock: Any) -> Any:
+    """Wrap torch's check of the arguments of ``set_state_dict``, which is wrong where ranks but 0 pass ``{}``.
+
+    It raises on these ranks alone, or lets them leave out the model with ``broadcast_from_rank0``: the others wait.
+    """
+
+    @functools.wraps(stock)
+    def verify(model_state: Any, optimizer_state: Any, info: Any) -> None:
+        is_load = is_called_by("set_") and (info.full_state_dict or info.broadcast_from_rank0)
+        meshes = [
+            key.device_mesh for key in info.fqn_param_mapping if isinstance(key, DTensor) and get_record(key)
+        ]
+        if is_load and meshes:
+            mesh, given = max(meshes, key=DeviceMesh.size), [bool(model_state), bool(optimizer_state)]
+            if info.broadcast_from_rank0:
+                # From ``{}`` torch concludes that the call is for the optimizer only.
+                info.handle_model |= on_any_rank(given[0], mesh)
+            elif not bool(are_equal(list(map(int, given)), mesh).all()):
+                by_rank = sorted(gather_by_rank(all(given), mesh).items())
+                raise CheckpointError(
+                    "set_state_dict: state dicts on some ranks only",
+                    expected="the full state dicts on all ranks",
+                    got=f"an empty one on {format_ranks([rank for rank, is_full in by_rank if not is_full])}",
+                    why="Ranks with a state dict would wait for the others",
+                    fix="pass options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), and {} on "
+                    "all ranks but rank 0",
+                )
+        stock(model_state, optimizer_state, info)
+
+    return verify
 
 
 def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) -> None:

@@ -213,8 +213,8 @@ FSDP2 = (
     ),
     Patch(
         "module `checkpoint.state_dict`",
-        "_init_optim_state",
-        "initializes optimizer states with gradients in the dtypes that parameters take",
+        "_init_optim_state, _verify_state_dict",
+        "initializes states with gradients in the parameters' dtypes; raises on all ranks if some load no states",
         "test_programs.py::test_states_of_optimizers_whose_parameters_take_fp32_gradients",
     ),
     Patch(
@@ -226,7 +226,7 @@ FSDP2 = (
     Patch(
         "module `checkpoint.state_dict`",
         "_get_model_state_dict, _get_optim_state_dict, _load_optim_state_dict",
-        "exchanges the experts of an expert-parallel mesh for `full_state_dict=True`",
+        "exchanges the experts of an expert-parallel mesh, and unpads HFSDP's states, for `full_state_dict=True`",
         "test_plain_experts.py::test_unsharded_state_dicts",
     ),
     Patch(

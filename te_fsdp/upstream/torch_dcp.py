@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+def is_called_by(prefix: str) -> bool:
+    """Return whether the function of torch that has called the caller has a name with this prefix."""
+    return sys._getframe(2).f_code.co_name.startswith(prefix)
 
 
 def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:

@@ -183,6 +183,19 @@ def _shards_along(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
     return math.prod(mesh.size(axis) for axis, p in placements if _torch.shard_dim_of(p) == dim)
 
 
+def axes_that_shard_dim0(shard: OptimizerShard) -> list[int]:
+    """Return the axes of ``shard.mesh`` that shard dim 0, in mesh order; the last one shards first."""
+    return [axis for axis, p in enumerate(shard.placements) if _torch.shard_dim_of(p) == 0]
+
+
+def is_padded(shard: OptimizerShard) -> bool:
+    """Return whether state dicts have padded states: several axes shard the rows, which they do not divide evenly."""
+    # DTensor placements represent the shard if one axis shards the rows, or each does so evenly.
+    sizes = [size for axis in axes_that_shard_dim0(shard) if (size := shard.mesh.size(axis)) > 1]
+    # dims other than 0 are chosen only if they divide evenly
+    return shard.dim == 0 and len(sizes) > 1 and shard.parameter.shape[0] % math.prod(sizes) != 0
+
+
 def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
     """Return this rank's shard if replicas share a parameter's optimizer state. Scalars are not sharded. Local."""
     plan, state = plan_of(parameter), sharded_model_of(parameter)

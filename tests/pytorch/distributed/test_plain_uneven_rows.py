@@ -7,11 +7,10 @@ from plain import uneven_rows
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(("copies", "outer"), [(4, "optim"), (1, "no_shard")])
-def test_another_mesh_is_refused(pool, copies, outer, full):
+def test_another_mesh_is_refused(pool, copies, outer):
     """Kind: raw errors of torch about shapes, after a part of the state was loaded."""
-    for result in pool.run(uneven_rows.resumed, 4, copies=copies, outer=outer, full=full):
+    for result in pool.run(uneven_rows.resumed, 4, copies=copies, outer=outer, full=False):
         assert "CheckpointE" in result["text"] and "2, 2, 5, 9" in result["text"], result
         assert ("te_fsdp.checkpoint" in result["text"]) and result["unchanged"], result
 

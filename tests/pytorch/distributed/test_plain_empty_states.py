@@ -1,0 +1,17 @@
+"""DCP's ``set_state_dict`` with ``{}`` on some ranks, where torch raises or returns while the other ranks wait."""
+
+from __future__ import annotations
+
+import pytest
+from plain import empty_states
+
+
+@pytest.mark.parametrize("which", ["both", "model", "optimizer"])
+def test_all_ranks_raise(pool, which):
+    for (error,) in pool.run(empty_states.loaded, 2, broadcast=False, which=which, timeout=60):
+        assert "expected the full state dicts on all ranks, got an empty one on rank 1" in error
+
+
+def test_broadcast(pool):
+    """torch took ``{}`` for a call without a model, so that rank 0 waited in the broadcast of the model."""
+    assert pool.run(empty_states.loaded, 2, broadcast=True, which="both", timeout=60) == [[], []]
