@@ -252,8 +252,8 @@ _COPIED_INTO = ("new_empty",)
 # - copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
 #
 # [Note: arithmetic of stacked tensors] Functions of a stacked tensor and a DTensor in the original order combine
-# different rows, if it is sharded over tp. Only ``copy_`` converts, because no mark identifies the order of every other
-# tensor:
+# different rows, if it is sharded over tp. Only ``copy_`` converts, and in-place functions if the placements differ,
+# because no mark identifies the order of every other tensor:
 #
 # - ``DTensor.from_local(p.to_local() * 2, ...)``, ``(p.T * 2).T`` and ``distribute_tensor(x, ...)`` have the same
 #   class, mesh and placements. The first two are in the order of the ranks, like the updates of Muon. Adding them to

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.torch_autograd import without_subclasses
 from te_fsdp.upstream.torch_functions import PARTS, VIEWS, by_position, is_in_place, keeps_dim, part_dims
 from te_fsdp.upstream.torch_redistribution import MixedOrder, without_mixed_order
 
@@ -47,6 +48,16 @@ def is_elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bo
         ):
             return False
     return True
+
+
+#: In-place functions that compute each element from those of other tensors at the same position.
+_WRITES = frozenset(
+    f"{name}_" for name in (
+        "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "lerp", "addcmul",
+        "addcdiv", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "pow", "fmod", "remainder", "copysign",
+        "__iadd_", "__isub_", "__imul_", "__itruediv_", "__ifloordiv_", "__imod_", "__ipow_",
+    )
+)  # fmt: skip
 
 
 # [Note: rows in the order of the ranks] The placement over tp tells which dim of a result has the rows of a stacked
@@ -86,7 +97,11 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
             if is_written:
                 raise
     if is_written:
-        raise _write_error(func)
+        if is_part or target is not first or func.__name__ not in _WRITES:
+            raise _write_error(func)
+        args = (first, *(_like_rows(value, target, func) for value in args[1:]))
+        kwargs = {key: _like_rows(value, target, func) for key, value in kwargs.items()}
+        return _torch.plain_results(func, types, args, kwargs)
     args = (first, *_in_order(args[1:])) if target is not None and target is first else _in_order(args)
     kwargs = {key: _in_order(value) for key, value in kwargs.items()}
     result = _torch.plain_results(func, types, args, kwargs)
@@ -131,11 +146,24 @@ def _in_order(value: Any) -> Any:
     return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim) if is_stacked else value
 
 
-def _items(value: Any) -> list[DTensor]:
-    """Return the DTensors in a value, also in lists and tuples."""
+def _like_rows(value: Any, target: Any, func: Any) -> Any:
+    """Return a DTensor with the rows in the order of a stacked one's shards. Collective over its mesh."""
+    if not isinstance(value, DTensor) or value._spec.placements == target._spec.placements:
+        return value
+    rows, sizes = value._spec.shape, target._spec.shape
+    can_expand = len(rows) == len(sizes) and all(a in (1, b) for a, b in zip(rows, sizes, strict=True))
+    if not can_expand or value.device_mesh != target.device_mesh:
+        raise _write_error(func)
+    if type(target._local_tensor) is not torch.Tensor:  # a quantized weight would round the value
+        raise _write_error(func)
+    return torch.empty_like(target, dtype=value.dtype).copy_(value.expand(sizes))
+
+
+def _items(value: Any, kind: Any = DTensor) -> list[Any]:
+    """Return the DTensors, or tensors of another class, in a value, also in lists and tuples."""
     if isinstance(value, (list, tuple)):
-        return [item for entry in value for item in _items(entry)]
-    return [value] if isinstance(value, DTensor) else []
+        return [item for entry in value for item in _items(entry, kind)]
+    return [value] if isinstance(value, kind) else []
 
 
 def _mark_copies(result: Any, sources: Any, target: Any = None) -> None:
@@ -158,16 +186,20 @@ def _write_error(func: Any) -> PlacementError:
 
 
 def refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise PlacementError if a function writes to an :class:`OrderedCopy`, also in a list."""
+    """Raise PlacementError if a function writes to an :class:`OrderedCopy`, or its local tensor, also in a list."""
     # Functions of torch.nn.init pass their tensor by its name.
     args, kwargs = by_position(args, kwargs)
     targets = [kwargs.get("out"), args[0] if args and is_in_place(func) else None]
-    if any(isinstance(item, OrderedCopy) for item in _items(targets)):
+    if _items(targets, (OrderedCopy, LocalCopy)):
         raise _write_error(func)
 
 
 class OrderedCopy(DTensor):
     """A part of a stacked tensor in the original order. Writes raise, because in one process it is a view."""
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        """Return the local tensor, to which writes raise, too."""
+        return super().to_local(**options).as_subclass(LocalCopy)
 
     @classmethod
     def __torch_function__(
@@ -189,3 +221,36 @@ class OrderedCopy(DTensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle an ordinary DTensor."""
         return _torch.dtensor(self._local_tensor, self._spec).__reduce_ex__(proto)
+
+
+class LocalCopy(torch.Tensor):
+    """The local tensor of an :class:`OrderedCopy`, or a view of it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function as for any tensor; raise PlacementError for a write."""
+        refuse_writes(func, args, kwargs or {})
+        result = _torch.plain_results(func, types, args, kwargs or {})
+        if func is torch.Tensor.numpy:
+            result.flags.writeable = False
+        with without_subclasses():
+            memory = {item.untyped_storage().data_ptr() for item in _items(args, LocalCopy)}
+            for item in _items(result, torch.Tensor):
+                if type(item) is torch.Tensor and item.untyped_storage().data_ptr() in memory:
+                    item.__class__ = LocalCopy
+        return result
+
+    def plain(self) -> torch.Tensor:
+        """Return an ordinary tensor with the same memory."""
+        with without_subclasses():
+            return self.detach().as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return an ordinary tensor."""
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Pickle an ordinary tensor."""
+        return self.plain().__reduce_ex__(proto)

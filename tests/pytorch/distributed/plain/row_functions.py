@@ -246,8 +246,6 @@ REFUSED = (
     "out is rows",
     "init of rows",
     "diagonal",
-    "minus cumsum",
-    "minus softmax",
 )
 
 

@@ -1,0 +1,25 @@
+"""The kind: a write to a stacked weight under tp changes what it changes in the unsharded weight, or raises."""
+
+from __future__ import annotations
+
+import pytest
+from plain import stacked_writes
+
+CASES = [
+    ("gated MLP", {"dp_shard": 2, "tp": 2}, "te_fsdp"),
+    ("fused attention", {"dp_shard": 2, "tp": 2}, "torch"),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("kind", "axes", "sharder"), CASES)
+def test_writes_with_other_tensors(pool, kind, axes, sharder):
+    """``weight.add_(delta)`` with a DTensor in the order of the unsharded module."""
+    assert pool.run(stacked_writes.differing, 4, kind=kind, axes=axes, sharder=sharder) == [[]] * 4
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("kind", "axes", "sharder"), CASES)
+def test_writes_to_local_tensors_of_parts(pool, kind, axes, sharder):
+    """``weight.chunk(2)[0].to_local()`` is a copy, in which a write would be lost."""
+    assert pool.run(stacked_writes.accepted, 4, kind=kind, axes=axes, sharder=sharder) == [[]] * 4
