@@ -51,7 +51,10 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
 def require_meshes(model: nn.Module, passed: Meshes | DeviceMesh) -> Meshes:
-    """Return the job's meshes. Raise if they have no ``tp`` axis, but the model was built for one. Local operation."""
+    """Return the job's meshes. Raise MeshError if the model was built for tp, and they have no such axis.
+
+    Local operation for :class:`Meshes`. A torch mesh may need new process groups (:meth:`Meshes.from_device_mesh`).
+    """
     meshes = as_meshes(passed, "fully_shard")
     require_model(model, "fully_shard(model, meshes)")
     sizes = {name: getattr(module, "tp_size", 1) for name, module in model.named_modules()}
@@ -78,7 +81,10 @@ def check_plan(plan: ModelPlan, points: CheckPoints) -> None:
 
 
 def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
-    """Record the plan on each parameter, and move unsharded parameters and buffers from the CPU. Local operation."""
+    """Record the plan on each parameter, and return the model's state, without units yet. Local operation.
+
+    Makes parameters contiguous, and moves replicated ones to the device, with the buffers if the root has only such.
+    """
     model, device, request = plan.model, plan.meshes.device, plan.request
     support_foreach_copy()
     for owner in iter_param_owners(model):
@@ -106,7 +112,10 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
 
 
 def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
-    """Bind the model, then apply FSDP2 to each unit. Inner units are first, because FSDP2 skips sharded parameters."""
+    """Bind the model, then apply FSDP2 to each unit. Inner units are first, because FSDP2 skips sharded parameters.
+
+    Collective as :func:`te_fsdp.bind_device_mesh.bind` and :func:`divide_gradients`. Returns ``state``, with the units.
+    """
     model, precision = plan.model, plan.precision
     with track_replaced_parameters(model, "fully_shard"), _fsdp2.chunk_this_rank_only():
         bind(model, plan.modules)
@@ -222,7 +231,7 @@ class Setup:
 
 
 def prepare_units(setup: Setup) -> None:
-    """Adapt FSDP2's units to quantized and partial parameters. Local operation."""
+    """Adapt FSDP2's units: shorten its steady state, no copies of quantized shards, sums over tp. Local operation."""
     plan, state = setup.plan, setup.state
     sharded_weights = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
     for unit in state.modules.values():

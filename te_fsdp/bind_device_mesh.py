@@ -11,7 +11,6 @@ generic part, which does not support shards, is replaced.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
@@ -68,8 +67,6 @@ from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor
 from te_fsdp.upstream.patches import pickle_element_types_by_value
 from te_fsdp.upstream.torch_data import count_writes_to_data
 from te_fsdp.versions import warn_if_untested
-
-_log = logging.getLogger("te_fsdp")
 
 
 @functools.cache
@@ -172,7 +169,7 @@ def _bases(cls: type) -> tuple[type, ...]:
         return (GroupedModule if grouped else ResettableModule, cls, _sharded_init_class())
     if hasattr(cls, "op_backward"):
         return (OpMeshModule, cls)
-    # A ForeignModule raises in ``reset_parameters``, which would draw a shard like an unsharded tensor.
+    # The module's own ``reset_parameters`` would initialize a shard like an unsharded tensor.
     from_te = cls.__module__.split(".")[0] == "transformer_engine"
     return (ForeignModule if hasattr(cls, "reset_parameters") and not from_te else MeshModule, cls)
 
@@ -260,7 +257,8 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     record_writes(model)
     register_step_functions(BEFORE_STEP, AFTER_STEP)
     adopted: dict[int, tuple[Any, Any]] = {}
-    for item in planned:  # plan all before the first replacement: ``replaced`` uses ids of living parameters
+    # All of them before the first replacement, because ``replaced`` needs the ids of living parameters.
+    for item in planned:
         if item.kind == "GroupedLinear" and binding_of(item.module) is None:
             adopt_single(item.module, adopted)
     replaced: dict[int, torch.nn.Parameter] = {}
@@ -300,7 +298,10 @@ def _communicates_over(
 
 
 def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
-    """Bind one module: class, process group, parameters. ``replaced`` keeps tied parameters tied."""
+    """Bind one module: class, process group, parameters. Collective as :func:`bind`.
+
+    ``replaced`` maps ``id`` of a parameter to its replacement, so that tied parameters stay tied.
+    """
     module, meshes = item.module, item.meshes
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
     previous = binding_of(module)
@@ -371,9 +372,9 @@ def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
 def _to_dtensor(
     parameter: torch.nn.Parameter, name: str, binding: ModuleBinding, mesh: DeviceMesh
 ) -> torch.nn.Parameter:
-    """Return the parameter as a DTensor on its mesh (for all experts: also on ``ep``).
+    """Return a parameter as a DTensor on ``mesh``, with the shape of the original. Local operation.
 
-    Data and quantized buffers stay.
+    The local tensor shares the memory of ``parameter`` (local shape), also the buffers of a quantized weight.
     """
     rule, local = binding.rules[name], parameter.detach()
     # ``detach`` loses this attribute, from which main weights are initialized.

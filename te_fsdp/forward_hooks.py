@@ -72,7 +72,7 @@ def _check_initialized(state: ShardedModel) -> None:
 
 
 def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
-    """Prepare a forward of the model, or a registered method. Collective as its checks are."""
+    """Prepare a forward of the model, or a call of a registered method of it. Collective as its checks are."""
     if state.checked.on_meta:
         run = functools.partial(_check_initialized, state)
         for first in state.checks.first:
@@ -121,7 +121,10 @@ def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> N
 
 
 def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: Any) -> None:
-    """Make the outermost unit around ``unit`` FSDP2's root, before its first forward. Local operation."""
+    """Make the outermost unit around ``unit`` FSDP2's root, before its first forward. Local operation.
+
+    ``handle`` contains the handle of this hook, which removes itself.
+    """
     while handle:
         handle.pop().remove()
     # FSDP2 makes the first unit that runs forward the root of its tree. If that is an inner unit (a script calls an
@@ -137,11 +140,15 @@ def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: A
 
 
 def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any) -> None:
-    """Record unsharded parameters that are kept, because ``model.parameters()`` returns them until they are freed."""
+    """Record the units that stay unsharded; call components and checks after a forward of the root with gradients.
+
+    After a forward without gradients the sharded parameters are registered. Collective as its checks are.
+    """
     if output is None and kept_weights.expose_after_exception(state):
         return
     for name, unit in state.modules.items():
-        # The first forward creates the unsharded parameters. From then on te_fsdp can swap them without FSDP2.
+        # The first forward creates the unsharded parameters, which ``model.parameters()`` returns until they are freed.
+        # From then on te_fsdp can swap them without FSDP2.
         if state.units[name].gather != "pass" and _fsdp2.is_unit_unsharded(unit):
             if name not in state.unsharded.recorded:
                 record_unsharded_params(unit)

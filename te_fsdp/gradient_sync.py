@@ -126,7 +126,7 @@ def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
 
 
 def has_failed_backward(state: ShardedModel) -> bool:
-    """Return whether there are gradients of a failed backward or step; False after they were cleared."""
+    """Return whether there are gradients of a failed backward or step; reset the flag if they were cleared. Local."""
     if (
         state.sync.failed
         and not state.sync.dropped

@@ -1,4 +1,4 @@
-"""Placements of parameters on the axes of a mesh, without TE or tensors.
+"""Tables of placements on the axes of a mesh: rules of modules, boxes of shards, strategies. Needs no TE, no tensors.
 
 Terms (see docs/concepts): *original* is the unsharded parameter of a single process (tp size 1). *tp-local* is the part
 of it on one tensor-parallel rank.
@@ -91,7 +91,7 @@ _GATED = Layout("stacked", (1, 1))
 
 # [Note: placement table] The placement table (``*_rules``) defines the rule of each parameter by module kind
 # and parallel mode. Source of every row: TransformerEngine 2.20.2
-# (``pytorch/module/{linear,layernorm_linear,layernorm_mlp, grouped_linear}.py``, ``pytorch/attention``),
+# (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py``, ``pytorch/attention``),
 # unchanged since 2.18. Replicated parameters with partial gradients:
 #
 # - under sequence parallelism each rank processes its own tokens, so norm weights and row biases are summed over
@@ -114,12 +114,10 @@ def linear_rules(
     """
     dim = {"column": 0, "row": 1, None: None}[parallel_mode]
     weight = ParameterRule(dim, layout if dim == 0 else PLAIN, quantizable=True)
-    # A row-parallel layer adds its bias after the reduction, to the tokens that this rank has.
+    # A row-parallel layer adds its bias after the reduction, to the tokens of this rank.
     bias = ParameterRule(None, partial_grad=sequence_parallel and parallel_mode == "row")
     if parallel_mode == "column":
         bias = ParameterRule(0, layout)
-    # Under sequence parallelism each rank normalizes a part of the tokens, so its gradient is one term of the
-    # sum.
     norm = ParameterRule(None, partial_grad=sequence_parallel)
     return {
         **dict.fromkeys(("layer_norm_weight", "layer_norm_bias"), norm),
@@ -156,7 +154,7 @@ def single_grouped_rules(
 ) -> dict[str, ParameterRule]:
     """Return the rules of GroupedLinear's single parameters: ``weight`` (experts, out, in) and ``bias`` (experts, out).
 
-    The dims are those of one expert's tensor plus one: otherwise the 2-D placements would shard the experts.
+    Each sharded dim is that of one expert's tensor plus one, because dim 0 indexes the experts.
     """
     dim = {"column": 1, "row": 2, None: None}[parallel_mode]
     table = {
@@ -182,15 +180,12 @@ _NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
 # of a different expert.
 @dataclass(frozen=True)
 class ExpertRange:
-    """The experts of one rank: ``count`` (TE's ``num_gemms``) of ``total``, starting at the global index ``first``.
+    """The experts of one rank, which are consecutive."""
 
-    ``most`` is the number on the first rank and on all others except the last. 0 means the same as this rank.
-    """
-
-    first: int
-    count: int
-    total: int
-    most: int = 0
+    first: int  #: Global index of the first one
+    count: int  #: Their number, TE's ``num_gemms``
+    total: int  #: Number of experts on all ranks of ``ep``
+    most: int = 0  #: Number on each rank except the last; 0: ``count``
 
     def counts(self) -> tuple[int, int]:
         """Return the number of experts on the first and on the last rank of ``ep``, the same on every rank."""

@@ -65,7 +65,7 @@ class Step:
 
     @functools.cached_property
     def checks(self) -> CheckPoints:
-        """Return the checks of the sharded models, at their highest level, or else those of bound models."""
+        """Return the checks of the sharded model with the highest level; without one, those of bound models."""
         highest = None
         for state, _ in self.models:
             points: CheckPoints = state.checks
@@ -140,7 +140,10 @@ def register_step_functions(before: StepFunctions, after: StepFunctions, checks:
 
 
 def run_checks(step: Step) -> None:
-    """Run the checks of a step, at the highest level of the optimizer's models. They raise before anything changes."""
+    """Run the checks of a step, at the highest level of the optimizer's models, before anything changes.
+
+    Collective as the checks are.
+    """
     for check in step.checks.step if step.models else step.checks.bound_step:
         check(step)
 

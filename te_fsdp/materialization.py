@@ -1,7 +1,7 @@
 """``materialize``: move a model from meta to the device.
 
-Every rank gets its shards of the initialization that one process would draw. Ranks must build the same model and have
-equal replicas, which is checked here.
+Every rank gets its shards of the initialization that one process would draw. Ranks must build the same model with equal
+random states, which the checks at the point "draw" compare.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
             ``None``: use (and advance) the current default generator, which must then be equal on all ranks.
 
     Raises:
-        InitError: Parameters or buffers that nothing initialises, all by name; parameters that a constructor has
+        InitError: Parameters or buffers that nothing initializes, all by name; parameters that a constructor has
             initialized on meta; ranks with different random states; or an initialization that cannot be called.
         PlacementError: ``seed`` is not an integer.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.

@@ -125,10 +125,13 @@ class Meshes:
 
     @classmethod
     def _of(cls, mesh: DeviceMesh, cp: int = 1, ep: int = 1, pp: DeviceMesh | None = None) -> Meshes:
-        """Split ``cp`` and ``ep`` off the dense mesh's shard axis. The process groups of the other axes are shared."""
+        """Return the meshes of a dense mesh, whose shard axis contains ``cp`` and ``ep``. Collective over the world.
+
+        Warns about axes that cross nodes, and creates the process groups of a pipeline stage.
+        """
         shards = mesh.shape[AXES.index("dp_shard")]
-        # The groups of the other axes are shared, because each NCCL communicator takes GPU memory and
-        # start-up time.
+        # Only the shard axis is split. The other axes keep their process groups, because each NCCL communicator takes
+        # GPU memory and start-up time.
         experts = context = None
         if ep > 1:
             experts = _torch.unflatten_dp_shard(mesh, {"dp_shard": shards // ep, "ep": ep})
@@ -248,7 +251,7 @@ class Meshes:
 
     @property
     def fsdp_with_size_one(self) -> DeviceMesh:
-        """Return :attr:`fsdp`, or a 1-D mesh of one rank where that is ``None``, because FSDP2 requires a mesh."""
+        """Return :attr:`fsdp`, or a 1-D mesh of one rank if that is ``None``, because FSDP2 requires a mesh."""
         return self._fsdp_of(self.device_mesh)
 
     def _fsdp_of(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -293,7 +296,7 @@ class Meshes:
 
     @property
     def expert_fsdp_with_size_one(self) -> DeviceMesh:
-        """Return :attr:`expert_fsdp`, or a 1-D mesh of one rank where that is ``None``."""
+        """Return :attr:`expert_fsdp`, or a 1-D mesh of one rank if that is ``None``."""
         return self._fsdp_of(self.expert_mesh or self.device_mesh)
 
     @property
@@ -428,8 +431,6 @@ def as_meshes(passed: object, where: str) -> Meshes:
 
     A torch mesh is adopted. :attr:`Meshes.fsdp` is resolved to the :class:`Meshes` that it belongs to.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
     if isinstance(passed, Meshes):
         return passed
     if isinstance(passed, DeviceMesh):

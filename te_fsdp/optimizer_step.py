@@ -21,8 +21,8 @@ from te_fsdp.layout import SyncMode
 from te_fsdp.lifecycle import Step, gradients_of
 from te_fsdp.recovery import undo_step
 
-#: The optimizers that have main weights, or have begun a step on parameters of a sharded model. Weak, so that te_fsdp
-#: does not keep optimizers and their state alive.
+#: The optimizers that have main weights, or have begun a step on parameters of a sharded model. The references are
+#: weak, so that te_fsdp does not keep optimizers and their state alive.
 registered_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -40,7 +40,7 @@ def wait_for_gradients(step: Step) -> None:
 
 
 def check_gradients(step: Step) -> None:
-    """Run ``check_gradients`` of each component. Collective over the world where :func:`te_fsdp.report_nan` watches."""
+    """Run ``check_gradients`` of each component. Collective over the world with :func:`te_fsdp.report_nan`."""
     for state, _ in step.models:
         for check in state.components.check_gradients:
             check()

@@ -30,8 +30,9 @@ UnitSpec = Iterable[type | str] | type | str
 StrategySpec = str | Mapping[type | str, str]
 #: The default strategy.
 DEFAULT = "optim_grads_params"
-#: Options of ``fully_shard`` -> their values; for transports see :mod:`te_fsdp.unit_communication`.
+#: How FSDP2's units are all-gathered (:mod:`te_fsdp.features.transports`).
 TRANSPORTS = ("auto", "nccl", "copy_engine")
+#: Options of ``fully_shard`` -> their values.
 OPTIONS = {"strategy": STRATEGIES, "outer_strategy": OUTER_STRATEGIES, "transport": TRANSPORTS}
 _HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
 _HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
@@ -115,7 +116,8 @@ class ModelPlan:
 def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> ModelPlan:
     """Check the arguments of ``fully_shard`` and plan the model; change nothing.
 
-    Collective over the world: all ranks raise or none.
+    Collective over the model's ranks, and over ``ep`` as in :func:`te_fsdp.modules.plan.plan_modules`. If one rank
+    raises, all do: the errors of :func:`te_fsdp.fully_shard` about arguments, units and parameters.
     """
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         _unshardable.check_order(model)
@@ -153,7 +155,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         row = rows.get((id(module), name)) or rows.get((id(module), f"{name}0"))
         return row is not None and row.storage.is_replicated
 
-    # A separate context, because it gathers over ep, where every rank must arrive.
+    # A separate context, because it all-gathers over ep, which a rank that has raised above would not join.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         replicas = meshes.size("dp_replicate")
         single = meshes.tp if meshes.tp_or_none is None else None
@@ -455,6 +457,7 @@ def nearest_strategy(name: str, strategies: Mapping[str, str]) -> str:
 
 
 def _check_policies(request: ShardRequest) -> None:
+    """Raise PrecisionError or PlacementError for policies of a wrong class, or several. One rank may raise alone."""
     if request.precision is not None and request.mp_policy is not None:
         raise PrecisionError(
             "fully_shard: precision and mp_policy",

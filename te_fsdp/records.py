@@ -169,10 +169,7 @@ def label_of(parameter: torch.Tensor, kind: str = "a parameter") -> str:
 
 
 def share_record(parameter: torch.Tensor, unsharded: torch.Tensor) -> None:
-    """Set the record of a shard on its unsharded parameter, and copy the attributes that this lacks.
-
-    Local operation.
-    """
+    """Set the record of a shard on its unsharded parameter, and copy the attributes that the latter lacks. Local."""
     if PARAMETER in parameter.__dict__:
         unsharded.__dict__[PARAMETER] = parameter.__dict__[PARAMETER]
     copy_param_attrs(parameter, unsharded)
@@ -273,7 +270,7 @@ def first_owners(model: nn.Module) -> dict[int, ParamOwner]:
 
 
 def require_model(value: object, where: str) -> None:
-    """Raise ``PlacementError`` unless an argument is a module. Most often two arguments were exchanged."""
+    """Raise ``PlacementError`` unless an argument is a module. Usually two arguments were exchanged."""
     fix = "pass the model itself, as one module"
     require_kind(where, "model", value, torch.nn.Module, expected="a torch.nn.Module", fix=fix)
 
@@ -434,7 +431,10 @@ class ModuleBinding:
         return self.ep.experts_mesh if grouped and self.ep.experts_mesh is not None else self.tp_mesh
 
     def carry(self, name: str, parameter: torch.Tensor) -> None:
-        """Copy the recorded attributes of the parameter ``name`` to ``parameter``, except those that it has."""
+        """Complete the attributes and the record of ``parameter``, which is about to be registered as ``name``.
+
+        Local operation. Attributes that it already has are unchanged.
+        """
         copy_param_attrs(self.attributes.get(name, {}), parameter)
         record, rule = get_or_create_record(parameter), self.rules.get(name)
         if rule is not None and rule.quantizable:

@@ -6,7 +6,6 @@ hooks get only parameters.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import Counter
 from contextlib import ExitStack
@@ -35,8 +34,6 @@ from te_fsdp.upstream import (
     te as _te,
     torch_dtensor as _torch,
 )
-
-_log = logging.getLogger("te_fsdp")
 
 
 @dataclass
@@ -145,7 +142,7 @@ class ShardedModel:
         return {name: shard_of(parameter) for name, parameter in self.model.named_parameters()}
 
     def names(self) -> dict[int, str]:
-        """Map the ``id`` of each of these parameters to its name."""
+        """Map the ``id`` of each parameter in :meth:`parameters` to its name."""
         return {id(parameter): name for name, parameter in self.parameters().items()}
 
     def is_expert(self, name: str) -> bool:
@@ -169,7 +166,7 @@ class ShardedModel:
         if not records and not waiting:
             return {}
         for _, unit in self.gathered():
-            # The names are those of sharded parameters, and an unsharded unit has its unsharded parameters registered.
+            # An unsharded unit has its unsharded parameters registered, but the names are those of its shards.
             record_unsharded_params(unit)
         names = self.names()
         managed = {(key := id(_fsdp2.sharded_param_of(record))): names[key] for record in records}
@@ -221,9 +218,9 @@ def require_sharded_model(model: nn.Module, where: str) -> ShardedModel:
 
 
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the sharded parameter of an unsharded one known from :func:`record_unsharded_params`.
+    """Return the sharded parameter of an unsharded one that :func:`record_unsharded_params` has recorded.
 
-    Other parameters are returned unchanged.
+    Other parameters are returned unchanged. Local operation.
     """
     record = parameter.__dict__.get(records.PARAMETER)
     fsdp_param = record.fsdp_param() if record and record.fsdp_param is not None else None

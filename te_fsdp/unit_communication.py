@@ -1,13 +1,11 @@
-"""Gradient reduction of FSDP2's units: dtype, ranks, parameters without a gradient.
+"""Reduce-scatter of FSDP2's units in a communication dtype ([Note: buffers of a reduction]).
 
-For a different communication dtype each unit has a custom reduce-scatter ([Note: buffers of a reduction]). Other units
-need none, except for ``zero_copy_gradients`` (:mod:`te_fsdp.features.transports`), which also chooses how weights are
-all-gathered if FSDP2 does not do it.
+Units without such a dtype use FSDP2's own reduce-scatter, except for ``zero_copy_gradients``. The module
+:mod:`te_fsdp.features.transports` decides this for each unit, and how its weights are all-gathered.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,14 +25,9 @@ from te_fsdp.upstream import (
 )
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
-_log = logging.getLogger("te_fsdp")
-
 
 def set_unit_grad_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:
-    """Make FSDP2 reduce the gradients of a unit according to ``comm``, including later changes of it.
-
-    Local operation.
-    """
+    """Make FSDP2 reduce the gradients of a unit according to ``comm``, also after changes of it. Local operation."""
     if fsdp2_units.fsdp_parameter_groups(unit):
         unit.set_custom_reduce_scatter(UnitReduceScatter(unit, comm, name))  # type: ignore[operator]
 

@@ -60,7 +60,7 @@ class Pending(Generic[T]):
         return result
 
     def then(self, finish: Callable[[T], U]) -> Pending[U]:
-        """Return the same operation with a further final function."""
+        """Return the same operation with ``finish`` applied to its result."""
         return Pending(lambda: finish(self.wait()))
 
 
@@ -112,10 +112,11 @@ class SideStream:
         return Pending(lambda: result, stream=self._stream, event=self._stream.record_event())
 
 
-# A unit is complete when each of its parameters (with FSDP2: each parameter group) has received a gradient in
-# this backward. Autograd first accumulates all uses of a parameter in one graph. However, activation
-# checkpoints with ``use_reentrant=True`` run nested backwards: a parameter used in several of them receives
-# several gradients. A unit for which this happens in the first backward never starts early.
+# [Note: complete units] A unit is complete when each of its parameters (with FSDP2: each parameter group) has received
+# a gradient in this backward. Autograd first accumulates all uses of a parameter in one graph. However, activation
+# checkpoints with ``use_reentrant=True`` run nested backwards: a parameter used in several of them receives several
+# gradients. A unit for which this happens in the first backward never starts early.
+#
 # [Note: same order on all ranks] Every rank issues the same collectives in the same order, whatever units it has
 # used. If a rank has not used a unit, or only a part of it, this unit and the later ones start at the end of the
 # backward. No rank waits for an operation before the end. Otherwise a rank could wait for a unit that a different

@@ -6,7 +6,7 @@ The current and the requested DTensor placements of a group's ranks determine th
     Partial    Replicate  all-reduce      gradients of parameters that are not sharded, over data parallel
     Partial    Shard      reduce-scatter  HFSDP: gradients, over dp_replicate; FSDP2's units, over dp_shard
     Shard      Replicate  all-gather      HFSDP: new weights, over dp_replicate
-    Replicate  Shard      none            each rank slices its rows (``OptimizerShard.of``), not here
+    Replicate  Shard      none            HFSDP: each rank slices its rows (``OptimizerShard.of``)
 
 A sum in fp32 of values sent in a lower precision uses an all-to-all. :func:`broadcast` makes replicas equal.
 
@@ -340,7 +340,7 @@ def _prescale_fp16(
 def _reduce_scatter_all(
     outputs: list[torch.Tensor], sources: list[torch.Tensor], op: Any, group: dist.ProcessGroup
 ) -> Any:
-    """Queue several collectives as one operation on the current stream, as torch's own context manager does."""
+    """Queue several reduce-scatters as one operation on the current stream. Collective over ``group``."""
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, False
     named = _first_available(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from te_fsdp.process_modules import registered_at
 from te_fsdp.records import COPIED, get_or_create_record, get_record, label_of, name_of
 from te_fsdp.sharded_model import require_sharded_model, shard_of, sharded_model_of
 from te_fsdp.upstream import torch_dtensor as _torch
-
-_log = logging.getLogger("te_fsdp")
 
 # Global ranks of the process group of a mesh axis.
 _Axis = tuple[int, ...]

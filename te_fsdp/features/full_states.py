@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint import state_dict as _state_dict
 
 from te_fsdp.boxed_dtensor import rows_of_shards
-from te_fsdp.features.hfsdp.optimizer_shards import axes_that_shard_dim0, is_padded
+from te_fsdp.features.hfsdp.optimizer_shards import OptimizerShard, axes_that_shard_dim0, is_padded
 from te_fsdp.features.main_params import optimizer_shard_in
 from te_fsdp.layout import chunk_range
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from te_fsdp.features.hfsdp.optimizer_shards import OptimizerShard
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class Snapshot:
-    """State on which a recording depends (with ``optimizer``: including its step), while weights are sharded."""
+    """State on which a recording depends, taken while weights are sharded. ``None``: without the optimizer's step."""
 
     def __init__(self, state: ShardedModel, optimizer: Optimizer | None) -> None:
         self._state, self._optimizer = state, optimizer
@@ -60,6 +60,7 @@ class Snapshot:
         self._groups, self._settings = self._grouped(), self._set()
 
     def _watch(self, owner: dict[Any, Any]) -> None:
+        """Record the tensors of a dict, with their addresses."""
         for key, tensor in owner.items():
             if isinstance(tensor, torch.Tensor):
                 self._held.append((owner, key, tensor, _addresses(tensor), tensor.requires_grad))
@@ -96,6 +97,7 @@ class Snapshot:
         return options
 
     def _set(self) -> list[Any]:
+        """Return the settings of te_fsdp, and the number of the optimizer's hooks."""
         comm, report = self._state.sync.comm, self._state.components.get(NanReport)
         wire = None if comm is None else (comm.dtype, comm.fp32_sum)
         hooks = len(_torch.step_hooks(self._optimizer)) if self._optimizer is not None else 0
@@ -124,7 +126,7 @@ class Buffers:
         return ""
 
     def restore(self) -> None:
-        """Set all tensors again, because a failed capture computed no values."""
+        """Restore all tensors and their memory, because a failed capture has computed no values. Local operation."""
         for owner, name, tensor, alias, addresses in self._buffers + self._attributes:
             owner[name] = tensor
             if _addresses(tensor) != addresses:
@@ -158,7 +160,7 @@ class OptimizerStates:
         return "" if not new else "replaced" if any(new) else "created"
 
     def restore(self) -> None:
-        """Set all values again, because a capture computes none."""
+        """Restore states and options, because a capture computes no values. Local operation."""
         for parameter, state in list(self._optimizer.state.items()):
             state.clear()
             state.update(self._states.get(parameter, {}))

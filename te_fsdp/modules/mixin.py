@@ -58,10 +58,11 @@ from te_fsdp.upstream import (
 
 
 def record_forward(binding: ModuleBinding, node: Any) -> None:
-    """Record a module's forward. Its node must not assign gradients that autograd adds to others. Local operation.
+    """Record the autograd node of a module's forward. Local operation.
 
-    Autograd adds the gradients of several forwards in one backward before FSDP2 reduces them. The attribute ``waits``
-    of a node is true until its backward runs, and ``assigns`` becomes false if another node waits.
+    A node with ``assigns`` sets gradients itself. Autograd must add them instead if one backward runs several nodes of
+    the module. So ``assigns`` becomes false on all nodes that wait at the same time. ``waits`` is true until the
+    backward of the node runs.
     """
     for reference in tuple(binding.fsdp.forwards):
         if (earlier := reference()) is not None and earlier.waits:
@@ -216,7 +217,7 @@ def replace_returned_parameters(
 
 
 def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
-    """Raise OrderError if a parameter is still sharded over data parallel. Kernels must not read shards."""
+    """Raise OrderError if a parameter is still sharded over data parallel: kernels must not read shards. Local."""
     mesh = binding.unsharded_mesh(name)
     if mesh is not None and (parameter.device_mesh is mesh or parameter.device_mesh == mesh):
         return
@@ -303,7 +304,7 @@ class MeshModule(torch.nn.Module):
         parameters[name] = value
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None, **kwargs: Any) -> None:
-        """Register a parameter unless it would replace or restore one that FSDP2 manages."""
+        """Register a parameter; raise OrderError if it would replace or restore one that FSDP2 manages."""
         binding = binding_of(self)
         if binding is not None:
             # FSDP2 calls this if its parameter was deleted or hidden by a parametrization.
@@ -332,7 +333,7 @@ class MeshModule(torch.nn.Module):
             mark_unsharded(old, value, binding)
             pair.unsharded, pair.release = value, release_function_of(value, pair.shard, binding)
             return
-        # Another tensor may have been the shard since this one was, so its cached gather metadata is dropped.
+        # The cached gather metadata may be outdated, if a different tensor was the shard in the meantime.
         if (record := _torch.local_of(value).__dict__.get(WEIGHT)) is not None:
             record.gathers = None
         release = release_function_of(old, value, binding)
@@ -385,7 +386,11 @@ class MeshModule(torch.nn.Module):
 
 
 def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
-    """Return the pair of sharded and unsharded parameter (:data:`te_fsdp.upstream.fsdp2_settled.PairOf`)."""
+    """Return the pair of sharded and unsharded parameter (:data:`te_fsdp.upstream.fsdp2_settled.PairOf`).
+
+    ``None`` for a module that is not bound and has torch's ``__setattr__``. Other modules get an empty pair. Raises
+    KeyError if FSDP2 has not registered both parameters yet. Local operation.
+    """
     if isinstance(module, MeshModule) and (binding := binding_of(module)) is not None:
         pair = binding.fsdp.pairs[name]
         if pair.shard is None or pair.unsharded is None:
@@ -454,7 +459,7 @@ class ResettableModule(MeshModule):
 
 
 class OpMeshModule(ResettableModule):
-    """Mixin of TE's norms. As fusible operations they read their parameters again in backward."""
+    """Mixin of TE's norms, which are fusible operations: they read their parameters again in backward."""
 
     def op_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operation's backward on local tensors."""

@@ -226,13 +226,18 @@ def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
 
 
 def _check_item(item: ModulePlan) -> None:
-    """Check the plan of one module before any module is changed; raise an Error otherwise."""
+    """Check the plan of one module, before any module changes. Local operation.
+
+    Raises:
+        OrderError: The module is bound to different meshes, or a parameter is already a DTensor.
+        PlacementError: A parameter has too few dims for its rule, or a quantizer is not supported.
+        MeshError: A quantized weight has no weight mesh, or ``tp_mesh`` contradicts the module's ``tp_group``.
+    """
     meshes = item.meshes
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
     mesh_name = "weight" if meshes.ep_mesh is None else "expert_weight"
     label = item.name or type(item.module).__name__
-    binding = binding_of(item.module)
-    if binding is not None:
+    if (binding := binding_of(item.module)) is not None:
         _check_same(label, binding, meshes)
         return
     for name, parameter in item.module._parameters.items():
@@ -325,13 +330,13 @@ def _quantizable(planned: Iterable[ModulePlan]) -> Iterator[tuple[str, nn.Module
 
 
 def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
-    """Plan every module with parameters, with tp sharding by TE, or with user-defined construction.
+    """Plan every module of TE, and every other module with parameters. Local operation that changes nothing.
 
-    Local operation that changes nothing.
+    Modules of TE without a rule (``te.ops``) are left out if ``tp_size`` is 1, or if they have no parameters.
 
     Raises:
         MeshError: A module was built for a different tp size.
-        PlacementError: A module has no rules, or unsupported options.
+        PlacementError: A module or a parameter has no rule, or a module has unsupported options.
     """
     # named_modules() yields an attention module before the projections in it, whose layouts depend on it.
     layouts: dict[int, Layout] = {}
@@ -356,7 +361,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
             params = single_parameters(module)
         if kind == "unknown":
             if params and tp_size > 1:
-                # te.ops has a Linear too, which is not the one that is expected.
+                # With its module, because te.ops.Linear and te.Linear have the same name.
                 kind_name = f"{type(module).__module__}.{type(module).__name__}"
                 raise PlacementError(
                     f"{label}: {kind_name} has no placement rule",

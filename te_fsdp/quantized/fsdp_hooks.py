@@ -47,7 +47,7 @@ from te_fsdp.upstream.te_formats import NVFP4_ROWS, Format
 # Through these assignments te_fsdp detects a ``fully_shard`` called by the user, and the end of an unsharded
 # weight's use.
 def mark_unsharded(old: torch.Tensor | None, new: torch.Tensor, binding: ModuleBinding) -> None:
-    """Mark an unsharded weight that FSDP2 installs in place of its shard. Local operation."""
+    """Record the format of an unsharded weight that FSDP2 registers in place of its shard. Local operation."""
     if isinstance(old, DTensor) and old.device_mesh != binding.tp_mesh:
         local = _torch.local_of(new)
         if _te.is_quantized(local):
@@ -57,16 +57,19 @@ def mark_unsharded(old: torch.Tensor | None, new: torch.Tensor, binding: ModuleB
 def release_function_of(
     unsharded: torch.Tensor | None, shard: DTensor | None, binding: ModuleBinding
 ) -> Callable[[], None] | None:
-    """Return a function that frees the derived buffers of an unsharded weight. Local operation.
+    """Return a function that frees the memory of an unsharded weight that FSDP2 does not free. Local operation.
 
-    TE derives transposes and padded scales from gathered data. FSDP2 does not free them, so they would stay
-    until the next all-gather. te_fsdp owns buffers that were concatenated along columns.
+    TE derives transposes and padded scales from gathered data. They would stay until the next all-gather. Buffers that
+    te_fsdp has concatenated along columns are its own.
 
-    ``shard`` replaces ``unsharded``.
+    Args:
+        unsharded: The unsharded parameter, or a different tensor.
+        shard: The sharded parameter that FSDP2 registers in its place; ``None`` before the first one.
+        binding: Binding of their module.
 
     Returns:
-        A function to call at the end of every forward and backward. ``None`` unless it is an unsharded quantized
-        weight.
+        A function to call when ``shard`` is registered again. ``None`` unless ``unsharded`` is a quantized weight that
+        FSDP2 has all-gathered.
     """
     local = None if unsharded is None else _torch.local_of(unsharded)
     record: WeightRecord | None = None if local is None else local.__dict__.get(WEIGHT)
@@ -163,7 +166,7 @@ def _zeros(
 
 
 def patch_fsdp_hooks() -> None:
-    """Wrap the hooks of every quantized tensor class with hooks. Only the first call per class has an effect."""
+    """Wrap the all-gather hooks of every quantized tensor class that has some, once per class."""
 
     def wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
         # In backward TE's modules clear a weight's columnwise data, to free data computed from gathered rowwise
@@ -304,7 +307,10 @@ def _customize_gather(
     mesh: DeviceMesh,
     orig_size: torch.Size,
 ) -> tuple[tuple[torch.Tensor, ...], CustomGather]:
-    """Return the buffers that TE would gather, converted if FSDP2 cannot gather them directly."""
+    """Return the buffers that FSDP2 all-gathers in place of TE's, and how to convert the result.
+
+    Collective over ``mesh`` if a rank has no rows (one broadcast of the scale), else local.
+    """
     ranks = mesh.size()
     # FSDP2 copies only the first of several buffers then (pytorch PR #197999). Nothing is sent, and the
     # unsharded weight uses the shard's own buffers.
@@ -339,7 +345,7 @@ def _customize_gather(
 
 
 def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Packed) -> tuple[torch.Tensor, ...]:
-    """Return the buffers of the unsharded weight as new tensors, in TE's order and shapes."""
+    """Return the buffers of the unsharded weight as new tensors, in TE's order and shapes; free ``outputs``. Local."""
     rows, columns = packed.shape
     ranks = outputs[0].numel() // (rows * columns)
     flats = bytes_of_ranks(outputs, (1, rows, columns), 2, ranks)[0]

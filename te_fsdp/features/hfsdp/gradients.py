@@ -1,4 +1,4 @@
-"""Gradients of parameters whose optimizer state is sharded over replicas."""
+"""Averages over ``dp_replicate`` of gradients whose optimizer state is sharded over it as well."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class ShardedParameters(Protocol):
 # same parameters, but one of them alone may have a gradient. So they compare once after a parameter was frozen, and
 # again after it was trained in a forward. Other steps send nothing for frozen parameters.
 class FrozenGradients:
-    """Which frozen parameters of one optimizer have a gradient on any replica. ``sharded`` returns its parameters."""
+    """Record of the frozen parameters of one optimizer that have a gradient on any replica.
+
+    ``sharded`` returns the optimizer's parameters with sharded state.
+    """
 
     def __init__(self, sharded: Callable[[], list[MainParameter]]) -> None:
         self._sharded = sharded
@@ -69,7 +72,7 @@ class FrozenGradients:
         ]
 
     def before_forward(self) -> None:
-        """Forget what is known of parameters that are trained again. Local operation."""
+        """Drop the entries of parameters that are trained again. Local operation."""
         for pair in [pair for pair in self._has_gradient if pair.parameter.requires_grad]:
             del self._has_gradient[pair]
 
@@ -125,7 +128,7 @@ class OuterAverages:
     def __init__(self, main_parameters: ShardedParameters) -> None:
         self._main_parameters = main_parameters
         self.frozen = frozen = FrozenGradients(main_parameters.sharded)
-        # Their shards, in the optimizer's order, which is identical on all replicas.
+        # The shards are in the optimizer's order, which is identical on all replicas.
         self.early = EarlyAverages(
             lambda: [pair.shard for pair in frozen.averaged() if not pair.shard.reduced]
         )
@@ -228,7 +231,7 @@ class OuterAverages:
                 pair.source = None
 
     def _is_done(self, cut: list[MainParameter], gradients: list[torch.Tensor | None]) -> bool:
-        """Return whether the available averages match the current gradients."""
+        """Return whether the available averages match the current gradients; raise OrderError if some do not."""
         unchanged, fresh, changed = 0, 0, 0
         same = TensorVersion.are_same([pair.source for pair in cut], gradients)
         for pair, gradient, is_same in zip(cut, gradients, same, strict=True):
@@ -285,7 +288,8 @@ def _check_sharded(parameter: torch.Tensor, call: str) -> None:
 def averages_of(parameters: Iterable[torch.Tensor], call: str = "") -> list[OuterAverages]:
     """Return the averages of several parameters, one object per optimizer with sharded state. Local operation.
 
-    With ``call`` (the caller), a trained parameter of ``outer_strategy="optim"`` without one raises OrderError.
+    ``call`` names the caller in errors. Then a trained parameter of ``outer_strategy="optim"`` raises OrderError if no
+    optimizer shards its state.
     """
     by_optimizer: dict[int, OuterAverages] = {}
     for parameter in parameters:
@@ -394,7 +398,7 @@ def hide_unaveraged_grads(setup: Setup) -> None:
 
 
 class ShardedOptimizer(Component):
-    """The optimizer that shards its state over the replicas of one model's parameters."""
+    """Component with the averages of the optimizers that shard their state over a model's replicas."""
 
     def __init__(self) -> None:
         #: Averages of the optimizer's gradients; ``None`` until :func:`te_fsdp.shard_optimizer` is called.
@@ -407,18 +411,19 @@ class ShardedOptimizer(Component):
         self._frozen.add(averages.frozen)
 
     def before_forward(self) -> None:
-        """Forget what is known of frozen parameters that are trained again. Local operation."""
+        """Drop the entries of frozen parameters that are trained again. Local operation."""
         for frozen in self._frozen:
             frozen.before_forward()
 
     def zero_grad(self, parameters: Collection[torch.Tensor]) -> None:
-        """Forget the averages of these parameters' gradients. Local operation."""
+        """Drop the averages of these parameters' gradients. Local operation."""
         for averages in averages_of(parameters):
             averages.forget(parameters)
 
 
 @torch.no_grad()
 def _before_reduction(group: Any) -> None:
+    """Apply deferred factors to the gradients of a parameter group, before FSDP2 adds to them. Local operation."""
     for parameter in fsdp2_units.shards_of(group):
         apply_deferred_grad_scale(parameter, parameter.grad)
 

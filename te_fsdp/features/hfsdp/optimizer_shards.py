@@ -70,13 +70,12 @@ _rows_of = functools.cache(RowPartition)
 # ``outer_strategy="optim"`` (HFSDP: each has the same FSDP2 shard), or over data parallel (``no_shard``). Its local
 # tensor is then sharded once more, as ``torch.chunk`` does, and each replica updates its own rows.
 #
-# The sharded dim is the first one that all axes divide evenly (for a quantized
-# weight into full blocks, if possible), else dim 0. Main weights and states are DTensors with the parameter's
-# shape. A large tensor sharded along dim 0 is sent separately without a copy, because its rows are
-# contiguous. All others are packed: one collective per group and dtype. Rows are padded to the same number
-# per replica. Rows of quantized weights that consist of full blocks are quantized before they are sent,
-# others afterwards by each replica. The result is the same, because formats scale blocks, or the unsharded
-# weight with an amax over all replicas.
+# The sharded dim is the first one that all axes divide evenly (for a quantized weight into full blocks, if possible),
+# else dim 0. Main weights and states are DTensors with the parameter's shape. A large tensor sharded along dim 0 is
+# sent separately without a copy, because its rows are contiguous. All others are packed: one collective per group and
+# dtype. Rows are padded to the same number per replica. Rows of quantized weights that consist of full blocks are
+# quantized before they are sent, others afterwards by each replica. The result is the same, because formats scale
+# blocks, or the unsharded weight with an amax over all replicas.
 class OptimizerShard:
     """This rank's part of a parameter's local tensor, for main weight and optimizer state: rows along ``dim``."""
 
@@ -94,9 +93,8 @@ class OptimizerShard:
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         #: Dtype of main weight and averaged gradient: fp32 for low-precision parameters.
         self.dtype = torch.promote_types(parameter.dtype, torch.float32)
-        #: The sharded dim, and the number of parts into which the parameter's own axes shard it. It is the first dim
-        #: that all axes, with that of the replicas, divide evenly (for a quantized weight into full blocks, if
-        #: possible), else 0. Same on all ranks.
+        #: The sharded dim ([Note: rows of a replica]), the same on all ranks, and the number of parts into which the
+        #: parameter's own axes shard it.
         self.dim = next(
             (
                 dim
@@ -281,7 +279,7 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
 
 
 def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> Pending[None]:
-    """Start one all-gather of parts of one kind. Waiting for it writes the targets."""
+    """Start one all-gather of parts of one kind; the wait writes the targets. Collective over the replicas."""
     first, _ = parts[0]
     dtype = torch.uint8 if first.as_bytes else first.mine.dtype
     sizes = [rows.numel * part.mine.itemsize // dtype.itemsize for part, rows in parts]

@@ -1,4 +1,4 @@
-"""Reductions over the outer axis, in the step or overlapped with its last backward."""
+"""Averages of gradients over ``dp_replicate``, in the step or overlapped with its last backward."""
 
 from __future__ import annotations
 
@@ -183,7 +183,10 @@ class EarlyAverages:
         self._reset(0)
 
     def _reset(self, backward: int) -> None:
-        """Reset: nothing has started since the last step. ``backward`` is the running last backward, 0 for none."""
+        """Drop everything that has started since the last step.
+
+        ``backward`` is the number of the running last backward (``last_microbatches``), 0 for none.
+        """
         self._backward = backward
         # Pending averages by unit in the agreed order, and the gradients that were sent.
         self._started: dict[str, Pending[list[torch.Tensor | None]]] = {}
@@ -199,7 +202,7 @@ class EarlyAverages:
         """
         backward = state.sync.last_microbatches
         if not state.sync.last_microbatch or (self._started and self._backward != backward):
-            return  # the step sees whether what was sent has changed
+            return  # the step compares the gradients that were sent with the current ones
         if self._backward != backward:  # the first unit that this backward leaves
             self._reset(backward)
             plan = self._plan_now()
@@ -224,7 +227,7 @@ class EarlyAverages:
             profiler_range(f"te_fsdp::average {unit}"),
             self._side.after_current(plan.state.meshes.device, events),
         ):
-            # The side stream waits for each move before the next one starts, and then frees its memory.
+            # The side stream waits for each collective before the next one starts, and then frees its memory.
             self._started[unit] = self._side.start(start, local)
         self._sources += TensorVersion.now(gradients)
 
@@ -255,8 +258,7 @@ class EarlyAverages:
             # The averages are correct in the step too, only slower, so a warning is enough.
             if marked and not plan.order.agreed:
                 _warn_once(
-                    "microbatch(model, is_last=True) was not used on all ranks in the first step: so "
-                    "averages over "
+                    "microbatch(model, is_last=True) was not used on all ranks in the first step: so averages over "
                     "dp_replicate run in the step. Use it from the first step on, on all ranks, for the last "
                     "backward of a step"
                 )
