@@ -62,7 +62,16 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
     file system.
     """
     if is_remote(target):
-        return _begin_on_object_storage(target)
+        if not all(map(_owner_of_folder, target.iterdir())):
+            raise _exists(target)
+        data_folder = target / f"{_DATA}{Owner.new()}"
+        (data_folder / _BEGUN).write_bytes(b"")
+        for checkpoint in target.parent.iterdir():
+            for folder in () if (checkpoint / FILE_NAME).exists() else checkpoint.iterdir():
+                owner = _owner_of_folder(folder)
+                if owner is not None and folder != data_folder:
+                    _remove_abandoned(folder, owner, data_folder)
+        return data_folder
     with explain_os_errors(target):
         if not target.parent.exists():  # otherwise a later step shows what is wrong with it
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,19 +85,6 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
         # Only the name was needed, and the folder has shown that the system permits to create it.
         if is_file:
             temporary.rmdir()
-    return temporary
-
-
-def _begin_on_object_storage(target: RemotePath) -> Any:
-    if not all(map(_owner_of_folder, target.iterdir())):
-        raise _exists(target)
-    temporary: Any = target / f"{_DATA}{Owner.new()}"
-    (temporary / _BEGUN).write_bytes(b"")
-    for checkpoint in target.parent.iterdir():
-        for folder in () if (checkpoint / FILE_NAME).exists() else checkpoint.iterdir():
-            owner = _owner_of_folder(folder)
-            if owner is not None and folder != temporary:
-                _remove_abandoned(cast(Any, folder), owner, temporary)
     return temporary
 
 

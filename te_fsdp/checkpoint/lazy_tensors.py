@@ -372,7 +372,13 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
             if not file_of:
                 raise DamagedFileError("it names no tensor and no file")
             if (path / _SINGLE).exists() and _SINGLE not in file_of.values():
-                _refuse_two_models(path)
+                raise CheckpointError(
+                    f"{path}: weights of two models",
+                    expected=f"{_SINGLE}, or {INDEX} with its files",
+                    got=f"both, and the index does not name {_SINGLE}",
+                    why="transformers reads the single file, other programs read the index",
+                    fix=f"remove the older one: {_SINGLE}, or the index and its files",
+                )
             for name in sorted(set(file_of.values())):
                 # An index comes with the weights, and must not make a reader open other files.
                 if Path(name).name != name:
@@ -405,16 +411,6 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         expected=f"{INDEX}, or one file",
         got=f"{shorten([file.name for file in files], 3)} without an index",
         fix=f"add the index, or name one file; {_JOIN}",
-    )
-
-
-def _refuse_two_models(path: Path) -> None:
-    raise CheckpointError(
-        f"{path}: weights of two models",
-        expected=f"{_SINGLE}, or {INDEX} with its files",
-        got=f"both, and the index does not name {_SINGLE}",
-        why="transformers reads the single file, other programs read the index",
-        fix=f"remove the older one: {_SINGLE}, or the index and its files",
     )
 
 

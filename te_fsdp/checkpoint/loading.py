@@ -59,7 +59,6 @@ from te_fsdp.errors import CheckpointError, require_flags, require_kind, shorten
 from te_fsdp.features.main_weights import optimizers_with_stale_main_weights, set_main_weight
 from te_fsdp.layout import slices
 from te_fsdp.modules.semantics import format_differences
-from te_fsdp.quantized.components import drop_derived_state
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 _log = logging.getLogger("te_fsdp")
@@ -257,9 +256,8 @@ class ModelLoader:
         copied = [owned for name in direct for owned in self.state.members.get(name, [])]
         self._restart_delayed(delayed, copied)
         for owned in copied:
-            local: Any = owned.local
-            if _te.is_quantized(local):  # drop what was derived from the replaced bytes
-                local.derive_transposes() if owned.is_grouped else drop_derived_state(local)
+            if _te.is_quantized(owned.local):
+                owned.drop_derived_state()
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
         for optimizer, description in self._given():

@@ -39,7 +39,13 @@ from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.extra_state import local_experts
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.quantized.components import Component, components_of, describe_format, needed_components
+from te_fsdp.quantized.components import (
+    Component,
+    components_of,
+    describe_format,
+    drop_derived_state,
+    needed_components,
+)
 from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
 from te_fsdp.records import binding_of
 from te_fsdp.shard_info import ShardInfo, shard_info
@@ -194,6 +200,12 @@ class OwnedTensor:
         if binding is not None and self.name in binding.distributed:
             return False
         return self.name in ("weight", "bias") and _te.kind_of(self.module) == "GroupedLinear"
+
+    def drop_derived_state(self) -> None:
+        """Drop, or compute again, what was derived from overwritten values of a quantized weight. Local operation."""
+        drop_derived_state(self.local)
+        # Outside of te_fsdp's modules the parameter of TE's class has the value before quantization.
+        _te.drop_high_precision_value(_torch.local_of(self.parameter))
 
     def parts(self) -> list[OwnedPart]:
         """Return this rank's parts, one for each expert of a grouped tensor. Local operation."""

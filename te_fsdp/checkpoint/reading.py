@@ -30,9 +30,9 @@ from te_fsdp.collectives.agreement import RankMessenger, digest
 from te_fsdp.errors import CheckpointError
 from te_fsdp.features.main_params import MAIN
 from te_fsdp.layout import Box, slices
-from te_fsdp.quantized.components import covering, dequantize_box, drop_derived_state, needed_components
+from te_fsdp.quantized.components import covering, dequantize_box, needed_components
 from te_fsdp.quantized.shards import quantize_with_shared_scale
-from te_fsdp.upstream import te as _te
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import Block
 
 #: A part of a tensor of the files: key, offsets, shape.
@@ -390,7 +390,8 @@ class Conversion:
             quantize_with_shared_scale(
                 module, self.owned.name, local, value, keep_delayed_scale=keep_delayed_scale
             )
-        drop_derived_state(local)
+        self.owned.drop_derived_state()
         # Main weights are initialized from this value, which is more precise than the quantized weight.
         if _te.keeps_high_precision_value(module):
-            _te.attach_high_precision_value(local, value.to(self.owned.parameter.dtype).cpu())
+            parameter = self.owned.parameter
+            _te.attach_high_precision_value(_torch.local_of(parameter), value.to(parameter.dtype).cpu())

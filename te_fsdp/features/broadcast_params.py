@@ -14,6 +14,7 @@ from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.features.param_gather import release_params
 from te_fsdp.mesh_checks import AXES
+from te_fsdp.quantized.boxed import weights_of
 from te_fsdp.quantized.components import components_of, drop_derived_state
 from te_fsdp.records import ParamOwner, first_owners, plan_of, require_model, require_optimizer
 from te_fsdp.sharded_model import ShardedModel, get_sharded_model, mesh_of
@@ -73,7 +74,8 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
             buffers = [local]
             if _te.is_quantized(local):
                 # The bytes and scales themselves are sent, so that copies are equal without quantizing again.
-                buffers = [component.tensor for component in components_of(local, "broadcast_params")]
+                components = [components_of(weight, "broadcast_params") for weight in weights_of(local)]
+                buffers = [component.tensor for of_weight in components for component in of_weight]
                 quantized.append(local)
             states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
             # Step counters and other states of a different shape do not follow the parameter's placement.

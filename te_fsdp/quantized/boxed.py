@@ -239,15 +239,6 @@ def take_written(local: torch.Tensor) -> bool:
     return is_written
 
 
-def drop_derived(local: torch.Tensor) -> None:
-    """Forget, or compute again, what a weight derived from bytes that a load has overwritten. Local operation."""
-    if _te.is_grouped(local):
-        local.derive_transposes()  # type: ignore[missing-attribute]
-        _te.drop_high_precision_value(local)
-    else:
-        drop_derived_state(local)
-
-
 def values_of(local: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the values of a quantized tensor. Local operation."""
     return local.dequantize(dtype=dtype)  # type: ignore[operator]

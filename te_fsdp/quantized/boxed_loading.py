@@ -22,7 +22,6 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.boxed import (
     QuantizedDTensor,
     QuantizedSlice,
-    drop_derived,
     empty_like,
     pending_values,
     take_written,
@@ -79,8 +78,8 @@ def _finish(
     local = _torch.local_of(parameter)
     is_quantized = _te.is_quantized(local)
     if take_written(loaded) and is_quantized:
-        drop_derived(loaded)  # both have the same memory, but separate derived buffers
-        drop_derived(local)
+        drop_derived_state(loaded)  # both have the same memory, but separate derived buffers
+        drop_derived_state(local)
     if values is not None and is_quantized:
         quantize_with_shared_scale(module, name, local, values)
         if _te.is_grouped(loaded):

@@ -223,7 +223,9 @@ def _steps(block: Block, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def drop_derived_state(local: torch.Tensor) -> None:
-    """Drop data that a quantized tensor derived from overwritten values. Local operation."""
+    """Drop, or compute again, data that a quantized tensor derived from overwritten values. Local operation."""
+    if _te.is_grouped(local):
+        local.derive_transposes()  # type: ignore[missing-attribute]
     for part in _te.storage_parts_of(local):
         _te.drop_transpose(part)
     _te.drop_high_precision_value(local)

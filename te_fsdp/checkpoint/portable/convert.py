@@ -40,7 +40,6 @@ from te_fsdp.checkpoint.manifest import (
 )
 from te_fsdp.checkpoint.plain_dcp import cut_by_tp, open_dcp, with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
-from te_fsdp.checkpoint.portable.rounding import rounded
 from te_fsdp.checkpoint.reader import (
     CHECKPOINT,
     MANIFEST_KEY,
@@ -49,6 +48,7 @@ from te_fsdp.checkpoint.reader import (
     describe,
     open_checkpoint_contents,
     portable_name,
+    rounded,
     split_experts,
     stack_experts,
 )

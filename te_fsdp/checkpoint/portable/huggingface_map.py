@@ -33,7 +33,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     known_blocks,
     layer_differences,
 )
-from te_fsdp.checkpoint.portable.rounding import rounded
+from te_fsdp.checkpoint.reader import rounded
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import GROUPED, PLAIN, Layout
 from te_fsdp.upstream import te as _te
