@@ -15,7 +15,7 @@ from te_fsdp.cli import main
 TEXTS = {
     "config.json": ('{"model_type": "llama"}', "got JSON"),
     "model.safetensors.index.json": ('{"weight_map": {}}', "got JSON"),
-    "README.md": ("# caf\u00e9\n" * 99, "got text"),
+    "README.md": ("# \u00e9\n" * 99, "got text"),
     "model.bin": ("", "got an empty file"),
     "model.safetensors": (
         "version https://git-lfs.github.com/spec/v1\noid sha256:1",
