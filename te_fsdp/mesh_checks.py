@@ -122,11 +122,15 @@ def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
     """Raise :class:`MeshError` unless ranks ascend along every axis of ``mesh``."""
     # Process groups number their ranks in ascending order, independent of the mesh. DTensor uses the order of the mesh,
     # FSDP2 and TE that of the group. With a different order, ranks would use each other's shards.
-    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
+    # Of the slices of a mesh, some may descend. Their root mesh is the same on all ranks, which then all raise.
+    root, names = _torch.root_mesh(mesh), mesh.mesh_dim_names or ()
+    full = root if set(names) <= set(root.mesh_dim_names or ()) else mesh
+    axes = [axis for axis in range(full.ndim) if not names or (full.mesh_dim_names or ())[axis] in names]
+    if any((full.mesh.diff(dim=axis) < 0).any() for axis in axes):
         raise MeshError(
             f"{where}: {argument}",
             expected="ranks that ascend along every axis",
-            got=mesh.mesh.tolist(),
+            got=full.mesh.tolist(),
             why="Process groups number their ranks in ascending order, so shards would be swapped",
             fix="build the mesh from ascending ranks, as init_device_mesh does",
         )

@@ -14,6 +14,7 @@ A checkpoint is renamed before its files are removed. A later save removes the f
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
 import logging
@@ -437,8 +438,35 @@ def damaged(path: Path, problems: list[str]) -> None:
         )
 
 
+def refuse_text(path: Path) -> None:
+    """Raise CheckpointError for a local file of text, such as ``config.json``, or an empty one. Local operation."""
+    if is_remote(path) or not path.is_file():
+        return
+    with unreadable(path, "file"), path.open("rb") as file:
+        start = file.read(512)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # of which the last character may be cut
+    except UnicodeDecodeError:
+        return
+    if b"\0" in start:
+        return
+    folder = path.absolute().parent
+    fix = "give the folder or the file that contains the weights"
+    if start.startswith(b"version https://git-lfs"):
+        got, fix = (
+            "a pointer of Git LFS",
+            "download the file: git lfs pull, or hf download NAME --local-dir FOLDER",
+        )
+    else:
+        got = "JSON" if start.lstrip()[:1] in (b"{", b"[") else "text" if start else "an empty file"
+        if has_manifest(folder) or (folder / DCP_METADATA).is_file() or any(folder.glob("*.safetensors")):
+            fix = f"give its folder, {folder}"
+    raise CheckpointError(f"{path}: no weights in this file", expected="a checkpoint", got=got, fix=fix)
+
+
 def why_no_checkpoint(path: Path) -> CheckpointError:
     """Return the error for a path that is not a checkpoint; it names checkpoints nearby."""
+    refuse_text(path)
     if (path / DCP_METADATA).is_file():
         return CheckpointError(
             f"{path}: {FILE_NAME} is missing next to its {DCP_METADATA}",

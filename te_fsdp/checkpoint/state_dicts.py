@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from te_fsdp.checkpoint.directory import refuse_text
 from te_fsdp.checkpoint.extra import encode_numbers
 from te_fsdp.checkpoint.lazy_tensors import (
     InMemory,
@@ -42,6 +43,7 @@ from te_fsdp.checkpoint.reader import (
     from_portable,
     with_other_experts,
 )
+from te_fsdp.checkpoint.storage import is_remote
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.extra_state import (
     DELAYED,
@@ -60,8 +62,10 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
 
 
-def refuse_adapter(path: Path) -> None:
-    """Raise CheckpointError for a folder of peft's adapter, or its file of weights. Local operation."""
+def refuse_other_files(path: Path) -> None:
+    """Raise CheckpointError for peft's adapters, and for text in place of weights, in a folder too. Local operation."""
+    for file in [*path.glob("*.safetensors")] if not is_remote(path) and path.is_dir() else [path]:
+        refuse_text(file)
     folder = path.parent if path.name.startswith("adapter_model.") else path
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
@@ -175,8 +179,8 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
         raise CheckpointError(
             f"{path}: no state dict found in it",
             expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
-            got=_keys(tree),
-            fix="save one of these; te-fsdp ckpt convert has --key for other keys",
+            got="the state of an optimizer" if "param_groups" in entries else _keys(tree),
+            fix="give a file with one of these; te-fsdp ckpt convert has --key for other keys",
         )
     return model_keys[0], entries[model_keys[0]]
 

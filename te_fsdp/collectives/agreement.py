@@ -294,6 +294,8 @@ def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
     if all_pairs not in groups:
         # It waits for the addresses of all ranks, half an hour for one that ends here.
         groups[all_pairs] = run_while_all_live(connect)
+        if not all_pairs:
+            rendezvous.send_interrupts(RankMessenger(rank(), world_size(), groups[all_pairs]).send_error)
     return RankMessenger(rank(), world_size(), groups[all_pairs])
 
 
@@ -397,6 +399,18 @@ class RankMessenger:
             for receiver, works in sends.items():
                 with self._noted(receiver, peer):
                     self._wait(works)
+
+    def send_error(self, text: str) -> list[Any]:
+        """Answer rank 0, or on rank 0 all ranks, by an error that their round raises. Does not wait for them.
+
+        Returns what must stay alive until they have received it.
+        """
+        error, kept = CollectiveError(text), list[Any]()
+        for peer in [0] if self.rank else range(1, self.size):
+            with suppress(RuntimeError):  # the rank has ended
+                kept += self._send(_pack((None, _serialize_error(error) if self.rank else error)), peer)
+                kept.append(self._receive(peer))  # a send of Gloo waits for its receive
+        return kept
 
     @contextmanager
     def _noted(self, receiver: int, peer: list[int]) -> Iterator[None]:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,6 +64,10 @@ class _Process:
     liveness: Liveness = field(default_factory=Liveness)
     #: Default process group -> ranks -> addresses of the next ranks. Freed with the process group.
     addresses: WeakKeyDictionary[Any, _Addresses] = field(default_factory=WeakKeyDictionary)
+    #: Default process group -> function that sends an error to ranks that wait for a message. Freed with the group.
+    senders: WeakKeyDictionary[Any, Callable[[str], Any]] = field(default_factory=WeakKeyDictionary)
+    #: Default process group -> error of a call that was interrupted on a rank, and what its messages need.
+    interrupted: WeakKeyDictionary[Any, tuple[str, Any]] = field(default_factory=WeakKeyDictionary)
     #: Default process group -> ranks -> number and name of their last call. Freed with the process group.
     last: WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
         default_factory=WeakKeyDictionary
@@ -76,6 +80,11 @@ _process = functools.cache(_Process)
 def liveness() -> Liveness:
     """Return this process' port and connections."""
     return _process().liveness
+
+
+def send_interrupts(send: Callable[[str], Any]) -> None:
+    """Call a function with the error of an interrupted call of this rank, and keep its result. Local operation."""
+    _process().senders[dist.group.WORLD] = send
 
 
 def is_simulated() -> bool:
@@ -150,10 +159,16 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
         ranks = tuple(range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist()))
         if len(ranks) > 1:
             rendezvous = Rendezvous.next(call, ranks)
-            rendezvous.wait()
-    set_running_call(Running(rendezvous))
+            rendezvous.refuse_after_interrupt()
     try:
+        if rendezvous is not None:
+            rendezvous.wait()
+        set_running_call(Running(rendezvous))
         yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        if rendezvous is not None:
+            rendezvous.interrupt(error)
+        raise
     finally:
         set_running_call(None)
 
@@ -277,6 +292,40 @@ class Rendezvous:
                 addresses = {rank: value.decode() for rank, value in zip(following, values, strict=True)}
                 _process().addresses.setdefault(dist.group.WORLD, {})[self.ranks] = addresses
                 _process().liveness.reach_machines(addresses.values())
+
+    # [Note: interrupted calls] A script may catch KeyboardInterrupt or SystemExit of a call, while the other ranks wait
+    # within it. Before all have arrived, the outcome is the error. Later, ranks that watch a collective read a key, and
+    # those that wait for a message receive the error. Later calls would match with collectives of the call that have
+    # begun on some ranks only, so that they raise.
+    def interrupt(self, error: BaseException) -> None:
+        """Let the other ranks raise, in this call or the next one. Local operation."""
+        text = message(
+            f"te_fsdp.{self.call}: interrupted on rank {self.own_rank} by {type(error).__name__}",
+            expected=f"the call to its end on all {len(self.ranks)} ranks",
+            got=f"{type(error).__name__} on rank {self.own_rank}, which the script has caught",
+            why="Ranks wait for each other in collectives of the call",
+            fix="end the job on all ranks, and restart it from its last checkpoint",
+        )
+        with suppress(dist.DistError, ConnectionError):
+            self._write_outcome(text.encode())
+            if self.store.get(f"{self.number}/outcome") == _GO:
+                self.store.set(f"{self.number}/interrupted", text)
+                sent = _process().senders.get(dist.group.WORLD, len)(text)
+                _process().interrupted[dist.group.WORLD] = text, sent
+
+    def raise_if_interrupted(self, store: Any = None) -> None:
+        """Raise CollectiveError if the call was interrupted on another rank."""
+        store, key = store or self.store, f"{self.number}/interrupted"
+        if store.check([key]):
+            text = store.get(key).decode()
+            _process().interrupted[dist.group.WORLD] = text, None
+            raise CollectiveError(text)
+
+    def refuse_after_interrupt(self) -> None:
+        """Raise CollectiveError, on all ranks of this call, if an earlier call was interrupted."""
+        if interrupted := _process().interrupted.get(dist.group.WORLD):
+            self._write_outcome(interrupted[0].encode())
+            raise CollectiveError(interrupted[0])
 
     def wait_for_readers(self, expected: Callable[[], int]) -> None:
         """Wait on rank 0 until the others have read an error: the store may end with rank 0 after the error."""

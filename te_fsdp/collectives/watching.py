@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,7 @@ def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
     assert running is not None and running.rendezvous is not None
     meeting, began, ask_at = running.rendezvous, time.monotonic(), rendezvous.ASK_AFTER
     failed: Exception | None = None
+    other_client: Any = None  # of the store, which a thread may be using
     while True:
         try:
             if failed is None and poll():
@@ -108,6 +109,9 @@ def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
         if failed is not None or waited >= ask_at:
             found = rendezvous.liveness().ended(meeting.addresses())
             with store_errors(meeting.call):
+                if not (asks_store or failed is not None) and other_client is None:
+                    other_client = meeting.store.clone()
+                meeting.raise_if_interrupted(other_client)
                 ended = _agreed(meeting, found, is_store_free=asks_store or failed is not None)
             if ended:
                 raise ended_error(meeting.call, ended, len(meeting.ranks), failed) from failed

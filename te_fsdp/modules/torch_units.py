@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from te_fsdp.lifecycle import Step
+from te_fsdp.mesh_checks import check_ascending
 from te_fsdp.records import binding_of, get_record, module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
@@ -57,6 +59,8 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
     record = None if shard is None else get_record(shard)
     if record is not None and record.state is not None:
         return  # te_fsdp.fully_shard keeps its units
+    if isinstance(shard, DTensor):
+        check_ascending(shard.device_mesh, "mesh of FSDP2", type(module).__name__)
     for root in fsdp2_units.roots_in_forward() or fsdp2_units.units_around(module):
         if _end_evaluation in module_record(root).hooks:
             continue

@@ -177,7 +177,7 @@ def test_unfinished_and_foreign_places(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "empty").mkdir()
     assert "no such checkpoint" in refuse(capsys, "inspect", tmp_path / "empty")
     assert "path does not exist" in refuse(capsys, "inspect", tmp_path / "none")
-    (tmp_path / "text.pt").write_text("hello")
+    (tmp_path / "text.pt").write_bytes(b"\xfftext")
     assert "neither a safetensors file nor" in refuse(capsys, "inspect", tmp_path / "text.pt")
     torch.save({"a": 1, "b": "x"}, tmp_path / "plain.pt")
     assert "no state dict found" in refuse(capsys, "inspect", tmp_path / "plain.pt")

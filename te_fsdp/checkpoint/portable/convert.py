@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint, remove, visible
+from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint, refuse_text, remove, visible
 from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.lazy_tensors import (
     BLOCK_BYTES,
@@ -56,7 +56,7 @@ from te_fsdp.checkpoint.state_dicts import (
     open_dcp_contents,
     open_safetensors_contents,
     open_torch_contents,
-    refuse_adapter,
+    refuse_other_files,
 )
 from te_fsdp.checkpoint.storage import is_remote, resolve_path
 from te_fsdp.errors import CheckpointError, shorten
@@ -107,6 +107,7 @@ def resolve(path: Path) -> tuple[Path, str]:
         )
     if is_safetensors(path):
         return path, "safetensors"
+    refuse_text(path)
     # A damaged end of a file raises BadZipFile.
     with unreadable(path, "file"), path.open("rb") as file, suppress(zipfile.BadZipFile):
         if zipfile.is_zipfile(file):
@@ -133,7 +134,7 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
     where, kind = resolve(path)
     if kind == CHECKPOINT:
         return open_checkpoint_contents(where)
-    refuse_adapter(where)
+    refuse_other_files(where)
     if kind == "safetensors":
         contents = open_safetensors_contents(where, choices)
     elif kind == "torch":

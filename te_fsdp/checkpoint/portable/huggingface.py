@@ -31,7 +31,7 @@ from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
 from te_fsdp.checkpoint.portable.weight_transfer import check_fits
 from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.shard_files import no_progress
-from te_fsdp.checkpoint.state_dicts import refuse_adapter
+from te_fsdp.checkpoint.state_dicts import refuse_other_files
 from te_fsdp.checkpoint.storage import absolute, expanded
 from te_fsdp.collectives.agreement import all_agree, rank
 from te_fsdp.collectives.rendezvous import collective_call
@@ -231,7 +231,7 @@ def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tens
         folder = expanded(source)
         if folder.name == "config.json":  # accepted for its folder
             folder = folder.parent
-        refuse_adapter(folder)
+        refuse_other_files(folder)
         return open_safetensors(folder)[0], folder if config is None else config, folder
     if not isinstance(source, Mapping) or not all(
         isinstance(t, torch.Tensor | Lazy) for t in source.values()

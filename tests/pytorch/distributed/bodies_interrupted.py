@@ -1,0 +1,84 @@
+"""Bodies of calls that KeyboardInterrupt ends on one rank, whose script goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import harness
+import torch
+import torch.distributed as dist
+from bodies_all_ranks import listening
+
+
+def _error(call: Any) -> str:
+    import te_fsdp
+
+    try:
+        call()
+    except (KeyboardInterrupt, te_fsdp.TeFsdpError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _call(collective: str) -> None:
+    """A collective call whose collective rank 1 does not reach."""
+    from te_fsdp.collectives import agreement, rendezvous
+
+    with rendezvous.collective_call("test"):
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        if collective == "maximum":
+            agreement.on_any_rank(False)
+        else:
+            agreement.gather("value")
+
+
+def within(collective: str) -> list[str]:
+    """Return the errors of the interrupted call, and of the next one."""
+    from te_fsdp.collectives import rendezvous
+
+    with mock.patch.object(rendezvous, "ASK_AFTER", 0.3), listening(timeout=30):
+        first = _error(lambda: _call(collective))
+        return [first, _error(lambda: rendezvous.collective_call("next").__enter__())]
+
+
+def before() -> list[str]:
+    """Interrupt a rank that waits for the others; the next call works."""
+    from te_fsdp.collectives import rendezvous
+
+    def arrive() -> None:
+        with rendezvous.collective_call("test"):
+            pass
+
+    with listening(timeout=30):
+        if dist.get_rank() == 1:
+            with mock.patch.object(rendezvous.Rendezvous, "_outcome", side_effect=KeyboardInterrupt):
+                first = _error(arrive)
+        else:
+            time.sleep(0.5)
+            first = _error(arrive)
+        return [first, _error(arrive)]
+
+
+def saving(folder: str) -> list[str]:
+    """Interrupt a rank that writes a checkpoint."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+    from te_fsdp.checkpoint import saving
+    from te_fsdp.collectives import rendezvous
+
+    model = te.Linear(32, 32, device="meta", params_dtype=torch.float32)
+    te_fsdp.fully_shard(model, te_fsdp.Meshes.build(device_type=harness.device_type()))
+    te_fsdp.materialize(model, seed=0)
+    with mock.patch.object(rendezvous, "ASK_AFTER", 0.3), listening(timeout=20):
+        path = Path(folder) / "new"
+        if dist.get_rank() == 1:
+            with mock.patch.object(saving, "plan_entries", side_effect=KeyboardInterrupt):
+                first = _error(lambda: te_fsdp.checkpoint.save(path, model))
+        else:
+            first = _error(lambda: te_fsdp.checkpoint.save(path, model))
+        return [first, _error(lambda: te_fsdp.checkpoint.save(path, model))]

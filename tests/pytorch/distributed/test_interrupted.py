@@ -1,0 +1,31 @@
+"""KeyboardInterrupt in a collective call on one rank, whose script catches it: the other ranks waited."""
+
+from __future__ import annotations
+
+import bodies_interrupted as bodies
+import pytest
+
+#: The test's own collectives cannot be watched.
+GLOO = {"TE_FSDP_TEST_GLOO": "1"}
+TEXT = "interrupted on rank 1 by KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("collective", ["maximum", "gather"])
+def test_within_a_call(pool, collective):
+    results = pool.run(bodies.within, 3, env=GLOO, collective=collective)
+    assert results[1][0].startswith("KeyboardInterrupt")
+    for first, following in results:
+        assert f"CollectiveError: te_fsdp.test: {TEXT}" in following
+        assert first.startswith("KeyboardInterrupt") or first == following
+
+
+def test_before_a_call(pool):
+    first, second = pool.run(bodies.before, 2)
+    assert second == ["KeyboardInterrupt: ", ""]
+    assert f"CollectiveError: te_fsdp.test: {TEXT}" in first[0] and first[1] == ""
+
+
+def test_save(pool, tmp_path):
+    first, second = pool.run(bodies.saving, 2, folder=str(tmp_path))
+    assert second[0].startswith("KeyboardInterrupt") and TEXT in second[1]
+    assert first[0].startswith("C") and "on rank(s) 1" in first[0]
