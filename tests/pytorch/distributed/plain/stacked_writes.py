@@ -1,4 +1,4 @@
-"""Bodies: writes to a stacked weight and to its parts."""
+"""Bodies: writes to a stacked weight or to its parts."""
 
 from __future__ import annotations
 
