@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from te_fsdp.lifecycle import Step
 from te_fsdp.records import binding_of, get_record, module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
+from te_fsdp.upstream.torch_rows import sharding_meshes
 
 #: The models of ``set_device_mesh``, whose unsharded units are resharded after every step of their optimizer.
 bound_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -55,6 +57,8 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
     ``shard`` is a parameter of the module that FSDP2 unshards for the first time.
     """
     record = None if shard is None else get_record(shard)
+    if isinstance(shard, DTensor):
+        sharding_meshes.add(shard.device_mesh)
     if record is not None and record.state is not None:
         return  # te_fsdp.fully_shard keeps its units
     for root in fsdp2_units.roots_in_forward() or fsdp2_units.units_around(module):

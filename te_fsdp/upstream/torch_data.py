@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
 from te_fsdp.upstream.torch_dtensor import memory_id
+from te_fsdp.upstream.torch_rows import DETACHED
 
 #: Number of assignments to ``.data`` of parameters with a record since :func:`count_writes_to_data`.
 assignments: list[int] = [0]
@@ -43,7 +44,7 @@ def count_writes_to_data(record: str) -> None:
 
     DTensor._stock_data = stock  # type: ignore[missing-attribute]
     DTensor.data = property(get, set_)  # type: ignore[assignment]
-    _count_writes_to_views()
+    _count_writes_to_views(record)
     _refuse_swaps(record)
 
 
@@ -88,13 +89,15 @@ def _refuse_swaps(record: str) -> None:
 # [Note: writes to local tensors of views] Of ``p.detach()``, the entries of ``state_dict()`` and views such as ``p.T``,
 # the DTensors have the version of ``p``. Their local tensors have versions of their own, because DTensor computes them
 # below autograd. Views of the local tensor of ``p`` replace them.
-def _count_writes_to_views() -> None:
+def _count_writes_to_views(record: str) -> None:
     to_local = DTensor.to_local
 
     def detach(self: DTensor) -> Any:
         result: Any = self._stock_detach()  # type: ignore[missing-attribute]
         if not torch.compiler.is_compiling() and type(self._local_tensor) is torch.Tensor:
             result._local_tensor = _counted(self, self._local_tensor).detach()
+            if record in self.__dict__ or DETACHED in self.__dict__:
+                result.__dict__[DETACHED] = True
         return result
 
     @functools.wraps(to_local)

@@ -93,7 +93,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def _model(by: str) -> tuple[Any, Any]:
+def make_model(by: str) -> tuple[Any, Any]:
     """Meshes and a model. ``by``: a strategy, or "torch", "method" (of torch's units), "2" (to fewer ranks)."""
     import te_fsdp
 
@@ -117,7 +117,7 @@ def changed(by: str) -> dict[str, float]:
 
 
 def _changed(by: str, change: str) -> float:
-    meshes, model = _model(by)
+    meshes, model = make_model(by)
     reference, worst = whole(), 0.0
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=LEARNING_RATE)) for m in (model, reference)]
 
@@ -159,7 +159,7 @@ def gathers(by: str) -> list[int]:
     """Count the all-gathers of three evaluations without changes between them."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-    meshes, model = _model(by)
+    meshes, model = make_model(by)
     counts, stock = [], groups.foreach_all_gather
 
     def count(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def refused(by: str, surgery: str) -> str:
     """Return the error after a step and a change of a weight."""
     import te_fsdp
 
-    meshes, model = _model(by)
+    meshes, model = make_model(by)
     x = batch(0, meshes.data_size, 1)[0][meshes.data_rank]
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     model(x).square().mean().backward()
@@ -217,7 +217,7 @@ def assigned(by: str) -> str:
     """Return the error after an assignment to ``.data`` of one weight in a unit that has stepped."""
     import te_fsdp
 
-    meshes, model = _model(by)
+    meshes, model = make_model(by)
     x = batch(0, meshes.data_size, 1)[0][meshes.data_rank]
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     model(x).square().mean().backward()
