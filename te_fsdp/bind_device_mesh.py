@@ -265,7 +265,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     for item in planned:
         _bind(item, replaced)
     watch_loading(model)
-    place_full_tensors()
+    place_full_tensors(PARAMETER)
     count_writes_to_data(PARAMETER)
     patch_loading()
     patch_expert_loading()

@@ -35,8 +35,10 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
 from te_fsdp.row_order import (
     OrderedCopy,
+    RowsCopy,
     is_elementwise,
     refuse_writes,
+    refuse_writes_to_copies,
     row_dim,
     run_in_order,
     stacked_among,
@@ -44,6 +46,7 @@ from te_fsdp.row_order import (
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import support_foreach
 from te_fsdp.upstream.torch_redistribution import move_strided_shards
+from te_fsdp.upstream.torch_rows import after_copies
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES
@@ -147,8 +150,8 @@ def _in_order_of_blocks(full: torch.Tensor, mesh: DeviceMesh, rule: ParameterRul
     return torch.cat([blocks[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim)
 
 
-def place_full_tensors() -> None:
-    """Let torch place rows in full state dicts, safetensors and results of functions; later calls do nothing."""
+def place_full_tensors(record: str) -> None:
+    """Let torch place rows in full state dicts and results; ``record`` marks parameters. Later calls do nothing."""
 
     def place_states(stock: Any) -> Any:
         @functools.wraps(stock)
@@ -206,6 +209,7 @@ def place_full_tensors() -> None:
     ):
         _wrap_once(owner, name, wrap)
     move_strided_shards()
+    after_copies(record, refuse_writes_to_copies)
 
 
 def wrap_dcp(narrow: Callable[[Any], Any], load: Callable[[Any], Any], write: Callable[[Any], Any]) -> None:
@@ -283,7 +287,7 @@ class BoxedDTensor(DTensor):
             if type(result) is DTensor:
                 _keep(result, args, func)
             return result
-        if OrderedCopy in types:
+        if OrderedCopy in types or RowsCopy in types:
             refuse_writes(func, args, kwargs)
         if func is torch.Tensor.copy_:
             args = (args[0], _rows_for(*args[:2]), *args[2:])

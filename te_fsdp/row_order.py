@@ -166,12 +166,33 @@ def _items(value: Any, kind: Any = DTensor) -> list[Any]:
     return [value] if isinstance(value, kind) else []
 
 
-def _mark_copies(result: Any, sources: Any, target: Any = None) -> None:
+def _mark_copies(result: Any, sources: Any, target: Any = None, cls: type[DTensor] | None = None) -> None:
     """Change the class of results that share memory with a source. In one process they would be views."""
     memory = {_torch.memory_id(item._local_tensor) for item in _items(sources)}
     for item in _items(result):
         if type(item) is DTensor and item is not target and _torch.memory_id(item._local_tensor) in memory:
-            item.__class__ = OrderedCopy
+            item.__class__ = cls or OrderedCopy
+
+
+def refuse_writes_to_copies(copies: Sequence[DTensor], is_written: bool) -> None:
+    """Let writes to copied rows of sharded tensors raise, or raise now. Local operation."""
+    if is_written:
+        raise _rows_error("__setitem__")
+    for copied in copies:
+        if type(copied) is DTensor:
+            copied.__class__ = RowsCopy
+
+
+def _rows_error(name: str) -> PlacementError:
+    return PlacementError(
+        f"{name}: a write to some rows of a sharded tensor",
+        expected="a write to all rows, or to columns",
+        got="rows of several ranks, which torch has gathered",
+        why="It would change this copy, and be lost",
+        fix="use tensor.mul_(mask) with a DTensor, or write to full = tensor.full_tensor(), then call tensor.copy_("
+        "torch.distributed.tensor.distribute_tensor(full, tensor.device_mesh, tensor.placements)). Clone the rows to "
+        "use them for something else",
+    )
 
 
 def _write_error(func: Any) -> PlacementError:
@@ -190,8 +211,8 @@ def refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     # Functions of torch.nn.init pass their tensor by its name.
     args, kwargs = by_position(args, kwargs)
     targets = [kwargs.get("out"), args[0] if args and is_in_place(func) else None]
-    if _items(targets, (OrderedCopy, LocalCopy)):
-        raise _write_error(func)
+    for target in _items(targets, (OrderedCopy, LocalCopy)):
+        raise _write_error(func) if type(target) is OrderedCopy else _rows_error(func.__name__)
 
 
 class OrderedCopy(DTensor):
@@ -209,7 +230,7 @@ class OrderedCopy(DTensor):
         kwargs = kwargs or {}
         refuse_writes(func, args, kwargs)
         result = _torch.plain_results(func, types, args, kwargs)
-        _mark_copies(result, args)
+        _mark_copies(result, _items(args, OrderedCopy), cls=cls)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -221,6 +242,10 @@ class OrderedCopy(DTensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle an ordinary DTensor."""
         return _torch.dtensor(self._local_tensor, self._spec).__reduce_ex__(proto)
+
+
+class RowsCopy(OrderedCopy):
+    """Rows of an ordinary sharded tensor that torch has gathered."""
 
 
 class LocalCopy(torch.Tensor):

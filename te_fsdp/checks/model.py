@@ -41,7 +41,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
-from te_fsdp.upstream.torch_data import assignments
+from te_fsdp.upstream.torch_data import assigned_data, assignments
 from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
 
 # ------------------------------------------------------------------------------------------------- before it is sharded
@@ -418,10 +418,4 @@ def refuse_assigned(state: ShardedModel) -> None:
     """Raise OrderError if ``.data`` of a sharded parameter was assigned. Local operation."""
     assigned = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
     if assigned:
-        raise OrderError(
-            f"{shorten(assigned, 3)}: parameter.data was assigned",
-            expected="values that are written in place",
-            got=f"an assignment to .data of {len(assigned)} parameter(s), as by torch.nn.utils.vector_to_parameters",
-            why="torch leaves the values of a DTensor as they are then, and says nothing",
-            fix="with torch.no_grad(): parameter.copy_(value)",
-        )
+        raise assigned_data(shorten(assigned, 3), len(assigned))

@@ -22,6 +22,7 @@ from te_fsdp.mesh_checks import check_ascending
 from te_fsdp.records import binding_of, get_record, module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
+from te_fsdp.upstream.torch_rows import sharding_meshes
 
 #: The models of ``set_device_mesh``, whose unsharded units are resharded after every step of their optimizer.
 bound_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -57,6 +58,8 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
     ``shard`` is a parameter of the module that FSDP2 unshards for the first time.
     """
     record = None if shard is None else get_record(shard)
+    if isinstance(shard, DTensor):
+        sharding_meshes.add(shard.device_mesh)
     if record is not None and record.state is not None:
         return  # te_fsdp.fully_shard keeps its units
     if isinstance(shard, DTensor):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.errors import OrderError
 from te_fsdp.upstream.torch_dtensor import memory_id
+from te_fsdp.upstream.torch_rows import DETACHED
 
 #: Number of assignments to ``.data`` of parameters with a record since :func:`count_writes_to_data`.
 assignments: list[int] = [0]
@@ -32,10 +35,86 @@ def count_writes_to_data(record: str) -> None:
         return data
 
     def set_(self: DTensor, value: torch.Tensor) -> None:
-        memory = memory_id(self) if record in self.__dict__ else 0
-        stock.__set__(self, value)
-        if memory and memory_id(self) != memory:
+        found = self.__dict__.get(record)
+        if found is not None and memory_id(self) != memory_id(value):
+            if found.plan is None:  # no fully_shard of te_fsdp, whose check names all parameters
+                raise assigned_data(_name(found, self), 1)
             assignments[0] += 1
+        stock.__set__(self, value)
 
     DTensor._stock_data = stock  # type: ignore[missing-attribute]
     DTensor.data = property(get, set_)  # type: ignore[assignment]
+    _count_writes_to_views(record)
+    _refuse_swaps(record)
+
+
+def assigned_data(what: str, count: int) -> OrderError:
+    """Return the error for assignments to ``.data`` of parameters."""
+    return OrderError(
+        f"{what}: parameter.data was assigned",
+        expected="values that are written in place",
+        got=f"an assignment to .data of {count} parameter(s), as by torch.nn.utils.vector_to_parameters",
+        why="torch leaves the values of a DTensor as they are then, and says nothing",
+        fix="with torch.no_grad(): parameter.copy_(value)",
+    )
+
+
+def _name(found: Any, tensor: torch.Tensor) -> str:
+    label = found.label if found.plan is None else found.plan.label
+    return label or f"a parameter of shape {tuple(tensor.shape)}"
+
+
+def _refuse_swaps(record: str) -> None:
+    stock = torch.utils.swap_tensors
+
+    @functools.wraps(stock)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        is_conversion = sys._getframe(1).f_globals["__name__"].startswith("torch.")
+        for tensor in () if is_conversion else (t1, t2):
+            found = tensor.__dict__.get(record)
+            if found is None or found.copied_from is not None:  # copies may be swapped
+                continue
+            raise OrderError(
+                f"{_name(found, tensor)}: torch.utils.swap_tensors of a sharded model's parameter",
+                expected="values that are written in place",
+                got="a different tensor in the same Python object",
+                why="FSDP2 and the optimizer would use different tensors from then on, without an error",
+                fix="with torch.no_grad(): parameter.copy_(value)",
+            )
+        stock(t1, t2)
+
+    torch.utils.swap_tensors = swap_tensors
+
+
+# [Note: writes to local tensors of views] Of ``p.detach()``, the entries of ``state_dict()`` and views such as ``p.T``,
+# the DTensors have the version of ``p``. Their local tensors have versions of their own, because DTensor computes them
+# below autograd. Views of the local tensor of ``p`` replace them.
+def _count_writes_to_views(record: str) -> None:
+    to_local = DTensor.to_local
+
+    def detach(self: DTensor) -> Any:
+        result: Any = self._stock_detach()  # type: ignore[missing-attribute]
+        if not torch.compiler.is_compiling() and type(self._local_tensor) is torch.Tensor:
+            result._local_tensor = _counted(self, self._local_tensor).detach()
+            if record in self.__dict__ or DETACHED in self.__dict__:
+                result.__dict__[DETACHED] = True
+        return result
+
+    @functools.wraps(to_local)
+    def counted_to_local(self: DTensor, **options: Any) -> torch.Tensor:
+        local = to_local(self, **options)
+        return local if torch.compiler.is_compiling() or local.requires_grad else _counted(self, local)
+
+    DTensor._stock_detach = torch.Tensor.detach  # type: ignore[missing-attribute]
+    DTensor.detach = detach  # type: ignore[assignment]
+    DTensor.to_local = counted_to_local  # type: ignore[assignment]
+
+
+def _counted(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a view of a DTensor, with the version of that one's local tensor."""
+    base = tensor._base
+    source = base._local_tensor if isinstance(base, DTensor) else local
+    is_view = type(local) is type(source) is torch.Tensor and memory_id(local) == memory_id(source)
+    if source is local or not is_view or local.dtype != source.dtype:
+        return local
+    return source.as_strided(local.shape, local.stride(), local.storage_offset())

@@ -56,7 +56,7 @@ class MixedLists:
 
     def _handle_factor(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Return the factor of clip_grads_with_norm_ as a plain tensor, which multiplies gradients of any mesh."""
-        result = _stock(op, args, kwargs)
+        result = run_stock(op, args, kwargs)
         if result.ndim or not _is_clipping():
             return result
         owners = list(self._owners.items())
@@ -67,13 +67,13 @@ class MixedLists:
         tensors = [*args[0], *(value for value in args[1:] if isinstance(value, DTensor))]
         is_mixed = len({t.device_mesh if isinstance(t, DTensor) else None for t in tensors}) > 1
         if getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False):
-            return _stock(op, args, kwargs)
+            return run_stock(op, args, kwargs)
         name = op.overloadpacket.__name__
         # The newest first: an older model may have equal meshes.
         owners = reversed(list(self._owners.items()))
         concerned = [concerns(owner, name, tensors, is_mixed) for owner, concerns in owners]
         if not is_mixed or not any(concerned):
-            return _stock(op, args, kwargs)
+            return run_stock(op, args, kwargs)
         if op in _JOINING:
             return op([_full(tensor) for tensor in args[0]], *args[1:], **kwargs)
         others = [_full(value) for value in args[1:]]
@@ -153,7 +153,7 @@ class ForeachWrites:
                         self._handlers[op] = handler
 
     def _handle(self, op: Any, args: Any, kwargs: Any) -> Any:
-        result = (self._replaced.get(op) or _stock)(op, args, kwargs)
+        result = (self._replaced.get(op) or run_stock)(op, args, kwargs)
         count_writes(args[0])
         if not self._owners:  # the last one was freed
             self._restore()
@@ -182,7 +182,7 @@ def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _stock(op: Any, args: Any, kwargs: Any) -> Any:
+def run_stock(op: Any, args: Any, kwargs: Any) -> Any:
     """Run torch's own implementation, which it uses for operators without a handler."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(op, None)  # another thread may have removed it

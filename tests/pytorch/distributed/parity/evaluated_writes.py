@@ -50,6 +50,21 @@ def _data_local(parameter: Any) -> None:
     (data.to_local() if hasattr(data, "to_local") else data).mul_(1.1)
 
 
+def _part_local(part: Callable[[torch.Tensor], Any]) -> Callable[[nn.Module], None]:
+    @torch.no_grad()
+    def write(parameter: torch.Tensor) -> None:
+        view = part(parameter)
+        (view.to_local() if hasattr(view, "to_local") else view).mul_(1.1)
+
+    return _each(write)
+
+
+def _state_dict(model: nn.Module) -> None:
+    for key, value in model.state_dict().items():
+        if key.endswith("weight") and "norm" not in key:
+            (value.to_local() if hasattr(value, "to_local") else value).mul_(1.1)
+
+
 def _freeze(model: nn.Module) -> None:
     model.head.weight.requires_grad_(False)
     model.head.bias.requires_grad_(True)
@@ -69,10 +84,16 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
     "data.clamp_": _each(lambda p: p.data.clamp_(-0.1, 0.1)),
     "data +=": _each(_merge),
     "data.to_local": _each(_data_local),
+    "detach.to_local": _part_local(lambda p: p.detach()),
+    "state dict": _state_dict,
+    "columns.to_local": _part_local(lambda p: p[:, 2:5]),
+    "view.detach.to_local": _part_local(lambda p: p.T.detach()),
+    "detach.view.to_local": _part_local(lambda p: p.detach()[:, 1:]),
+    "data.view.to_local": _part_local(lambda p: p.data.T),
 }
 
 
-def _model(by: str) -> tuple[Any, Any]:
+def make_model(by: str) -> tuple[Any, Any]:
     """Meshes and a model. ``by``: a strategy, or "torch", "method" (of torch's units), "2" (to fewer ranks)."""
     import te_fsdp
 
@@ -96,7 +117,7 @@ def changed(by: str) -> dict[str, float]:
 
 
 def _changed(by: str, change: str) -> float:
-    meshes, model = _model(by)
+    meshes, model = make_model(by)
     reference, worst = whole(), 0.0
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=LEARNING_RATE)) for m in (model, reference)]
 
@@ -138,7 +159,7 @@ def gathers(by: str) -> list[int]:
     """Count the all-gathers of three evaluations without changes between them."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-    meshes, model = _model(by)
+    meshes, model = make_model(by)
     counts, stock = [], groups.foreach_all_gather
 
     def count(*args: Any, **kwargs: Any) -> Any:
@@ -156,11 +177,47 @@ def gathers(by: str) -> list[int]:
     return counts
 
 
+def _assign(weight: Any) -> None:
+    weight.data = 2 * weight.data
+
+
+def _swap(weight: Any) -> None:
+    torch.utils.swap_tensors(weight, nn.Parameter(2 * weight.detach()))
+
+
+#: Name -> change of a weight that torch ignores, and a part of the error.
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "data": (_assign, "parameter.data was assigned"),
+    "swap_tensors": (_swap, "torch.utils.swap_tensors of a sharded model's parameter"),
+}
+
+
+def refused(by: str, surgery: str) -> str:
+    """Return the error after a step and a change of a weight."""
+    import te_fsdp
+
+    meshes, model = make_model(by)
+    x = batch(0, meshes.data_size, 1)[0][meshes.data_rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(x)
+    try:
+        REFUSED[surgery][0](model.blocks[1].fc2_weight)
+        model(x).square().mean().backward()
+        optimizer.step()
+    except te_fsdp.TeFsdpError as error:
+        return str(error)
+    return ""
+
+
 def assigned(by: str) -> str:
     """Return the error after an assignment to ``.data`` of one weight in a unit that has stepped."""
     import te_fsdp
 
-    meshes, model = _model(by)
+    meshes, model = make_model(by)
     x = batch(0, meshes.data_size, 1)[0][meshes.data_rank]
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     model(x).square().mean().backward()

@@ -104,6 +104,10 @@ def _each(write: Callable[[torch.Tensor], Any]) -> Callable[[nn.Module], None]:
     return apply
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 #: Name -> function that writes to the weights of a model.
 WAYS: dict[str, Callable[[nn.Module], None]] = {
     "copy_": _each(lambda p: p.copy_(_like(p, _negated(values(p))))),
@@ -119,6 +123,13 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
     "load": _load,
     "nothing": lambda model: None,
     "in and out": _each(lambda p: _in_and_out(p, lambda p, value: p.copy_(value))),
+}
+#: Ways through local tensors.
+LOCAL_WAYS: dict[str, Callable[[nn.Module], None]] = {
+    "detach.to_local": _each(lambda p: _local(p.detach()).mul_(-1)),
+    "state dict": lambda model: [
+        _local(p).mul_(-1) for p in model.state_dict().values() if torch.is_tensor(p)
+    ],
 }
 #: Ways after which the weights have their previous values.
 RESTORED = ("nothing", "in and out")
@@ -161,7 +172,7 @@ def _require_rounded(label: str, parameter: torch.Tensor, main: torch.Tensor, re
 def _write(model: Model, exact: list[nn.Parameter], way: str) -> bool:
     """Write to the weights, and the changed values to exact weights; return whether any has changed."""
     before = [values(p) for p in model.parameters()]
-    WAYS[way](model)
+    (WAYS | LOCAL_WAYS)[way](model)
     count = 0
     for p, old, master in zip(model.parameters(), before, exact, strict=True):
         changed = values(p) != old

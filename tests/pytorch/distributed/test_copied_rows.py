@@ -1,0 +1,13 @@
+"""The kind: a write to rows of a sharded tensor, which torch gathers, so that the write is lost."""
+
+from __future__ import annotations
+
+import pytest
+from plain import copied_rows
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by", ["torch", "optim_grads_params"])
+def test_writes_raise(pool, by):
+    for found in pool.run(copied_rows.outcomes, 2, by=by):
+        assert found == {"accepted": [], "wrong": []}
