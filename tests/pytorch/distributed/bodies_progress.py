@@ -92,6 +92,20 @@ def run(program: str, is_alone: bool, strategy: str, every: int = 2, **options: 
     return [float(torch.sum(getattr(p, "full_tensor", p.detach)())) for p in model.parameters()]
 
 
+def save_after_a_step(path: str, is_alone: bool, strategy: str) -> None:
+    """Skip a step between two comparisons, then save."""
+    import te_fsdp
+
+    model = make_sharded(strategy)
+    optimizer = make_sgd(model)
+    for step in range(5):
+        _backward(model)
+        if step != 4 or (is_alone and dist.get_rank() == 0):
+            optimizer.step()
+        optimizer.zero_grad()
+    te_fsdp.checkpoint.save(path, model, optimizer)
+
+
 def keys_of_the_store() -> list[int]:
     """Return the number of keys in the store after each of some comparisons."""
     from te_fsdp.checks import progress

@@ -71,6 +71,19 @@ def test_four_ranks(pool, axes):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_checkpoint(pool, tmp_path, strategy):
+    """A save finds a step that was skipped on one rank since the last comparison."""
+    pool.run(bodies.save_after_a_step, 2, path=str(tmp_path / "right"), is_alone=False, strategy=strategy)
+    options = {"path": str(tmp_path / "wrong"), "is_alone": True, "strategy": strategy}
+    for error in pool.run_expect_error(bodies.save_after_a_step, 2, **options):
+        assert error.type_name == "CheckpointError"
+        assert "save: the ranks are in different steps" in error.message
+        assert "got 5 steps after 5 backwards on rank 0; 4 steps after 5 backwards on rank 1" in error.message
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.ranks(2)
 def test_keys_are_deleted(pool):
     """The store of a long job does not grow."""
     for counts in pool.run(bodies.keys_of_the_store, 2):
