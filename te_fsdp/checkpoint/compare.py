@@ -277,6 +277,10 @@ def check_spans_world(model: nn.Module, stage: Stage | None) -> None:
             )
 
 
+#: Name of the digest that has the numbers of steps and backwards in plain text.
+PROGRESS = "progress"
+
+
 def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) -> None:
     """Check that all ranks of a stage describe the same model and optimizer, and all ranks one path.
 
@@ -299,6 +303,16 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
         others = [r for r, seen in enumerate(digests) if seen[name] != digests[first[stages[r]]][name]]
         if others:
             references = sorted({first[stages[r]] for r in others})
+            if name == PROGRESS:
+                raise CheckpointError(
+                    "save: the ranks are in different steps",
+                    expected="the same numbers of steps and backwards on all ranks",
+                    got="; ".join(
+                        f"{digests[r][name].decode()} on rank {r}" for r in [*references, *others][:8]
+                    ),
+                    why="The shards of a weight have different updates",
+                    fix="restart from an earlier checkpoint, and skip a step on all ranks or none",
+                )
             raise CheckpointError(
                 f"save: {name} of the model",
                 expected="the same names, shapes, formats and options on all ranks",

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.async_save import SaveHandle, background
-from te_fsdp.checkpoint.compare import check_same_model, check_spans_world, join
+from te_fsdp.checkpoint.compare import PROGRESS, check_same_model, check_spans_world, join
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
@@ -62,6 +62,7 @@ from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, w
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_flags, shorten
 from te_fsdp.features.main_params import main_parameters_of
+from te_fsdp.features.unreduced_gradients import UnreducedGradients
 from te_fsdp.layout import SyncMode
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, record, to_json
@@ -216,6 +217,7 @@ class _Collected:
     ) -> None:
         self.optimizers, self.stage = optimizers, stage_of(model)
         refuse_pending_gradients(model)
+        self.sharded = list(filter(None, map(get_sharded_model, model.modules())))
         check_spans_world(model, self.stage)
         self.extra, self.own, extra_entries = encode_extra(extra, rank())
         self.delayed, self.delayed_entries = delayed_state(model)
@@ -264,6 +266,8 @@ class _Collected:
             # A rank's experts may not have run, and a user's modules may store their rank.
             "settings of modules": _digest(to_json(from_json(self.semantics))),
         }
+        components = [state.components.get(UnreducedGradients) for state in self.sharded]
+        digests[PROGRESS] = ", ".join(str(c.progress) for c in components if c is not None).encode()
         if self.stage is not None:
             # One rank of each stage sends its fields: the others of the stage have the same.
             speaks = int(self.stage.mesh.mesh.min()) == rank()

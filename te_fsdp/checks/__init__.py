@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_fsdp.check_points import LEVELS, CheckPoints
-from te_fsdp.checks import backward, forward, gradients, inputs, model, optimizer, weights
+from te_fsdp.checks import backward, forward, gradients, inputs, model, optimizer, progress, weights
 from te_fsdp.errors import (
     CheckpointError,
     GradientError,
@@ -70,6 +70,7 @@ CHECKS: tuple[Check, ...] = (
     Check("shared memory", "sharded", "", model.refuse_shared_memory, OrderError),
     Check("states of another optimizer", "sharded", "", optimizer.explain_failed_loads, CheckpointError),
     Check("split backward", "sharded", "", backward.refuse_split_backward, OrderError),
+    Check("steps of all ranks", "sharded", "model", progress.watch_progress, OrderError),
     Check("writes in forward", "sharded", "", model.refuse_writes_in_forward, OrderError),
     # set_device_mesh and context_parallel_shard
     Check("shards of a bound model", "binding", "tp, ep", weights.compare_shards, InitError, level="setup"),
@@ -115,6 +116,7 @@ CHECKS: tuple[Check, ...] = (
     Check("closures", "step", "", weights.refuse_closure, OrderError),
     Check("first step of an optimizer", "step", "model", optimizer.check_first_step, MeshError),
     Check("complete gradients", "step", "", gradients.require_complete_gradients, OrderError),
+    Check("steps of all ranks", "step", "model", progress.compare_progress, OrderError),
     Check("averages of HFSDP", "step", "", optimizer.require_outer_averages, OrderError),
     Check("replicated gradients", "step", "tp", gradients.compare_replicated_gradients, GradientError),
     Check("gradients over ep", "step", "ep", gradients.compare_gradients_over_ep, GradientError),

@@ -51,6 +51,8 @@ def check_backward_start(state: ShardedModel, output: Any) -> None:
         if component.checked == _torch.backward_id():
             return  # checked for another output; an optimizer may have stepped in backward since
         component.checked = _torch.backward_id()
+        if component.progress is not None and state.sync.mode in component.progress.modes:
+            component.progress.backwards += 1
         _check_adds_gradients(state)
         now = _versions(state)
         if now != versions and not is_capturing():

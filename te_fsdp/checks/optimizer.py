@@ -257,18 +257,12 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
     params = [p for group in step.optimizer.param_groups for p in group["params"] if id(p) in names]
     # Quantization reduces the amaxes of weights in the order of the groups.
     ordered = ordered or any(_te.is_quantized(_torch.local_of(p)) for p in params)
-    groups, options = [], []
+    groups, options = [], format_options(step.optimizer)
     for group in step.optimizer.param_groups:
         fqns = [names[id(p)] for p in group["params"] if id(p) in names]
         # Each rank of ep has different experts, perhaps more of them.
         comparable = (name.rstrip("0123456789") if state.is_expert(name) else name for name in fqns)
         groups.append(list(dict.fromkeys(comparable)) if ordered else sorted(set(comparable)))
-        # Numbers are compared by value, objects by their class.
-        plain = (bool, int, float, str, tuple, list, type(None))
-        values = {
-            k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"
-        }
-        options.append({k: repr(v) if isinstance(v, plain) else type(v).__name__ for k, v in values.items()})
     same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
     if not all(same):
         raise MeshError(
@@ -279,6 +273,19 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
             fix="build groups in the order of model.named_parameters(), not from a set; drive learning rates by "
             "numbers that are the same on all ranks, such as an all-reduced loss",
         )
+
+
+def format_options(optimizer: Optimizer) -> list[dict[str, str]]:
+    """Return the options of each group as text. Local operation; tensors on a device are read."""
+    # Numbers are compared by value, objects by their class.
+    plain = (bool, int, float, str, tuple, list, type(None))
+    options = []
+    for group in optimizer.param_groups:
+        values = {
+            k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"
+        }
+        options.append({k: repr(v) if isinstance(v, plain) else type(v).__name__ for k, v in values.items()})
+    return options
 
 
 def refuse_unknown_state(optimizer: Any, parameter: torch.Tensor, name: str) -> None:

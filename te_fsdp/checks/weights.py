@@ -191,7 +191,8 @@ def compare_copies(state: ShardedModel, where: str) -> None:
                 f"{shorten(bad)}: copies differ between ranks",
                 expected=f"equal values on all ranks that hold a weight's copies, {first}",
                 got=f"{len(bad)} parameter(s) that differ",
-                why="Different values were written on different ranks, as by nn.init with a different seed per rank",
+                why="Different values were written on different ranks, as by nn.init with a different seed per rank, "
+                "or some ranks have clipped, scaled or stepped differently",
                 fix="use equal seeds on all ranks when weights are written, or te_fsdp.materialize(model, seed=...)",
             )
 

@@ -129,6 +129,7 @@ class UnreducedGradients(Component):
         self.added: torch.Tensor | None = None
         self.backward = -1  #: Id of the last backward that has started
         self.checked = -1  #: Id of the last backward that checks have seen (``checks/backward.py``)
+        self.progress: Any = None  #: Numbers of backwards and steps (``checks/progress.py``)
         # Sharded and unsharded parameters, and .grad of the unsharded one after the forward.
         self._unsharded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 

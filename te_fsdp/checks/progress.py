@@ -1,0 +1,191 @@
+"""Comparison of the ranks' progress in training."""
+
+# [Note: progress] A rank that skips a step, or has one microbatch less, runs the same collectives as the others: its
+# forward meets that of a different step, without an error. So ranks compare their progress in the first steps and then
+# regularly. A collective does not help, because they reach a step at different times. So each rank writes its number of
+# backwards to the store before such a step, without waiting, with a digest of values that must be equal. Before a later
+# step it counts the ranks that have written the same. In between it has run a backward, and no rank joins the
+# reductions of that one before its own step.
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.checks.gradients import compare_gradient_shapes
+from te_fsdp.checks.optimizer import compare_options, format_options
+from te_fsdp.checks.weights import compare_copies_of_step
+from te_fsdp.collectives.agreement import digest
+from te_fsdp.collectives.rendezvous import (
+    Rendezvous,
+    collective_call,
+    format_ranks,
+    is_capturing,
+    running_call,
+    store_errors,
+)
+from te_fsdp.errors import MeshError, OrderError
+from te_fsdp.features.unreduced_gradients import UnreducedGradients
+from te_fsdp.layout import SyncMode
+from te_fsdp.lifecycle import Step, gradients_of
+from te_fsdp.sharded_model import ShardedModel
+from te_fsdp.tensor_checksums import checksum
+
+#: Ranks write before the first two steps, and then before each step whose number is a multiple of this.
+EVERY = 100
+#: Most seconds that a rank with an error waits for the others, which need it and the store for their own.
+_PATIENCE = 5.0
+
+
+class _Written(NamedTuple):
+    """A message of this rank."""
+
+    step: int
+    backwards: int
+    values: int  #: Digest of values that must be equal on all ranks
+
+    @property
+    def key(self) -> str:
+        """Return the key that counts the ranks which have written the same."""
+        return f"{self.step}/of/{self.backwards}/{self.values}"
+
+
+class Progress:
+    """Progress of one model on this rank."""
+
+    def __init__(self, state: ShardedModel, rendezvous: Rendezvous) -> None:
+        self.steps = 0  #: Steps of optimizers of the model that have begun
+        self.backwards = 0  #: Backwards that have begun, in the modes below
+        rows = state.units.values()
+        #: The modes in which a backward or its forward communicates. In the others ranks may run different numbers.
+        self.modes = tuple(
+            mode for mode in SyncMode if any(row.gather == "pass" or row.reduces(mode) for row in rows)
+        )
+        self._ranks = sorted(state.meshes.device_mesh.mesh.flatten().tolist())
+        self._rank, store, first = rendezvous.own_rank, rendezvous.store, f"alive/{rendezvous.ranks[0]}"
+        # A store that outlives a start of the job may contain the keys of an earlier start.
+        start = store.get(first).decode() if store.check([first]) else ""
+        name = f"progress/{digest(f'{start} {self._ranks}')}/{rendezvous.number}"
+        self._store: Any = dist.PrefixStore(name, store)
+        self._written: _Written | None = None
+        self._read: _Written | None = None  #: The last message that was compared
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps after {self.backwards} backwards"
+
+    def compare(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> None:
+        """Read what all ranks have written before, and write this rank's progress if it is due."""
+        written, is_due = self._written, self.steps <= 2 or self.steps % EVERY == 0
+        with store_errors(step.where):
+            if written is not None and self.backwards != written.backwards:
+                # Only then all ranks have launched the reductions of that backward.
+                torch.get_device_module(state.meshes.device).synchronize()
+                if self._store.add(written.key, 0) != len(self._ranks):
+                    self._raise(step, state, written.step)
+                if (read := self._read) is not None:  # no rank needs its keys any more
+                    counters = (read.key, f"{read.step}/all") if self._rank == self._ranks[0] else ()
+                    for key in (f"{read.step}/{self._rank}", *counters):
+                        self._store.delete_key(key)
+                self._written, self._read = None, written
+            if is_due and self._written is None:
+                self._written = self._write(step, state, parameters)
+
+    def _write(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> _Written:
+        written = _Written(self.steps, self.backwards, _digest_of_values(step, state, parameters))
+        self._store.set(f"{self.steps}/{self._rank}", str(self.backwards))
+        self._store.add(written.key, 1)
+        # Each rank is counted here after it was counted there.
+        is_different = self._store.add(f"{self.steps}/all", 1) > self._store.add(written.key, 0)
+        # If this rank is late, the others read it now. Otherwise all ranks do so in the next step.
+        if is_different and len(self._by_backwards(self.steps)) > 1:
+            self._raise(step, state, self.steps)
+        return written
+
+    def _wait_for_all(self, key: str) -> None:
+        """Wait some seconds until all ranks are counted."""
+        until = time.monotonic() + _PATIENCE
+        while self._store.add(key, 0) < len(self._ranks) and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def _by_backwards(self, step: int) -> dict[str, list[int]]:
+        """Map each number of backwards to the ranks that have written it before a step."""
+        ranks: dict[str, list[int]] = {}
+        # get would block for a rank that has not reached the step.
+        for rank in [rank for rank in self._ranks if self._store.check([f"{step}/{rank}"])]:
+            ranks.setdefault(self._store.get(f"{step}/{rank}").decode(), []).append(rank)
+        return ranks
+
+    def _raise(self, step: Step, state: ShardedModel, number: int) -> NoReturn:
+        """Raise the error that names the ranks, on all ranks that are in this step or the next one."""
+        self._wait_for_all(f"{number}/all")
+        ranks = self._by_backwards(number)
+        lines = [f"{backwards} backwards on {format_ranks(those)}" for backwards, those in ranks.items()]
+        late = sorted({*self._ranks}.difference(*ranks.values()))
+        if not late and len(ranks) == 1:
+            with collective_call(step.where, state.meshes.device_mesh):
+                for compare in (compare_options, compare_gradient_shapes, compare_copies_of_step):
+                    compare(step)
+        self._store.add(f"{number}/read", 1)
+        self._wait_for_all(f"{number}/read")
+        if not late and len(ranks) == 1:
+            raise MeshError(
+                f"{step.where}: the ranks differed in step {number}",
+                expected="the same options, parameters with gradients, and values of unsharded parameters on all ranks",
+                got="differences that the last step has removed",
+                why="The ranks update the shards of each weight together",
+                fix="restart from an earlier checkpoint with checks='full', which names the difference",
+            )
+        raise OrderError(
+            f"{step.where}: the ranks are in different steps",
+            expected=f"the same number of backwards before step {number} on all ranks of the model",
+            got="; ".join([*lines, *([f"{format_ranks(late)} not there yet"] if late else [])]),
+            why="Some ranks have skipped a step or a microbatch, so the shards of a weight have different updates",
+            fix="restart from an earlier checkpoint, and skip on all ranks or none: all-reduce the flag; on a rank "
+            "without data, multiply the loss by zero",
+        )
+
+
+def _digest_of_values(step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> int:
+    """Return a digest of the optimizer's options, missing gradients, and copies that all ranks have."""
+    names, sums = state.names(), dict[str, torch.Tensor]()
+    # Ranks may have the parameters in different orders. Each rank of ep has different experts.
+    by_name = {names[id(p)]: p for p in parameters if not state.is_expert(names[id(p)])}
+    missing = []
+    if state.outer != "optim":  # HFSDP averages the gradients of the replicas that have one
+        gradients = gradients_of(by_name.values())
+        missing = [name for name, gradient in zip(by_name, gradients, strict=True) if gradient is None]
+    if state.meshes.size("tp") == 1 and state.meshes.size("ep") == 1:
+        sums = {name: checksum(p) for name, p in sorted(by_name.items()) if not isinstance(p, DTensor)}
+    copies = torch.stack([*sums.values()]).tolist() if sums else []
+    return digest(repr((format_options(step.optimizer), sorted(missing), copies)))
+
+
+def watch_progress(state: ShardedModel) -> None:
+    """Count the backwards and steps of a model from now on. Local operation, except for requests to the store."""
+    running = running_call()
+    # None without other ranks, or if they are simulated.
+    if running is not None and running.rendezvous is not None:
+        component: Any = state.components.by_class[UnreducedGradients]
+        component.progress = Progress(state, running.rendezvous)
+
+
+def compare_progress(step: Step) -> None:
+    """Compare the ranks' numbers of backwards and steps, by requests to the store before some steps.
+
+    At level "full" the ranks of the model meet in the store before every step instead.
+    """
+    for state, parameters in step.models:
+        component: Any = state.components.by_class[UnreducedGradients]
+        progress: Progress | None = component.progress
+        if progress is None or is_capturing():
+            continue
+        progress.steps += 1
+        if state.checks.level == "full":
+            with collective_call(step.where, state.meshes.device_mesh):
+                pass
+        else:
+            progress.compare(step, state, parameters)
