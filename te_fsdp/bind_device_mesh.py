@@ -352,7 +352,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             if _te.is_quantized(local) and not local.is_meta:
                 requantize(local, binding)
                 patch_new_zeros(local)
-            binding.carry(name, new)
+            binding.set_attributes(name, new)
             describe_shards(module, binding, name, new)
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)

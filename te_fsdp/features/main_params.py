@@ -319,7 +319,7 @@ class MainParameters:
             )
         if self.averages is not None:
             self.restore_params(optimizer)
-            self.averages.make()
+            self.averages.average()
         self.install_main_params(optimizer, stepping=True)
         pairs = [pair for pair in self.pairs if pair.shard is None]
         if self.lent:

@@ -58,12 +58,14 @@ def plan_modules(
     where, ep_mesh = f"set_device_mesh({type(model).__name__})", of_experts.ep_mesh
     check_1d(ep_mesh, "ep_mesh", where)
     if ep_mesh is None or ep_mesh.size() == 1:
-        planned = _plan(model, dense, None, set(), where, stays_replicated)
+        planned = _plan_local(model, dense, None, set(), where, stays_replicated)
     else:
         # Each rank of ep has different experts. If one raises, the others must not wait for it in
         # `experts_over`.
         with raised_on_all_ranks(ep_mesh, where):
-            planned = _plan(model, dense, of_experts, find_experts(model, experts), where, stays_replicated)
+            planned = _plan_local(
+                model, dense, of_experts, find_experts(model, experts), where, stays_replicated
+            )
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
         expert_ranges = experts_over(modules, ep_mesh, where)
         planned = [replace(item, experts=expert_ranges.get(item.name)) for item in planned]
@@ -91,7 +93,7 @@ def plan_modules(
     return plans
 
 
-def _plan(
+def _plan_local(
     model: nn.Module,
     dense: ModuleMeshes,
     experts: ModuleMeshes | None,
@@ -132,7 +134,7 @@ def _plan(
                 **{name: ParameterRule(dtensor.tp_dim) for name, dtensor in placed.items()},
             }
             item = replace(item, rules=rules, distributed=placed)
-        _check_item(item)
+        _check_module(item)
         planned.append(item)
     return planned
 
@@ -183,7 +185,7 @@ def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
             )
 
 
-def _check_item(item: ModulePlan) -> None:
+def _check_module(item: ModulePlan) -> None:
     """Check the plan of one module, before any module changes. Local operation.
 
     Raises:
@@ -258,14 +260,14 @@ def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> Non
         problem, fix = "after fully_shard", "call set_device_mesh before fully_shard"
     raise OrderError(
         f"{label}: set_device_mesh {problem}",
-        expected=_meshes_for_module(bound),
-        got=_meshes_for_module(meshes),
+        expected=_format_meshes(bound),
+        got=_format_meshes(meshes),
         why="The parameters are placed already",
         fix=fix,
     )
 
 
-def _meshes_for_module(meshes: ModuleMeshes) -> str:
+def _format_meshes(meshes: ModuleMeshes) -> str:
     """Format the arguments of ``set_device_mesh`` for one module by ranks, which the repr of a mesh omits."""
     named = {"tp_mesh": meshes.tp_mesh, "weight_mesh": meshes.weight_mesh}
     if meshes.ep_mesh is not None:
@@ -405,12 +407,12 @@ def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[in
         kind = _te.kind_of(module)
         fused = _fused_projection(module) if kind == "MultiheadAttention" else None
         if fused is not None:
-            (projection, blocks), turns = fused, 1
+            (projection, blocks), groups = fused, 1
             if module.qkv_weight_interleaved:
                 # Interleaved weights repeat the blocks of query, key and value for each group of heads.
-                turns = int(module.num_gqa_groups)
-                blocks = (blocks[0] // turns, 1, 1) if len(blocks) == 3 else blocks
-            matrices[id(projection), projection.weight_names[0]] = turns, blocks
+                groups = int(module.num_gqa_groups)
+                blocks = (blocks[0] // groups, 1, 1) if len(blocks) == 3 else blocks
+            matrices[id(projection), projection.weight_names[0]] = groups, blocks
         # A gated activation has two matrices in one weight, which Muon must orthogonalize separately.
         if kind == "LayerNormMLP" and module.activation in table.GATED_ACTIVATIONS:
             matrices[id(module), "fc1_weight"] = 1, (1, 1)
