@@ -374,7 +374,7 @@ def _rules(
     return dict.fromkeys(params if kind is None else (), ParameterRule(None))
 
 
-def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
+def fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return an attention's fused projection and the relative heights of its matrices; ``None`` without one."""
     if attention.attention_type == "self":
         projection = attention.layernorm_qkv if attention.input_layernorm else attention.qkv
@@ -388,35 +388,9 @@ def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 def _fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
     """Yield the stacked layouts of an attention's fused, non-interleaved projections by ``id`` of the projection."""
-    fused = None if attention.qkv_weight_interleaved else _fused_projection(attention)
+    fused = None if attention.qkv_weight_interleaved else fused_projection(attention)
     if fused is not None:
         yield id(fused[0]), Layout("stacked", fused[1])
-
-
-def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[int, ...]]]:
-    """Return the TE weights that consist of several matrices: fused QKV or KV, gated fc1. Local operation.
-
-    Returns:
-        Maps (``id`` of a module, name of a weight) to the number of interleaved groups along the rows and the
-        relative heights of the matrices in a group. ``(1, (1, 1))`` is gate above up. ``(2, (4, 1, 1))`` is an
-        interleaved QKV of two groups with four query heads each.
-    """
-    matrices = {}
-    modules: list[Any] = list(root.modules())
-    for module in modules:
-        kind = _te.kind_of(module)
-        fused = _fused_projection(module) if kind == "MultiheadAttention" else None
-        if fused is not None:
-            (projection, blocks), groups = fused, 1
-            if module.qkv_weight_interleaved:
-                # Interleaved weights repeat the blocks of query, key and value for each group of heads.
-                groups = int(module.num_gqa_groups)
-                blocks = (blocks[0] // groups, 1, 1) if len(blocks) == 3 else blocks
-            matrices[id(projection), projection.weight_names[0]] = groups, blocks
-        # A gated activation has two matrices in one weight, which Muon must orthogonalize separately.
-        if kind == "LayerNormMLP" and module.activation in table.GATED_ACTIVATIONS:
-            matrices[id(module), "fc1_weight"] = 1, (1, 1)
-    return matrices
 
 
 def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:

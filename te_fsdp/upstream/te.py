@@ -158,7 +158,7 @@ def high_precision_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 #: Attributes that belong to a tensor's data, not to the parameter: the value before quantization (set by TE or
-#: :func:`attach_high_precision_value`), TE's amax group, and the attribute set by ``all_gather.patch_new_zeros``.
+#: :func:`attach_high_precision_value`), TE's amax group, and the attribute set by ``quantized/shards.py``.
 DATA_ATTRIBUTES = (
     "_high_precision_init_val",
     "get_high_precision_init_val",
