@@ -246,6 +246,7 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def _in_sync_mode(model: nn.Module, mode: SyncMode, where: str, *, last: bool = False) -> Iterator[None]:
+    """Set the mode in the context, and restore the previous one at its end. Local operation."""
     state = require_sharded_model(model, where)
     # Contexts nest: the end of an inner one returns to the mode of the outer one.
     before = state.sync.mode, state.sync.last_microbatch

@@ -256,6 +256,7 @@ class Meshes:
         return self._fsdp_of(self.device_mesh)
 
     def _fsdp_of(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the axes of ``mesh`` that FSDP2 uses. Local operation."""
         return mesh["dp_replicate", "dp_shard"] if self.size("dp_replicate") > 1 else mesh["dp_shard"]
 
     @property
@@ -268,6 +269,7 @@ class Meshes:
         return self._weight_of(self.device_mesh, self.size("dp_shard"), "weight")
 
     def _weight_of(self, mesh: DeviceMesh, shards: int, name: str) -> DeviceMesh | None:
+        """Return the 1-D mesh of ``dp_shard`` (of size ``shards``) and ``tp``. Collective as :attr:`weight`."""
         tp = self.size("tp")
         # A slice of one axis has a process group already. Only two axes together need a new one.
         if tp > 1 and shards > 1:
@@ -322,6 +324,7 @@ class Meshes:
         return self._amax_of(self.device_mesh, self.weight, "amax")
 
     def _amax_of(self, mesh: DeviceMesh, weight: DeviceMesh | None, name: str) -> DeviceMesh:
+        """Return the 1-D mesh of all replicas of the ranks of ``weight``. Collective as :attr:`amax`."""
         if self.size("dp_replicate") == 1:
             # Without replicas these are the ranks of one weight, whose process group exists already.
             return weight or mesh["dp_shard"]

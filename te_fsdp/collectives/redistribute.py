@@ -209,6 +209,7 @@ def redistribute(
 def _all_reduce(
     buffer: torch.Tensor, group: dist.ProcessGroup, comm: GradComm | None, op: Any
 ) -> Pending[torch.Tensor]:
+    """Start the sum or average of a buffer over all ranks, as :func:`redistribute` describes it. Collective."""
     ranks, stream = group.size(), current_stream(buffer.device)
     if comm is not None and comm.observer is not None:
         comm.observer(None, buffer)

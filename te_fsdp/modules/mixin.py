@@ -257,6 +257,7 @@ class MeshModule(torch.nn.Module):
             return self._forward(binding, *args, **kwargs)
 
     def _forward(self, binding: ModuleBinding, *args: Any, **kwargs: Any) -> Any:
+        """Run TE's forward on local tensors, within the amax group that :meth:`forward` has set."""
         if not self._parameters:
             return super().forward(*args, **kwargs)
         if binding.on_meta:

@@ -15,7 +15,6 @@ from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import MeshError, OrderError, PlacementError
 from te_fsdp.layout import PLAIN, Layout, ParameterRule, expert_index
 from te_fsdp.mesh_checks import (
-    check_1d,
     check_ascending,
     check_contains_tp,
     check_expert_ranks_disjoint,
@@ -49,14 +48,13 @@ def plan_modules(
     """Plan how each module is bound and in which dims FSDP2 must shard quantized weights. Changes nothing.
 
     Local operation without ``ep``. With ``ep`` it is collective over it (two small object all-gathers), and all
-    its ranks raise if one does. ``experts`` selects the modules bound to the meshes ``of_experts``.
+    its ranks raise if one does. Meshes are 1-D. ``experts`` selects the modules bound to the meshes ``of_experts``.
     ``stays_replicated`` selects parameters that data parallelism replicates.
 
     Raises:
         TeFsdpError: See :func:`te_fsdp.set_device_mesh`.
     """
     where, ep_mesh = f"set_device_mesh({type(model).__name__})", of_experts.ep_mesh
-    check_1d(ep_mesh, "ep_mesh", where)
     if ep_mesh is None or ep_mesh.size() == 1:
         planned = _plan_local(model, dense, None, set(), where, stays_replicated)
     else:
@@ -102,9 +100,6 @@ def _plan_local(
     stays_replicated: Callable[[Any, str], bool],
 ) -> list[ModulePlan]:
     """Plan the modules of this rank, before the comparison across ranks. ``names`` are FQNs of expert modules."""
-    check_1d(dense.tp_mesh, "tp_mesh", where)
-    for meshes, argument in ((dense, "weight_mesh"), (experts or dense, "expert_weight_mesh")):
-        check_1d(meshes.weight_mesh, argument, where)
     ep_mesh = None if experts is None else experts.ep_mesh
     for mesh, argument in ((dense.tp_mesh, "tp_mesh"), (ep_mesh, "ep_mesh")):
         if mesh is not None:

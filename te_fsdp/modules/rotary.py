@@ -38,10 +38,8 @@ def wanted_rotary(
 
     def number(key: str) -> float:
         if type(rope_scaling.get(key)) not in (int, float):
-            what, fix = (
-                f"rope_scaling in config.json: {key}",
-                "restore the file that was published with the model",
-            )
+            what = f"rope_scaling in config.json: {key}"
+            fix = "restore the file that was published with the model"
             raise CheckpointError(what, expected="a number", got=rope_scaling.get(key), fix=fix)
         return rope_scaling[key]
 

@@ -263,7 +263,7 @@ class OuterAverages:
 def check_step(optimizer: Optimizer) -> None:
     """Raise OrderError before a step of an optimizer that would not average over the replicas. Local operation."""
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if main_parameters is not None and main_parameters.cuts:
+    if main_parameters is not None and main_parameters.shards_state:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
