@@ -1,4 +1,4 @@
-"""Private names of TransformerEngine, checked with TE 2.18 to 2.20.2. No other file imports TE.
+"""Private names of TransformerEngine, checked with TE 2.18 to 2.20.2. Only files of ``upstream`` import TE.
 
 TE is imported on first use, never at ``import te_fsdp``. Private names used here: a module's
 ``param_init_meta``, ``quantizers["scaling_fwd"]``, ``primary_weights_in_fp8``,
