@@ -114,7 +114,7 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
 def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
     """Bind the model, then apply FSDP2 to each unit. Inner units are first, because FSDP2 skips sharded parameters.
 
-    Collective as :func:`te_fsdp.bind_device_mesh.bind` and :func:`divide_gradients`. Returns ``state``, with the units.
+    Collective as :func:`te_fsdp.bind_device_mesh.bind` and :func:`set_amax_groups`. Returns ``state``, with the units.
     """
     model, precision = plan.model, plan.precision
     with track_replaced_parameters(model, "fully_shard"), _fsdp2.chunk_this_rank_only():
@@ -159,7 +159,8 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
             fsdp2_fully_shard(
                 model, mesh=plan.meshes.fsdp_with_size_one, ignored_params=set(model.parameters())
             )
-        divide_gradients(state, plan.mp_policy)
+        set_amax_groups(state)
+        set_gradient_divisors(state, plan.mp_policy)
         restore_quantized(stash)
     return state
 
@@ -177,6 +178,14 @@ def _fsdp_mesh(meshes: Meshes, storage: Storage, *, experts: bool) -> DeviceMesh
     return meshes.expert_fsdp_with_size_one if experts else meshes.fsdp_with_size_one
 
 
+def set_amax_groups(state: ShardedModel) -> None:
+    """Set the group over which TE reduces the amax of delayed scaling. Collective over the world at the first call."""
+    meshes = {True: state.meshes.expert_amax, False: state.meshes.amax}
+    groups = {kind: None if mesh is None else mesh.get_group() for kind, mesh in meshes.items()}
+    for binding in filter(None, map(binding_of, state.model.modules())):
+        binding.amax.group = groups[binding.experts is not None]
+
+
 # [Note: gradients of experts] Gradients of experts equal those of one process:
 #
 #     one process       gradient of the mean loss over all tokens
@@ -185,20 +194,16 @@ def _fsdp_mesh(meshes: Meshes, storage: Storage, *, experts: bool) -> DeviceMesh
 #                       its gradient is a sum over those ranks          divided by the number of all data-parallel ranks
 #
 # FSDP2 would divide by the number of ranks that have the expert. te_fsdp sets the other number.
-def divide_gradients(state: ShardedModel, policy: Fsdp2Policy) -> None:
-    """Set the divisor of gradients where FSDP2's own would be wrong, and the group over which TE reduces the amax.
+def set_gradient_divisors(state: ShardedModel, policy: Fsdp2Policy) -> None:
+    """Set FSDP2's divisor of gradients in units for which its own would be wrong. Local operation.
 
-    Call it after ``fully_shard``. Local operation, except that a process group may be created for the amax. Gradients
-    of experts are divided by the same number as those of dense parameters. The average of HFSDP over ``dp_replicate``
-    is outside of FSDP2, and the same for both. With ``average_gradients=False`` all gradients are sums. ``policy`` is
-    FSDP2's, for models without a precision policy of te_fsdp.
+    Gradients of experts are divided by the same number as those of dense parameters. The average of HFSDP over
+    ``dp_replicate`` is outside of FSDP2, and the same for both. With ``average_gradients=False`` all gradients are
+    sums. ``policy`` is FSDP2's, for models without a precision policy of te_fsdp.
     """
     average = state.average_gradients
-    meshes = {True: state.meshes.expert_amax, False: state.meshes.amax}
-    groups = {kind: None if mesh is None else mesh.get_group() for kind, mesh in meshes.items()}
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.ep.divided = binding.experts is not None or binding.ep.divided
-        binding.amax.group = groups[binding.experts is not None]
     of_experts = _expert_units(state.plans.values())
     for name, unit in state.modules.items():
         experts = name in of_experts

@@ -49,8 +49,8 @@ from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.boxed_loading import patch_loading
-from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks, patch_new_zeros
-from te_fsdp.quantized.shards import requantize
+from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
+from te_fsdp.quantized.shards import patch_new_zeros, requantize
 from te_fsdp.records import (
     BINDING,
     MODULE,
@@ -351,7 +351,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             if _te.is_quantized(local) and not local.is_meta:
                 requantize(local, binding)
                 patch_new_zeros(local)
-            binding.carry(name, new)
+            binding.set_attributes(name, new)
             describe_shards(module, binding, name, new)
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)

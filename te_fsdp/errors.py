@@ -1,4 +1,4 @@
-"""Exception classes of te_fsdp.
+"""Exceptions of te_fsdp: classes, the template of their text, checks of arguments.
 
 All exceptions share one root class, with one subclass per kind of mistake. :func:`message` builds every error text
 from one template: the problem with its module or parameter, the expected value, the actual value, and the fix.

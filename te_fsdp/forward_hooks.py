@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from te_fsdp import kept_weights
-from te_fsdp.gradient_sync import ZeroGrad, has_failed_backward, raise_if_backward_failed
+from te_fsdp.gradient_sync import ZeroGrad, raise_if_backward_failed, refresh_failed
 from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import (
     ShardedModel,
@@ -28,25 +28,9 @@ from te_fsdp.upstream import (
 
 def register_forward_hooks(state: ShardedModel) -> None:
     """Register the hooks around each forward of a model and of its units. Local operation."""
-
     # Hooks are not compiled: they read the state of a step, which a traced graph would contain as constants.
-    def after_unit(name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() and state.units[name].gather != "pass":
-            kept_weights.expose_after_evaluation(state, name, unit)
-        if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
-            return
-        # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
-        opaque = _fsdp2_hooks.opaque_in(output)
-        if not opaque:
-            return
-        tensors = list(_fsdp2_hooks.tensors_in(opaque))
-        _fsdp2_hooks.gather_in_backward_of(unit, [tensor for tensor in tensors if tensor.requires_grad])
-        if not tensors and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
-            for check in state.checks.output:
-                check(name, unit, opaque)
-
     for name, unit in state.modules.items():
-        unit.register_forward_hook(_torch.disable_compile(functools.partial(after_unit, name)))
+        unit.register_forward_hook(_torch.disable_compile(functools.partial(after_unit, state, name)))
         handle: list[Any] = []
         choose = _torch.disable_compile(functools.partial(choose_root, state, handle))
         # Before FSDP2's hook, which chooses the root and gathers.
@@ -84,7 +68,7 @@ def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
         recover_from_exception(state)
         for prepare in state.components.before_forward:
             prepare()
-        has_failed_backward(state)  # forget cleared gradients before new ones exist
+        refresh_failed(state)  # forget cleared gradients before new ones exist
         for settle in state.components.settle:
             if settle():
                 # Raise now, not in the step: this rank's reductions would match those of a different microbatch.
@@ -118,6 +102,23 @@ def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> N
         prepare(name)
     for check in state.checks.unit:
         check(state, name, unit, started)
+
+
+def after_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any, output: Any) -> None:
+    """Expose shards after an evaluation; let FSDP2 find tensors in objects that a unit returns. Local operation."""
+    if not torch.is_grad_enabled() and state.units[name].gather != "pass":
+        kept_weights.expose_after_evaluation(state, name, unit)
+    if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
+        return
+    # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
+    opaque = _fsdp2_hooks.opaque_in(output)
+    if not opaque:
+        return
+    tensors = list(_fsdp2_hooks.tensors_in(opaque))
+    _fsdp2_hooks.gather_in_backward_of(unit, [tensor for tensor in tensors if tensor.requires_grad])
+    if not tensors and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
+        for check in state.checks.output:
+            check(name, unit, opaque)
 
 
 def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: Any) -> None:

@@ -115,7 +115,7 @@ def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
         state.sync.failed |= settle()
     if state.sync.dropped and all(p.grad is None for p in state.parameters().values()):
         state.sync.dropped = False  # all gradients were cleared, so none is incomplete
-    if not has_failed_backward(state):
+    if not refresh_failed(state):
         return
     raise OrderError(
         f"{where}: a backward or a step has raised since gradients were cleared, here or on another rank",
@@ -125,8 +125,8 @@ def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
     )
 
 
-def has_failed_backward(state: ShardedModel) -> bool:
-    """Return whether there are gradients of a failed backward or step; reset the flag if they were cleared. Local."""
+def refresh_failed(state: ShardedModel) -> bool:
+    """Reset ``failed`` if the gradients of the failed backward or step were cleared; return it. Local operation."""
     if (
         state.sync.failed
         and not state.sync.dropped
@@ -246,6 +246,7 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def _in_sync_mode(model: nn.Module, mode: SyncMode, where: str, *, last: bool = False) -> Iterator[None]:
+    """Set the mode in the context, and restore the previous one at its end. Local operation."""
     state = require_sharded_model(model, where)
     # Contexts nest: the end of an inner one returns to the mode of the outer one.
     before = state.sync.mode, state.sync.last_microbatch

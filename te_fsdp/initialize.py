@@ -73,9 +73,8 @@ def initialize_te_parameters(module: nn.Module) -> None:
             with torch.no_grad():
                 full = sentinel(info.original_shape, parameter.dtype, target_device(parameter))
                 fill = _te.init_function(module, name)
-                for part in (
-                    full if info.rule.layout.is_grouped else (full,)
-                ):  # one expert after the other, as in TE
+                # TE fills one expert after the other.
+                for part in full if info.rule.layout.is_grouped else (full,):
                     fill(part)
                 if has_sentinel(full):
                     raise InitError(
@@ -84,7 +83,7 @@ def initialize_te_parameters(module: nn.Module) -> None:
                         got="uninitialized values",
                         fix="pass an init_method to the TE module that fills the tensor in place",
                     )
-                value = take_part(full, info)
+                value = take_shard(full, info)
         # Raised below, because other ranks need this one in their collectives until then.
         except Exception as error:
             first_error = first_error or error
@@ -93,9 +92,9 @@ def initialize_te_parameters(module: nn.Module) -> None:
         if value is None:
             local = _torch.local_of(parameter)
             # Zeros in place of the value that could not be drawn: the other ranks still need this one in
-            # `store_part`.
+            # `store_shard`.
             value = torch.zeros(local.shape, dtype=parameter.dtype, device=target_device(parameter))
-        store_part(module, name, parameter, value, binding)
+        store_shard(module, name, parameter, value, binding)
     if first_error is not None:
         raise first_error
 
@@ -166,7 +165,7 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
         elif has_sentinel(filled[name]):
             unset.append(name)
         else:
-            store_part(module, name, parameter, take_part(filled[name], infos[name]), binding_of(module))
+            store_shard(module, name, parameter, take_shard(filled[name], infos[name]), binding_of(module))
             stored[id(parameter)] = module._parameters[name]
     buffers = {name: module._buffers.get(name) for name in pending}
     return unset + [name for name, b in buffers.items() if b is not None and has_sentinel(b)]
@@ -200,7 +199,7 @@ def _check_module_random_state(module: nn.Module) -> None:
             return
 
 
-def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+def original_value(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
     """Return a copy of the original (unsharded) value of a module's direct parameter, in high precision.
 
     On meta every value is a sentinel that no init function produces. Collective over the mesh axes that shard the
@@ -224,7 +223,7 @@ def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tens
     return full
 
 
-def take_part(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
+def take_shard(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
     """Return this rank's shard of an original tensor, as a separate tensor."""
     if info.local_shape == info.original_shape:
         return full.detach()
@@ -234,10 +233,13 @@ def take_part(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
     return value
 
 
-def store_part(
+def store_shard(
     module: nn.Module, name: str, old: torch.Tensor, value: torch.Tensor, binding: ModuleBinding | None
 ) -> None:
-    """Write a shard's value to the existing tensor, or to a new parameter that replaces a meta parameter."""
+    """Write the value of a shard to the existing tensor, or to a new parameter that replaces a meta parameter.
+
+    Collective over the amax group of a quantized weight with one scale: one max all-reduce.
+    """
     local = _torch.local_of(old)
     quantizer = _te.weight_quantizer(module, name) if binding is not None else None
     if not local.is_meta and _te.is_quantized(local) == (quantizer is not None):
@@ -255,15 +257,15 @@ def store_part(
         return
     new = value if binding is None or quantizer is None else quantize_shard(value, quantizer, binding)
     parameter = module._parameters[name] = replace_local_tensor(old, new, leave_out=_TE_MARKS)
-    if quantizer is not None and _te.keeps_high_precision_value(module):
+    if quantizer is None:
+        return
+    if _te.keeps_high_precision_value(module):
         # Set it on the object that optimizers read: a plain parameter is a different object than ``new``.
         _te.attach_high_precision_value(_torch.local_of(parameter), value.detach().cpu())
     plan = plan_of(old)
-    if quantizer is not None and plan is not None and not plan.storage.is_replicated:
+    if plan is not None and not plan.storage.is_replicated:
         keep_rowwise_only(new)
-    if quantizer is not None and (
-        plan is None or plan.fsdp_dim is None
-    ):  # otherwise te_fsdp.fully_shard does it
+    if plan is None or plan.fsdp_dim is None:  # otherwise te_fsdp.fully_shard has done it
         _fsdp2_patches.disable_flat_shards(module, new)
 
 

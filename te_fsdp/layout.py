@@ -129,9 +129,9 @@ def linear_rules(
 def mlp_rules(activation: str, *, sequence_parallel: bool = False) -> dict[str, ParameterRule]:
     """Return the rules of LayerNormMLP: fc1 column-parallel (stacked when gated), fc2 row-parallel, rest replicated."""
     layout = _GATED if activation in GATED_ACTIVATIONS else PLAIN
-    shared = ParameterRule(None, partial_grad=sequence_parallel)
+    replicated = ParameterRule(None, partial_grad=sequence_parallel)
     return {
-        **dict.fromkeys(("layer_norm_weight", "layer_norm_bias", "fc2_bias"), shared),
+        **dict.fromkeys(("layer_norm_weight", "layer_norm_bias", "fc2_bias"), replicated),
         "fc1_weight": ParameterRule(0, layout, quantizable=True),
         "fc1_bias": ParameterRule(0, layout),
         "fc2_weight": ParameterRule(1, quantizable=True),
@@ -164,7 +164,7 @@ def single_grouped_rules(
     return {name: table[name] for name in parameter_names}
 
 
-_NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
+_EXPERT_NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
 
 
 # [Note: global expert names] TE numbers the experts of a ``GroupedLinear`` from 0 on every rank. Under expert
@@ -194,7 +194,7 @@ class ExpertRange:
 
     def registered_name(self, name: str) -> str:
         """Return the registered name of TE's parameter ``name``. Names without an expert index are unchanged."""
-        match = _NAME.fullmatch(name)
+        match = _EXPERT_NAME.fullmatch(name)
         if match is None or int(match[2]) >= self.count:
             return name
         return f"{match[1]}{int(match[2]) + self.first}"
@@ -207,7 +207,7 @@ class ExpertRange:
 
 def expert_index(name: str) -> int | None:
     """Return the number in an expert's parameter name (``weight12``), or ``None`` for other names."""
-    match = _NAME.fullmatch(name)
+    match = _EXPERT_NAME.fullmatch(name)
     return None if match is None else int(match[2])
 
 
@@ -218,15 +218,15 @@ def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
     """
     total, ranks = sum(counts), len(counts)
     step = -(-total // ranks)
-    fitting = [max(0, min(step, total - rank * step)) for rank in range(ranks)]
-    if list(counts) != fitting or 0 in counts:
+    chunked = [max(0, min(step, total - rank * step)) for rank in range(ranks)]
+    if list(counts) != chunked or 0 in counts:
         even = "choose an ep size that divides the number of experts"
         raise MeshError(
             f"{label}: experts over ep={ranks}",
-            expected=f"{total} experts distributed as {fitting}, at least one on each rank",
+            expected=f"{total} experts distributed as {chunked}, at least one on each rank",
             got=f"num_gemms of the ranks {list(counts)}",
             why="The number of experts on the previous ranks determines which expert a weight belongs to",
-            fix="build it with num_gemms=len(meshes.experts(total))" if 0 not in fitting else even,
+            fix="build it with num_gemms=len(meshes.experts(total))" if 0 not in chunked else even,
         )
     return [ExpertRange(rank * step, count, total, step) for rank, count in enumerate(counts)]
 

@@ -71,7 +71,7 @@ class Step:
             points: CheckPoints = state.checks
             if highest is None or LEVELS.index(points.level) > LEVELS.index(highest.level):
                 highest = points
-        return _lists().bound_checks if highest is None else highest
+        return _step_hooks().bound_checks if highest is None else highest
 
     @property
     def names(self) -> dict[int, str]:
@@ -92,8 +92,8 @@ class Step:
 StepFunctions: TypeAlias = tuple[Callable[[Step], None], ...]
 
 
-class _Lists:
-    """The two lists of this process."""
+class _StepHooks:
+    """The hooks before and after the steps of all optimizers of this process, with their lists of functions."""
 
     before: StepFunctions = ()
     after: StepFunctions = ()
@@ -121,22 +121,22 @@ class _Lists:
 
 
 @functools.cache
-def _lists() -> _Lists:
-    """Return the lists of this process; the first call, when a model is bound, registers hooks for all optimizers."""
-    lists = _Lists()
+def _step_hooks() -> _StepHooks:
+    """Return the hooks of this process; the first call, when a model is bound, registers them for all optimizers."""
+    hooks = _StepHooks()
     # Hooks of all optimizers, because one may be built before or after its model is sharded.
-    register_optimizer_step_pre_hook(_torch.disable_compile(lists.before_step))
-    register_optimizer_step_post_hook(_torch.disable_compile(lists.after_step))
-    return lists
+    register_optimizer_step_pre_hook(_torch.disable_compile(hooks.before_step))
+    register_optimizer_step_post_hook(_torch.disable_compile(hooks.after_step))
+    return hooks
 
 
 def register_step_functions(before: StepFunctions, after: StepFunctions, checks: CheckPoints = NONE) -> None:
     """Run these functions around every optimizer step from now on. A longer list replaces one that it contains."""
-    lists = _lists()
-    if checks.bound_step and not lists.bound_checks.bound_step:
-        lists.bound_checks = checks
-    if len(before) + len(after) > len(lists.before) + len(lists.after):
-        lists.before, lists.after = before, after
+    hooks = _step_hooks()
+    if checks.bound_step and not hooks.bound_checks.bound_step:
+        hooks.bound_checks = checks
+    if len(before) + len(after) > len(hooks.before) + len(hooks.after):
+        hooks.before, hooks.after = before, after
 
 
 def run_checks(step: Step) -> None:

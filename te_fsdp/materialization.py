@@ -73,7 +73,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         track_replaced_parameters(model, "materialize"),
     ):
         refuse_computed_weights(pending)
-        unset = _draw_all(model, pending)
+        unset = _initialize_model(model, pending)
         if unset:
             raise InitError(
                 f"{len(unset)} tensor(s) were not initialized: {', '.join(sorted(unset))}",
@@ -93,20 +93,19 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     return model
 
 
-def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str]:
+def _initialize_model(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str]:
     """Initialize the modules, then run the model's own initialization; return the names of tensors left unset."""
     record_writes(model)
     initializers = find_initializers(model)
     resets = {id(item.module) for item in initializers if item.is_reset}
-    by_module = [(name, module) for name, module in pending if id(module) not in resets]
-    unset, done = set(), 0
+    unset, done = set[str](), 0
     for initializer in initializers:  # in the order of constructors: after the initialization of submodules
-        inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
-        end = max((done, *(i + 1 for i in inside)))
-        unset |= set(_initialize_all(model, [item for item in pending[done:end] if item in by_module]))
-        initializer.run([pending[i][1] for i in inside])
+        inside = [index for index, (name, _) in enumerate(pending) if initializer.contains(name)]
+        end = max((done, *(index + 1 for index in inside)))
+        unset.update(_initialize_modules(model, [i for i in pending[done:end] if id(i[1]) not in resets]))
+        initializer.run([pending[index][1] for index in inside])
         done = end
-    unset |= set(_initialize_all(model, [item for item in pending[done:] if item in by_module]))
+    unset.update(_initialize_modules(model, [i for i in pending[done:] if id(i[1]) not in resets]))
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     # A later initializer may have filled what an earlier one has left.
@@ -119,7 +118,7 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
     return unset
 
 
-def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:
+def _initialize_modules(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:
     """Initialize all modules in order, tied parameters together; return the names of uninitialized tensors.
 
     An error of one module is raised after the last module. Otherwise the other ranks would wait in the collectives of

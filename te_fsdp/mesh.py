@@ -116,15 +116,15 @@ class Meshes:
         def create() -> Meshes:
             if sizes[STAGES] == 1:
                 mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-                return cls._of(mesh, sizes["cp"], sizes["ep"])
+                return cls._from_dense(mesh, sizes["cp"], sizes["ep"])
             mesh = dist.init_device_mesh(device_type, (sizes[STAGES], *shape), mesh_dim_names=(STAGES, *AXES))
-            return cls._of(mesh[AXES], sizes["cp"], sizes["ep"], mesh[STAGES])
+            return cls._from_dense(mesh[AXES], sizes["cp"], sizes["ep"], mesh[STAGES])
 
         with collective_call("Meshes.build"):
             return run_while_all_live(create) if mesh_checks.select_device(device_type) else create()
 
     @classmethod
-    def _of(cls, mesh: DeviceMesh, cp: int = 1, ep: int = 1, pp: DeviceMesh | None = None) -> Meshes:
+    def _from_dense(cls, mesh: DeviceMesh, cp: int = 1, ep: int = 1, pp: DeviceMesh | None = None) -> Meshes:
         """Return the meshes of a dense mesh, whose shard axis contains ``cp`` and ``ep``. Collective over the world.
 
         Warns about axes that cross nodes, and creates the process groups of a pipeline stage.
@@ -136,8 +136,8 @@ class Meshes:
         if ep > 1:
             experts = _torch.unflatten_dp_shard(mesh, {"dp_shard": shards // ep, "ep": ep})
         if cp > 1:
-            outer = {"dp_shard": shards // ep // cp, "cp": cp}
-            context = _torch.unflatten_dp_shard(experts or mesh, outer)["cp"]
+            sizes = {"dp_shard": shards // ep // cp, "cp": cp}
+            context = _torch.unflatten_dp_shard(experts or mesh, sizes)["cp"]
         meshes = cls(mesh, experts, context, pp)
         if meshes.nodes > 1 and dist.get_rank() == 0:
             groups = {}
@@ -193,7 +193,7 @@ class Meshes:
         # A mesh with all ranks and te_fsdp's own axes needs no new process groups.
         has_all_ranks = mesh.size() == dist.get_world_size()
         if has_all_ranks and tuple(axes) == AXES and tuple(mesh.mesh_dim_names) == AXES:
-            return cls._of(mesh)
+            return cls._from_dense(mesh)
         sizes = {axis: mesh.shape[axes.index(axis)] if axis in axes else 1 for axis in (STAGES, *ALL_AXES)}
         # The order of axes: unrelated models, the stages of each model, and the ranks of each stage.
         order = [axes.index(name) for name in (STAGES, *ALL_AXES) if name in axes]
@@ -214,7 +214,8 @@ class Meshes:
                     stage_mesh.size(),
                     dist.get_world_size(),
                 )
-            return run_while_all_live(lambda: cls._of(stage_mesh, sizes["cp"], sizes["ep"], pp or stages))
+            pipeline = pp or stages
+            return run_while_all_live(lambda: cls._from_dense(stage_mesh, sizes["cp"], sizes["ep"], pipeline))
 
     def size(self, axis: str) -> int:
         """Return the size of an axis. ``dp_shard`` is that of dense parameters, which includes ``cp`` and ``ep``."""
@@ -255,6 +256,7 @@ class Meshes:
         return self._fsdp_of(self.device_mesh)
 
     def _fsdp_of(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the axes of ``mesh`` that FSDP2 uses. Local operation."""
         return mesh["dp_replicate", "dp_shard"] if self.size("dp_replicate") > 1 else mesh["dp_shard"]
 
     @property
@@ -267,6 +269,7 @@ class Meshes:
         return self._weight_of(self.device_mesh, self.size("dp_shard"), "weight")
 
     def _weight_of(self, mesh: DeviceMesh, shards: int, name: str) -> DeviceMesh | None:
+        """Return the 1-D mesh of ``dp_shard`` (of size ``shards``) and ``tp``. Collective as :attr:`weight`."""
         tp = self.size("tp")
         # A slice of one axis has a process group already. Only two axes together need a new one.
         if tp > 1 and shards > 1:
@@ -321,6 +324,7 @@ class Meshes:
         return self._amax_of(self.device_mesh, self.weight, "amax")
 
     def _amax_of(self, mesh: DeviceMesh, weight: DeviceMesh | None, name: str) -> DeviceMesh:
+        """Return the 1-D mesh of all replicas of the ranks of ``weight``. Collective as :attr:`amax`."""
         if self.size("dp_replicate") == 1:
             # Without replicas these are the ranks of one weight, whose process group exists already.
             return weight or mesh["dp_shard"]
@@ -447,10 +451,10 @@ def as_meshes(passed: object, where: str) -> Meshes:
     )
 
 
-def device_of(kind: str) -> torch.device:
+def device_of(device_type: str) -> torch.device:
     """Return this process' device of a type: the current accelerator, or the CPU. Local operation."""
-    index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
-    return torch.device(kind) if index is None else torch.device(kind, index)
+    index = None if device_type == "cpu" else torch.get_device_module(device_type).current_device()
+    return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
 def default_device_type() -> str:

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from te_fsdp.errors import InitError, shorten
 from te_fsdp.initialize import (
     check_random_state,
-    full_of,
     has_sentinel,
+    original_value,
     sentinel,
-    store_part,
-    take_part,
+    store_shard,
+    take_shard,
     target_device,
 )
 from te_fsdp.inline_init import STOCK, count_rewrites
@@ -295,7 +295,9 @@ class _Unsharded(TorchFunctionMode):
                 module, name, tensor, sentinel(tuple(tensor.shape), tensor.dtype, target_device(tensor))
             )
         with self._bound(module):
-            full = torch.nn.Parameter(full_of(module, name, tensor), requires_grad=tensor.requires_grad)
+            full = torch.nn.Parameter(
+                original_value(module, name, tensor), requires_grad=tensor.requires_grad
+            )
         full.__dict__.update({k: v for k, v in param_attrs_to_copy(tensor).items() if k != PARAMETER})
         return _Entry(module, name, tensor, full)
 
@@ -321,8 +323,8 @@ class _Unsharded(TorchFunctionMode):
                 owner._buffers[attr] = entry.full
             return
         with torch.no_grad(), self._bound(module):
-            value = take_part(entry.full.detach(), shard_info(module, name, registered))
-            store_part(module, name, registered, value, binding_of(module))
+            value = take_shard(entry.full.detach(), shard_info(module, name, registered))
+            store_shard(module, name, registered, value, binding_of(module))
         new = module._parameters[name]
         assert new is not None
         if new is not registered:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import gather
 from te_fsdp.collectives.rendezvous import collective_timeout, is_simulated
-from te_fsdp.upstream import symmetric_memory as _torch_transport
+from te_fsdp.upstream import symmetric_memory as _symmetric_memory
 
 #: Smallest number of bytes: torch does not map empty files.
 _LEAST = 256
@@ -50,7 +50,7 @@ class PeerMemory:
         """
         seconds = collective_timeout()
         if self._handle is not None:
-            _torch_transport.barrier(self._handle, seconds)
+            _symmetric_memory.barrier(self._handle, seconds)
             return
         work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
         assert work is not None
@@ -62,7 +62,7 @@ class PeerGroup:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, token: str) -> None:
         self.device, self.group = device, group
-        self._exchange = None if device.type == "cpu" else _torch_transport.Exchange(group, token)
+        self._exchange = None if device.type == "cpu" else _symmetric_memory.Exchange(group, token)
 
     def share(self, size: int) -> PeerMemory:
         """Allocate memory that all ranks read. Collective over the group; waits for the device.
@@ -87,7 +87,7 @@ class PeerGroup:
                 [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,)) for storage in storages],
                 self.group,
             )
-        handle, parts = _torch_transport.allocate_shared_memory(size, self.device, self._exchange)
+        handle, parts = _symmetric_memory.allocate_shared_memory(size, self.device, self._exchange)
         return PeerMemory(parts, self.group, handle)
 
 
@@ -100,7 +100,7 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     # Containers of one host have different names, but the boot id of the host.
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     # One gather for all data that ranks exchange, because each gather waits for the slowest rank.
-    may_share = _torch_transport.may_share_a_gpu()
+    may_share = _symmetric_memory.may_share_a_gpu()
     own_address = host, _identity(device), _out_of_reach(device), may_share, uuid.uuid4().hex
     by_rank = gather(own_address, group)
     hosts = {host for host, *_ in by_rank}

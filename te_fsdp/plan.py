@@ -29,7 +29,7 @@ UnitSpec = Iterable[type | str] | type | str
 #: How users select strategies: one, or one for each class or name.
 StrategySpec = str | Mapping[type | str, str]
 #: The default strategy.
-DEFAULT = "optim_grads_params"
+DEFAULT_STRATEGY = "optim_grads_params"
 #: How FSDP2's units are all-gathered (:mod:`te_fsdp.features.transports`).
 TRANSPORTS = ("auto", "nccl", "copy_engine")
 #: Options of ``fully_shard`` -> their values.
@@ -128,19 +128,19 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         uniform = policy is not None and None not in (policy.main_params_dtype, policy.param_dtype)
         in_expert_units = dense_params_in_expert_units(model, meshes, units, request.experts)
         # Without a compute dtype FSDP2 gathers a unit in the dtype of its parameters, of the frozen ones as well.
-        by_model = policy is not None and policy.param_dtype is None
-        rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, exempt=in_expert_units)
+        frozen = policy is not None and policy.param_dtype is None
+        rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=frozen, exempt=in_expert_units)
         _unshardable.refuse_sparse_gradients(model)
         _unshardable.refuse_quantized_ops(model, lambda m, name: rows[id(m), name].storage.is_replicated)
-        replicated = _replicated_modules(model, rows)
         owners = iter_param_owners(model)
-        unsharded = {id(p.parameter) for p in owners if rows[id(p.module), p.name].storage.is_replicated}
-        named = [(name, p) for name, p in model.named_parameters() if id(p) not in unsharded]
+        replicated = {id(o.parameter) for o in owners if rows[id(o.module), o.name].storage.is_replicated}
+        named = [(name, p) for name, p in model.named_parameters() if id(p) not in replicated]
         _unshardable.refuse_hooks(named, sharded=False)
         # A module with only replicated parameters does not become a unit.
-        units = {n: row for n, row in units.items() if not n or row.is_replicated or n not in replicated}
-        _unshardable.check_accepted(model, units, unsharded)
-        sharded_units = {name: row for name, row in units.items() if name not in replicated}
+        without_shards = _replicated_modules(model, rows)
+        units = {n: row for n, row in units.items() if not n or row.is_replicated or n not in without_shards}
+        _unshardable.check_accepted(model, units, replicated)
+        sharded_units = {name: row for name, row in units.items() if name not in without_shards}
         precision = None
         if request.precision is not None:
             all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
@@ -164,7 +164,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         modules = plan_modules(model, dense, experts, request.experts, stays_replicated=stays_replicated)
         refuse_uneven_ties(model, modules)
     parameters = _with_module_rows(rows, modules)
-    return ModelPlan(model, meshes, request, units, replicated, parameters, modules, precision)
+    return ModelPlan(model, meshes, request, units, without_shards, parameters, modules, precision)
 
 
 def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict[str, Storage]:
@@ -179,7 +179,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
                 fix="leave reshard_after_forward out",
             )
         strategy = equivalent
-    strategies = find_units(model, request.units, DEFAULT if strategy is None else strategy)
+    strategies = find_units(model, request.units, DEFAULT_STRATEGY if strategy is None else strategy)
     outer = check_option("outer_strategy", request.outer_strategy)
     check_option("transport", request.transport)
     if not isinstance(request.zero_copy_gradients, bool) and request.zero_copy_gradients != "auto":
@@ -331,12 +331,12 @@ def _with_module_rows(
 def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[ReplicatedParameter]:
     """Return the replicated parameters, each once, in an order that is the same on all ranks. Local operation."""
     modules = {id(module): module for module in model.modules()}
-    by_id = {
+    by_label = {
         row.label: ReplicatedParameter(row, modules[owner])
         for (owner, _), row in rows.items()
         if row.storage.is_replicated and row.label == row.owners[0]
     }
-    return list(by_id.values())
+    return list(by_label.values())
 
 
 # --- requests
@@ -368,7 +368,7 @@ def find_units(
         units: Classes or names; ``None``: every ``te.TransformerLayer``.
         strategy: One for all units, or one per class or name. A key applies to the module that it names, which becomes
             a unit, and to its submodules, unless they have a key of their own. ``""`` is the root. Modules without a
-            key get :data:`DEFAULT`.
+            key get :data:`DEFAULT_STRATEGY`.
 
     Raises:
         PlacementError: A class or name matches no module, or two classes select different strategies for a module.
@@ -394,7 +394,7 @@ def find_units(
                         got=f"{strategies[name]} and {choice}",
                         fix="add the module's name to the mapping",
                     )
-                for unit in _with_forward(names, name):
+                for unit in _expand(names, name):
                     strategies[unit] = choice
         chosen |= strategies.keys()
     else:
@@ -437,20 +437,18 @@ def _find(names: dict[str, nn.Module], selector: type | str) -> list[str]:
     return list(dict.fromkeys(first[id(names[name])] for name in matches))
 
 
-def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
+def _expand(names: dict[str, nn.Module], name: str) -> list[str]:
     """Return the module's name, or those of a container's children, because a container cannot be all-gathered."""
     if not name or not _unshardable.is_container(names[name]):
         return [name]
-    return [
-        unit for child, _ in names[name].named_children() for unit in _with_forward(names, f"{name}.{child}")
-    ]
+    return [unit for child, _ in names[name].named_children() for unit in _expand(names, f"{name}.{child}")]
 
 
 def nearest_strategy(name: str, strategies: Mapping[str, str]) -> str:
     """Return the strategy of the innermost module around ``name`` that has one."""
     while name not in strategies and name:
         name = name.rpartition(".")[0]
-    return strategies.get(name, DEFAULT)
+    return strategies.get(name, DEFAULT_STRATEGY)
 
 
 # --- errors

@@ -41,6 +41,10 @@ from te_fsdp.upstream.torch_dtensor import DTensorSpec
 PARAMETER = "_te_fsdp"
 #: Attribute of the local tensor of a quantized weight: its :class:`WeightRecord`.
 WEIGHT = "_te_fsdp_weight"
+#: Key in the ``__dict__`` of a bound module: its :class:`ModuleBinding`.
+BINDING = "_te_fsdp_binding"
+#: Key in the ``__dict__`` of any module: its :class:`ModuleRecord`.
+MODULE = "_te_fsdp_module"
 _NOT_COPIED = _torch.DTENSOR_ATTRIBUTES | {WEIGHT}
 #: Cause in :attr:`ParameterRecord.replaced_by` of a copy.
 COPIED = "copy.deepcopy"
@@ -286,12 +290,6 @@ def require_optimizer(value: object, where: str) -> None:
         )
 
 
-#: Key in the ``__dict__`` of a bound module: its :class:`ModuleBinding`.
-BINDING = "_te_fsdp_binding"
-#: Key in the ``__dict__`` of any module: its :class:`ModuleRecord`.
-MODULE = "_te_fsdp_module"
-
-
 @dataclass(eq=False)
 class ModuleRecord:
     """Data of te_fsdp about a module, bound or not."""
@@ -430,7 +428,7 @@ class ModuleBinding:
         grouped = name in self.rules and self.rules[name].layout.is_grouped
         return self.ep.experts_mesh if grouped and self.ep.experts_mesh is not None else self.tp_mesh
 
-    def carry(self, name: str, parameter: torch.Tensor) -> None:
+    def set_attributes(self, name: str, parameter: torch.Tensor) -> None:
         """Complete the attributes and the record of ``parameter``, which is about to be registered as ``name``.
 
         Local operation. Attributes that it already has are unchanged.

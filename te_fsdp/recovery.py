@@ -14,8 +14,8 @@ _log = logging.getLogger("te_fsdp")
 def recover_from_exception(state: ShardedModel) -> None:
     """Restore a consistent state after an exception in a forward, a backward or a step.
 
-    Local operation. It is collective over data parallel after a backward in which reductions of ``no_shard`` units may
-    have started: ranks that have started different ones complete all of them.
+    Local operation, except after a backward in which reductions of ``no_shard`` units may have started. Then it is
+    collective over data parallel: ranks that have started different reductions complete all of them.
 
     After a forward nothing is lost, and the microbatch can be repeated. After a backward, some units have added the
     microbatch's gradients and others have not. So the gradients are invalid, and unreduced gradients are dropped.

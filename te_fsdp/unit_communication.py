@@ -20,7 +20,7 @@ from te_fsdp.collectives.redistribute import GradComm, redistribute, reduce_scat
 from te_fsdp.upstream import (
     fsdp2_state as _fsdp2,
     fsdp2_units,
-    symmetric_memory as _torch_transport,
+    symmetric_memory as _symmetric_memory,
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
@@ -101,22 +101,22 @@ class UnitReduceScatter(_torch.ReduceScatter):
             self._input = None
             filled, self._buffer = self._buffer, None
             if filled is not None:  # FSDP2 has filled it
-                for part in filled.sent if isinstance(filled, _torch_transport.ZeroCopyInput) else [filled]:
-                    self.expose(part)
+                for part in filled.sent if isinstance(filled, _symmetric_memory.ZeroCopyInput) else [filled]:
+                    self.observe(part)
             wire = self.comm.wire(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
             wire = input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
             (group,) = fsdp2_units.fsdp_parameter_groups(unit)
             one_by_one = self.comm.fp32_sum and wire != torch.float32  # all-to-alls, which are not coalesced
-            buffer = _torch_transport.zero_copy_input_of(group, numel, wire, packs_small=one_by_one)
+            buffer = _symmetric_memory.zero_copy_input_of(group, numel, wire, packs_small=one_by_one)
         if buffer is None:
             buffer = torch.empty(*size, dtype=wire, device=device)
         if self._input is not None and self.comm.observer is not None:
             self._buffer = buffer
         return buffer
 
-    def expose(self, gradient: torch.Tensor) -> None:
+    def observe(self, gradient: torch.Tensor) -> None:
         """Pass a gradient to ``observer`` that is not reduced because one rank has all of it. Local operation."""
         if self.comm.observer is not None:
             self.comm.observer(self.name, gradient)
@@ -136,7 +136,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
         """
         assert not async_op  # FSDP2 runs it on its own stream
         source = (
-            input_tensor.sent if isinstance(input_tensor, _torch_transport.ZeroCopyInput) else input_tensor
+            input_tensor.sent if isinstance(input_tensor, _symmetric_memory.ZeroCopyInput) else input_tensor
         )
         with profiler_range(f"te_fsdp::reduce_scatter ({self.name})"):
             reduce_scatter(output_tensor, source, group, self.comm, op=op)

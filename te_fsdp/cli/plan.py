@@ -45,7 +45,8 @@ class _Mesh:
     def sizes(self) -> Sizes:
         """Return the sizes of all axes; raise PlacementError if their product is not the number of GPUs."""
         if self.gpus is not None and self.gpus < 1:
-            raise PlacementError("plan: gpus", expected="1 or more", got=self.gpus)
+            fix = "--gpus with the number of GPUs of the job, or omit it"
+            raise PlacementError("plan: gpus", expected="1 or more", got=self.gpus, fix=fix)
         others = Sizes(self.dp_replicate, 1, self.cp, self.ep, self.tp).ranks
         shard = self.dp_shard if self.dp_shard != -1 else max((self.gpus or others) // others, 1)
         sizes = Sizes(self.dp_replicate, shard, self.cp, self.ep, self.tp)
@@ -155,15 +156,15 @@ def show_plan(
         raise PlacementError("plan --search", expected="--gpus", fix="add --gpus with the number of GPUs")
     # Before the plan, which takes seconds for a large model.
     if machine is None and speeds != _Speeds():
-        why = "They would have no effect"
-        raise PlacementError("plan: speeds of the machine", expected="--tflops", why=why)
+        why, fix = "They would have no effect", "add --tflops, or omit the other speeds"
+        raise PlacementError("plan: speeds of the machine", expected="--tflops", got="none", why=why, fix=fix)
     # A search chooses the sizes itself, so the given ones need not multiply to the number of GPUs.
     sizes = mesh.sizes if not search else Sizes()
     if torch.cuda.is_available():
         capability = "{}.{}".format(*torch.cuda.get_device_capability())
         if mesh.arch not in (None, capability):
             why = "TransformerEngine queries this machine's GPU"
-            raise PlacementError(f"plan: arch {mesh.arch}", expected=capability, why=why)
+            raise PlacementError(f"plan: arch {mesh.arch}", expected=capability, why=why, fix="omit --arch")
     else:
         import te_fsdp.emulation
 

@@ -137,19 +137,19 @@ class UnitOrder:
         self._missing: Counter[str] = Counter()
         self._seen: set[Hashable] = set()
         self._complete: list[str] = []
-        self._again: set[str] = set()
+        self._repeated: set[str] = set()
 
     def begin(self, expected: Iterable[str]) -> None:
         """Start a backward. ``expected`` contains the unit of each gradient that is needed to complete a unit."""
         self._missing = Counter(expected)
         self._seen.clear()
         self._complete.clear()
-        self._again.clear()
+        self._repeated.clear()
 
     def arrived(self, unit: str, key: Hashable) -> None:
         """Record a gradient of a unit. ``key`` identifies the gradient, so that a repeated one is detected."""
         if key in self._seen:
-            self._again.add(unit)
+            self._repeated.add(unit)
             return
         self._seen.add(key)
         self._missing[unit] -= 1
@@ -174,13 +174,13 @@ class UnitOrder:
         # A unit that a rank has not used sorts last on every rank, because the maximum over the ranks counts.
         never = len(self._units)
         positions = [
-            (unit in self._again, self._complete.index(unit) if unit in self._complete else never)
+            (unit in self._repeated, self._complete.index(unit) if unit in self._complete else never)
             for unit in self._units
         ]
         order = torch.tensor(positions, dtype=torch.int64, device=device)
         maximum(order, mesh)
         # Equal places are possible (the maximum of different ranks), so the order of the units decides.
-        not_agreed = [
+        once = [
             (position, index) for index, (repeated, position) in enumerate(order.tolist()) if not repeated
         ]
-        self.agreed = tuple(self._units[index] for _, index in sorted(not_agreed))
+        self.agreed = tuple(self._units[index] for _, index in sorted(once))

@@ -209,6 +209,7 @@ def redistribute(
 def _all_reduce(
     buffer: torch.Tensor, group: dist.ProcessGroup, comm: GradComm | None, op: Any
 ) -> Pending[torch.Tensor]:
+    """Start the sum or average of a buffer over all ranks, as :func:`redistribute` describes it. Collective."""
     ranks, stream = group.size(), current_stream(buffer.device)
     if comm is not None and comm.observer is not None:
         comm.observer(None, buffer)
@@ -231,13 +232,13 @@ def _all_reduce(
             return sent[: shape.numel()].to(dtype).view(shape)
 
         return Pending(gather_sums, work, stream)
-    (buffer,), op, after = _prescale_fp16([buffer], wire, ranks, op)
+    (buffer,), op, divisor = _prescale_fp16([buffer], wire, ranks, op)
     sent = buffer.to(wire)
     work = dist.all_reduce(sent, op=op, group=group, async_op=True)
 
     def cast() -> torch.Tensor:
         result = sent.to(dtype)
-        return result if after == 1 else result.div_(after)
+        return result if divisor == 1 else result.div_(divisor)
 
     return Pending(cast, work, stream)
 
@@ -271,10 +272,10 @@ def reduce_scatter(
     assert len(sources) == 1 or not async_op
     wire = sources[0].dtype if comm is None else comm.wire(sources[0].dtype)
     stream = current_stream(output.device) if async_op else None
-    shares = [part.numel() // group.size() for part in sources] if len(sources) > 1 else []
+    shard_sizes = [part.numel() // group.size() for part in sources] if len(sources) > 1 else []
     if comm is not None and comm.fp32_sum and wire != torch.float32:
         if len(sources) > 1:
-            for part, out in zip(sources, output.split(shares), strict=True):
+            for part, out in zip(sources, output.split(shard_sizes), strict=True):
                 reduce_scatter(out, part, group, comm, op=op)
             return Pending(lambda: output, None, stream)
         sent = sources[0].to(wire)
@@ -283,11 +284,11 @@ def reduce_scatter(
         # Keeps the sent buffers alive until then.
         pending = Pending(lambda sent=sent: _add_in_fp32(received, group, op, output), work, stream)
     else:
-        sources, op, after = _prescale_fp16(sources, wire, group.size(), op)
+        sources, op, divisor = _prescale_fp16(sources, wire, group.size(), op)
         parts = [part.to(wire) for part in sources]
         received = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
         if len(parts) > 1:
-            work = _reduce_scatter_all(list(received.split(shares)), parts, op, group)
+            work = _reduce_scatter_all(list(received.split(shard_sizes)), parts, op, group)
         else:
             scatter = _first_available(dist, "reduce_scatter_single", "reduce_scatter_tensor")
             work = scatter(received, parts[0], op=op, group=group, async_op=async_op)
@@ -295,7 +296,7 @@ def reduce_scatter(
         def cast(sent: list[torch.Tensor] = parts) -> torch.Tensor:  # the default argument keeps them alive
             if received is not output:
                 output.copy_(received)
-            return output if after == 1 else output.div_(after)
+            return output if divisor == 1 else output.div_(divisor)
 
         pending = Pending(cast, work, stream)
     if async_op:

@@ -225,7 +225,7 @@ def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     averaged = list(parameters)
     for averages in averages_of(parameters, "clip_grad_norm_ before shard_optimizer"):
-        averages.make()
+        averages.average()
         averaged = [averages.ready[id(p)].main if id(p) in averages.ready else p for p in averaged]
     for parameter, main in zip(parameters, averaged, strict=True):
         record = get_record(parameter)

@@ -42,7 +42,7 @@ class Snapshot:
     def __init__(self, state: ShardedModel, optimizer: Optimizer | None) -> None:
         self._state, self._optimizer = state, optimizer
         self._modules = [(m, tuple(m._modules.values()), m.training) for m in state.model.modules()]
-        self._held: list[tuple[dict[Any, Any], Any, torch.Tensor, tuple[int, ...], bool]] = []
+        self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor, tuple[int, ...], bool]] = []
         for module, _, _ in self._modules:
             self._watch(module._parameters)
             self._watch(module._buffers)
@@ -57,13 +57,13 @@ class Snapshot:
             for name, tensor in param_state.items()
             if isinstance(tensor, torch.Tensor)
         ]
-        self._groups, self._settings = self._grouped(), self._set()
+        self._options, self._settings = self._optimizer_options(), self._current_settings()
 
     def _watch(self, owner: dict[Any, Any]) -> None:
         """Record the tensors of a dict, with their addresses."""
         for key, tensor in owner.items():
             if isinstance(tensor, torch.Tensor):
-                self._held.append((owner, key, tensor, _addresses(tensor), tensor.requires_grad))
+                self._tensors.append((owner, key, tensor, _addresses(tensor), tensor.requires_grad))
 
     def changed(self) -> str:
         """Return a description of the first change since; empty if there is none. Local operation."""
@@ -72,7 +72,7 @@ class Snapshot:
             for m, children, training in self._modules
         ):
             return "a module, or a module's training mode"
-        for owner, key, tensor, addresses, trained in self._held:
+        for owner, key, tensor, addresses, trained in self._tensors:
             if owner.get(key) is not tensor or tensor.requires_grad != trained:
                 return f"{key} is a different tensor, or its requires_grad has changed"
             if _addresses(tensor) != addresses:
@@ -81,11 +81,13 @@ class Snapshot:
             current = self._optimizer.state.get(parameter, {}).get(name)  # type: ignore[union-attr]
             if current is not tensor or _addresses(tensor) != addresses:
                 return f"{name} of the optimizer's state is a different tensor"
-        if self._grouped() != self._groups:
+        if self._optimizer_options() != self._options:
             return "the optimizer's parameters or options"
-        return "" if self._set() == self._settings else "a setting of te_fsdp, or hooks of the optimizer"
+        if self._current_settings() != self._settings:
+            return "a setting of te_fsdp, or hooks of the optimizer"
+        return ""
 
-    def _grouped(self) -> list[Any]:
+    def _optimizer_options(self) -> list[Any]:
         """Return parameters and options of the optimizer, except learning rates."""
         options: list[Any] = []
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
@@ -96,7 +98,7 @@ class Snapshot:
             ]
         return options
 
-    def _set(self) -> list[Any]:
+    def _current_settings(self) -> list[Any]:
         """Return the settings of te_fsdp, and the number of the optimizer's hooks."""
         comm, report = self._state.sync.comm, self._state.components.get(NanReport)
         wire = None if comm is None else (comm.dtype, comm.fp32_sum)

@@ -66,7 +66,7 @@ def initial_main_weight(local: torch.Tensor) -> torch.Tensor:
 def main_parameters_of(optimizer: Optimizer) -> MainParameters | None:
     """Return the main parameters of an optimizer with sharded state, else ``None``."""
     main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    return main_params if main_params is not None and main_params.cuts else None
+    return main_params if main_params is not None and main_params.shards_state else None
 
 
 def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> OptimizerShard | None:
@@ -93,10 +93,10 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
 class MainParameters:
     """The main parameters of one optimizer. Hooks call the object in steps and state dicts.
 
-    ``lent``: TE's FusedAdam keeps the main weights itself.
+    With ``kept_by_fused_adam`` TE's FusedAdam creates and updates the main weights in its own state.
     """
 
-    def __init__(self, optimizer: Optimizer, *, lent: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, *, kept_by_fused_adam: bool = False) -> None:
         #: Averages of the gradients over the replicas; ``None`` if state is not sharded (main weights only).
         self.averages: OuterAverages | None = None
         #: By ``id`` of the parameter.
@@ -109,14 +109,16 @@ class MainParameters:
         self.versions: WeightVersions | None = None  # of low-precision parameters, after the last step
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
-        self.lent = lent
-        self._bare: list[tuple[MainParameter, dict[str, Any]]] = []  # loaded states with a main weight alone
+        self.kept_by_fused_adam = kept_by_fused_adam
+        self._without_state: list[
+            tuple[MainParameter, dict[str, Any]]
+        ] = []  # loaded states with a main weight alone
         self._before = optimizer.register_step_pre_hook(_torch.disable_compile(self._before_step))
         after = optimizer.register_step_post_hook(_torch.disable_compile(self._after_step))
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
         # Run before the user's hooks, which must see the parameters with their new values.
         hooks.move_to_end(after.id, last=False)
-        if lent:
+        if kept_by_fused_adam:
             # A failed step leaves main parameters in the groups, but state dicts need the parameters.
             optimizer.register_state_dict_pre_hook(self.restore_params)
             optimizer.register_load_state_dict_pre_hook(lambda opt, state_dict: self.restore_params(opt))
@@ -136,11 +138,11 @@ class MainParameters:
     # --- which parameters
 
     @property
-    def cuts(self) -> bool:
+    def shards_state(self) -> bool:
         """Return whether state is sharded over the replicas of parameters."""
         return self.averages is not None
 
-    def cut(self, shards: Iterable[OptimizerShard]) -> OuterAverages:
+    def shard_state(self, shards: Iterable[OptimizerShard]) -> OuterAverages:
         """Shard optimizer state across replicas with these shards; return the averages. Local operation."""
         self.averages = averages = OuterAverages(self)
         self.by_id.clear()
@@ -153,7 +155,7 @@ class MainParameters:
         pair = self.by_id.get(id(parameter))
         if pair is None:
             pair = self.by_id[id(parameter)] = MainParameter(parameter)
-        if pair.shard is None and self.cuts:
+        if pair.shard is None and self.shards_state:
             pair.shard = shard or optimizer_shard(parameter)
             if pair.shard is not None:
                 # With this option FusedAdam reads ``decoupled_grad`` instead of ``grad``.
@@ -161,11 +163,11 @@ class MainParameters:
                 get_or_create_record(parameter).main_parameters = weakref.ref(self)
         return pair
 
-    def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
+    def create(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the main parameter of a parameter, without a gradient; ``None`` if none is needed. Local operation."""
         # A new main weight starts with the parameter's initial value, or with the value that FusedAdam uses.
         shard, local, low = self.of(parameter).shard, _torch.local_of(parameter), is_low_precision(parameter)
-        if self.lent:
+        if self.kept_by_fused_adam:
             # Initialized as in FusedAdam's step. Its own kernel quantizes weights with delayed scaling.
             if not _te.is_quantized(local) or _te.has_delayed_scale(local):
                 return None
@@ -189,10 +191,10 @@ class MainParameters:
         _te.drop_high_precision_value(local)
         return main
 
-    def start(self, optimizer: Optimizer) -> None:
+    def create_all(self, optimizer: Optimizer) -> None:
         """Create all main weights now, so that they are allocated and start with the initial values."""
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]:
-            self.make(optimizer, parameter)
+            self.create(optimizer, parameter)
 
     def sharded(self) -> list[MainParameter]:
         """Return parameters with sharded state in the optimizer's order, identical on all replicas. Local."""
@@ -224,7 +226,7 @@ class MainParameters:
             averaged = pair.source is not None
             is_current = state.get(MAIN) is pair.main if state and pair.low else averaged
             if pair.local is not local or not (pair.main is None or is_current):
-                main = pair.main if averaged else self.make(optimizer, parameter)
+                main = pair.main if averaged else self.create(optimizer, parameter)
                 pair.local, pair.low, pair.main = local, is_low_precision(parameter), main
             pairs.append(None if pair.main is None else pair)
         return pairs
@@ -296,7 +298,7 @@ class MainParameters:
                 optimizer.state[pair.parameter] = state
             if scales:
                 rekey_scales(optimizer, pair.main, pair.parameter)
-        self.pairs, self._groups, self._bare = [], [], []
+        self.pairs, self._groups, self._without_state = [], [], []
         # FusedAdam must not make main weights of the FP32 main parameters, but its option belongs to the user.
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None
@@ -320,10 +322,10 @@ class MainParameters:
             )
         if self.averages is not None:
             self.restore_params(optimizer)
-            self.averages.make()
+            self.averages.average()
         self.install_main_params(optimizer, stepping=True)
         pairs = [pair for pair in self.pairs if pair.shard is None]
-        if self.lent:
+        if self.kept_by_fused_adam:
             parameters = {id(pair.main): pair.parameter for pair in pairs}
             fused: Any = optimizer
             name = "decoupled_grad" if fused.use_decoupled_grad else "grad"
@@ -390,7 +392,7 @@ class MainParameters:
             self._after_load(optimizer)
 
     def _before_save(self, optimizer: Optimizer) -> None:
-        if self.cuts:
+        if self.shards_state:
             self.install_main_params(optimizer, keep_main=True)
         else:
             self.restore_params(optimizer)
@@ -408,25 +410,25 @@ class MainParameters:
         self.restore_params(optimizer)
         if not has_equal_groups(optimizer, state_dict):  # torch raises
             return state_dict
-        refuse_unloadable_states(optimizer, state_dict, MAIN, cut=self.cuts)
+        refuse_unloadable_states(optimizer, state_dict, MAIN, cut=self.shards_state)
         states = dict(state_dict["state"])
         for key, pair in (members := self._members(optimizer, state_dict)):
             if (state := states.get(key)) and pair.shard is not None:  # this rank's rows of sharded states
                 states[key] = {name: _local_rows(pair.shard, name, value) for name, value in state.items()}
             # Frozen parameters may have none, and torch would cast the loaded one to the parameter's dtype.
             if state and MAIN in state and is_low_precision(pair.parameter):
-                self.make(optimizer, pair.parameter)
+                self.create(optimizer, pair.parameter)
         self.install_main_params(optimizer)
         # Optimizers of torch read the other entries of a state that is not empty.
         bare = {key for key, state in states.items() if set(state) == {MAIN}}
-        self._bare = [(pair, states.pop(key)) for key, pair in members if key in bare]
+        self._without_state = [(pair, states.pop(key)) for key, pair in members if key in bare]
         return {**state_dict, "state": states}
 
     @torch.no_grad()
     def _after_load(self, optimizer: Optimizer) -> None:
         """Copy loaded main weights into the existing ones, and restore the parameters."""
         loaded_states = [(pair, optimizer.state.get(pair.main, {})) for pair in self.pairs]
-        for pair, state in loaded_states + self._bare:
+        for pair, state in loaded_states + self._without_state:
             if (loaded := state.pop(MAIN, None)) is not None and pair.low:
                 _torch.local_of(pair.main).copy_(_torch.local_of(loaded))
         self.restore_params(optimizer)

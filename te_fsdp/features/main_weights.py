@@ -226,7 +226,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
                 fix="call te_fsdp.main_weights right after building the optimizer",
             )
         if low:
-            MainParameters(optimizer).start(optimizer)
+            MainParameters(optimizer).create_all(optimizer)
 
 
 def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
@@ -241,7 +241,7 @@ def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
         low = parameter.dtype == torch.bfloat16
         optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)
         return
-    main, keeps = main_parameters.make(optimizer, parameter), optimizer.master_weights
+    main, keeps = main_parameters.create(optimizer, parameter), optimizer.master_weights
     # With a main weight as parameter, FusedAdam would create another main weight of it.
     optimizer.master_weights = keeps and main is None
     try:
@@ -269,8 +269,8 @@ def use_fused_adam_master_weights(step: Step) -> None:
         return
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is None:
-        main_parameters = MainParameters(optimizer, lent=True)
-    if not main_parameters.cuts:
+        main_parameters = MainParameters(optimizer, kept_by_fused_adam=True)
+    if not main_parameters.shards_state:
         main_parameters.install_main_params_again()
 
 
@@ -375,14 +375,14 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
         _check_same(shards)
         main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or MainParameters(optimizer)
-        averages = main_parameters.cut(shards)
+        averages = main_parameters.shard_state(shards)
         for shard in shards:
             # Keep nonzero values of the full-shard state created by main_weights.
             param_state = optimizer.state.pop(shard.parameter, {})
             if MAIN in param_state:
                 optimizer.state[shard.parameter][MAIN] = param_state[MAIN]
         _prepare_bytes(shards)
-        main_parameters.start(optimizer)
+        main_parameters.create_all(optimizer)
     for state in states:
         component = state.components.get(ShardedOptimizer)
         if component is None:

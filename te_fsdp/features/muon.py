@@ -31,8 +31,8 @@ from te_fsdp.collectives.agreement import gather
 from te_fsdp.errors import MeshError, OrderError, PlacementError, require_flags, require_kind
 from te_fsdp.features.main_params import rows_of_state
 from te_fsdp.features.main_weights import check_optimizer
-from te_fsdp.layout import Box, cut_boxes
-from te_fsdp.modules.plan import fused_matrices
+from te_fsdp.layout import GATED_ACTIVATIONS, Box, cut_boxes
+from te_fsdp.modules.plan import fused_projection
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import ParamOwner, binding_of, first_owners, iter_param_owners, require_model
 from te_fsdp.shard_info import shard_info
@@ -315,6 +315,32 @@ class _ExchangePlan(NamedTuple):
     key: tuple[Any, ...]
     weights: list[_MuonWeight]
     exchanges: list[_Exchange]
+
+
+def fused_matrices(root: nn.Module) -> dict[tuple[int, str], _Fused]:
+    """Return the TE weights that consist of several matrices: fused QKV or KV, gated fc1. Local operation.
+
+    Returns:
+        Maps (``id`` of a module, name of a weight) to the number of interleaved groups along the rows and the
+        relative heights of the matrices in a group. ``(1, (1, 1))`` is gate above up. ``(2, (4, 1, 1))`` is an
+        interleaved QKV of two groups with four query heads each.
+    """
+    matrices = {}
+    modules: list[Any] = list(root.modules())
+    for module in modules:
+        kind = _te.kind_of(module)
+        fused = fused_projection(module) if kind == "MultiheadAttention" else None
+        if fused is not None:
+            (projection, blocks), groups = fused, 1
+            if module.qkv_weight_interleaved:
+                # Interleaved weights repeat the blocks of query, key and value for each group of heads.
+                groups = int(module.num_gqa_groups)
+                blocks = (blocks[0] // groups, 1, 1) if len(blocks) == 3 else blocks
+            matrices[id(projection), projection.weight_names[0]] = groups, blocks
+        # A gated activation has two matrices in one weight, which Muon must orthogonalize separately.
+        if kind == "LayerNormMLP" and module.activation in GATED_ACTIVATIONS:
+            matrices[id(module), "fc1_weight"] = 1, (1, 1)
+    return matrices
 
 
 def _make_exchange_plan(

@@ -33,10 +33,10 @@ from te_fsdp.peer_memory import alias, connect_peers
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.unit_communication import input_dtype, set_unit_grad_comm
 from te_fsdp.upstream import (
-    fsdp2_copy_engine as _fsdp2_copies,
+    fsdp2_copy_engine as _copy_engine,
     fsdp2_state as _fsdp2,
     fsdp2_units,
-    symmetric_memory as _torch_transport,
+    symmetric_memory as _symmetric_memory,
     te as _te,
 )
 
@@ -54,7 +54,7 @@ class Transport(NamedTuple):
 
     name: str
     why: str = ""
-    gathers: _fsdp2_copies.CopyEngineGathers | None = None
+    gathers: _copy_engine.CopyEngineGathers | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
@@ -70,7 +70,7 @@ class UnitTransports(Component):
         self.copied: dict[str, str] = {}
 
     @property
-    def gathers(self) -> Iterable[_fsdp2_copies.CopyEngineGathers]:
+    def gathers(self) -> Iterable[_copy_engine.CopyEngineGathers]:
         """Return the objects that run copy-engine all-gathers, each once."""
         return {id(t.gathers): t.gathers for t in self.by_unit.values() if t.gathers is not None}.values()
 
@@ -109,7 +109,7 @@ def choose_communication(setup: Setup) -> None:
     plan, state, transport = setup.plan, setup.state, setup.plan.request.transport
     transports = UnitTransports(state.modules)
     state.components.attach(transports)
-    device, by_group = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()
+    device, by_group = state.meshes.device, dict[str, _copy_engine.CopyEngineGathers | str]()
     for name, unit in state.modules.items():
         ranks = _fsdp2.all_gather_ranks(unit)
         if ranks is None:
@@ -125,7 +125,7 @@ def choose_communication(setup: Setup) -> None:
                 connected = connect_peers(device, ranks)
                 if not isinstance(connected, str):
                     peers, peer_memory = connected
-                    connected = _fsdp2_copies.CopyEngineGathers(
+                    connected = _copy_engine.CopyEngineGathers(
                         peer_memory, peers.share, _te.unchanged_hook_attributes
                     )
                 gathers = by_group[ranks.group_name] = connected
@@ -185,7 +185,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, op
         unit_policy = policy if precision is None else precision.fsdp2_policy(name)
         reduced = input_dtype(comm, _fsdp2.reduced_dtype(unit, unit_policy), state.meshes.device.type)
         copied = dict[str, str]()
-        for managed, why in _torch_transport.large_gradients(group):
+        for managed, why in _symmetric_memory.large_gradients(group):
             parameter = _fsdp2.sharded_param_of(managed)
             computed = unit_policy.param_dtype or parameter.dtype
             if parameter.requires_grad:
@@ -194,7 +194,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, op
         transports.copied |= copied
         if option == "auto" and all(copied.values()):
             continue  # FSDP2 copies all of them with one kernel
-        _torch_transport.enable_zero_copy_reduce_scatter(group)
+        _symmetric_memory.enable_zero_copy_reduce_scatter(group)
         if precision is None:
             set_unit_grad_comm(unit, comm, name)
     if rank() == 0:

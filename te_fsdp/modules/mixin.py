@@ -163,7 +163,7 @@ def local_parameters(
     for name, value in table.items():
         if isinstance(value, DTensor):
             if name in binding.distributed:
-                _check_gathered(binding, name, value)  # the user's code reads the DTensor
+                _check_unsharded(binding, name, value)  # the user's code reads the DTensor
                 continue
             names.append(name)
             parameters.append(value)
@@ -172,7 +172,7 @@ def local_parameters(
         return
     pair = binding.fsdp.pairs.get(names[0])
     if pair is None or parameters[0] is not pair.unsharded:
-        _check_gathered(binding, names[0], parameters[0])
+        _check_unsharded(binding, names[0], parameters[0])
     is_foreign = _is_foreign(type(module))
     if differentiable and torch.is_grad_enabled():
         local = _ToLocal.apply(binding, names, is_foreign, *parameters)
@@ -216,7 +216,7 @@ def replace_returned_parameters(
     return tuple(results)
 
 
-def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
+def _check_unsharded(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise OrderError if a parameter is still sharded over data parallel: kernels must not read shards. Local."""
     mesh = binding.unsharded_mesh(name)
     if mesh is not None and (parameter.device_mesh is mesh or parameter.device_mesh == mesh):
@@ -257,6 +257,7 @@ class MeshModule(torch.nn.Module):
             return self._forward(binding, *args, **kwargs)
 
     def _forward(self, binding: ModuleBinding, *args: Any, **kwargs: Any) -> Any:
+        """Run TE's forward on local tensors, within the amax group that :meth:`forward` has set."""
         if not self._parameters:
             return super().forward(*args, **kwargs)
         if binding.on_meta:
@@ -323,7 +324,7 @@ class MeshModule(torch.nn.Module):
             share_record(old, value)
         elif old is not None:
             copy_param_attrs(old, value)
-        binding.carry(name, value)
+        binding.set_attributes(name, value)
         describe_shards(self, binding, name, value)
         if not is_shard:
             if pair.shard is None and old is not None and old is not value:  # FSDP2 has not set it
@@ -439,7 +440,7 @@ class ResettableModule(MeshModule):
             if parameter is not None:
                 if (old := before.get(name)) is not None:
                     inherit(old, parameter)
-                binding.carry(name, parameter)
+                binding.set_attributes(name, parameter)
                 describe_shards(self, binding, name, parameter)
         fsdp2_units.retie_parameters(self, before)
 

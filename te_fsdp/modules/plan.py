@@ -16,7 +16,6 @@ from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import MeshError, OrderError, PlacementError
 from te_fsdp.layout import PLAIN, ExpertRange, Layout, ParameterRule, expert_index
 from te_fsdp.mesh_checks import (
-    check_1d,
     check_ascending,
     check_contains_tp,
     check_expert_ranks_disjoint,
@@ -91,21 +90,22 @@ def plan_modules(
     """Plan how each module is bound and in which dims FSDP2 must shard quantized weights. Changes nothing.
 
     Local operation without ``ep``. With ``ep`` it is collective over it (two small object all-gathers), and all
-    its ranks raise if one does. ``experts`` selects the modules bound to the meshes ``of_experts``.
+    its ranks raise if one does. Meshes are 1-D. ``experts`` selects the modules bound to the meshes ``of_experts``.
     ``stays_replicated`` selects parameters that data parallelism replicates.
 
     Raises:
         TeFsdpError: See :func:`te_fsdp.set_device_mesh`.
     """
     where, ep_mesh = f"set_device_mesh({type(model).__name__})", of_experts.ep_mesh
-    check_1d(ep_mesh, "ep_mesh", where)
     if ep_mesh is None or ep_mesh.size() == 1:
-        planned = _plan(model, dense, None, set(), where, stays_replicated)
+        planned = _plan_local(model, dense, None, set(), where, stays_replicated)
     else:
         # Each rank of ep has different experts. If one raises, the others must not wait for it in
         # `experts_over`.
         with raised_on_all_ranks(ep_mesh, where):
-            planned = _plan(model, dense, of_experts, find_experts(model, experts), where, stays_replicated)
+            planned = _plan_local(
+                model, dense, of_experts, find_experts(model, experts), where, stays_replicated
+            )
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
         expert_ranges = experts_over(modules, ep_mesh, where)
         planned = [replace(item, experts=expert_ranges.get(item.name)) for item in planned]
@@ -133,7 +133,7 @@ def plan_modules(
     return plans
 
 
-def _plan(
+def _plan_local(
     model: nn.Module,
     dense: ModuleMeshes,
     experts: ModuleMeshes | None,
@@ -142,9 +142,6 @@ def _plan(
     stays_replicated: Callable[[Any, str], bool],
 ) -> list[ModulePlan]:
     """Plan the modules of this rank, before the comparison across ranks. ``names`` are FQNs of expert modules."""
-    check_1d(dense.tp_mesh, "tp_mesh", where)
-    for meshes, argument in ((dense, "weight_mesh"), (experts or dense, "expert_weight_mesh")):
-        check_1d(meshes.weight_mesh, argument, where)
     ep_mesh = None if experts is None else experts.ep_mesh
     for mesh, argument in ((dense.tp_mesh, "tp_mesh"), (ep_mesh, "ep_mesh")):
         if mesh is not None:
@@ -174,7 +171,7 @@ def _plan(
                 **{name: ParameterRule(dtensor.tp_dim) for name, dtensor in placed.items()},
             }
             item = replace(item, rules=rules, distributed=placed)
-        _check_item(item)
+        _check_module(item)
         planned.append(item)
     return planned
 
@@ -225,7 +222,7 @@ def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
             )
 
 
-def _check_item(item: ModulePlan) -> None:
+def _check_module(item: ModulePlan) -> None:
     """Check the plan of one module, before any module changes. Local operation.
 
     Raises:
@@ -300,14 +297,14 @@ def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> Non
         problem, fix = "after fully_shard", "call set_device_mesh before fully_shard"
     raise OrderError(
         f"{label}: set_device_mesh {problem}",
-        expected=_meshes_for_module(bound),
-        got=_meshes_for_module(meshes),
+        expected=_format_meshes(bound),
+        got=_format_meshes(meshes),
         why="The parameters are placed already",
         fix=fix,
     )
 
 
-def _meshes_for_module(meshes: ModuleMeshes) -> str:
+def _format_meshes(meshes: ModuleMeshes) -> str:
     """Format the arguments of ``set_device_mesh`` for one module by ranks, which the repr of a mesh omits."""
     named = {"tp_mesh": meshes.tp_mesh, "weight_mesh": meshes.weight_mesh}
     if meshes.ep_mesh is not None:
@@ -415,7 +412,7 @@ def _rules(
     return dict.fromkeys(params if kind is None else (), ParameterRule(None))
 
 
-def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
+def fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return an attention's fused projection and the relative heights of its matrices; ``None`` without one."""
     if attention.attention_type == "self":
         projection = attention.layernorm_qkv if attention.input_layernorm else attention.qkv
@@ -429,35 +426,9 @@ def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 def _fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
     """Yield the stacked layouts of an attention's fused, non-interleaved projections by ``id`` of the projection."""
-    fused = None if attention.qkv_weight_interleaved else _fused_projection(attention)
+    fused = None if attention.qkv_weight_interleaved else fused_projection(attention)
     if fused is not None:
         yield id(fused[0]), Layout("stacked", fused[1])
-
-
-def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[int, ...]]]:
-    """Return the TE weights that consist of several matrices: fused QKV or KV, gated fc1. Local operation.
-
-    Returns:
-        Maps (``id`` of a module, name of a weight) to the number of interleaved groups along the rows and the
-        relative heights of the matrices in a group. ``(1, (1, 1))`` is gate above up. ``(2, (4, 1, 1))`` is an
-        interleaved QKV of two groups with four query heads each.
-    """
-    matrices = {}
-    modules: list[Any] = list(root.modules())
-    for module in modules:
-        kind = _te.kind_of(module)
-        fused = _fused_projection(module) if kind == "MultiheadAttention" else None
-        if fused is not None:
-            (projection, blocks), turns = fused, 1
-            if module.qkv_weight_interleaved:
-                # Interleaved weights repeat the blocks of query, key and value for each group of heads.
-                turns = int(module.num_gqa_groups)
-                blocks = (blocks[0] // turns, 1, 1) if len(blocks) == 3 else blocks
-            matrices[id(projection), projection.weight_names[0]] = turns, blocks
-        # A gated activation has two matrices in one weight, which Muon must orthogonalize separately.
-        if kind == "LayerNormMLP" and module.activation in table.GATED_ACTIVATIONS:
-            matrices[id(module), "fc1_weight"] = 1, (1, 1)
-    return matrices
 
 
 def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:

@@ -39,7 +39,8 @@ def wanted_rotary(
     def number(key: str) -> float:
         if type(rope_scaling.get(key)) not in (int, float):
             what = f"rope_scaling in config.json: {key}"
-            raise CheckpointError(what, expected="a number", got=rope_scaling.get(key))
+            fix = "restore the file that was published with the model"
+            raise CheckpointError(what, expected="a number", got=rope_scaling.get(key), fix=fix)
         return rope_scaling[key]
 
     # fp64, for sequence lengths of the training. partial_rotary_factor has no effect if all channels are rotated.

@@ -323,9 +323,9 @@ def search(
             "search",
             expected="positive numbers, with gpus divisible by cp",
             got=f"gpus={gpus}, memory={memory}, node={node}, cp={cp}",
+            fix="pass a multiple of cp as gpus, memory in bytes, and the GPUs of a node as node",
         )
-    sizes_fixed = fixed or {}
-    every = _meshes(job, gpus // cp, node, cp)
+    sizes_fixed, every = fixed or {}, _meshes(job, gpus // cp, node, cp)
     meshes = [s for s in every if all(getattr(s, axis) == size for axis, size in sizes_fixed.items())]
     if not meshes:
         raise PlacementError(

@@ -57,7 +57,8 @@ class Sizes:
     def __post_init__(self) -> None:
         for axis in ALL_AXES:
             if getattr(self, axis) < 1:
-                raise PlacementError(f"plan: {axis}", expected="1 or more", got=getattr(self, axis))
+                got, fix = getattr(self, axis), f"omit {axis} if it is not used"
+                raise PlacementError(f"plan: {axis}", expected="1 or more", got=got, fix=fix)
 
     @property
     def ranks(self) -> int:
@@ -121,7 +122,8 @@ class Job:
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
-                raise PlacementError(f"plan: {name}", expected=f"{smallest} or more", got=value)
+                fix = f"omit {name} for the default"
+                raise PlacementError(f"plan: {name}", expected=f"{smallest} or more", got=value, fix=fix)
         if self.quantized_weights and self.recipe == "none":
             what, fix = "plan: quantized weights", "recipe='current'"
             raise PlacementError(what, expected="a recipe", got="recipe 'none'", fix=fix)

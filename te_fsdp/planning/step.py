@@ -382,7 +382,8 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("tflops", "within", "between", "memory", "node"):
             if not getattr(self, name) > 0:
-                raise PlacementError(f"plan: {name}", expected="more than 0", got=getattr(self, name))
+                got, fix = getattr(self, name), f"pass a measured value of {name}"
+                raise PlacementError(f"plan: {name}", expected="more than 0", got=got, fix=fix)
         if not 0 <= self.contention <= 1:
             raise PlacementError(
                 "plan: contention",

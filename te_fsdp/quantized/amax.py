@@ -1,4 +1,4 @@
-"""Amax reduction of sharded weights with one scale.
+"""Quantization of sharded weights: amax over all shards, scales, casts.
 
 :func:`quantize_into` writes new values to many weights at once:
 

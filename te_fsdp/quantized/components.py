@@ -142,6 +142,7 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
                 f"{label}: shape of a quantized weight's buffer",
                 expected=f"at least {sizes}",
                 got=tuple(view.shape),
+                fix="use a version of TransformerEngine that te_fsdp supports (te-fsdp env)",
             )
         components.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
     return components

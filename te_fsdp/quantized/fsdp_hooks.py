@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,7 +37,7 @@ from te_fsdp.upstream import (
 )
 from te_fsdp.upstream.fsdp2_settled import pass_of
 from te_fsdp.upstream.fsdp2_unused import keep_zeros_unquantized
-from te_fsdp.upstream.patches import apply_patch, apply_patch_to
+from te_fsdp.upstream.patches import apply_patch
 from te_fsdp.upstream.te_derived import derive_columnwise, drop_derived_buffers
 from te_fsdp.upstream.te_formats import NVFP4_ROWS, Format
 
@@ -135,34 +135,6 @@ def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard
         check_fit(weight, Grid(1 if first else mesh.size() // tp // count, count, tp), dim=dim - first)
         if first:
             binding.ep.shards_within_experts = True
-
-
-def patch_new_zeros(local: torch.Tensor) -> None:
-    """Let FSDP2 shard an MXFP8 weight on the device. Local operation that does not change other formats.
-
-    FSDP2 copies its chunk, which TE slices bytewise, to ``local.new_zeros(shape)``. TE 2.20.2 creates it without scale
-    padding, so the chunk's scales only fit if their numbers are multiples of 128 and 4. The attribute belongs to this
-    tensor object only. It has no reference to the tensor: ``Module.to`` and ``float`` swap quantized parameters with
-    ``torch.utils.swap_tensors``, which rejects tensors with weak references.
-    """
-    row = _te.format_of(local)
-    if row is not None and row.name in ("mxfp8", "mxfp8-2d"):
-        quantizer = _te.quantizer_of(local).copy()
-        quantizer.set_usage(**local.get_usages())  # type: ignore[attr-defined]
-        options = {"dtype": local.dtype, "device": local.device}
-        apply_patch_to(local, "new zeros", functools.partial(_zeros, quantizer, row.block or 1, options))
-
-
-def _zeros(
-    quantizer: Any, block: int, defaults: Mapping[str, Any], size: Sequence[int], **options: Any
-) -> torch.Tensor:
-    """Return zeros like a weight of a quantizer, with padded scale buffers."""
-    if options or any(length % block for length in size):  # FSDP2's sharding raises right after this
-        return torch.zeros(tuple(size), **{**defaults, **options})
-    zeros = quantizer.make_empty(tuple(size), **defaults)
-    for buffer in _te.buffers_of(zeros):
-        buffer.zero_()
-    return zeros
 
 
 def patch_fsdp_hooks() -> None:

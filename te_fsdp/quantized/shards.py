@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +21,7 @@ from te_fsdp.quantized.grouped_weight import quantize_experts
 from te_fsdp.quantized.quantizer_record import patch_clone_of_scales
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners, replace_local_tensor
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream.patches import apply_patch_to
 
 #: (id of the owner, name of the parameter in it)
 Key: TypeAlias = tuple[int, str]
@@ -36,6 +39,34 @@ class StashedWeight(NamedTuple):
     parameter: nn.Parameter
     unsharded: torch.Tensor
     quantizer: Any
+
+
+def patch_new_zeros(local: torch.Tensor) -> None:
+    """Let FSDP2 shard an MXFP8 weight on the device. Local operation that does not change other formats.
+
+    FSDP2 copies its chunk, which TE slices bytewise, to ``local.new_zeros(shape)``. TE 2.20.2 creates it without scale
+    padding, so the chunk's scales only fit if their numbers are multiples of 128 and 4. The attribute belongs to this
+    tensor object only. It has no reference to the tensor: ``Module.to`` and ``float`` swap quantized parameters with
+    ``torch.utils.swap_tensors``, which rejects tensors with weak references.
+    """
+    row = _te.format_of(local)
+    if row is not None and row.name in ("mxfp8", "mxfp8-2d"):
+        quantizer = _te.quantizer_of(local).copy()
+        quantizer.set_usage(**local.get_usages())  # type: ignore[attr-defined]
+        options = {"dtype": local.dtype, "device": local.device}
+        apply_patch_to(local, "new zeros", functools.partial(_zeros, quantizer, row.block or 1, options))
+
+
+def _zeros(
+    quantizer: Any, block: int, defaults: Mapping[str, Any], size: Sequence[int], **options: Any
+) -> torch.Tensor:
+    """Return zeros like a weight of a quantizer, with padded scale buffers."""
+    if options or any(length % block for length in size):  # FSDP2's sharding raises right after this
+        return torch.zeros(tuple(size), **{**defaults, **options})
+    zeros = quantizer.make_empty(tuple(size), **defaults)
+    for buffer in _te.buffers_of(zeros):
+        buffer.zero_()
+    return zeros
 
 
 def stash_quantized(model: nn.Module) -> list[StashedWeight]:

@@ -294,7 +294,8 @@ def _reduce_single_rank(group: Any) -> None:
     """Replace ``foreach_reduce`` for a shard group of size 1."""
     if group._all_reduce_hook is not None:  # FSDP2 then does more than pass gradients on
         return
-    show, factor = getattr(group._reduce_scatter_comm, "expose", None), group.gradient_divide_factor
+    # Of :class:`te_fsdp.unit_communication.UnitReduceScatter`. FSDP2's own reduce-scatter has none.
+    observe, factor = getattr(group._reduce_scatter_comm, "observe", None), group.gradient_divide_factor
     seen = set[int]()
     for managed in group.fsdp_params:
         parameter, unsharded = managed.sharded_param, getattr(managed, "_unsharded_param", None)
@@ -311,8 +312,8 @@ def _reduce_single_rank(group: Any) -> None:
         if factor not in (None, 1):
             # Not in place, since the gradient may be shared. FSDP2 divides fp16 twice (torch 2.11 to 2.13).
             gradient = gradient / (factor * factor if gradient.dtype == torch.float16 else factor)
-        if show is not None:
-            show(gradient)
+        if observe is not None:
+            observe(gradient)
         dtype = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
         gradient = gradient if dtype is None else gradient.to(dtype)
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Private names of TransformerEngine, checked with TE 2.18 to 2.20.2. No other file imports TE.
+"""Private names of TransformerEngine, checked with TE 2.18 to 2.20.2. Only files of ``upstream`` import TE.
 
 TE is imported on first use, never at ``import te_fsdp``. Private names used here: a module's
 ``param_init_meta``, ``quantizers["scaling_fwd"]``, ``primary_weights_in_fp8``,
@@ -158,7 +158,7 @@ def high_precision_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 #: Attributes that belong to a tensor's data, not to the parameter: the value before quantization (set by TE or
-#: :func:`attach_high_precision_value`), TE's amax group, and the attribute set by ``all_gather.patch_new_zeros``.
+#: :func:`attach_high_precision_value`), TE's amax group, and the attribute set by ``quantized/shards.py``.
 DATA_ATTRIBUTES = (
     "_high_precision_init_val",
     "get_high_precision_init_val",

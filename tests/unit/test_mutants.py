@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
+import re
+import symtable
 import sys
 from pathlib import Path
 
@@ -27,6 +30,31 @@ def test_every_row_fits_the_tree():
     """A change that moves a guarded line takes its row along."""
     problems = [f"{row.area}.toml: {row.fault}: {row.problem()}" for row in ROWS if row.problem()]
     assert not problems, "\n" + "\n".join(problems)
+
+
+def _undefined(source: str) -> set[str]:
+    """Names that a module's code reads and does not define."""
+    top = symtable.symtable(source, "module", "exec")
+    defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+    read, tables = set[str](), [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        read |= {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
+    return read - defined - set(dir(builtins)) - {"__file__"}
+
+
+def test_new_texts_name_what_exists():
+    """A row with an undefined name is killed by NameError, whatever its test is about."""
+    problems = []
+    for row in ROWS:
+        source = (ROOT / row.file).read_text()
+        unknown = set(re.findall(r"[A-Za-z_]\w*", row.new)) - set(re.findall(r"\w+", source))
+        if unknown and row.file.endswith(".py"):
+            names = _undefined(source.replace(row.old, row.new, 1)) - _undefined(source)
+            problems += [f"{row.area}.toml: {row.fault}: {name}" for name in sorted(names)]
+    assert not problems, "\n" + "\n".join(problems)
+    assert _undefined("import a\ndef f(x):\n    return a.b(x, missing, len(y))\ny = 1\n") == {"missing"}
 
 
 def test_rows_are_different():

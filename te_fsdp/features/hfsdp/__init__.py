@@ -15,7 +15,7 @@
       ShardedOptimizer          gradients.py              component: refers to OuterAverages, hides .grad until then
 
     backward   _on_reduced -> EarlyAverages.reduced -> GradientAveraging.start     reduce-scatter over dp_replicate
-    step       OuterAverages.make -> main weights updated -> all_gather_main_params
+    step       OuterAverages.average -> main weights updated -> all_gather_main_params
 
 [Note: main parameters in a step] in ``features/main_params.py`` describes the step.
 """

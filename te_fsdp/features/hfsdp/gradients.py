@@ -141,17 +141,17 @@ class OuterAverages:
         """Return the main parameters whose averaged gradient is available, keyed by id(parameter)."""
         return {key: pair for key, pair in self._main_parameters.by_id.items() if pair.source is not None}
 
-    def make(self) -> None:
+    def average(self) -> None:
         """Average the gradients of parameters with sharded state over their replicas, unless done already.
 
         Collective over the replicas: one reduce-scatter per replica group and dtype, or the rest of those that started
         during backward, and :meth:`FrozenGradients.compare`. The parameters' own gradients are not changed.
         """
         self.frozen.compare()
-        cut = self.frozen.averaged()
-        parameters = [pair.parameter for pair in cut]
+        sharded = self.frozen.averaged()
+        parameters = [pair.parameter for pair in sharded]
         gradients = gradients_of(parameters)
-        if not cut or self._is_done(cut, gradients):
+        if not sharded or self._is_done(sharded, gradients):
             return
         self._factor = None
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -161,24 +161,24 @@ class OuterAverages:
         averages, specs, sources = [], [], []
         local = {
             id(pair.parameter): None if gradient is None else _torch.local_of(gradient)
-            for pair, gradient in zip(cut, gradients, strict=True)
+            for pair, gradient in zip(sharded, gradients, strict=True)
         }
         # Averages that started during backward. Other shards are averaged now.
         means = self.early.finish()
         missing = tuple(
-            [pair.shard for pair in cut if not pair.shard.reduced and id(pair.parameter) not in means]
+            [pair.shard for pair in sharded if not pair.shard.reduced and id(pair.parameter) not in means]
         )
         # Kept for the next steps, because the packing depends on the shards only.
         if self._averaging.shards != missing:
             self._averaging = GradientAveraging(missing)
         missing_rows = self._averaging.start([local[id(shard.parameter)] for shard in missing]).wait()
         means |= {id(shard.parameter): rows for shard, rows in zip(missing, missing_rows, strict=True)}
-        for pair in cut:
+        for pair in sharded:
             if id(pair.parameter) not in means:  # identical on all replicas
                 shard, gradient = pair.shard, local[id(pair.parameter)]
                 rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
                 means[id(pair.parameter)] = None if rows is None else rows.contiguous()
-        for pair, source in zip(cut, gradients, strict=True):
+        for pair, source in zip(sharded, gradients, strict=True):
             rows = means[id(pair.parameter)]
             if rows is None:
                 self.frozen.unused(pair)
@@ -202,7 +202,7 @@ class OuterAverages:
     def finish(self) -> None:
         """Complete averages that started during backward. Collective over the replicas if there may be some."""
         if self.early.expected:
-            self.make()
+            self.average()
 
     @property
     def computed(self) -> dict[int, torch.Tensor]:
@@ -230,11 +230,11 @@ class OuterAverages:
             if pair is not None:
                 pair.source = None
 
-    def _is_done(self, cut: list[MainParameter], gradients: list[torch.Tensor | None]) -> bool:
+    def _is_done(self, sharded: list[MainParameter], gradients: list[torch.Tensor | None]) -> bool:
         """Return whether the available averages match the current gradients; raise OrderError if some do not."""
         unchanged, fresh, changed = 0, 0, 0
-        same = TensorVersion.are_same([pair.source for pair in cut], gradients)
-        for pair, gradient, is_same in zip(cut, gradients, same, strict=True):
+        same = TensorVersion.are_same([pair.source for pair in sharded], gradients)
+        for pair, gradient, is_same in zip(sharded, gradients, same, strict=True):
             if gradient is None:
                 pair.source = None
             elif pair.source is None or pair.source.gradient() is not gradient:
@@ -246,7 +246,7 @@ class OuterAverages:
         # All averages are of this step, or none is. A mixture means that a backward ran after they were computed.
         if changed or (unchanged and fresh):
             raise OrderError(
-                f"{changed + fresh} of {len(cut)} gradients have changed after they were averaged",
+                f"{changed + fresh} of {len(sharded)} gradients have changed after they were averaged",
                 expected="the last backward of a step before clip_grad_norm_ and scale_gradients",
                 got="a further backward, or a write to a gradient, between these calls and step()",
                 why="The step would ignore the change",
@@ -262,8 +262,8 @@ class OuterAverages:
 
 def check_step(optimizer: Optimizer) -> None:
     """Raise OrderError before a step of an optimizer that would not average over the replicas. Local operation."""
-    keeper = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if keeper is not None and keeper.cuts:
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if main_parameters is not None and main_parameters.shards_state:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -295,11 +295,10 @@ def averages_of(parameters: Iterable[torch.Tensor], call: str = "") -> list[Oute
     for parameter in parameters:
         record = get_record(parameter)
         # The optimizer that shards its state, if it is still alive.
-        cutting = (
-            record.main_parameters() if record is not None and record.main_parameters is not None else None
-        )
-        if cutting is not None:
-            by_optimizer[id(cutting)] = cutting.averages
+        reference = None if record is None else record.main_parameters
+        main_parameters = None if reference is None else reference()
+        if main_parameters is not None:
+            by_optimizer[id(main_parameters)] = main_parameters.averages
         elif call and parameter.requires_grad:
             _check_sharded(parameter, call)
     return list(by_optimizer.values())
@@ -429,8 +428,8 @@ def _before_reduction(group: Any) -> None:
 
 
 def _on_reduced(
-    of: weakref.ref[ShardedModel],
-    component: weakref.ref[ShardedOptimizer],
+    state_ref: weakref.ref[ShardedModel],
+    component_ref: weakref.ref[ShardedOptimizer],
     unit: str,
     number: int,
     group: Any,
@@ -444,7 +443,7 @@ def _on_reduced(
             hidden: Any = hide_unaveraged_grad(gradient)
             plan = plan_of(parameter)
             hidden.label = "" if plan is None else plan.label
-    state, sharded_optimizer = of(), component()
+    state, sharded_optimizer = state_ref(), component_ref()
     if state is not None and sharded_optimizer is not None and sharded_optimizer.averages is not None:
         event = _fsdp2_gradients.reduction_event(group)
         sharded_optimizer.averages.early.reduced(state, unit, number, event)

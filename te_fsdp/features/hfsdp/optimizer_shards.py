@@ -114,7 +114,7 @@ class OptimizerShard:
         #: Whether the optimizer accepts gradients of any dtype (``decoupled_grad``).
         self.decoupled = False
         #: Cache of :func:`reason_for_fp32`, by class and shape of the local tensor.
-        self.obstacles: dict[tuple[type, tuple[int, ...]], str | None] = {}
+        self.fp32_reasons: dict[tuple[type, tuple[int, ...]], str | None] = {}
         # Cached, because creating specs takes longer than the rest of a step's host work per parameter.
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 
@@ -255,7 +255,7 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
     one per large tensor. All-gathers of one dtype, or of bytes, are one NCCL operation. Temporary memory: one copy of
     the packed rows. The order of parts is the same on all replicas.
     """
-    moves: list[Pending[Any]] = []
+    gathers: list[Pending[Any]] = []
     kinds = [(part.shard.ranks, "bytes" if part.as_bytes else part.mine.dtype) for part in parts]
     for kind in group_by_key(parts, kinds):
         group = kind[0].shard.group
@@ -269,13 +269,15 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
             else:
                 packed.append((part, rows))
         if len(large) > 1 and not large[0][0].is_cpu:  # gloo would send them one after the other
-            moves.append(all_gather_many(large, group))
+            gathers.append(all_gather_many(large, group))
         else:
-            moves += [redistribute(mine, Shard(0), Replicate(), group, into=output) for mine, output in large]
+            gathers += [
+                redistribute(mine, Shard(0), Replicate(), group, into=output) for mine, output in large
+            ]
         if packed:
-            moves.append(_start_packed_gather(packed))
-    for move in moves:
-        move.wait()
+            gathers.append(_start_packed_gather(packed))
+    for gather in gathers:
+        gather.wait()
 
 
 def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> Pending[None]:
@@ -303,23 +305,23 @@ def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> P
 #: Reason why a single tensor of all experts is sent as fp32.
 SINGLE = "one tensor of all experts"
 #: (shard, this rank's rows of the main weight), in the same order on all replicas.
-Cut = Sequence[tuple[OptimizerShard, torch.Tensor]]
+NewRows = Sequence[tuple[OptimizerShard, torch.Tensor]]
 
 
 @torch.no_grad()
-def all_gather_main_params(cut: Cut) -> None:
+def all_gather_main_params(new: NewRows) -> None:
     """Set parameters to their new main weights, each rounded or quantized once.
 
     Collective over the replicas: one all-gather per dtype, one for the bytes of all quantized weights, and one per
     large tensor. In addition the collectives of :func:`scales_of_rows`, and for NVFP4 and hybrids one reduction per
     weight.
     """
-    scales = scales_of_rows(cut)
+    scales = scales_of_rows(new)
     plain: list[ReplicaRows] = []
     packed: list[ReplicaRows] = []
     quantized: list[ReplicaRows] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for shard, rows in cut:
+    for shard, rows in new:
         local = _torch.local_of(shard.parameter)
         if not _te.is_quantized(local):
             current = shard.of(local)
@@ -354,14 +356,14 @@ def all_gather_main_params(cut: Cut) -> None:
         drop_derived_state(_torch.local_of(shard.parameter))
 
 
-def scales_of_rows(cut: Cut) -> dict[int, torch.Tensor]:
+def scales_of_rows(new: NewRows) -> dict[int, torch.Tensor]:
     """Return the scale (one element) of each current-scaling weight that is sent as bytes, by ``id`` of its shard.
 
     Each comes from the amax of the unsharded main weight. Collective over replicas and weight mesh if there are such
     weights: one max all-reduce per group.
     """
     requests: dict[int, PendingQuantization] = {}
-    for shard, rows in cut:
+    for shard, rows in new:
         local = _torch.local_of(shard.parameter)
         if _te.is_quantized(local) and reason_for_fp32(shard) is None:
             quantizer = _te.quantizer_of(local)
@@ -376,9 +378,9 @@ def reason_for_fp32(shard: OptimizerShard) -> str | None:
     # participate in one amax reduction whose group depends on it.
     local = _torch.local_of(shard.parameter)
     kind = (type(local), tuple(local.shape))
-    if kind not in shard.obstacles:
-        shard.obstacles[kind] = _fp32_reason(shard, local)
-    return shard.obstacles[kind]
+    if kind not in shard.fp32_reasons:
+        shard.fp32_reasons[kind] = _fp32_reason(shard, local)
+    return shard.fp32_reasons[kind]
 
 
 def _fp32_reason(shard: OptimizerShard, local: torch.Tensor) -> str | None:
@@ -416,11 +418,11 @@ def _quantized(
     else:
         if _te.needs_shared_amax(quantizer):
             _te.set_quantizer_amax_group(quantizer, shard.amax_group)
-        unseen = not rows.numel() and _te.has_delayed_scale(local)
-        if unseen:
+        is_empty_delayed = not rows.numel() and _te.has_delayed_scale(local)
+        if is_empty_delayed:
             quantizer.amax.zero_()  # no kernel runs for an empty tensor, so the amax of the last step would stay
         quantized = quantizer(rows)
-        if unseen:
+        if is_empty_delayed:
             copy_delayed_scale(quantized)
     sources = buffers_of_parts(quantized, "install")
     assert [target.name for target in targets] == [source.name for source in sources]

@@ -79,16 +79,19 @@ class GradientAveraging:
             This rank's rows in the order of the shards; ``None`` if no replica has a gradient.
         """
         received: list[torch.Tensor | None] = [None] * len(self.shards)
-        moves: list[Pending[torch.Tensor]] = []
+        reductions: list[Pending[torch.Tensor]] = []
         # Gradients missing on this rank, with the number of replicas that have one.
         flags: list[tuple[int, torch.Tensor]] = []
 
-        def send(source: torch.Tensor, shape: Sequence[int], first: OptimizerShard, by: Any) -> torch.Tensor:
-            into = torch.empty(shape, dtype=first.dtype, device=source.device)
-            if into.numel():
-                to, flat, late = group or first.group, into.view(-1), group is not None and into.is_cpu
-                moves.append(redistribute(source, first.partial, Shard(0), to, by, into=flat, async_op=late))
-            return into
+        def reduce(source: torch.Tensor, shape: Sequence[int], of: OptimizerShard, by: Any) -> torch.Tensor:
+            """Start the reduce-scatter of ``source``; return its output, of the given shape."""
+            output = torch.empty(shape, dtype=of.dtype, device=source.device)
+            if output.numel():
+                ranks, flat, late = group or of.group, output.view(-1), group is not None and output.is_cpu
+                reductions.append(
+                    redistribute(source, of.partial, Shard(0), ranks, by, into=flat, async_op=late)
+                )
+            return output
 
         self._group_gradients()
         for indices, buffer in self._kinds:
@@ -97,7 +100,7 @@ class GradientAveraging:
             if first.sent != first.dtype and (by is None or by.dtype is None):
                 by = replace(by or GradComm(), fp32_sum=True)
             packed = self._packed(indices, buffer, gradients)
-            result = send(packed.view(-1), packed.shape[1:], first, by)
+            result = reduce(packed.view(-1), packed.shape[1:], first, by)
             averages = iter(buffer.views(result))
             for flag, index in enumerate(indices, buffer.numel - buffer.trailing):
                 shard, gradient = self.shards[index], gradients[index]
@@ -107,7 +110,7 @@ class GradientAveraging:
                     gradient_or_zeros = (
                         packed.new_zeros(shard.rows.shape) if gradient is None else gradient.to(packed.dtype)
                     )
-                    received[index] = send(gradient_or_zeros.contiguous().view(-1), shard.shape, first, by)
+                    received[index] = reduce(gradient_or_zeros.contiguous().view(-1), shard.shape, first, by)
                 if gradient is None:
                     flags.append((index, result[flag]))
 
@@ -211,8 +214,8 @@ class EarlyAverages:
         if plan is not None and unit in plan.units:
             self._events.setdefault(unit, []).append(event)
             plan.order.arrived(unit, (unit, group))
-            as_before = plan.comm == state.sync.comm
-            while as_before and (complete := plan.order.next(len(self._started))) is not None:
+            same_settings = plan.comm == state.sync.comm
+            while same_settings and (complete := plan.order.next(len(self._started))) is not None:
                 self._begin(plan, complete)
 
     def _begin(self, plan: _OverlapPlan, unit: str) -> None:
@@ -278,10 +281,10 @@ class EarlyAverages:
         flags = torch.tensor([len(self._started), stale], dtype=torch.int32)
         assert self._groups is not None and plan.state is not None
         maximum(flags, self._groups[1])
-        most, dropped = flags.tolist()
-        if most == 0:
+        started, dropped = flags.tolist()
+        if started == 0:
             return {}
-        for unit in agreed[len(self._started) : most if dropped else None]:
+        for unit in agreed[len(self._started) : started if dropped else None]:
             self._begin(plan, unit)
         averages = [rows for pending in self._started.values() for rows in pending.wait()]
         stream: Any = current_stream(plan.state.meshes.device)
@@ -327,8 +330,8 @@ class EarlyAverages:
             return self._plan
         states = {id(state): state for shard in shards if (state := sharded_model_of(shard.parameter))}
         # Units of several models, or over several replica groups, have no common order.
-        alike = len(states) == 1 and len({shard.ranks for shard in shards}) == 1
-        state = next(iter(states.values())) if alike else None
+        have_common_order = len(states) == 1 and len({shard.ranks for shard in shards}) == 1
+        state = next(iter(states.values())) if have_common_order else None
         units: dict[str, GradientAveraging] = {}
         groups: list[str] = []
         index = {id(shard.parameter): position for position, shard in enumerate(shards)}

@@ -33,7 +33,7 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     # The fault of TransformerEngine's pull request 2713.
     "placement": ("te_fsdp.layout", "single_grouped_rules", _placed_in_two_dims),
     # FSDP2 divides gradients of experts by the ranks that share them, as it does by itself.
-    "divide": ("te_fsdp.apply_fully_shard", "divide_gradients", lambda *args: None),
+    "divide": ("te_fsdp.apply_fully_shard", "set_gradient_divisors", lambda *args: None),
     # Experts of other ranks do not count in the norm.
     "norm": ("te_fsdp.features.clip_grad_norm", "_axes_of", _axes_of_one_mesh),
 }

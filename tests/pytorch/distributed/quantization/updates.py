@@ -70,16 +70,16 @@ def _one_by_one() -> Iterator[None]:
         for local, value in pairs:
             local.quantize_(value) if _te.is_quantized(local) else local.copy_(value)
 
-    lists = lifecycle._lists()
+    hooks = lifecycle._step_hooks()
     places = [
         (main_params, "quantize_into"),
         (optimizer_shards, "quantize_into"),
         (optimizer_shards, "scales_of_rows"),
     ]
-    places.append((lists, "before"))
+    places.append((hooks, "before"))
     kept = [getattr(*place) for place in places]
-    without = tuple(function for function in lists.before if function is not use_fused_adam_master_weights)
-    assert len(without) < len(lists.before)
+    without = tuple(function for function in hooks.before if function is not use_fused_adam_master_weights)
+    assert len(without) < len(hooks.before)
     no_scales = lambda cut: {}  # noqa: E731
     for place, new in zip(places, [write_all, write_all, no_scales, without], strict=True):
         setattr(*place, new)
