@@ -54,6 +54,13 @@ def is_unit_unsharded(unit: nn.Module) -> bool:
     return any(map(operator.attrgetter("is_unsharded"), groups))
 
 
+def is_in_forward(unit: nn.Module) -> bool:
+    """Return whether FSDP2 has begun a unit's forward and its parameters are unsharded."""
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or fsdp_parameter_groups(unit)
+    return state._training_state._name_ == "FORWARD" and all(group.is_unsharded for group in groups)
+
+
 def roots_among(units: Iterable[nn.Module]) -> list[nn.Module]:
     """Return FSDP2's root units among ``units`` (``FSDPState._is_root``), none before the first forward."""
     return [unit for unit in units if unit._get_fsdp_state()._is_root]  # type: ignore[operator]
