@@ -115,8 +115,8 @@ class GradientAveraging:
                     flags.append((index, result[flag]))
 
         def finish() -> list[torch.Tensor | None]:
-            for move in moves:
-                move.wait()
+            for reduction in reductions:
+                reduction.wait()
             for index, replicas in flags:
                 if not bool(replicas > 0):  # waits for the device, only on ranks without a gradient
                     received[index] = None

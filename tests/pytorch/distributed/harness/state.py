@@ -66,7 +66,8 @@ def preload(te: bool, arch: str = "10.0") -> None:
 def preload_library() -> None:
     """Import te_fsdp and the bodies next to `harness`: 250 files, which each worker would import by itself."""
     package, here = importlib.import_module("te_fsdp"), Path(__file__).parents[1]
-    beside = ("te_fsdp.cli", "te_fsdp.emulation", "te_fsdp.integrations", "harness", "test_", "conftest", "bridge.script")
+    beside = ("te_fsdp.cli", "te_fsdp.emulation", "te_fsdp.integrations", "harness", "test_", "conftest")
+    beside += ("bridge.script",)  # runs at its import if megatron-fsdp is installed
     for folders, prefix in ((package.__path__, "te_fsdp."), ([str(here)], "")):
         for result in pkgutil.walk_packages(folders, prefix):
             if not result.name.startswith(beside):
