@@ -213,8 +213,8 @@ def refuse_writes_to_copies(copies: Sequence[DTensor], is_written: bool) -> None
 def _rows_error(name: str) -> PlacementError:
     return PlacementError(
         f"{name}: a write to some rows of a sharded tensor",
-        expected="a write to all rows, or to columns",
-        got="rows of several ranks, which torch has gathered",
+        expected="a write to the full length of the sharded dim",
+        got="rows or columns of several ranks, which torch has gathered",
         why="It would change this copy, and be lost",
         fix="use tensor.mul_(mask) with a DTensor, or write to full = tensor.full_tensor(), then call tensor.copy_("
         "torch.distributed.tensor.distribute_tensor(full, tensor.device_mesh, tensor.placements)). Clone the rows to "
