@@ -37,6 +37,7 @@ from te_fsdp.row_order import (
     OrderedCopy,
     RowsCopy,
     is_elementwise,
+    like_first_list,
     refuse_writes,
     refuse_writes_to_copies,
     row_dim,
@@ -292,7 +293,10 @@ class BoxedDTensor(DTensor):
         if func is torch.Tensor.copy_:
             args = (args[0], _rows_for(*args[:2]), *args[2:])
         # Functions of lists change or compute each tensor on its own. Attributes compute nothing.
-        is_simple = func.__name__.startswith(("_foreach_", "_fused_")) or func.__name__ == "__get__"
+        is_list = func.__name__.startswith(("_foreach_", "_fused_"))
+        is_simple = is_list or func.__name__ == "__get__"
+        if is_list:
+            args = like_first_list(func, args)
         stacked = [] if is_simple else stacked_among((args, tuple(kwargs.values())))
         if stacked:
             result = run_in_order(func, types, args, kwargs, stacked)

@@ -159,6 +159,33 @@ def _like_rows(value: Any, target: Any, func: Any) -> Any:
     return torch.empty_like(target, dtype=value.dtype).copy_(value.expand(sizes))
 
 
+def like_first_list(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments of a ``_foreach_`` or ``_fused_`` function with all rows in the order of the first list's.
+
+    Collective over the mesh of each tensor that has different placements.
+    """
+    first = args[0] if args else None
+    if (
+        not isinstance(first, (list, tuple)) or func.__name__ == "_foreach_copy_"
+    ):  # which converts each tensor
+        return args
+    pairs = [(t, t._spec.placements if isinstance(t, DTensor) else None) for t in first]
+
+    def fit(values: Any) -> Any:
+        if values is first or not isinstance(values, (list, tuple)) or len(values) != len(first):
+            return values
+        return [
+            _like_rows(value, target, func)
+            if isinstance(value, DTensor)
+            and value._spec.placements != placements
+            and getattr(target, "_stacked", None) is not None
+            else value
+            for value, (target, placements) in zip(values, pairs, strict=True)
+        ]
+
+    return tuple(map(fit, args))
+
+
 def _items(value: Any, kind: Any = DTensor) -> list[Any]:
     """Return the DTensors, or tensors of another class, in a value, also in lists and tuples."""
     if isinstance(value, (list, tuple)):
@@ -186,8 +213,8 @@ def refuse_writes_to_copies(copies: Sequence[DTensor], is_written: bool) -> None
 def _rows_error(name: str) -> PlacementError:
     return PlacementError(
         f"{name}: a write to some rows of a sharded tensor",
-        expected="a write to all rows, or to columns",
-        got="rows of several ranks, which torch has gathered",
+        expected="a write to the full length of the sharded dim",
+        got="rows or columns of several ranks, which torch has gathered",
         why="It would change this copy, and be lost",
         fix="use tensor.mul_(mask) with a DTensor, or write to full = tensor.full_tensor(), then call tensor.copy_("
         "torch.distributed.tensor.distribute_tensor(full, tensor.device_mesh, tensor.placements)). Clone the rows to "

@@ -23,3 +23,10 @@ def test_writes_with_other_tensors(pool, kind, axes, sharder):
 def test_writes_to_local_tensors_of_parts(pool, kind, axes, sharder):
     """``weight.chunk(2)[0].to_local()`` is a copy, in which a write would be lost."""
     assert pool.run(stacked_writes.accepted, 4, kind=kind, axes=axes, sharder=sharder) == [[]] * 4
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("kind", "axes", "sharder"), CASES)
+def test_steps_with_assigned_gradients(pool, kind, axes, sharder):
+    """``weight.grad = replicated`` reaches the rows of the unsharded module."""
+    assert pool.run(stacked_writes.stepped, 4, kind=kind, axes=axes, sharder=sharder) == [[]] * 4

@@ -26,6 +26,8 @@ ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
     "clamp_": lambda p, x: p.clamp_(min=x),
     "rows": lambda p, x: p.mul_(x[:, :1]),
     "columns": lambda p, x: p.mul_(x[:1]),
+    "foreach": lambda p, x: torch._foreach_addcmul_([p], [p.clone()], [x], 0.5),
+    "foreach, new": lambda p, x: p.copy_(torch._foreach_mul([p], [x])[0]),
 }
 PARTS: dict[str, Callable[[Any], Any]] = {
     "chunk": lambda p: p.chunk(2)[0],
@@ -63,8 +65,29 @@ def differing(kind: str, axes: dict[str, int], sharder: str) -> list[str]:
         for name, function in ELEMENTWISE.items():
             written, expected = weight.clone(), original.clone()
             function(written, distribute_tensor(values, mesh, placements))
-            if not torch.equal(whole(written), function(expected, values).cpu()):
+            function(expected, values)
+            if not torch.equal(whole(written), expected.cpu()):
                 wrong.append(f"{name}: {placements}")
+    return wrong
+
+
+def stepped(kind: str, axes: dict[str, int], sharder: str) -> list[str]:
+    """Return the optimizers that add other rows of a replicated gradient, which a script has assigned."""
+    wrong = []
+    for name in ("foreach", "fused", "neither"):
+        weight = _weight(kind, axes, sharder).requires_grad_()
+        values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.device)
+        one = whole(weight).to(weight.device).requires_grad_()
+        weight.grad = distribute_tensor(values, weight.device_mesh, [Replicate()] * weight.device_mesh.ndim)
+        one.grad = values
+        for parameter in (weight, one):
+            torch.optim.AdamW(
+                [parameter], lr=0.1, eps=1e-3, foreach=name == "foreach", fused=name == "fused"
+            ).step()
+        if not torch.allclose(
+            whole(weight), whole(one), atol=1e-6
+        ):  # the order of a fused kernel's operations
+            wrong.append(name)
     return wrong
 
 
