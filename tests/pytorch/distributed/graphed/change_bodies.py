@@ -8,7 +8,7 @@ import harness
 import torch
 from torch import nn
 
-from graphed.program_bodies import HIDDEN, STEPS, _batch, _compared, _Model, _recording
+from graphed.program_bodies import HIDDEN, STEPS, _batch, _compared, _Model, _outcome, _recording
 
 
 class _Replaces(torch.optim.Optimizer):
@@ -152,10 +152,6 @@ def quantized_forwards(recipe: str) -> list[int]:
             values[f"loss {number}"] = loss.detach()
             optimizer.step()
             optimizer.zero_grad()
-        values |= {name: harness.full(p.detach()) for name, p in model.named_parameters()}
-        if graphed is None:
-            return values, []
-        assert not graphed.why_eager, graphed.why_eager
-        return values, [graphed.recordings, graphed.replays]
+        return _outcome(model, values, graphed)
 
     return _compared(train)

@@ -104,6 +104,17 @@ LOOPS: dict[str, Callable[[nn.Module, int], torch.Tensor]] = {
 }
 
 
+def _outcome(
+    model: nn.Module, values: dict[str, torch.Tensor], graphed: Any
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Return the values with those of the weights, and the numbers of recordings and of replays."""
+    values = values | {name: harness.full(p.detach()) for name, p in model.named_parameters()}
+    if graphed is None:
+        return values, []
+    assert not graphed.why_eager, graphed.why_eager
+    return values, [graphed.recordings, graphed.replays]
+
+
 def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], list[int]]]) -> list[int]:
     if harness.device_type() == "cuda":
         train(False)  # cuBLAS may choose another algorithm in its first calls
@@ -212,11 +223,7 @@ def same_bits(loop: str) -> list[int]:
             values[f"loss {number}"] = loss.detach()
             optimizer.step()
             optimizer.zero_grad()
-        values |= {name: harness.full(p.detach()) for name, p in model.named_parameters()}
-        if graphed is None:
-            return values, []
-        assert not graphed.why_eager, graphed.why_eager
-        return values, [graphed.recordings, graphed.replays]
+        return _outcome(model, values, graphed)
 
     return _compared(train)
 
@@ -268,11 +275,7 @@ def cached_weights() -> list[int]:
             if number == 3:
                 with torch.no_grad(), te.autocast(enabled=True, recipe=DelayedScaling()):
                     model(batches[0])
-        values |= {name: harness.full(p.detach()) for name, p in model.named_parameters()}
-        if step is None:
-            return values, []
-        assert not step.why_eager, step.why_eager
-        return values, [step.recordings, step.replays]
+        return _outcome(model, values, step)
 
     return _compared(train)
 
