@@ -236,7 +236,7 @@ class Setup:
 
 
 def prepare_units(setup: Setup) -> None:
-    """Adapt FSDP2's units: shorten its steady state, no copies of quantized shards, sums over tp. Local operation."""
+    """Adapt FSDP2's units: a shorter steady state, no copies of quantized shards, sums over tp. Local operation."""
     plan, state = setup.plan, setup.state
     sharded_weights = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
     for unit in state.modules.values():
