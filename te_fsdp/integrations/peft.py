@@ -2,7 +2,7 @@
 
     add_adapters(model, peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "proj"]))    # before fully_shard
     te_fsdp.fully_shard(model, meshes)
-    te_fsdp.materialize(model)
+    te_fsdp.materialize(model, seed=0)
     with base_of(model):                                               # names as without adapters
         te_fsdp.checkpoint.load("pretrained", model)
     ...                                                                # train
