@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from te_fsdp.boxed_dtensor import place_full_tensors
 from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
@@ -63,6 +62,7 @@ from te_fsdp.records import (
     param_attrs_to_copy,
     require_model,
 )
+from te_fsdp.state_dict_wrappers import place_full_tensors
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.patches import pickle_element_types_by_value
 from te_fsdp.upstream.torch_data import count_writes_to_data

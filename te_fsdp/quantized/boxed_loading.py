@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.boxed_dtensor import wrap_dcp
 from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.boxed import (
     QuantizedDTensor,
@@ -32,6 +31,7 @@ from te_fsdp.quantized.boxed import (
 from te_fsdp.quantized.components import components_of, drop_derived_state
 from te_fsdp.quantized.quantizer_record import change_quantizer_record
 from te_fsdp.quantized.shards import quantize_with_shared_scale
+from te_fsdp.state_dict_wrappers import wrap_dcp
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.torch_dcp import LoadTarget
 

@@ -32,6 +32,7 @@ NAMES_TORCH_DOORS = (
 TORCH_DOORS = (
     *(f"te_fsdp/upstream/{name}.py" for name in NAMES_TORCH_DOORS.split(" ")),
     "te_fsdp/boxed_dtensor.py",
+    "te_fsdp/state_dict_wrappers.py",
 )
 NAMES_TE_DOORS = "te te_derived te_formats te_modules patches"
 TE_DOORS = tuple(f"te_fsdp/upstream/{name}.py" for name in NAMES_TE_DOORS.split(" "))

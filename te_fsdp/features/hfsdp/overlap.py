@@ -107,10 +107,10 @@ class GradientAveraging:
                 if not self._is_sent_alone[index]:
                     received[index] = next(averages)[: self._numels[index]].view(shard.shape)
                 else:
-                    gradient_or_zeros = (
+                    own = (
                         packed.new_zeros(shard.rows.shape) if gradient is None else gradient.to(packed.dtype)
                     )
-                    received[index] = reduce(gradient_or_zeros.contiguous().view(-1), shard.shape, first, by)
+                    received[index] = reduce(own.contiguous().view(-1), shard.shape, first, by)
                 if gradient is None:
                     flags.append((index, result[flag]))
 

@@ -1,0 +1,106 @@
+"""Wrappers of torch's functions for state dicts, which place the rows of original tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import (
+    default_planner,
+    filesystem,
+    hf_storage,
+    state_dict,
+    state_dict_loader,
+)
+
+from te_fsdp.boxed_dtensor import BoxedDTensor
+from te_fsdp.layout import slices
+from te_fsdp.row_order import refuse_writes_to_copies
+from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.torch_redistribution import move_strided_shards
+from te_fsdp.upstream.torch_rows import after_copies
+
+
+def place_full_tensors(record: str) -> None:
+    """Let torch place rows in full state dicts and results; ``record`` marks parameters. Later calls do nothing."""
+
+    def place_states(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            targets = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
+            boxes = {k: t for k, t in targets.items() if isinstance(t, BoxedDTensor) and t._map is not None}
+            uneven: dict[str, Any] = {
+                key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
+            }
+            # torch places the others. Its one rectangle is wrong for stacked rows and uneven strides.
+            others = {key: value for key, value in full.items() if key not in boxes and key not in uneven}
+            stock(others, local, *args, **kwargs)
+            for key, tensor in boxes.items():
+                local[key] = tensor.fill(full[key])
+            for key, tensor in uneven.items():
+                (chunk,) = tensor.__create_chunk_list__()
+                piece = full[key].detach()[slices(chunk.offsets, chunk.sizes)]
+                device = piece.device if tensor.is_meta else tensor.device
+                local[key] = _torch.dtensor(piece.to(device, copy=True), tensor._spec)
+
+        return distribute
+
+    def place_pairs(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def distribute(local_state_dict: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
+            for key in keys:
+                pair = local_state_dict.get(key)
+                if isinstance(pair, tuple) and isinstance(pair[0], BoxedDTensor) and pair[0]._map is not None:
+                    local_state_dict[key] = pair[0].fill(pair[1])
+            stock(local_state_dict, keys, *args, **kwargs)
+
+        return distribute
+
+    def separate(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def split(self: Any, storage_plan: dict[str, int] | None, items: Any) -> dict[int, list[Any]]:
+            # A file of safetensors has one tensor of a name, and torch would drop all pieces but the last one.
+            buckets = stock(self, storage_plan, items)
+            last, files = max(storage_plan.values()) if storage_plan else 1, dict[int, list[Any]]()
+            for number, bucket in buckets.items():
+                count = Counter[str]()
+                for item in bucket:
+                    files.setdefault(number + count[item.index.fqn] * last, []).append(item)
+                    count[item.index.fqn] += 1
+            return files
+
+        return split
+
+    # torch computes one rectangle from the placements, in ``_distribute_tensors`` (with ``broadcast_from_rank0``) and
+    # in ``_distribute_state_dict``. Tensors without a mapping take torch's own way.
+    for owner, name, wrap in (
+        (_state_dict_utils, "_distribute_tensors", place_pairs),
+        (state_dict, "_distribute_state_dict", place_states),
+        (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", separate),
+    ):
+        _wrap_once(owner, name, wrap)
+    move_strided_shards()
+    after_copies(record, refuse_writes_to_copies)
+
+
+def wrap_dcp(narrow: Callable[[Any], Any], load: Callable[[Any], Any], write: Callable[[Any], Any]) -> None:
+    """Wrap the functions that narrow tensors, load a state dict and write safetensors; once per process."""
+    # The planner narrows the tensors that a load fills, if they are not DTensors.
+    for owner, name, wrap in (
+        (filesystem, "narrow_tensor_by_index", narrow),
+        (default_planner, "narrow_tensor_by_index", narrow),
+        (state_dict_loader, "_load_state_dict", load),
+        (hf_storage.HuggingFaceStorageWriter, "write_data", write),
+    ):
+        if hasattr(owner, name):
+            _wrap_once(owner, name, wrap)
+
+
+def _wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    stock = getattr(owner, name)
+    if not hasattr(stock, "__wrapped__"):
+        setattr(owner, name, wrap(stock))
