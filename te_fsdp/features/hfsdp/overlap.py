@@ -79,7 +79,7 @@ class GradientAveraging:
             This rank's rows in the order of the shards; ``None`` if no replica has a gradient.
         """
         received: list[torch.Tensor | None] = [None] * len(self.shards)
-        reductions: list[Pending[torch.Tensor]] = []
+        works: list[Pending[torch.Tensor]] = []
         # Gradients missing on this rank, with the number of replicas that have one.
         flags: list[tuple[int, torch.Tensor]] = []
 
@@ -88,9 +88,7 @@ class GradientAveraging:
             output = torch.empty(shape, dtype=of.dtype, device=source.device)
             if output.numel():
                 ranks, flat, late = group or of.group, output.view(-1), group is not None and output.is_cpu
-                reductions.append(
-                    redistribute(source, of.partial, Shard(0), ranks, by, into=flat, async_op=late)
-                )
+                works.append(redistribute(source, of.partial, Shard(0), ranks, by, into=flat, async_op=late))
             return output
 
         self._group_gradients()
@@ -115,8 +113,8 @@ class GradientAveraging:
                     flags.append((index, result[flag]))
 
         def finish() -> list[torch.Tensor | None]:
-            for reduction in reductions:
-                reduction.wait()
+            for work in works:
+                work.wait()
             for index, replicas in flags:
                 if not bool(replicas > 0):  # waits for the device, only on ranks without a gradient
                     received[index] = None
