@@ -5,12 +5,13 @@
 # regularly. A collective does not help, because they reach a step at different times. So each rank writes its number of
 # backwards to the store before such a step, without waiting, with a digest of values that must be equal. Before a later
 # step it counts the ranks that have written the same. In between it has run a backward, and no rank joins the
-# reductions of that one before its own step.
+# reductions of that one before its own step. HFSDP reduces over the replicas in the step, so that a rank counts only
+# if all have written.
 
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from te_fsdp.checks.gradients import compare_gradient_shapes
 from te_fsdp.checks.optimizer import compare_options, format_options
 from te_fsdp.checks.weights import compare_copies_of_step
 from te_fsdp.collectives.agreement import digest
+from te_fsdp.collectives.async_work import current_stream
 from te_fsdp.collectives.rendezvous import (
     Rendezvous,
     collective_call,
@@ -81,17 +83,16 @@ class Progress:
         """Read what all ranks have written before, and write this rank's progress if it is due."""
         written, is_due = self._written, self.steps <= 2 or self.steps % EVERY == 0
         with store_errors(step.where):
-            if written is not None and self.backwards != written.backwards:
-                # Only then all ranks have launched the reductions of that backward.
-                torch.get_device_module(state.meshes.device).synchronize()
+            if written is not None and self.backwards != written.backwards and self._have_all(state, written):
                 if self._store.add(written.key, 0) != len(self._ranks):
-                    self._raise(step, state, written.step)
+                    self._raise(step, state, written)
                 if (read := self._read) is not None:  # no rank needs its keys any more
                     counters = (read.key, f"{read.step}/all") if self._rank == self._ranks[0] else ()
                     for key in (f"{read.step}/{self._rank}", *counters):
                         self._store.delete_key(key)
                 self._written, self._read = None, written
-            if is_due and self._written is None:
+            # Under HFSDP a rank may not have read the last message, while others wait for its next one.
+            if is_due and (self._written is None or state.outer == "optim"):
                 self._written = self._write(step, state, parameters)
 
     def _write(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> _Written:
@@ -102,8 +103,20 @@ class Progress:
         is_different = self._store.add(f"{self.steps}/all", 1) > self._store.add(written.key, 0)
         # If this rank is late, the others read it now. Otherwise all ranks do so in the next step.
         if is_different and len(self._by_backwards(self.steps)) > 1:
-            self._raise(step, state, self.steps)
+            self._raise(step, state, written)
         return written
+
+    def _have_all(self, state: ShardedModel, written: _Written) -> bool:
+        """Return whether all ranks have written, after this rank's part of the last backward has ended.
+
+        A rank has then launched the reductions of that backward, after its own step.
+        """
+        if state.outer == "optim":
+            # The early averages of HFSDP may end in another rank's step only, which waits for this one.
+            return self._store.add(f"{written.step}/all", 0) == len(self._ranks)
+        if (stream := current_stream(state.meshes.device)) is not None:
+            stream.synchronize()
+        return True
 
     def _wait_for_all(self, key: str) -> None:
         """Wait some seconds until all ranks are counted."""
@@ -119,9 +132,15 @@ class Progress:
             ranks.setdefault(self._store.get(f"{step}/{rank}").decode(), []).append(rank)
         return ranks
 
-    def _raise(self, step: Step, state: ShardedModel, number: int) -> NoReturn:
-        """Raise the error that names the ranks, on all ranks that are in this step or the next one."""
+    def _raise(self, step: Step, state: ShardedModel, written: _Written) -> None:
+        """Raise the error that names the ranks, on all ranks that are in this step or the next one.
+
+        Return if the ranks that were missing have written the same.
+        """
+        number = written.step
         self._wait_for_all(f"{number}/all")
+        if self._store.add(written.key, 0) == len(self._ranks):
+            return
         ranks = self._by_backwards(number)
         lines = [f"{backwards} backwards on {format_ranks(those)}" for backwards, those in ranks.items()]
         late = sorted({*self._ranks}.difference(*ranks.values()))
