@@ -258,6 +258,7 @@ def store_shard(
     new = value if binding is None or quantizer is None else quantize_shard(value, quantizer, binding)
     parameter = module._parameters[name] = replace_local_tensor(old, new, leave_out=_TE_MARKS)
     if quantizer is None:
+        _fsdp2_patches.pad_shard(module, name)
         return
     if _te.keeps_high_precision_value(module):
         # Set it on the object that optimizers read: a plain parameter is a different object than ``new``.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from te_fsdp.upstream.fsdp2_settled import shorten_gradient_reads, shorten_gradi
 from te_fsdp.upstream.fsdp2_units import (
     Listener,
     call_before,
+    find_fsdp_param,
     fsdp_parameter_groups,
     managed_fsdp_params,
     owners_of,
@@ -31,7 +33,7 @@ from te_fsdp.upstream.fsdp2_units import (
     replace_property,
     shards_of,
 )
-from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
+from te_fsdp.upstream.torch_dtensor import dtensor, local_of, shard_dim_of, spec_of, with_dtype
 
 # --- FSDPParamGroup.post_backward
 
@@ -181,6 +183,21 @@ def disable_flat_shard(managed: Any) -> None:
     owner, name = owners_of(managed)[0]
     if has_all_gather_hooks(getattr(owner, name)):
         managed.reset_sharded_param()  # also releases the parameter that the registered one has replaced
+
+
+def pad_shard(module: nn.Module, name: str) -> None:
+    """Let FSDP2 pad an uneven shard in high precision now. Local operation, none without FSDP2.
+
+    In its first forward it would replace the local tensor, so that state dicts from before kept the initial values.
+    """
+    parameter = module._parameters[name]
+    if not isinstance(parameter, DTensor) or not parameter.ndim:
+        return
+    mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
+    parts = math.prod(mesh.size(axis) for axis, placement in placements if shard_dim_of(placement) == 0)
+    # The search takes all parameters of the process.
+    if parameter.shape[0] % parts and (managed := find_fsdp_param(module, name)) is not None:
+        managed.reset_sharded_param()
 
 
 def disable_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
