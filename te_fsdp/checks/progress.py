@@ -39,7 +39,7 @@ from te_fsdp.tensor_checksums import checksum
 
 #: Ranks write before the first two steps, and then before each step whose number is a multiple of this.
 EVERY = 100
-#: Most seconds that a rank with an error waits for the others, which need it and the store for their own.
+#: Most seconds that a rank waits for those that have not written, and with an error for those that have not read it.
 _PATIENCE = 5.0
 
 
@@ -85,7 +85,7 @@ class Progress:
         with store_errors(step.where):
             if written is not None and self.backwards != written.backwards and self._have_all(state, written):
                 if self._store.add(written.key, 0) != len(self._ranks):
-                    self._raise(step, state, written)
+                    self._raise_unless_same(step, state, written)
                 if (read := self._read) is not None:  # no rank needs its keys any more
                     counters = (read.key, f"{read.step}/all") if self._rank == self._ranks[0] else ()
                     for key in (f"{read.step}/{self._rank}", *counters):
@@ -103,7 +103,7 @@ class Progress:
         is_different = self._store.add(f"{self.steps}/all", 1) > self._store.add(written.key, 0)
         # If this rank is late, the others read it now. Otherwise all ranks do so in the next step.
         if is_different and len(self._by_backwards(self.steps)) > 1:
-            self._raise(step, state, written)
+            self._raise_unless_same(step, state, written)
         return written
 
     def _have_all(self, state: ShardedModel, written: _Written) -> bool:
@@ -132,10 +132,10 @@ class Progress:
             ranks.setdefault(self._store.get(f"{step}/{rank}").decode(), []).append(rank)
         return ranks
 
-    def _raise(self, step: Step, state: ShardedModel, written: _Written) -> None:
+    def _raise_unless_same(self, step: Step, state: ShardedModel, written: _Written) -> None:
         """Raise the error that names the ranks, on all ranks that are in this step or the next one.
 
-        Return if the ranks that were missing have written the same.
+        Return if the missing ranks write the same within :data:`_PATIENCE` seconds.
         """
         number = written.step
         self._wait_for_all(f"{number}/all")

@@ -1,4 +1,4 @@
-"""``DTensor.data`` of te_fsdp's parameters. Checked with torch 2.11 to 2.15."""
+"""``DTensor.data`` of te_fsdp's parameters. Checked with torch 2.11 to 2.14."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Functions of DTensors that return copies of sharded rows, where a tensor of one process has a view.
 
-Checked with torch 2.11 to 2.15.
+Checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

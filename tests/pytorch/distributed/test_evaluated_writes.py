@@ -10,7 +10,7 @@ from parity import evaluated_writes
 @pytest.mark.parametrize("by", ["torch", "method", "2", "optim", "optim_grads", "optim_grads_params"])
 def test_weights_are_those_of_one_process(pool, by):
     for found in pool.run(evaluated_writes.changed, 4 if by == "2" else 2, by=by):
-        assert max(found.values()) < 1e-5, found
+        assert max(found.values()) < 1e-5, found  # relative norms; FP32 sums in a different order
 
 
 @pytest.mark.ranks(2)
