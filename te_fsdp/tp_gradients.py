@@ -49,7 +49,6 @@ def _sum(group: Any) -> None:
             _fsdp2_gradients.set_unsharded_gradient(managed, total.view(part.shape))
 
 
-@torch.no_grad()
 def place_gradient(parameter: torch.Tensor) -> None:
     """Give a gradient the placements of its parameter; it must not be that of stacked rows. Collective if they differ.
 
@@ -60,4 +59,5 @@ def place_gradient(parameter: torch.Tensor) -> None:
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return
     if gradient.placements != parameter.placements and gradient.device_mesh == parameter.device_mesh:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
+        with torch.no_grad():
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
