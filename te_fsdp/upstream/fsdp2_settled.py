@@ -138,7 +138,7 @@ def _to_sharded(group: Any, stock: Callable[[], None], cached: list[_ParamSlots]
     for managed in group.fsdp_params:
         if "free_unsharded_param" in managed.__dict__:
             managed.free_unsharded_param()
-        else:
+        elif not getattr(managed, "keep_unsharded_storage", False):  # torch 2.15
             for tensor in (*managed.all_gather_outputs, *managed._unsharded_inner_tensors):
                 storage = tensor.untyped_storage()
                 if storage.nbytes():
@@ -156,10 +156,12 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     ``replay`` returns the result of a quantized shard's all-gather hook without device work, or ``None`` to call it.
     Call this before other replacements of a group's ``unshard`` and ``wait_for_unshard``.
     """
-    # For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``. Later versions are
-    # not changed. Records get a subclass because properties cannot be replaced on an object.
-    if not all(hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params):
+    # torch 2.15 lets a shard free the all-gather outputs after each gather. No class of TE 2.20 does, and no shortcut
+    # would free them.
+    frees = operator.attrgetter("_release_all_gather_outputs_after_post_all_gather")
+    if hasattr(group, "_all_gather_output_fn") and any(map(frees, group.fsdp_params)):  # torch 2.15
         return
+    # Records get a subclass because properties cannot be replaced on an object.
     record_of_group(group).replay = replay
     for managed in group.fsdp_params:
         managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)
@@ -288,7 +290,10 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
     if has_copied:
         event = group.device_handle.Event()
         event.record()
-        group._wait_all_gather_streams_on_event(event)
+        if hasattr(group, "_wait_all_gather_streams_on_event"):  # torch before 2.15
+            group._wait_all_gather_streams_on_event(event)
+        else:
+            group.comm_ctx.wait_all_gather_streams_on_event(event)
 
 
 def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
@@ -388,9 +393,11 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> DTensor:
         # FSDP2 raises for another shape, with a message of its own.
-        if tensor.requires_grad or tensor.shape != self.sharded_size:
+        specs = self.__dict__.get("_sharding_spec_by_dtype")  # torch 2.15: those that FSDP2 has made
+        spec = self._sharding_spec if specs is None else specs.get(tensor.dtype)
+        if spec is None or tensor.requires_grad or tensor.shape != self.sharded_size:
             return kind.to_sharded_dtensor(self, tensor)
-        return new_dtensor(DTensor, tensor, self._sharding_spec, requires_grad=False)
+        return new_dtensor(DTensor, tensor, spec, requires_grad=False)
 
     answers = {
         "gathered_views": None,  # the all-gather outputs, the shapes of the inputs, and the outputs in these shapes
@@ -413,7 +420,10 @@ def shorten_gradients(group: Any) -> list[tuple[dict[str, Any], str]]:
     for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
         attrs = managed.__dict__
         if "to_sharded_dtensor" not in attrs:
-            spec = managed._sharding_spec
+            specs = attrs.get("_sharding_spec_by_dtype")  # torch 2.15: those that FSDP2 has made
+            spec = managed._sharding_spec if specs is None else specs.get(managed.sharded_grad_dtype)
+            if spec is None:
+                continue
             attrs["to_sharded_dtensor"] = functools.partial(
                 new_dtensor, DTensor, spec=spec, requires_grad=False
             )

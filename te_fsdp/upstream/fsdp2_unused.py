@@ -28,18 +28,17 @@ def complete_gradients(group: Any) -> None:
     info = group.mesh_info
     is_alone = info.shard_mesh_size == 1 and not hasattr(info, "replicate_mesh_size")
     add_reduction_listener(group, before=functools.partial(_complete, not is_alone))
-    if not is_alone and not hasattr(group, _ORDER):
+    if not is_alone:
         flags = record_of_group(group).flags = UseFlags()
         group.finalize_backward = functools.partial(_finalize, group, flags, group.finalize_backward)
 
 
-#: Order in which torch 2.15 reduces a group's records by index. It does not include an added record.
-_ORDER = "_reduce_scatter_param_indices"
-
-
 def _finalize(group: Any, flags: UseFlags, stock: Any, *args: Any) -> None:
+    reduced = group._post_reduce_event
     stock(*args)
     if flags.undecided:
+        if reduced is not None:  # torch 2.15 waits for the last reductions later
+            reduced.wait()
         flags.decide(group)
 
 
@@ -88,7 +87,7 @@ class UseFlags:
 
     fsdp_placement, offload_to_cpu, is_dtensor = Shard(0), False, False
     contiguous_sharded_stride = (1,)
-    unsharded_accumulated_grad = None
+    unsharded_accumulated_grad = sharded_grad_dtype = grad_offload_event = None
 
     def __init__(self) -> None:
         self.filled: set[Any] = set()
@@ -133,11 +132,16 @@ class UseFlags:
         ]
         for parameter, _ in hooks:
             parameter._post_accumulate_grad_hooks = None
-        group.fsdp_params = [*records, self]
+        group.fsdp_params, self.unsharded_grad_dtype = [*records, self], dtype
+        order = group.__dict__.get("_reduce_scatter_param_indices")  # torch 2.15: of the records to reduce
+        if order is not None:
+            group._reduce_scatter_param_indices = [*order, len(records)]
         try:
             stock(*args)
         finally:
             group.fsdp_params = records
+            if order is not None:
+                group._reduce_scatter_param_indices = order
             self.filled.clear()
             for parameter, calls in hooks:
                 parameter._post_accumulate_grad_hooks = calls

@@ -111,7 +111,6 @@ FSDP2 = (
         "finalize_backward",
         "no gradient for parameters that no rank used",
         "test_unused.py::test_weight_decay_of_what_no_rank_uses",
-        versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",
@@ -164,7 +163,6 @@ FSDP2 = (
         "unshard, wait_for_unshard",
         "fewer calls for plain shards",
         "test_all_calls.py::test_budget",
-        versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",
@@ -172,7 +170,6 @@ FSDP2 = (
         "accumulate_unsharded_grad_if_needed",
         "one call or none if nothing is cast, moved, padded or accumulated",
         "test_all_calls.py::test_budget",
-        versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParamGroup`",

@@ -12,7 +12,7 @@ import pytest
 from strategies import all_calls
 
 #: The limit on te_fsdp's calls, as a fraction of plain FSDP2's calls in the same loop. Each is at least 2 % above the
-#: largest value measured with torch 2.11 to 2.14. HFSDP is compared with FSDP2's HSDP, which shards no optimizer state
+#: largest value measured with torch 2.11 to 2.15. HFSDP is compared with FSDP2's HSDP, which shards no optimizer state
 #: over the replicas. FSDP2 does not detect cleared gradients, and writes to weights between forward and backward.
 BUDGETS = {
     "dense": 0.54,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import assert_same_bits
 from strategies import settled
+from torch.distributed.fsdp import FSDPModule
 
 SEEN = {
     "gathered": True,
@@ -22,6 +23,16 @@ SEEN = {
 def test_changes_between_steps(pool, transport):
     """Attributes, and `requires_grad`, of parameters that FSDP2 swaps in one loop."""
     assert pool.run(settled.seen, 2, transport=transport) == [SEEN] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_keep_unsharded_storage"), reason="new in torch 2.15")
+def test_kept_storage(pool):
+    """`set_keep_unsharded_storage` of FSDP2 has its effect in later steps, too."""
+    for keeps in (False, True):
+        for found in pool.run(settled.kept_bytes, 2, keeps=keeps):
+            assert len(found) == 3  # of weight, and the norm's weight and bias
+            assert all((size > 0) == keeps for size in found), found
 
 
 @pytest.mark.ranks(2)

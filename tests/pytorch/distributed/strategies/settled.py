@@ -73,6 +73,19 @@ def seen(transport: str) -> dict[str, Any]:
     return results
 
 
+def kept_bytes(keeps: bool) -> list[int]:
+    """Bytes of the memory of the first layer's gathered parameters after a later step."""
+    model, _ = _model({"dp_shard": 2})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        _step(model, optimizer)
+    model.set_keep_unsharded_storage(keeps)
+    gathered = list[torch.Tensor]()
+    model[0].register_forward_pre_hook(lambda module, _: gathered.extend(module.parameters()))
+    _step(model, optimizer)
+    return [_torch.local_of(parameter).untyped_storage().nbytes() for parameter in gathered]
+
+
 def sums_over_tp() -> list[int]:
     """All-reduces of tp in a settled backward; how many gradients of norms they sum."""
     model, meshes = _model({"dp_shard": 1, "tp": 2})
