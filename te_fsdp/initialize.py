@@ -34,7 +34,7 @@ from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_d
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
-def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
+def check_initialized(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
     """Raise OrderError if a forward would run on parameters without values. Local operation."""
     meta = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
     if meta:

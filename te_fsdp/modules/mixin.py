@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from te_fsdp.errors import InitError, OrderError, PrecisionError
-from te_fsdp.initialize import check_initialised, initialize_by_reset
+from te_fsdp.initialize import check_initialized, initialize_by_reset
 from te_fsdp.lifecycle import mark_replaced, track_replaced_parameters
 from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
 from te_fsdp.modules.torch_units import reshard_after_evaluations
@@ -261,7 +261,7 @@ class MeshModule(torch.nn.Module):
         if not self._parameters:
             return super().forward(*args, **kwargs)
         if binding.on_meta:
-            check_initialised(self._parameters.items(), binding.name)
+            check_initialized(self._parameters.items(), binding.name)
             binding.on_meta = False
         if binding.fsdp.is_managed and _torch.backward_id() != -1:  # in_backward(), without a Python call
             gather_missing_direction(self, binding)
