@@ -232,8 +232,6 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
     """
     # Both are slices of one mesh of all ranks, because torch names process groups by counting them. If ranks created
     # only their own stage's groups, different groups would get the same name and mix up their messages.
-    from torch.distributed.device_mesh import DeviceMesh
-
     if ranks.numel() < dist.get_world_size() and not is_simulated():
         # One number from each rank, then each distinct list from the first rank that has it. So a rank receives one
         # number per rank, and one list per model.
