@@ -44,17 +44,11 @@ _log = logging.getLogger("te_fsdp")
 
 
 class Transport(NamedTuple):
-    """How a unit is all-gathered.
+    """How a unit is all-gathered."""
 
-    Attributes:
-        name: ``"nccl"`` or ``"copy_engine"``; ``"none"`` if nothing is gathered.
-        why: Reason why it is not ``copy_engine``; empty if it is.
-        gathers: Object that runs the copy-engine all-gathers.
-    """
-
-    name: str
-    why: str = ""
-    gathers: _copy_engine.CopyEngineGathers | None = None
+    name: str  #: ``"nccl"`` or ``"copy_engine"``; ``"none"`` if nothing is gathered
+    why: str = ""  #: Reason why it is not ``copy_engine``; empty if it is
+    gathers: _copy_engine.CopyEngineGathers | None = None  #: Object that runs the copy-engine all-gathers
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
