@@ -55,10 +55,8 @@ def initialize_te_parameters(module: nn.Module) -> None:
 
     Meta parameters are replaced by parameters on the device, others are filled in place. Quantized weights are
     quantized once, with the scale of the unsharded weight. Collective over the parameters' mesh (a check of the random
-    state, and the amax of per-tensor formats).
-
-    Raises:
-        InitError: The ranks' random states differ, or an init function left values uninitialized.
+    state, and the amax of per-tensor formats). Raises InitError if the ranks' random states differ, or if an init
+    function left values uninitialized.
     """
     binding = binding_of(module)
     assert binding is not None

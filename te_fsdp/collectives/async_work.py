@@ -119,15 +119,12 @@ class SideStream:
 class UnitOrder:
     """The order in which backwards complete units, for a constant set of trained parameters.
 
-    Args:
-        units: Unit names. This order decides between units that are completed at the same time.
-
-    Attributes:
-        agreed: The units that may start early, in order. ``None`` before the ranks have agreed.
+    The order of ``units`` decides between units that are completed at the same time.
     """
 
     def __init__(self, units: Sequence[str]) -> None:
         self._units = tuple(units)
+        #: The units that may start early, in order. ``None`` before the ranks have agreed.
         self.agreed: tuple[str, ...] | None = None if self._units else ()
         self._missing: Counter[str] = Counter()
         self._seen: set[Hashable] = set()

@@ -344,9 +344,7 @@ def all_gather_many(
 ) -> Pending[None]:
     """Start several all-gathers as one operation with a single launch of the transport. Collective over ``group``.
 
-    Args:
-        tensors: Pairs of this rank's shard and the output for all ranks, both 1-D. The shard may be part of the output.
-        group: The ranks.
+    ``tensors``: pairs of this rank's shard and the output for all ranks, both 1-D. The shard may be part of the output.
     """
     gather = _first_available(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
     work = gather([output for _, output in tensors], [shard for shard, _ in tensors])
@@ -358,11 +356,7 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
     """Copy the tensors of the group's first rank to all ranks, in place.
 
     Collective over ``group``: one broadcast per dtype, and one for each contiguous tensor of more than :data:`LARGE`
-    elements.
-
-    Args:
-        tensors: In the same order and with the same shapes on all ranks.
-        group: The ranks.
+    elements. All ranks pass tensors in the same order and with the same shapes.
     """
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -159,10 +159,8 @@ def _default_transport_reason(transport: str, device: torch.device, storage: Sto
 def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, option: bool | str) -> None:
     """Make FSDP2 reduce large gradients without a copy. Local operation with the same result on all ranks.
 
-    Args:
-        state: State of a model that FSDP2 has just sharded, with chosen transports. Its ``copied`` is filled.
-        policy: FSDP2's policy, for models without a precision policy.
-        option: Whether for all units, or ``"auto"``.
+    FSDP2 has just sharded the model, and its transports are chosen. ``policy`` is FSDP2's, for models without a
+    precision policy. ``option``: whether for all units, or ``"auto"``.
     """
     if not option:
         return
