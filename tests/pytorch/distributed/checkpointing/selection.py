@@ -1,4 +1,4 @@
-"""Meshes of the large products, and the part of these that runs: all on GPUs or with `--matrix full`."""
+"""Cases of the large products of meshes: all on GPUs or with `--matrix full`."""
 
 from __future__ import annotations
 
