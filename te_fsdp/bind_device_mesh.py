@@ -128,7 +128,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         MeshError: A mesh is not 1-D, or contradicts ``tp_size`` or ``tp_group``.
         PlacementError: Heads or features that ``tp_size`` does not divide.
     """
-    members = {"__init__": __init__, "set_device_mesh": _set_own_mesh, "__doc__": doc}
+    members = {"__init__": __init__, "set_device_mesh": set_device_mesh, "__doc__": doc}
     # The constructor above reads `cls` for ``super()`` when it runs, and the class exists by then.
     cls = type(kind, _bases(stock), members | {"__module__": "te_fsdp"})
     return cls
@@ -143,23 +143,14 @@ def bound_class(cls: type) -> type:
     """
     if issubclass(cls, MeshModule):
         return cls
-    members = {"set_device_mesh": _set_own_mesh, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    members = {"set_device_mesh": set_device_mesh, "__doc__": cls.__doc__, "__module__": cls.__module__}
     for name in _te.KINDS if _te.is_loaded() else ():
         if cls is _te.module_class(name):
             return type(name, (mesh_class(name),), members)
-    return type(cls.__name__, _bases(cls), members)
-
-
-def _set_own_mesh(
-    self: nn.Module,
-    tp_mesh: DeviceMesh | None = None,
-    weight_mesh: DeviceMesh | None = None,
-    *,
-    ep_mesh: DeviceMesh | None = None,
-    expert_weight_mesh: DeviceMesh | None = None,
-) -> None:
-    """Bind this module and its children to meshes: see :func:`te_fsdp.set_device_mesh`."""
-    set_device_mesh(self, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh)
+    is_foreign = not any(
+        str(base.__module__).partition(".")[0] == "transformer_engine" for base in cls.__mro__
+    )
+    return type(cls.__name__, _bases(cls), {**members, "_is_foreign": is_foreign})
 
 
 def _bases(cls: type) -> tuple[type, ...]:

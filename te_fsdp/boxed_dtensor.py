@@ -100,7 +100,7 @@ def boxed(tensor: torch.Tensor | None, rule: ParameterRule | None, *, has_tp: bo
     # Only stacked rows that tensor parallelism shards need this class. Other tensors keep their class, because each
     # attribute access of this one costs a call.
     if type(tensor) is DTensor and rule is not None and has_tp and is_reordered(tensor, rule):
-        _mark(tensor, BoxMap(rule, has_tp, False, tuple(tensor.placements)))
+        _set_class(tensor, BoxMap(rule, has_tp, False, tuple(tensor.placements)))
 
 
 def is_reordered(tensor: DTensor, rule: ParameterRule) -> bool:
@@ -112,7 +112,7 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
     """Return a tensor made for a parameter, such as an optimizer state, with its mapping. Local operation."""
     box_map = parameter.__dict__.get(_KEY)
     if isinstance(box_map, BoxMap) and type(tensor) is DTensor and tensor.shape == parameter.shape:
-        _mark(tensor, box_map, parameter.kept_class if isinstance(parameter, BoxedDTensor) else None)
+        _set_class(tensor, box_map, parameter.kept_class if isinstance(parameter, BoxedDTensor) else None)
     return tensor
 
 
@@ -138,7 +138,7 @@ def _in_order_of_blocks(full: torch.Tensor, mesh: DeviceMesh, rule: ParameterRul
     return torch.cat([blocks[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim)
 
 
-def _mark(tensor: DTensor, box_map: BoxMap, cls: type[BoxedDTensor] | None = None) -> None:
+def _set_class(tensor: DTensor, box_map: BoxMap, cls: type[BoxedDTensor] | None = None) -> None:
     tensor.__class__ = cls = cls or BoxedDTensor
     support_foreach(cls)
     tensor.__dict__[_KEY] = box_map
@@ -192,7 +192,7 @@ class BoxedDTensor(DTensor):
         if is_elementwise(func, args, kwargs):
             result = _torch.plain_results(func, types, args, kwargs)
             if type(result) is DTensor:
-                _keep(result, args, func)
+                _keep_class(result, args, func)
             return result
         if OrderedCopy in types or RowsCopy in types:
             refuse_writes(func, args, kwargs)
@@ -209,12 +209,12 @@ class BoxedDTensor(DTensor):
         else:
             result = _torch.plain_results(func, types, args, kwargs)
         if type(result) is DTensor:
-            _keep(result, stacked or args, func)
+            _keep_class(result, stacked or args, func)
         elif isinstance(result, (list, tuple)):
             for index, item in enumerate(result):
                 if type(item) is DTensor:
                     lists = [a[index] for a in args if type(a) in (list, tuple) and len(a) == len(result)]
-                    _keep(item, stacked or lists, func)
+                    _keep_class(item, stacked or lists, func)
         return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -371,14 +371,14 @@ def _reduce_for_process(tensor: BoxedDTensor) -> Any:
 
 def _with_map(tensor: DTensor, box_map: BoxMap | None, cls: type[BoxedDTensor] | None) -> DTensor:
     if box_map is not None:
-        _mark(tensor, box_map, cls)
+        _set_class(tensor, box_map, cls)
     return tensor
 
 
 ForkingPickler.register(BoxedDTensor, _reduce_for_process)
 
 
-def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
+def _keep_class(result: DTensor, args: Sequence[Any], func: Any) -> None:
     """Give a result the class of the first argument that has it, if its placements describe the rows."""
     for arg in args:
         if isinstance(arg, BoxedDTensor) and (box_map := arg.__dict__.get(_KEY)) is not None:
@@ -389,7 +389,7 @@ def _keep(result: DTensor, args: Sequence[Any], func: Any) -> None:
                 rule = replace(box_map.rule, shard_dim=dim)
                 box_map = replace(box_map, rule=rule, placements=placements, owner=None)
             if is_same or dim is not None or func.__name__ in _COPIED_INTO:
-                _mark(result, box_map, arg.kept_class)
+                _set_class(result, box_map, arg.kept_class)
             return
 
 

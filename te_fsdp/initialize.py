@@ -34,7 +34,7 @@ from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_d
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
-def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
+def check_initialized(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
     """Raise OrderError if a forward would run on parameters without values. Local operation."""
     meta = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
     if meta:
@@ -55,10 +55,8 @@ def initialize_te_parameters(module: nn.Module) -> None:
 
     Meta parameters are replaced by parameters on the device, others are filled in place. Quantized weights are
     quantized once, with the scale of the unsharded weight. Collective over the parameters' mesh (a check of the random
-    state, and the amax of per-tensor formats).
-
-    Raises:
-        InitError: The ranks' random states differ, or an init function left values uninitialized.
+    state, and the amax of per-tensor formats). Raises InitError if the ranks' random states differ, or if an init
+    function left values uninitialized.
     """
     binding = binding_of(module)
     assert binding is not None

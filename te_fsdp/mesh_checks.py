@@ -232,8 +232,6 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
     """
     # Both are slices of one mesh of all ranks, because torch names process groups by counting them. If ranks created
     # only their own stage's groups, different groups would get the same name and mix up their messages.
-    from torch.distributed.device_mesh import DeviceMesh
-
     if ranks.numel() < dist.get_world_size() and not is_simulated():
         # One number from each rank, then each distinct list from the first rank that has it. So a rank receives one
         # number per rank, and one list per model.
@@ -247,8 +245,8 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
         distinct = sorted({str(model): model for rank_list in lists for model in rank_list}.values())
         stages = [torch.tensor(model, device="cpu") for model in distinct]
         numbers = sorted(n for model in stages for n in model.flatten().tolist())
-        alike = all(model.shape == ranks.shape[1:] for model in stages)
-        if numbers != list(range(dist.get_world_size())) or not alike:
+        have_one_shape = all(model.shape == ranks.shape[1:] for model in stages)
+        if numbers != list(range(dist.get_world_size())) or not have_one_shape:
             raise MeshError(
                 "Meshes.from_device_mesh: a mesh of some of the ranks",
                 expected="on every rank the mesh that contains it, all of the same shape",

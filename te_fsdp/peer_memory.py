@@ -32,12 +32,7 @@ _LEAST = 256
 
 
 class PeerMemory:
-    """Memory with one part per rank of a group. Each rank reads all parts.
-
-    Attributes:
-        parts: uint8 tensors of one size on this rank's device, by rank.
-        local: This rank's part.
-    """
+    """Memory with one part per rank of a group: uint8 tensors of one size on this rank's device. It reads all parts."""
 
     def __init__(self, parts: list[torch.Tensor], group: dist.ProcessGroup, handle: Any = None) -> None:
         self.parts, self.local, self.group, self._handle = parts, parts[group.rank()], group, handle

@@ -78,7 +78,7 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
     is_split = func in VIEWS and first is stacked[0] and not keeps_dim(func, dim, args, kwargs)
     if not is_part and not is_split and func not in _INDICES:
         try:
-            with without_mixed_order(stacked[0].device_mesh, [_rows(tensor) for tensor in stacked]):
+            with without_mixed_order(stacked[0].device_mesh, [_row_count(tensor) for tensor in stacked]):
                 result = _torch.plain_results(func, types, args, kwargs)
             # Results have complete rows of an argument, or none.
             spec = stacked[0]._spec
@@ -88,7 +88,7 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
                 or item.device_mesh != spec.mesh
                 or _torch.shard_dim_of(item._spec.placements[-1]) is None
                 or any(row_dim(item, tensor) is not None for tensor in stacked)
-                for item in _items(result)
+                for item in _dtensors_in(result)
             ):
                 return result
         except MixedOrder:
@@ -102,8 +102,9 @@ def run_in_order(func: Any, types: Any, args: Any, kwargs: dict[str, Any], stack
         args = (first, *(_like_rows(value, target, func) for value in args[1:]))
         kwargs = {key: _like_rows(value, target, func) for key, value in kwargs.items()}
         return _torch.plain_results(func, types, args, kwargs)
-    args = (first, *_in_order(args[1:])) if target is not None and target is first else _in_order(args)
-    kwargs = {key: _in_order(value) for key, value in kwargs.items()}
+    written = args[:1] if target is not None and target is first else ()
+    args = (*written, *_replicated_in_order(args[len(written) :]))
+    kwargs = {key: _replicated_in_order(value) for key, value in kwargs.items()}
     result = _torch.plain_results(func, types, args, kwargs)
     _mark_copies(result, (args, list(kwargs.values())), target)
     return result
@@ -131,17 +132,17 @@ def row_dim(result: DTensor, tensor: Any) -> int | None:
     is_flat = (
         len(shape) == 1 and box_map.rule.shard_dim == 0 and math.prod(shape) == math.prod(tensor._spec.shape)
     )
-    return dim if is_flat or shape[dim] == _rows(tensor) else None
+    return dim if is_flat or shape[dim] == _row_count(tensor) else None
 
 
-def _rows(tensor: Any) -> int:
+def _row_count(tensor: Any) -> int:
     return tensor._spec.shape[tensor.__dict__[_torch.BOXES].rule.shard_dim]
 
 
-def _in_order(value: Any) -> Any:
+def _replicated_in_order(value: Any) -> Any:
     """Return a stacked DTensor, or those in a sequence, replicated in the original order. Collective over its mesh."""
     if type(value) in (tuple, list):  # also the index of p[mask, 0]
-        return type(value)(map(_in_order, value))
+        return type(value)(map(_replicated_in_order, value))
     is_stacked = isinstance(value, DTensor) and getattr(value, "_stacked", None) is not None
     return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim) if is_stacked else value
 
@@ -186,17 +187,17 @@ def like_first_list(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(fit, args))
 
 
-def _items(value: Any, kind: Any = DTensor) -> list[Any]:
-    """Return the DTensors, or tensors of another class, in a value, also in lists and tuples."""
+def _dtensors_in(value: Any, kind: Any = DTensor) -> list[Any]:
+    """Return the DTensors, or tensors of a different class, in a value, also in its lists and tuples."""
     if isinstance(value, (list, tuple)):
-        return [item for entry in value for item in _items(entry, kind)]
+        return [item for entry in value for item in _dtensors_in(entry, kind)]
     return [value] if isinstance(value, kind) else []
 
 
 def _mark_copies(result: Any, sources: Any, target: Any = None, cls: type[DTensor] | None = None) -> None:
     """Change the class of results that share memory with a source. In one process they would be views."""
-    memory = {_torch.memory_id(item._local_tensor) for item in _items(sources)}
-    for item in _items(result):
+    memory = {_torch.memory_id(item._local_tensor) for item in _dtensors_in(sources)}
+    for item in _dtensors_in(result):
         if type(item) is DTensor and item is not target and _torch.memory_id(item._local_tensor) in memory:
             item.__class__ = cls or OrderedCopy
 
@@ -238,7 +239,7 @@ def refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     # Functions of torch.nn.init pass their tensor by its name.
     args, kwargs = by_position(args, kwargs)
     targets = [kwargs.get("out"), args[0] if args and is_in_place(func) else None]
-    for target in _items(targets, (OrderedCopy, LocalCopy)):
+    for target in _dtensors_in(targets, (OrderedCopy, LocalCopy)):
         raise _write_error(func) if type(target) is OrderedCopy else _rows_error(func.__name__)
 
 
@@ -257,7 +258,7 @@ class OrderedCopy(DTensor):
         kwargs = kwargs or {}
         refuse_writes(func, args, kwargs)
         result = _torch.plain_results(func, types, args, kwargs)
-        _mark_copies(result, _items(args, OrderedCopy), cls=cls)
+        _mark_copies(result, _dtensors_in(args, OrderedCopy), cls=cls)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -288,8 +289,8 @@ class LocalCopy(torch.Tensor):
         if func is torch.Tensor.numpy:
             result.flags.writeable = False
         with without_subclasses():
-            memory = {item.untyped_storage().data_ptr() for item in _items(args, LocalCopy)}
-            for item in _items(result, torch.Tensor):
+            memory = {item.untyped_storage().data_ptr() for item in _dtensors_in(args, LocalCopy)}
+            for item in _dtensors_in(result, torch.Tensor):
                 if type(item) is torch.Tensor and item.untyped_storage().data_ptr() in memory:
                     item.__class__ = LocalCopy
         return result

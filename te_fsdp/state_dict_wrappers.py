@@ -60,7 +60,7 @@ def place_full_tensors(record: str) -> None:
 
         return distribute
 
-    def separate(stock: Any) -> Any:
+    def split_pieces(stock: Any) -> Any:
         @functools.wraps(stock)
         def split(self: Any, storage_plan: dict[str, int] | None, items: Any) -> dict[int, list[Any]]:
             # A file of safetensors has one tensor of a name, and torch would drop all pieces but the last one.
@@ -80,7 +80,7 @@ def place_full_tensors(record: str) -> None:
     for owner, name, wrap in (
         (_state_dict_utils, "_distribute_tensors", place_pairs),
         (state_dict, "_distribute_state_dict", place_states),
-        (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", separate),
+        (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", split_pieces),
     ):
         _wrap_once(owner, name, wrap)
     move_strided_shards()

@@ -87,10 +87,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
     ) -> torch.Tensor:
         """Return a new buffer: first the input of a reduction, then its output. Local operation.
 
-        Args:
-            size: One number of elements.
-            dtype: Dtype of FSDP2's reduction (main_grads_dtype).
-            device: Device of the buffer.
+        ``size`` has one number of elements. ``dtype`` is that of FSDP2's reduction (main_grads_dtype).
         """
         unit = self._unit()
         assert unit is not None  # its backward is running

@@ -362,8 +362,7 @@ _KNOWN: dict[str, Any] = {
 def unpickle_metadata(data: bytes) -> Metadata:
     """Unpickle DCP's ``.metadata`` with its own classes only. Damaged data may raise any exception.
 
-    Raises:
-        pickle.UnpicklingError: The pickle names anything else, sets attributes of classes, or is damaged.
+    Raises UnpicklingError if the pickle names anything else, or sets attributes of classes.
     """
     with without_collector():
         metadata = TableUnpickler(data, _KNOWN, "the metadata of a checkpoint").load()

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.original_layouts import original_layouts
 from te_fsdp.checkpoint.tensor_entries import (
     GROUPED,
     ExpertPlace,
@@ -38,7 +39,6 @@ from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.extra_state import local_experts
-from te_fsdp.modules.plan import original_layouts
 from te_fsdp.quantized.components import (
     Component,
     components_of,

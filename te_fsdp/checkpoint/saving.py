@@ -44,6 +44,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     optimizer_state,
     optimizers_of,
 )
+from te_fsdp.checkpoint.original_layouts import original_layouts
 from te_fsdp.checkpoint.planner import (
     RankWriter,
     WritePlan,
@@ -64,7 +65,6 @@ from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_fla
 from te_fsdp.features.main_params import main_parameters_of
 from te_fsdp.features.unreduced_gradients import UnreducedGradients
 from te_fsdp.layout import SyncMode
-from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.records import binding_of
 from te_fsdp.sharded_model import get_sharded_model

@@ -43,16 +43,11 @@ class Check:
 #: All checks. Those of one point run in this order.
 CHECKS: tuple[Check, ...] = (
     # fully_shard
-    Check("models and arguments", "plan", "model", model.compare_models, MeshError, level="setup"),
-    Check("initial values", "plan", "model", model.compare_initial_values, InitError, level="setup"),
-    Check("random states", "draw", "model", weights.compare_random_states, InitError, level="setup"),
+    Check("models and arguments", "plan", "model", model.compare_models, MeshError, "setup"),
+    Check("initial values", "plan", "model", model.compare_initial_values, InitError, "setup"),
+    Check("random states", "draw", "model", weights.compare_random_states, InitError, "setup"),
     Check(
-        "values of unsharded parameters",
-        "renewed",
-        "model",
-        model.compare_renewed_values,
-        InitError,
-        level="setup",
+        "values of unsharded parameters", "renewed", "model", model.compare_renewed_values, InitError, "setup"
     ),
     Check("copies, removed weights, second derivatives", "sharded", "", model.watch_model, OrderError),
     Check(
@@ -61,7 +56,7 @@ CHECKS: tuple[Check, ...] = (
         "",
         gradients.watch_mixed_lists,
         PlacementError,
-        level="setup",
+        "setup",
     ),
     Check("inputs", "sharded", "tp, cp", inputs.watch_model_inputs, InputError),
     Check("one batch on all ranks", "sharded", "dp_shard", inputs.watch_for_copies, None),
@@ -73,7 +68,7 @@ CHECKS: tuple[Check, ...] = (
     Check("steps of all ranks", "sharded", "model", progress.watch_progress, OrderError),
     Check("writes in forward", "sharded", "", model.refuse_writes_in_forward, OrderError),
     # set_device_mesh and context_parallel_shard
-    Check("shards of a bound model", "binding", "tp, ep", weights.compare_shards, InitError, level="setup"),
+    Check("shards of a bound model", "binding", "tp, ep", weights.compare_shards, InitError, "setup"),
     Check("inputs of a bound model", "bound", "tp", inputs.watch_bound_inputs, InputError),
     Check("gradients of a bound model", "bound", "tp", gradients.schedule_gradient_checks, GradientError),
     Check(
@@ -120,15 +115,15 @@ CHECKS: tuple[Check, ...] = (
     Check("averages of HFSDP", "step", "", optimizer.require_outer_averages, OrderError),
     Check("replicated gradients", "step", "tp", gradients.compare_replicated_gradients, GradientError),
     Check("gradients over ep", "step", "ep", gradients.compare_gradients_over_ep, GradientError),
-    Check("optimizer options", "step", "model", optimizer.compare_options, MeshError, level="full"),
-    Check("gradient shapes", "step", "model", gradients.compare_gradient_shapes, MeshError, level="full"),
+    Check("optimizer options", "step", "model", optimizer.compare_options, MeshError, "full"),
+    Check("gradient shapes", "step", "model", gradients.compare_gradient_shapes, MeshError, "full"),
     Check(
         "equal copies",
         "step",
         "dp_shard, dp_replicate, tp",
         weights.compare_copies_of_step,
         InitError,
-        level="full",
+        "full",
     ),
     Check("states of another optimizer", "states", "", optimizer.refuse_unknown_state, CheckpointError),
     Check("closures", "closure", "model", weights.check_closure, MeshError),

@@ -165,8 +165,7 @@ def schedule_gradient_checks(model: nn.Module, tp_mesh: DeviceMesh | None, *, ev
 def compare_gradients_over_ep(step: Step) -> None:
     """Compare unsharded gradients over ep in each parameter's first steps. Collective over ep then, as over tp.
 
-    Raises:
-        GradientError: They differ by more than rounding.
+    Raises GradientError if they differ by more than rounding.
     """
     if is_simulated() or is_capturing():
         return
@@ -231,10 +230,8 @@ class _PartialGradientCheck:
 def compare_replicated_gradients(step: Step) -> None:
     """Compare the gradients of parameters that every tp rank replicates, in each parameter's first steps.
 
-    Collective then: a broadcast of each such gradient over tp, and two numbers for each over its mesh.
-
-    Raises:
-        GradientError: They differ by more than rounding, on all ranks of the model. Nothing has changed.
+    Collective then: a broadcast of each such gradient over tp, and two numbers for each over its mesh. If they differ
+    by more than rounding, all ranks of the model raise GradientError, and nothing has changed.
     """
     scheduled = [
         (parameter, record)

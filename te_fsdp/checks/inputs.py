@@ -140,7 +140,7 @@ def watch_for_copies(state: ShardedModel) -> None:
     ):
         return
 
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare_first_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()) or _torch.in_backward() or is_capturing():
             return
         # Removed first, so that a rank that raises below does not compare again in its next forward.
@@ -159,7 +159,7 @@ def watch_for_copies(state: ShardedModel) -> None:
                     shards.size(),
                 )
 
-    hook = model.register_forward_pre_hook(_torch.disable_compile(look), with_kwargs=True)
+    hook = model.register_forward_pre_hook(_torch.disable_compile(compare_first_batch), with_kwargs=True)
 
 
 def check_inputs(
@@ -396,16 +396,16 @@ def _describe_tensors(tensors: dict[str, torch.Tensor]) -> InputDescriptions:
 
 def _differing(by_rank: list[InputDescriptions], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
     """Return inputs whose dtype or shape differs as texts, and inputs whose values differ by name and as texts."""
-    looks_differ, values = [], []
+    different_shapes, values = [], []
     for name in dict.fromkeys(name for inputs in by_rank for name in inputs):
         descriptions = [inputs.get(name, ("none", 0))[0] for inputs in by_rank]
         others = [rank for rank, inputs in enumerate(by_rank) if inputs.get(name) != by_rank[0].get(name)]
         if len(set(descriptions)) > 1:
-            shown = ", ".join(f"{look} on {axis} rank {n}" for n, look in enumerate(descriptions))
-            looks_differ.append(f"{name} ({shown})")
+            shown = ", ".join(f"{shape} on {axis} rank {n}" for n, shape in enumerate(descriptions))
+            different_shapes.append(f"{name} ({shown})")
         elif others:
             values.append((name, f"{name} ({descriptions[0]}; {axis} ranks 0 and {others[0]})"))
-    return looks_differ, values
+    return different_shapes, values
 
 
 def _check_equal(

@@ -26,7 +26,7 @@ from te_fsdp.checks.backward import refuse_second_derivatives
 from te_fsdp.checks.weights import find_equal_shards, has_device_parameters, refuse_equal_shards
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
-from te_fsdp.initialize import check_initialised
+from te_fsdp.initialize import check_initialized
 from te_fsdp.mesh import Meshes
 from te_fsdp.plan import ModelPlan
 from te_fsdp.records import ParameterPlan, binding_of, get_record, iter_param_owners
@@ -290,7 +290,7 @@ def _refuse_sharing(label: str, stock: Any, fn: Any, *args: Any, **kwargs: Any) 
 
 def require_initialized(state: ShardedModel) -> None:
     """Raise for parameters on meta, before FSDP2 does with advice that leaves them uninitialized. Local operation."""
-    check_initialised(state.parameters().items())
+    check_initialized(state.parameters().items())
 
 
 def refuse_uninitialized(state: ShardedModel) -> None:

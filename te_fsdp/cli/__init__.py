@@ -95,10 +95,8 @@ def _command(name: str) -> Any:
 def run(name: str, arguments: Sequence[str]) -> int:
     """Run a command. tyro generates its parser from the function's signature.
 
-    Errors are printed on stderr, and with ``--json`` on stdout as well.
-
-    Returns:
-        Exit code: the command's own, 2 for wrong usage, 1 for an error of te_fsdp or of the system.
+    Errors are printed on stderr, and with ``--json`` on stdout as well. The exit code is the command's own, 2 for
+    wrong usage, 1 for an error of te_fsdp or of the system.
     """
     import tyro
 
@@ -139,8 +137,7 @@ def fail(arguments: Sequence[str], text: str, code: int) -> int:
 def completion(arguments: Sequence[str]) -> int:
     """Print the shell completion that tyro generates from one parser for all commands.
 
-    Returns:
-        Exit code: 0, or 2 if tyro does not support the shell.
+    The exit code is 0, or 2 if tyro does not support the shell.
     """
     import tyro
 

@@ -26,20 +26,15 @@ U = TypeVar("U")
 
 @dataclass(eq=False)
 class Pending(Generic[T]):
-    """An operation that has started.
+    """An operation that has started."""
 
-    Attributes:
-        finish: Returns the result from the received data: casts, divides, unpacks. It issues no collective, except for
-            the all-gather of an fp32-summed all-reduce.
-        work: The transport's handle. ``None`` if the stream that started the operation already waits.
-        stream: The stream that owns the result's memory. ``None`` if the device has no streams.
-        event: Recorded after the result is available. ``None`` if ``work`` reports completion.
-    """
-
+    #: Returns the result from the received data: casts, divides, unpacks. It issues no collective, except for the
+    #: all-gather of an fp32-summed all-reduce.
     finish: Callable[[], T]
+    #: The transport's handle. ``None`` if the stream that started the operation already waits.
     work: Any = None
-    stream: Any = None
-    event: Any = None
+    stream: Any = None  #: The stream that owns the result's memory. ``None`` if the device has no streams.
+    event: Any = None  #: Recorded after the result is available. ``None`` if ``work`` reports completion.
 
     @torch.no_grad()
     def wait(self) -> T:
@@ -124,15 +119,12 @@ class SideStream:
 class UnitOrder:
     """The order in which backwards complete units, for a constant set of trained parameters.
 
-    Args:
-        units: Unit names. This order decides between units that are completed at the same time.
-
-    Attributes:
-        agreed: The units that may start early, in order. ``None`` before the ranks have agreed.
+    The order of ``units`` decides between units that are completed at the same time.
     """
 
     def __init__(self, units: Sequence[str]) -> None:
         self._units = tuple(units)
+        #: The units that may start early, in order. ``None`` before the ranks have agreed.
         self.agreed: tuple[str, ...] | None = None if self._units else ()
         self._missing: Counter[str] = Counter()
         self._seen: set[Hashable] = set()

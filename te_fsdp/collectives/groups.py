@@ -35,13 +35,8 @@ def separate_group(
 
     Collectives that ranks may start in different orders must not share a group, such as FSDP2's own and these when
     ranks use different units. The first call is collective over the world. Every rank creates the groups of all
-    pipeline stages, since torch names groups by counting them.
-
-    Args:
-        root: The mesh of the job, or of this rank's stage.
-        axis: The axis of that mesh.
-        purpose: A word for the use of the group.
-        backend: ``None`` for the default backend of the job.
+    pipeline stages, since torch names groups by counting them. ``root`` is the mesh of the job, or of this rank's
+    stage. ``backend=None``: the default backend of the job.
     """
     dim = (root.mesh_dim_names or ()).index(axis)
     stages = _torch.root_mesh(root).mesh.reshape(-1, *root.shape)

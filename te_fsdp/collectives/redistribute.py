@@ -36,17 +36,12 @@ from te_fsdp.upstream.torch_dtensor import copy_all_
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Layout of tensors in one contiguous buffer.
+    """Layout of tensors in one contiguous buffer."""
 
-    Attributes:
-        sizes: Number of elements of each tensor.
-        align: Each tensor starts at a multiple of this number of elements, so that kernels can use vectorized reads.
-        trailing: Extra elements after the last tensor, for flags.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  #: Number of elements of each tensor
+    #: Each tensor starts at a multiple of this number of elements, so that kernels can use vectorized reads
     align: int = 1
-    trailing: int = 0
+    trailing: int = 0  #: Extra elements after the last tensor, for flags
 
     @functools.cached_property
     def padded_sizes(self) -> tuple[int, ...]:
@@ -99,17 +94,11 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class RowPartition:
-    """Sharding of a tensor along one dim as in ``torch.chunk``: the last ranks may have fewer rows or none.
+    """Sharding of a tensor along one dim as in ``torch.chunk``: the last ranks may have fewer rows or none."""
 
-    Attributes:
-        shape: Shape of the unsharded tensor.
-        dim: The sharded dim.
-        ranks: Number of ranks.
-    """
-
-    shape: torch.Size
-    dim: int
-    ranks: int
+    shape: torch.Size  #: Shape of the unsharded tensor
+    dim: int  #: The sharded dim
+    ranks: int  #: Number of ranks
 
     @functools.cached_property
     def step(self) -> int:
@@ -146,16 +135,12 @@ COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class GradComm:
-    """Communication settings of one model's gradient reductions, read at each reduction.
+    """Communication settings of one model's gradient reductions, read at each reduction."""
 
-    Attributes:
-        dtype: Dtype of communication. ``None``: the dtype of the reduced buffer (main_grads_dtype).
-        fp32_sum: Sum received values in fp32 instead of in the communication dtype.
-        observer: Called with each buffer right before its reduction and the name of its unit (``None`` without a unit).
-    """
-
+    #: Dtype of communication. ``None``: the dtype of the reduced buffer (main_grads_dtype).
     dtype: torch.dtype | None = None
-    fp32_sum: bool = False
+    fp32_sum: bool = False  #: Sum received values in fp32 instead of in the communication dtype
+    #: Called with each buffer right before its reduction and the name of its unit (``None`` without a unit)
     observer: Callable[[str | None, torch.Tensor], None] | None = None
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
@@ -359,9 +344,7 @@ def all_gather_many(
 ) -> Pending[None]:
     """Start several all-gathers as one operation with a single launch of the transport. Collective over ``group``.
 
-    Args:
-        tensors: Pairs of this rank's shard and the output for all ranks, both 1-D. The shard may be part of the output.
-        group: The ranks.
+    ``tensors``: pairs of this rank's shard and the output for all ranks, both 1-D. The shard may be part of the output.
     """
     gather = _first_available(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
     work = gather([output for _, output in tensors], [shard for shard, _ in tensors])
@@ -373,11 +356,7 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
     """Copy the tensors of the group's first rank to all ranks, in place.
 
     Collective over ``group``: one broadcast per dtype, and one for each contiguous tensor of more than :data:`LARGE`
-    elements.
-
-    Args:
-        tensors: In the same order and with the same shapes on all ranks.
-        group: The ranks.
+    elements. All ranks pass tensors in the same order and with the same shapes.
     """
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -94,7 +94,7 @@ def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
     """Return once ``poll`` returns true. Raise its error, or CollectiveError if a rank of the call has ended."""
     running = running_call()
     assert running is not None and running.rendezvous is not None
-    meeting, began, ask_at = running.rendezvous, time.monotonic(), rendezvous.ASK_AFTER
+    joint_call, began, ask_at = running.rendezvous, time.monotonic(), rendezvous.ASK_AFTER
     failed: Exception | None = None
     other_client: Any = None  # of the store, which a thread may be using
     while True:
@@ -107,14 +107,14 @@ def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
             failed, ask_at = error, time.monotonic() - began + rendezvous.ASK_AFTER
         waited = time.monotonic() - began
         if failed is not None or waited >= ask_at:
-            found = rendezvous.liveness().ended(meeting.addresses())
-            with store_errors(meeting.call):
+            found = rendezvous.liveness().ended(joint_call.addresses())
+            with store_errors(joint_call.call):
                 if not (asks_store or failed is not None) and other_client is None:
-                    other_client = meeting.store.clone()
-                meeting.raise_if_interrupted(other_client)
-                ended = _agreed(meeting, found, is_store_free=asks_store or failed is not None)
+                    other_client = joint_call.store.clone()
+                joint_call.raise_if_interrupted(other_client)
+                ended = _agreed(joint_call, found, is_store_free=asks_store or failed is not None)
             if ended:
-                raise ended_error(meeting.call, ended, len(meeting.ranks), failed) from failed
+                raise ended_error(joint_call.call, ended, len(joint_call.ranks), failed) from failed
             if failed is not None and waited >= ask_at:  # connections of a process may close one by one
                 raise failed
             if failed is None:
@@ -123,10 +123,10 @@ def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
         time.sleep(min(max(waited / 10, 5e-5), 0.1))
 
 
-def _agreed(meeting: Rendezvous, found: list[int], *, is_store_free: bool) -> list[int]:
+def _agreed(joint_call: Rendezvous, found: list[int], *, is_store_free: bool) -> list[int]:
     """Return the ended ranks that all ranks name, or those that this rank has found if the store does not answer."""
     answer: Future[list[int]] = Future()
-    arguments = answer, functools.partial(meeting.ended_ranks, found)
+    arguments = answer, functools.partial(joint_call.ended_ranks, found)
     if is_store_free:
         _answer(*arguments)
     elif found:
@@ -137,7 +137,7 @@ def _agreed(meeting: Rendezvous, found: list[int], *, is_store_free: bool) -> li
         return found
     if ended := answer.result():
         with suppress(dist.DistError, ConnectionError):
-            meeting.wait_for_readers(lambda: len(meeting.ranks) - len(ended))
+            joint_call.wait_for_readers(lambda: len(joint_call.ranks) - len(ended))
     return ended
 
 

@@ -36,8 +36,8 @@ def replica_groups_of_plan(state: ShardedModel, owner: ParamOwner) -> list[dist.
         return []  # registered by the user after fully_shard
     root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
     axes = owner.parameter.device_mesh.mesh_dim_names if isinstance(owner.parameter, DTensor) else ()
-    alike = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]
-    return [root.get_group(axis) for axis in alike if axis not in (axes or ()) and root[axis].size() > 1]
+    replicated = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]
+    return [root.get_group(axis) for axis in replicated if axis not in (axes or ()) and root[axis].size() > 1]
 
 
 def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:

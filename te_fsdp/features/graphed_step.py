@@ -183,7 +183,7 @@ class GraphedStep:
         generators: tuple[torch.Generator, ...],
         microbatches: int | None,
     ) -> None:
-        self.why_eager = self.why_step_eager = self._no_update = ""
+        self.why_eager = self.why_step_eager = self._update_failure = ""
         self.recordings = self.replays = self._steps = 0
         self._model, self._optimizer, self._call = model, optimizer, forward_backward
         self._max_norm, self._warmup, self._microbatches = max_norm, warmup, microbatches
@@ -248,7 +248,7 @@ class GraphedStep:
             self._steps += 1
             if not self._has_run(signature):
                 # Only the latest kinds, so that memory stays bounded for data with many shapes.
-                self._known = [*self._known[1 - MAX_KINDS :], signature]
+                self._seen_signatures = [*self._seen_signatures[1 - MAX_KINDS :], signature]
             return output
 
     def forget(self) -> None:
@@ -259,12 +259,12 @@ class GraphedStep:
         for graphs with collectives.
         """
         self._drop()
-        self._no_update = ""
+        self._update_failure = ""
         if self._recorder is not None:
             self.why_eager = ""
 
     def _drop(self) -> None:
-        self._known: list[Signature] = []
+        self._seen_signatures: list[Signature] = []
         self._recorded: list[_Recording] = []
         self._snapshot: Snapshot | None = None
         self._weights: WeightVersions | None = None  # after the last replay of the optimizer's step
@@ -277,7 +277,7 @@ class GraphedStep:
             self._run(number, *_torch.unflatten(self._leaves_of(leaves, number), structure))
             for number in range(self._last + 1)
         ]
-        return StepOutput(self._joined(outputs), self._update(self._complete()))
+        return StepOutput(self._combine_outputs(outputs), self._update(self._complete()))
 
     def _leaves_of(self, leaves: list[Any], number: int) -> list[Any]:
         """Return the arguments of one call: of each tensor its entry for the microbatch, and all other arguments."""
@@ -285,7 +285,7 @@ class GraphedStep:
             return leaves
         return [leaf[number] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
 
-    def _joined(self, outputs: list[Any]) -> Any:
+    def _combine_outputs(self, outputs: list[Any]) -> Any:
         return outputs[0] if self._microbatches is None else outputs
 
     def _run(self, number: int, args: Any, kwargs: Any) -> Any:
@@ -327,7 +327,7 @@ class GraphedStep:
 
     def _step_can_be_recorded(self) -> bool:
         """Return whether the optimizer's step can be recorded. Log once if not."""
-        why = self._no_update or reason_for_eager_step(self._optimizer)
+        why = self._update_failure or reason_for_eager_step(self._optimizer)
         if why and why != self.why_step_eager:
             _log.warning("graphed_step: the optimizer's step runs eagerly, outside of the graph: %s", why)
         self.why_step_eager = why
@@ -336,7 +336,7 @@ class GraphedStep:
     # ------------------------------------------------------------------------------------------------------- recording
 
     def _has_run(self, signature: Signature) -> bool:
-        return any(earlier.fits(signature) for earlier in self._known)
+        return any(earlier.fits(signature) for earlier in self._seen_signatures)
 
     def _record(self, signature: Signature, leaves: list[Any], structure: Any) -> _Recording | None:
         """Record a step; return ``None`` if some rank cannot. Collective over the model's ranks."""
@@ -377,7 +377,7 @@ class GraphedStep:
         if is_created or isinstance(recorded, str):
             states.restore()
         if isinstance(recorded, str):
-            self._no_update = recorded
+            self._update_failure = recorded
             self._step_can_be_recorded()  # logs the reason
         elif not is_created:
             recording.update, recording.norm = recorded
@@ -487,7 +487,7 @@ class GraphedStep:
         if report is not None:
             report.forget()
         self.replays += 1
-        return StepOutput(self._joined(outputs), _copied(norm))
+        return StepOutput(self._combine_outputs(outputs), _copied(norm))
 
 
 def _copied(output: Any) -> Any:

@@ -24,11 +24,8 @@ def refuse_unloadable_states(
 ) -> None:
     """Raise CheckpointError for main weights of another shape, or that DCP has loaded alone. Local operation.
 
-    Args:
-        optimizer: The optimizer that loads ``state_dict``.
-        state_dict: In the form of ``optimizer.state_dict()``, with equal groups.
-        main: Name of the main weight in a state.
-        cut: Whether the optimizer's states are rows, of which the caller compares the shapes.
+    ``state_dict`` has the form of ``optimizer.state_dict()``, with equal groups. ``main`` is the name of the main
+    weight in a state. ``cut``: the optimizer's states are rows, of which the caller compares the shapes.
     """
     states = state_dict["state"]
     # Without momentum the main weight is all that SGD has.

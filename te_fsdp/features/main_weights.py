@@ -420,7 +420,7 @@ def _check_same(shards: list[OptimizerShard]) -> None:
     """Check on all replicas that all have the same parameters in the same order; raise MeshError otherwise."""
     groups = group_by_key(shards, [shard.ranks for shard in shards])
     # Sorted, so that all ranks run the collectives of their groups in the same order.
-    for mine in sorted(groups, key=lambda alike: alike[0].ranks):
+    for mine in sorted(groups, key=lambda group: group[0].ranks):
         described: list[Any] = [
             (tuple(_torch.local_of(c.parameter).shape), str(c.parameter.dtype), c.parameter.requires_grad)
             for c in mine

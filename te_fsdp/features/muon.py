@@ -320,10 +320,9 @@ class _ExchangePlan(NamedTuple):
 def fused_matrices(root: nn.Module) -> dict[tuple[int, str], _Fused]:
     """Return the TE weights that consist of several matrices: fused QKV or KV, gated fc1. Local operation.
 
-    Returns:
-        Maps (``id`` of a module, name of a weight) to the number of interleaved groups along the rows and the
-        relative heights of the matrices in a group. ``(1, (1, 1))`` is gate above up. ``(2, (4, 1, 1))`` is an
-        interleaved QKV of two groups with four query heads each.
+    Maps (``id`` of a module, name of a weight) to the number of interleaved groups along the rows and the relative
+    heights of the matrices in a group. ``(1, (1, 1))`` is gate above up. ``(2, (4, 1, 1))`` is an interleaved QKV of
+    two groups with four query heads each.
     """
     matrices = {}
     modules: list[Any] = list(root.modules())

@@ -110,11 +110,8 @@ class NanReport(Component):
         """Check whether any rank has seen NaN or infinity since the previous step.
 
         Collective over the world: one all-reduce of one number. None if nothing ran since the previous check, and more
-        only if a rank has seen one.
-
-        Raises:
-            GradientError: A rank has seen one, with ``action="raise"``. The error names parameters, ranks and
-                microbatches, on all ranks.
+        only if a rank has seen one. With ``action="raise"`` all ranks then raise GradientError, which names
+        parameters, ranks and microbatches.
         """
         if self._is_checked:
             return

@@ -44,17 +44,11 @@ _log = logging.getLogger("te_fsdp")
 
 
 class Transport(NamedTuple):
-    """How a unit is all-gathered.
+    """How a unit is all-gathered."""
 
-    Attributes:
-        name: ``"nccl"`` or ``"copy_engine"``; ``"none"`` if nothing is gathered.
-        why: Reason why it is not ``copy_engine``; empty if it is.
-        gathers: Object that runs the copy-engine all-gathers.
-    """
-
-    name: str
-    why: str = ""
-    gathers: _copy_engine.CopyEngineGathers | None = None
+    name: str  #: ``"nccl"`` or ``"copy_engine"``; ``"none"`` if nothing is gathered
+    why: str = ""  #: Reason why it is not ``copy_engine``; empty if it is
+    gathers: _copy_engine.CopyEngineGathers | None = None  #: Object that runs the copy-engine all-gathers
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
@@ -165,10 +159,8 @@ def _default_transport_reason(transport: str, device: torch.device, storage: Sto
 def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, option: bool | str) -> None:
     """Make FSDP2 reduce large gradients without a copy. Local operation with the same result on all ranks.
 
-    Args:
-        state: State of a model that FSDP2 has just sharded, with chosen transports. Its ``copied`` is filled.
-        policy: FSDP2's policy, for models without a precision policy.
-        option: Whether for all units, or ``"auto"``.
+    FSDP2 has just sharded the model, and its transports are chosen. ``policy`` is FSDP2's, for models without a
+    precision policy. ``option``: whether for all units, or ``"auto"``.
     """
     if not option:
         return

@@ -271,10 +271,8 @@ class UnitRecording:
     ) -> list[Any]:
         """Replay the backward, which the first call records. Return gradients of inputs and parameters.
 
-        Args:
-            gradients: Gradients of the outputs.
-            is_alone: Whether the running backward contains no other forward of the unit.
-            is_reduced_next: Whether no other replay comes before the end of the unit's backward.
+        ``is_alone``: the running backward contains no other forward of the unit. ``is_reduced_next``: no other replay
+        comes before the end of the unit's backward.
         """
         outputs_grad = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
         if not self.is_complete:

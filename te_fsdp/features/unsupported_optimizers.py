@@ -91,12 +91,9 @@ def _has_empty_shards(parameter: DTensor) -> bool:
 # writes a shard's amax to their histories and does not update cached transposes of the Hopper layout (TE
 # 2.20.2).
 def check_optimizer_of_quantized(optimizer: Optimizer, label: str) -> None:
-    """Raise if an optimizer would update a quantized weight without fp32 main weights.
+    """Raise PrecisionError if an optimizer would update a quantized weight without fp32 main weights.
 
     Local operation. All ranks have the same optimizer and raise the same error.
-
-    Raises:
-        PrecisionError: Names the weight, and the option or call that fixes it.
     """
     if hasattr(optimizer, KEEPS_MAIN_WEIGHTS):
         return

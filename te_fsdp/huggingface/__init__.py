@@ -4,16 +4,8 @@ No rank stores the unsharded model: a *bucket* of weights is assembled on the de
 converted, and yielded tensor by tensor.
 """
 
-from te_fsdp.checkpoint.portable.weight_stream import (
-    WeightFormat as WeightFormat,
-    WeightStream as WeightStream,
-    iter_weights as iter_weights,
-    save_folder as save_folder,
-)
-from te_fsdp.checkpoint.portable.weight_transfer import (
-    quantization_config as quantization_config,
-    quantize_blocks as quantize_blocks,
-)
+from te_fsdp.checkpoint.portable.weight_stream import WeightFormat, WeightStream, iter_weights, save_folder
+from te_fsdp.checkpoint.portable.weight_transfer import quantization_config, quantize_blocks
 
 __all__ = [
     "WeightFormat",

@@ -299,10 +299,9 @@ class ExpertEntry(_Entry):
 
 
 def encode_extra_state(module: nn.Module, stock: Any) -> Any:
-    """Convert the result of TE's ``get_extra_state`` for a bound module. Returns a CPU tensor. Local operation.
+    """Convert the result of TE's ``get_extra_state`` for a bound module to a CPU tensor. Local operation.
 
-    Raises:
-        PrecisionError: A custom recipe contains delayed scaling, whose state then has no fixed shape.
+    Raises PrecisionError if a custom recipe contains delayed scaling, whose state then has no fixed shape.
     """
     if binding_of(module) is None or not isinstance(stock, torch.Tensor):
         return stock
@@ -334,9 +333,8 @@ def local_experts(module: nn.Module) -> ExpertRange | None:
 def decode_extra_state(module: nn.Module, state: Any) -> Any:
     """Load delayed scaling's state and return the value for TE's own ``set_extra_state``. Local operation.
 
-    Raises:
-        CheckpointError: The saved load condition differs from this module's or is missing, the state belongs to
-            a different module, or bytes were changed.
+    Raises CheckpointError if the saved load condition differs from this module's or is missing, if the state belongs
+    to a different module, or if bytes were changed.
     """
     saved, entry, stock = _read(module, None if _torch.is_absent_extra_state(state) else state)
     if saved is not None and set(saved) != {1}:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from te_fsdp.errors import InitError, OrderError, PrecisionError
-from te_fsdp.initialize import check_initialised, initialize_by_reset
+from te_fsdp.initialize import check_initialized, initialize_by_reset
 from te_fsdp.lifecycle import mark_replaced, track_replaced_parameters
 from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
 from te_fsdp.modules.torch_units import reshard_after_evaluations
@@ -148,7 +148,7 @@ def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object
 
 @contextmanager
 def local_parameters(
-    module: nn.Module, binding: ModuleBinding, *, differentiable: bool = True
+    module: nn.Module, binding: ModuleBinding, *, differentiable: bool = True, is_foreign: bool = False
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Replace the module's direct DTensor parameters by their local tensors, which the context yields.
 
@@ -173,7 +173,6 @@ def local_parameters(
     pair = binding.fsdp.pairs.get(names[0])
     if pair is None or parameters[0] is not pair.unsharded:
         _check_unsharded(binding, names[0], parameters[0])
-    is_foreign = _is_foreign(type(module))
     if differentiable and torch.is_grad_enabled():
         local = _ToLocal.apply(binding, names, is_foreign, *parameters)
     else:
@@ -190,12 +189,6 @@ def local_parameters(
                 # tensor would form a cycle that outlives the model. requires_grad stays, because TE's recomputation
                 # reads it in backward.
                 tensor.detach_().requires_grad_()
-
-
-@functools.cache
-def _is_foreign(cls: type) -> bool:
-    """Return whether no base class of a module is TE's, so that torch functions read its parameters."""
-    return not any(str(base.__module__).partition(".")[0] == "transformer_engine" for base in cls.__mro__)
 
 
 def replace_returned_parameters(
@@ -233,6 +226,9 @@ def _check_unsharded(binding: ModuleBinding, name: str, parameter: DTensor) -> N
 class MeshModule(torch.nn.Module):
     """Mixin of every bound module. It precedes TE's class in the method resolution order."""
 
+    #: Whether no base class is TE's, so that torch functions read the parameters.
+    _is_foreign = False
+
     if TYPE_CHECKING:  # ``bind_device_mesh.py``, which makes the classes, adds the method
 
         def set_device_mesh(
@@ -261,11 +257,11 @@ class MeshModule(torch.nn.Module):
         if not self._parameters:
             return super().forward(*args, **kwargs)
         if binding.on_meta:
-            check_initialised(self._parameters.items(), binding.name)
+            check_initialized(self._parameters.items(), binding.name)
             binding.on_meta = False
         if binding.fsdp.is_managed and _torch.backward_id() != -1:  # in_backward(), without a Python call
             gather_missing_direction(self, binding)
-        with local_parameters(self, binding) as local:
+        with local_parameters(self, binding, is_foreign=self._is_foreign) as local:
             output = super().forward(*args, **kwargs)
             if not isinstance(output, tuple):
                 return output

@@ -350,7 +350,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
             check_tp_size(module, kind, label, tp_size)
             check_options(module, kind, label, tp_size)
         if kind == "MultiheadAttention":
-            layouts.update(_fused_layouts(module))
+            layouts.update(fused_layouts(module))
             per_head.update(id(norm) for norm in (module.q_norm, module.k_norm) if norm is not None)
         params = {n: p for n, p in module._parameters.items() if p is not None}
         if kind == "GroupedLinear":
@@ -424,35 +424,8 @@ def fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
     return (projection, blocks) if len(projection.weight_names) == 1 else None
 
 
-def _fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
+def fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
     """Yield the stacked layouts of an attention's fused, non-interleaved projections by ``id`` of the projection."""
     fused = None if attention.qkv_weight_interleaved else fused_projection(attention)
     if fused is not None:
         yield id(fused[0]), Layout("stacked", fused[1])
-
-
-def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
-    """Return the layouts of TE modules' direct parameters by ``id`` of the module, for any mesh. Local operation.
-
-    The rows of a fused projection are query, key and value on top of each other, or interleaved by heads. This
-    does not depend on the mesh. Rules contain it only if tp shards the rows.
-    """
-    fused: dict[int, Layout] = {}
-    by_module: dict[int, dict[str, Layout]] = {}
-    modules: list[Any] = list(root.modules())
-    for module in modules:
-        kind = _te.kind_of(module)
-        if kind == "MultiheadAttention":
-            fused.update(_fused_layouts(module))
-        if kind in (None, "unknown"):
-            continue
-        # Everything else of a module, such as the weight of a norm, is one matrix or vector.
-        layouts = dict.fromkeys(module._parameters, PLAIN)
-        if kind in ("Linear", "LayerNormLinear"):
-            names = {*module.weight_names, *module.bias_names} & layouts.keys()
-            layouts.update(dict.fromkeys(names, fused.get(id(module), PLAIN)))
-        elif kind == "LayerNormMLP":
-            rules = table.mlp_rules(module.activation)
-            layouts = {name: rules[name].layout if name in rules else PLAIN for name in layouts}
-        by_module[id(module)] = layouts
-    return by_module

@@ -117,17 +117,12 @@ _LONGEST, _FUNCTION = 200, "function "
 
 @dataclass(frozen=True)
 class Semantics:
-    """Settings that determine what one module computes with its weights.
+    """Settings that determine what one module computes with its weights."""
 
-    Attributes:
-        kind: Its class in the library, behind subclasses: ``"LayerNormMLP"``, ``"GELU"``.
-        library: ``"te"``, ``"torch"`` or :data:`USER_DEFINED`.
-        settings: Constructor argument -> value as plain JSON (tuples are lists). Windows, diagonals and
-            activation parameters are those in effect.
-    """
-
-    kind: str
-    library: str
+    kind: str  #: Its class in the library, behind subclasses: ``"LayerNormMLP"``, ``"GELU"``
+    library: str  #: ``"te"``, ``"torch"`` or :data:`USER_DEFINED`
+    #: Constructor argument -> value as plain JSON (tuples are lists). Windows, diagonals and activation parameters are
+    #: those in effect.
     settings: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:

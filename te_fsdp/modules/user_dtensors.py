@@ -124,8 +124,7 @@ def _check_placements(
 def dim_to_shard(label: str, parameter: DTensor, placed: UserDTensor, ranks: int) -> int:
     """Return the first dim that FSDP2 can shard evenly over ``ranks`` on every rank, else 0. The same on all ranks.
 
-    Raises:
-        PlacementError: Some ranks have no elements of a trained parameter.
+    Raises PlacementError if some ranks have no elements of a trained parameter.
     """
     first = None
     for dim, length in enumerate(parameter.shape):

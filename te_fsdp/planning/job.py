@@ -182,12 +182,8 @@ def workload_of(job: Job, sizes: Sizes) -> Workload:
 def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | None]:
     """Build the model on the meta device as one rank does. Local operation.
 
-    Returns:
-        The model and the names of its units; ``None`` for the default units.
-
-    Raises:
-        PlacementError: The function does not exist or does not return a meta model.
-        CheckpointError: The Hugging Face configuration is not supported.
+    Return the model and the names of its units; ``None`` for the default units. Raise PlacementError if the function
+    does not exist or does not return a meta model, CheckpointError for an unsupported Hugging Face configuration.
     """
     quantized = contextlib.nullcontext()
     if job.quantized_weights:

@@ -191,10 +191,7 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     one per NVFP4 weight. Amaxes of delayed scaling stay local to this rank.
 
     A weight with a NaN gets scale 1 on all ranks. TE ignores NaN in an amax, so the scale of such a weight is
-    arbitrary.
-
-    Args:
-        pairs: Local tensor, and float32 value of its shape. The order is the same on all ranks.
+    arbitrary. ``pairs`` are local tensors and float32 values of their shapes, in the same order on all ranks.
     """
     current = []
     writes: list[tuple[Any, Any, torch.Tensor]] = []
@@ -247,10 +244,7 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
     """Return the scale of each value, computed like TE's from the amax over all shards.
 
     Collective: one max all-reduce of one float per value for each group. The order of requests is the same on
-    all ranks.
-
-    Returns:
-        One float32 element per request, stored in one vector per kind of quantizer.
+    all ranks. Each scale is one float32 element of a vector for its kind of quantizer.
     """
     by_group: dict[str, list[int]] = {}
     for index, (_, _, group) in enumerate(requests):

@@ -60,16 +60,8 @@ def release_function_of(
     """Return a function that frees the memory of an unsharded weight that FSDP2 does not free. Local operation.
 
     TE derives transposes and padded scales from gathered data. They would stay until the next all-gather. Buffers that
-    te_fsdp has concatenated along columns are its own.
-
-    Args:
-        unsharded: The unsharded parameter, or a different tensor.
-        shard: The sharded parameter that FSDP2 registers in its place; ``None`` before the first one.
-        binding: Binding of their module.
-
-    Returns:
-        A function to call when ``shard`` is registered again. ``None`` unless ``unsharded`` is a quantized weight that
-        FSDP2 has all-gathered.
+    te_fsdp has concatenated along columns are its own. Call the function when ``shard``, the sharded parameter, is
+    registered again. ``None`` unless ``unsharded`` is a quantized weight that FSDP2 has all-gathered.
     """
     local = None if unsharded is None else _torch.local_of(unsharded)
     record: WeightRecord | None = None if local is None else local.__dict__.get(WEIGHT)
@@ -99,12 +91,8 @@ def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard
     """Check that FSDP2's shards of a weight, quantized now or later, fit its format; raise otherwise.
 
     Local operation on global shapes. Every rank raises the same error before any communication. ``shard`` is the
-    parameter that FSDP2 installs.
-
-    Raises:
-        PlacementError: The shards do not fit, or the parameter must stay replicated. The error names the weight
-            and the nearest mesh and shape that fit.
-        PrecisionError: An all-gather of the shards cannot provide the columnwise data.
+    parameter that FSDP2 installs. Raises PlacementError, with the nearest mesh and shape that fit, or for a parameter
+    that must stay replicated; PrecisionError if an all-gather of the shards cannot provide the columnwise data.
     """
     if is_replicated(module, name):
         raise PlacementError(

@@ -39,14 +39,12 @@ class _UnitMemory:
 
 
 class FixedMemory:
-    """Memory for the unsharded weights of several parameter groups.
-
-    Attributes:
-        units: Number of units of the same shapes whose weights are unsharded at the same time; 0 if all are.
-    """
+    """Memory for the unsharded weights of several parameter groups."""
 
     def __init__(self, units: int) -> None:
-        self.units = units
+        self.units = (
+            units  #: Number of units of the same shapes that are unsharded at the same time; 0 if all are
+        )
         self._by_shape: dict[tuple[Any, ...], _UnitMemory] = {}
         self._used: Counter[tuple[Any, ...]] = Counter()
         self._by_group: dict[int, _UnitMemory] = {}  # id of a group -> its memory

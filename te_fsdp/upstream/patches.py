@@ -5,6 +5,7 @@
 # [Note: patched classes] Patched classes belong to the whole process. Each replacement checks its object for
 # a te_fsdp attribute (a module's binding, the group name of a quantizer) and otherwise runs TE's code. Models
 # without te_fsdp are therefore not affected. Nothing is patched before :func:`apply_patch` is called.
+# tests/unit/patches.csv names the test that shows whether a patch is still needed.
 
 from __future__ import annotations
 
@@ -28,11 +29,6 @@ class Patch:
     owner: str  #: Object or class with the attribute
     attribute: str  #: Name of the attribute
     why: str  #: Purpose of the replacement
-    #: Test that shows whether the patch is still needed, as file and name. It demonstrates the bug in the stock
-    #: library, or fails without the patch.
-    shown_by: str
-    #: First words of the description in ``docs/upstream.md``; empty if the reason is a missing public API, not a bug.
-    upstream: str = ""
     versions: str = "all"  #: Supported versions that need it
 
 
@@ -41,251 +37,150 @@ FSDP2 = (
         "`FSDPParamGroup`",
         "post_backward",
         "runs te_fsdp's code around a reduction; gradients of unused parameters; one dtype per reduction",
-        "test_no_shard.py::test_parameters_that_other_ranks_use",
-        '- FSDP2 asserts "uniform gradient dtype"',
     ),
-    Patch(
-        "`FSDPParamGroup`",
-        "pre_backward",
-        "refuses `create_graph=True` before weights are gathered",
-        "test_unsupported.py::test_errors",
-    ),
+    Patch("`FSDPParamGroup`", "pre_backward", "refuses `create_graph=True` before weights are gathered"),
     Patch(
         "DTensor's dispatcher",
         "_custom_op_handlers, redistribute_local_args",
         "`GradScaler` and torch's clipping over gradients on several meshes; rows of stacked weights",
-        "test_unsupported.py::test_scaler",
-        "- `torch.amp.GradScaler` reduces",
     ),
     Patch(
         "module `_ops._tensor_ops`, rule of `aten.t`",
         "shift_shard_dims_after_insert, shift_shard_dims_after_remove",
         "moves the dim of `_StridedShard`",
-        "test_strided_shards.py::test_values",
-        "- `t`, `stack`, `select` and `unbind`",
         versions="torch 2.11",
     ),
     Patch(
         "`DTensor`, `torch.utils`",
         "data.fget, data.fset, detach, to_local, __setitem__, swap_tensors",
         "counts or refuses writes through `.data`, local tensors and rows of te_fsdp's parameters",
-        "test_evaluated_writes.py::test_weights_are_those_of_one_process",
     ),
     Patch(
         "units of torch's `fully_shard` after `set_device_mesh`",
         "unshard of `FSDPParamGroup`, _post_forward of `FSDPState`",
         "restores unsharded weights after an evaluation, which shows the shards",
-        "test_evaluated_writes.py::test_weights_are_those_of_one_process",
     ),
     Patch(
         "model, unit",
         "__deepcopy__, __reduce_ex__, _backward_hooks",
         "refuses copies, pickles and `make_graphed_callables`",
-        "test_unsupported.py::test_errors",
     ),
-    Patch("unit", "_get_fsdp_state", "returns the state without a search", "test_all_calls.py::test_budget"),
+    Patch("unit", "_get_fsdp_state", "returns the state without a search"),
     Patch(
         "`FSDPParamGroup`",
         "_init_mp_dtypes",
         "sharded gradients may have their own dtype",
-        "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
         versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",
         "to_sharded_dtensor",
         "specs of these gradients have their dtype",
-        "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
-        "- Sharded gradients of another dtype",
         versions="torch 2.11 to 2.14",
     ),
-    Patch(
-        "`FSDPParam`",
-        "reset_sharded_param",
-        "no flat, dequantized copy of a quantized shard",
-        "test_quantized_memory.py::test_what_is_kept_without_the_savings",
-        "- `view(-1)` of block formats dequantizes",
-    ),
+    Patch("`FSDPParam`", "reset_sharded_param", "no flat, dequantized copy of a quantized shard"),
     Patch(
         "`FSDPParamGroup`",
         "finalize_backward",
         "no gradient for parameters that no rank used",
-        "test_unused.py::test_weight_decay_of_what_no_rank_uses",
     ),
     Patch(
         "`FSDPParam`",
         "unsharded_zero_grad_data",
         "zeros without reading released memory",
-        "test_unused.py::test_zeros_of_torch_itself",
-        "- `torch.zeros_like` of a quantized weight",
         versions="torch 2.13 and later",
     ),
+    Patch("`FSDPParam`", "shard_mesh", "cached", versions="torch 2.11 and 2.12"),
     Patch(
-        "`FSDPParam`",
-        "shard_mesh",
-        "cached",
-        "test_quantized.py::test_a_settled_step_of_hsdp_slices_no_mesh",
-        "- `FSDPParam.shard_mesh` is a property",
-        versions="torch 2.11 and 2.12",
-    ),
-    Patch(
-        "`FSDPParam`",
-        "init_all_gather_outputs, free_unsharded_param",
-        "no copy over a shard axis of size 1",
-        "test_whole_shards.py::test_no_copy",
+        "`FSDPParam`", "init_all_gather_outputs, free_unsharded_param", "no copy over a shard axis of size 1"
     ),
     Patch(
         "`FSDPParamGroup`, `FSDPParam`",
         "unshard, wait_for_unshard, _to_sharded, free_unsharded_param",
         "gathers by copy engines; no release of memory that other ranks read",
-        "test_copy_engine.py::test_bits",
     ),
     Patch(
-        "`FSDPParamGroup`",
-        "_to_unsharded, _to_sharded",
-        "one loop per unit while parameters are unchanged",
-        "test_all_calls.py::test_budget",
+        "`FSDPParamGroup`", "_to_unsharded, _to_sharded", "one loop per unit while parameters are unchanged"
     ),
     Patch(
         "`FSDPState`, `FSDPParamGroup`",
         "_pre_forward, _post_forward, _pre_backward, pre_forward, post_forward, pre_backward, post_backward",
         "the same code with shorter profiler ranges, `_dynamo.disable` and `_spmd_no_typecheck` (torch 2.14)",
-        "test_all_calls.py::test_budget",
     ),
-    Patch(
-        "`FSDPParamGroup`",
-        "_register_post_backward_hook",
-        "one loop over flat arguments",
-        "test_all_calls.py::test_budget",
-    ),
+    Patch("`FSDPParamGroup`", "_register_post_backward_hook", "one loop over flat arguments"),
     Patch(
         "`FSDPParamGroup`",
         "unshard, wait_for_unshard",
         "fewer calls for plain shards",
-        "test_all_calls.py::test_budget",
     ),
     Patch(
         "`FSDPParam`",
         "all_gather_inputs, init_unsharded_param, to_sharded_dtensor, unsharded_param, unsharded_grad_data, "
         "accumulate_unsharded_grad_if_needed",
         "one call or none if nothing is cast, moved, padded or accumulated",
-        "test_all_calls.py::test_budget",
     ),
-    Patch(
-        "`FSDPParamGroup`",
-        "mesh_info",
-        "te_fsdp's process group for the all-reduce of HSDP",
-        "test_precision.py::test_values_and_bytes",
-    ),
-    Patch(
-        "unit that stays gathered",
-        "unshard",
-        "restores gathered weights after an evaluation",
-        "test_mistakes.py::test_what_is_no_mistake",
-    ),
+    Patch("`FSDPParamGroup`", "mesh_info", "te_fsdp's process group for the all-reduce of HSDP"),
+    Patch("unit that stays gathered", "unshard", "restores gathered weights after an evaluation"),
     Patch(
         "modules `_state_dict_utils`, `checkpoint.state_dict`",
         "_distribute_tensors, _distribute_state_dict",
         "rows of stacked tensors with `full_state_dict=True`",
-        "test_plain_dcp.py::test_states_of_fused_adam",
     ),
-    Patch(
-        "`HuggingFaceStorageWriter`",
-        "_split_by_storage_plan",
-        "writes all rectangles of stacked tensors",
-        "test_plain_writers.py::test_rows_of_every_rank",
-        "- `HuggingFaceStorageWriter` writes one piece",
-    ),
-    Patch(
-        "`HuggingFaceStorageWriter`",
-        "write_data",
-        "writes values of quantized weights",
-        "test_plain_safetensors.py::test_values_in_high_precision",
-    ),
+    Patch("`HuggingFaceStorageWriter`", "_split_by_storage_plan", "writes all rectangles of stacked tensors"),
+    Patch("`HuggingFaceStorageWriter`", "write_data", "writes values of quantized weights"),
     Patch(
         "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`, `checkpoint.default_planner`",
         "_load_state_dict, narrow_tensor_by_index",
         "quantizes weights read from a different mesh",
-        "test_plain_dcp.py::test_load_without_load_state_dict",
     ),
     Patch(
         "module `checkpoint.state_dict`",
         "_init_optim_state, _verify_state_dict",
         "initializes states with gradients in the parameters' dtypes; raises on all ranks if some load no states",
-        "test_programs.py::test_states_of_optimizers_whose_parameters_take_fp32_gradients",
     ),
     Patch(
         "module `checkpoint.state_dict`",
         "_get_optim_state_dict, _load_model_state_dict",
         "marks optimizer states of experts, and loads experts in either form",
-        "test_plain_dcp.py::test_full_state_dicts_of_the_other_form",
     ),
     Patch(
         "module `checkpoint.state_dict`",
         "_get_model_state_dict, _get_optim_state_dict, _load_optim_state_dict",
         "exchanges the experts of an expert-parallel mesh, and unpads HFSDP's states, for `full_state_dict=True`",
-        "test_plain_experts.py::test_unsharded_state_dicts",
     ),
-    Patch(
-        "`DefaultLoadPlanner`",
-        "create_local_plan",
-        "reads experts from either form",
-        "test_plain_dcp.py::test_experts_through_a_chain_of_meshes",
-    ),
+    Patch("`DefaultLoadPlanner`", "create_local_plan", "reads experts from either form"),
     Patch(
         "`BasePruningMethod`, `_Orthogonal`, `_SpectralNorm` of `torch.nn.utils`",
         "apply, __init__",
         "names a sharded parameter that torch would compute from others",
-        "test_unsupported.py::test_errors",
     ),
     Patch(
         "optimizers of `torch.optim`",
         "__setstate__",
         "names a sharded parameter whose loaded states are those of another class",
-        "test_unsupported.py::test_errors",
     ),
-    Patch(
-        "model",
-        "_apply",
-        "copies attributes of parameters to their replacements",
-        "test_patches.py::test_apply_loses_attributes",
-    ),
+    Patch("model", "_apply", "copies attributes of parameters to their replacements"),
     Patch(
         "model",
         "zero_grad",
         "also recovers from an exception in backward, and clears HFSDP's averaged gradients",
-        "test_accumulation.py::test_exceptions",
     ),
     Patch(
         "`FSDPParamGroup`",
         "pre_backward",
         "removes the markers from `.grad` of unsharded parameters that detect cleared gradients",
-        "test_between_calls.py::test_cleared_gradients_are_gone",
     ),
-    Patch(
-        "pipeline stage",
-        "set_requires_gradient_sync",
-        "microbatches of `no_shard` parameters",
-        "test_pipeline.py::test_schedules",
-    ),
+    Patch("pipeline stage", "set_requires_gradient_sync", "microbatches of `no_shard` parameters"),
     Patch(
         "`FSDPState`",
         "_root_post_backward_final_callback",
         "reduces `no_shard` parameters after the last microbatch",
-        "test_pipeline.py::test_schedules",
     ),
-    Patch(
-        "pipeline stage",
-        "finalize_backward",
-        "the same, from torch 2.15 on",
-        "test_pipeline.py::test_schedules",
-    ),
+    Patch("pipeline stage", "finalize_backward", "the same, from torch 2.15 on"),
     Patch(
         "module `_fsdp_param`, during `te_fsdp.fully_shard`",
         "_chunk_with_empty",
         "makes only the pieces that FSDP2 reads",
-        "test_patches.py::test_pieces_of_all_ranks",
-        "- FSDP2 splits every parameter into one tensor per rank",
     ),
 )
 
@@ -293,126 +188,68 @@ FSDP2 = (
 # ---------------------------------------------------------------------------------------------------- TransformerEngine
 
 
-_GROUP = "- The amax group of a weight is FSDP2's axis alone"
-
 #: Patch name -> row.
 PATCHES: dict[str, Patch] = {
     "gather": Patch(
         "tensors with all-gather hooks",
         "fsdp_pre_all_gather",
         "reduces the amax over `tp` too; buffers that FSDP2 can gather",
-        "test_one_scale.py::test_the_group_of_stock_te_is_caught",
-        _GROUP,
     ),
     "gathered": Patch(
         "tensors with all-gather hooks",
         "fsdp_post_all_gather",
         "fills the tensor that kernels read; no scrambled transpose",
-        "test_te_faults.py::test_as_strided_scrambles_the_transpose",
-        "- `as_strided` scrambles the cached transpose",
     ),
     "columnwise": Patch(
         "modules `linear`, `layernorm_linear`, `layernorm_mlp`",
         "clear_columnwise_cache",
         "keeps columnwise data that TE cannot recompute",
-        "test_recomputation.py::test_mxfp8_weights",
-        "- The backward of a module removes the columnwise data",
         versions="those that have it",
     ),
-    "copy": Patch(
-        "quantizers",
-        "copy",
-        "copies the name of the amax group",
-        "test_one_scale.py::test_copies_know_the_group_and_hold_none",
-        _GROUP,
-    ),
+    "copy": Patch("quantizers", "copy", "copies the name of the amax group"),
     "deepcopy": Patch(
-        "quantizers of current scaling and NVFP4",
-        "__deepcopy__",
-        "the same, without the process group",
-        "test_te_faults.py::test_no_deep_copy_after_a_gather",
-        "- A gathered weight cannot be deep-copied",
+        "quantizers of current scaling and NVFP4", "__deepcopy__", "the same, without the process group"
     ),
     "group": Patch(
         "tensors of current scaling and NVFP4, and their storages",
         "amax_reduction_group",
         "returns the group of that name",
-        "test_one_scale.py::test_the_group_of_stock_te_is_caught",
-        _GROUP,
     ),
-    "clone": Patch(
-        "quantized tensors",
-        "clone",
-        "copies the scales",
-        "test_te_faults.py::test_clone_shares_the_scale",
-        "- `clone()` of a quantized tensor shares its scales",
-    ),
+    "clone": Patch("quantized tensors", "clone", "copies the scales"),
     "copy blocks": Patch(
         "`MXFP8Tensor`, `NVFP4Tensor`",
         "__torch_dispatch__",
         "quantizes in `copy_` between blocks of different shapes",
-        "test_mxfp8_two_dim.py::test_writes_of_rows",
-        "- `copy_` between two MXFP8 or NVFP4 tensors",
     ),
-    "count": Patch(
-        "quantized tensors",
-        "quantize_",
-        "counts writes that `_version` does not count",
-        "test_written_weights.py::test_values",
-    ),
+    "count": Patch("quantized tensors", "quantize_", "counts writes that `_version` does not count"),
     "delayed": Patch(
-        "`Float8Quantizer`",
-        "update_quantized",
-        "reduces the newest amax at once, over the weight mesh",
-        "test_one_scale.py::test_writes_by_anybody",
-        _GROUP,
+        "`Float8Quantizer`", "update_quantized", "reduces the newest amax at once, over the weight mesh"
     ),
     "quantize empty": Patch(
-        "`Float8CurrentScalingQuantizer`",
-        "quantize_impl",
-        "empty shards take part in the amax reduction",
-        "test_alignment.py::test_uneven_and_empty_shards",
-        "- A tensor without elements takes no part",
+        "`Float8CurrentScalingQuantizer`", "quantize_impl", "empty shards take part in the amax reduction"
     ),
-    "update empty": Patch(
-        "`Float8CurrentScalingQuantizer`",
-        "update_quantized",
-        "the same for writes",
-        "test_alignment.py::test_uneven_and_empty_shards",
-        "- A tensor without elements takes no part",
-    ),
+    "update empty": Patch("`Float8CurrentScalingQuantizer`", "update_quantized", "the same for writes"),
     "new zeros": Patch(
-        "MXFP8 weight on the device",
-        "new_zeros",
-        "padded scales, for FSDP2's copy of a shard",
-        "test_patches.py::test_new_zeros_of_mxfp8_have_no_padding",
-        "- `fully_shard` on float8-block and NVFP4 weights",
+        "MXFP8 weight on the device", "new_zeros", "padded scales, for FSDP2's copy of a shard"
     ),
     "element type": Patch(
         "`DType`",
         "__reduce_ex__",
         "pickles members by value: `torch.load` refuses pickles through `getattr`",
-        "test_plain_dcp.py::test_load_without_load_state_dict",
         versions="Python 3.11.0 to 3.11.4",
     ),
     "states": Patch(
         "`FusedAdam`",
         "_initialize_state",
         "optimizer states have the class of their parameters, which DCP needs",
-        "test_plain_dcp.py::test_states_of_fused_adam",
     ),
-    "states of dicts": Patch(
-        "`FusedAdam`", "state_dict", "the same in state dicts", "test_plain_dcp.py::test_states_of_fused_adam"
-    ),
+    "states of dicts": Patch("`FusedAdam`", "state_dict", "the same in state dicts"),
     "save": Patch(
         "`FusedAdam` with te_fsdp's main weights",
         "state_dict",
         "keeps main weights in the groups until the call ends",
-        "test_main_weights.py",
     ),
-    "load": Patch(
-        "`FusedAdam` with te_fsdp's main weights", "load_state_dict", "the same", "test_main_weights.py"
-    ),
+    "load": Patch("`FusedAdam` with te_fsdp's main weights", "load_state_dict", "the same"),
 }
 
 

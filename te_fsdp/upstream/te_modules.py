@@ -353,18 +353,11 @@ ENTRIES = {
 
 
 def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-    """Parse an ``_extra_state`` entry: delayed scaling's state as a pickle in a tensor.
+    """Parse the bytes of an ``_extra_state`` entry: delayed scaling's state as a pickle in a tensor.
 
-    Args:
-        data: Bytes of the tensor.
-        key: Name in the state dict, for errors.
-
-    Returns:
-        The recipe in the form of :func:`describe_delayed_recipe`, and the tensors by
-        te_fsdp's names. ``None`` without state: no bytes, or a recipe without history.
-
-    Raises:
-        CheckpointError: The data is not TE 2's delayed-scaling state, or the pickle is damaged.
+    Return the recipe in the form of :func:`describe_delayed_recipe`, and the tensors by te_fsdp's names; ``None``
+    without state: no bytes, or a recipe without history. Raise CheckpointError, which names ``key``, if the data is
+    not TE 2's delayed-scaling state, or the pickle is damaged.
     """
     if not data:
         return None

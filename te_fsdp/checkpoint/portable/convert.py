@@ -69,10 +69,8 @@ _DEPTH = 3
 def resolve(path: Path) -> tuple[Path, str]:
     """Return the location and kind of a checkpoint: of the path, or of the newest one in or below a folder.
 
-    Kinds: :data:`CHECKPOINT`, ``"DCP"``, ``"safetensors"``, ``"torch"``. Local operation.
-
-    Raises:
-        CheckpointError: No readable checkpoint, an unfinished save, or checkpoints in several folders below the path.
+    Kinds: :data:`CHECKPOINT`, ``"DCP"``, ``"safetensors"``, ``"torch"``. Local operation. Raises CheckpointError for no
+    readable checkpoint, an unfinished save, or checkpoints in several folders below the path.
     """
     path = resolve_path(path)
     if ".te_fsdp-" in path.name and path.name.startswith("."):

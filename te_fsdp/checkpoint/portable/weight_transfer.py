@@ -264,9 +264,8 @@ def shares_to_write(
 ) -> tuple[dict[str, Share], WeightMap]:
     """Return this rank's shares of a model's parameters, and the map to Hugging Face's tensors. Local operation.
 
-    Raises:
-        CheckpointError: A model that is not supported, or that differs from ``config``.
-        OrderError: ``optimizer`` holds parameters of another model.
+    Raises CheckpointError for a model that is not supported or differs from ``config``, OrderError for an optimizer of
+    another model.
     """
     check_spans_world(model, None)
     if optimizer is not None:

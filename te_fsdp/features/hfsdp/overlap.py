@@ -73,10 +73,8 @@ class GradientAveraging:
         large tensor, in the communication dtype of the model's :class:`GradComm`, or of ``comm``. If it is the
         gradients' own dtype and below the shards', all-to-alls are used and the sum is computed here. Temporary
         memory: packed gradients, gradients in a different communication dtype, and the result of all-to-alls. With a
-        dedicated ``group``, nothing waits before the result is requested if there are no streams.
-
-        Returns:
-            This rank's rows in the order of the shards; ``None`` if no replica has a gradient.
+        dedicated ``group``, nothing waits before the result is requested if there are no streams. The result has this
+        rank's rows in the order of the shards; ``None`` if no replica has a gradient.
         """
         received: list[torch.Tensor | None] = [None] * len(self.shards)
         works: list[Pending[torch.Tensor]] = []

@@ -10,18 +10,8 @@ from pathlib import Path
 
 import pytest
 from checkpointing import format_cases, formats
-from checkpointing.selection import is_full
+from checkpointing.selection import MESHES, is_full
 
-MESHES: dict[str, dict[str, int] | None] = {
-    "one": None,
-    "dp4": {"dp_shard": 4},
-    "tp2": {"dp_shard": 1, "tp": 2},
-    "tp4": {"dp_shard": 1, "tp": 4},
-    "dp2xtp2": {"dp_shard": 2, "tp": 2},
-    "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
-    "hsdp2x2xtp2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-    "dp3xtp2": {"dp_shard": 3, "tp": 2},
-}
 #: Uneven shards: 64 and 128 rows of a tp rank over 3 ranks. Formats with blocks are refused there.
 UNEVEN = {"dp3xtp2"}
 RECIPES = ["current", "delayed", "block", "mxfp8", "nvfp4"]

@@ -13,18 +13,8 @@ import math
 
 import pytest
 from checkpointing import reshard
-from checkpointing.selection import is_full
+from checkpointing.selection import MESHES, is_full
 
-MESHES: dict[str, dict[str, int] | None] = {
-    "one": None,
-    "dp4": {"dp_shard": 4},
-    "tp2": {"dp_shard": 1, "tp": 2},
-    "tp4": {"dp_shard": 1, "tp": 4},
-    "dp2xtp2": {"dp_shard": 2, "tp": 2},
-    "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
-    "hsdp2x2xtp2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-    "dp3xtp2": {"dp_shard": 3, "tp": 2},
-}
 # fp32: ten chained sums of up to 256 products in another order. bf16: activations are rounded to 8 bits, so that a
 # loss may move by a unit in the last place.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2**-8}

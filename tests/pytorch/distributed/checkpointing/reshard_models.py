@@ -7,43 +7,12 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from harness.tensor_parallel import SumGradientOverTp, SumOverTp
 from torch import nn
 
 # Of tp = 4 each rank gets 22 rows of each half of the gated fc1, 2 heads, 1 group; over three ranks these are uneven.
 HIDDEN, FFN, HEADS, GROUPS, EXPERTS = 64, 88, 8, 4, 3
 SEQUENCE, BATCH, CLASSES = 4, 12, 19
-
-
-class _SumOverTp(torch.autograd.Function):
-    """Row-parallel partial results -> their sum on every rank; the gradient is every rank's already."""
-
-    @staticmethod
-    def forward(ctx: Any, partial_output: torch.Tensor, group: Any) -> torch.Tensor:
-        return _sum(partial_output, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _IntoTp(torch.autograd.Function):
-    """The same input for every rank; each rank's gradient is a part of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradient, ctx.group), None
-
-
-def _sum(value: torch.Tensor, group: Any) -> torch.Tensor:
-    value = value.clone()
-    if group is not None:
-        dist.all_reduce(value, group=group)
-    return value
 
 
 class Experts(nn.Module):
@@ -60,9 +29,9 @@ class Experts(nn.Module):
         # By their place in the sequence, so that a token goes to one expert on every mesh.
         group, batch = self.up.tp_group if self.up.tp_size > 1 else None, x.shape[1]
         splits = [batch, batch, (SEQUENCE - 2) * batch]
-        tokens = _IntoTp.apply(x.reshape(-1, HIDDEN), group)
+        tokens = SumGradientOverTp.apply(x.reshape(-1, HIDDEN), group)
         partial_output = self.down(nn.functional.gelu(self.up(tokens, splits)), splits)
-        return _SumOverTp.apply(partial_output, group).view(x.shape)
+        return SumOverTp.apply(partial_output, group).view(x.shape)
 
 
 class Small(nn.Module):

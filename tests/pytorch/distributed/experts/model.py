@@ -12,7 +12,8 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from matrix.models import _SumGradientOverTp, _SumOverTp, autocast, recipe_of
+from harness.tensor_parallel import SumGradientOverTp, SumOverTp
+from matrix.models import autocast, recipe_of
 from torch import nn
 
 #: Rows of one expert must be a multiple of this: the gradient of its weight is a sum over them, in the recipe's format.
@@ -116,9 +117,9 @@ class Mixture(nn.Module):
         given: Any = torch.tensor(splits, device=rows.device) if self.single else splits
         parted = self.up.tp_size > 1
         if parted:
-            rows = _SumGradientOverTp.apply(rows, self.up.tp_group)
+            rows = SumGradientOverTp.apply(rows, self.up.tp_group)
         out = self.down(nn.functional.gelu(self.up(rows, given)), given)
-        return _SumOverTp.apply(out, self.up.tp_group) if parted else out
+        return SumOverTp.apply(out, self.up.tp_group) if parted else out
 
 
 class Model(nn.Module):

@@ -19,7 +19,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from matrix.models import _SumGradientOverTp, _SumOverTp
+from harness.tensor_parallel import SumGradientOverTp, SumOverTp
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -135,7 +135,7 @@ class Block(nn.Module):
             assert all(isinstance(p, DTensor) for p in (first, second)), "no longer DTensors"
         tp = self.meshes.tp.get_group() if self.meshes is not None and self.meshes.size("tp") > 1 else None
         if tp is not None:
-            x, shares = _SumGradientOverTp.apply(x, tp), _SumGradientOverTp.apply(shares, tp)
+            x, shares = SumGradientOverTp.apply(x, tp), SumGradientOverTp.apply(shares, tp)
         if self.form in ("grouped", "on_te"):
             for index, weight in enumerate(parts[0].unbind(0)):
                 setattr(self.up, f"weight{index}", weight)
@@ -144,7 +144,7 @@ class Block(nn.Module):
         else:
             hidden = torch.einsum("tw,ehw->eth", x, parts[0])
         out = torch.einsum("eth,ewh,te->tw", hidden.tanh(), parts[1], shares)
-        return out if tp is None else _SumOverTp.apply(out, tp)
+        return out if tp is None else SumOverTp.apply(out, tp)
 
 
 class Model(nn.Module):

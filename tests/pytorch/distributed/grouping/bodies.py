@@ -10,6 +10,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from harness.tensor_parallel import SumOverTp
 from torch import nn
 
 SEED = 21
@@ -41,20 +42,6 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
         return self.fc2(torch.relu(self.fc1(x, splits)), splits)
-
-
-class _SumOverTp(torch.autograd.Function):
-    """Sum of row-parallel outputs; every rank has the unsharded gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
 
 
 @contextlib.contextmanager
@@ -127,7 +114,7 @@ def loss_of(model: Block, meshes: Any, recipe: str, batch: tuple[torch.Tensor, t
     with context:
         y = model(*batch)
     if meshes is not None and meshes.size("tp") > 1:
-        y = _SumOverTp.apply(y, meshes.tp.get_group())
+        y = SumOverTp.apply(y, meshes.tp.get_group())
     return y.float().square().mean()
 
 

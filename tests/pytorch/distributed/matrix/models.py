@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from harness.tensor_parallel import SumGradientOverTp, SumOverTp
 from quantization import models as shared
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -81,35 +81,6 @@ def autocast(recipe: Any, group: Any = None) -> Any:
     return te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
 
 
-class _SumOverTp(torch.autograd.Function):
-    """Row-parallel partial results -> their sum on every rank; the gradient is every rank's already."""
-
-    @staticmethod
-    def forward(ctx: Any, partial_output: torch.Tensor, group: Any) -> torch.Tensor:
-        output = partial_output.clone()
-        dist.all_reduce(output, group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _SumGradientOverTp(torch.autograd.Function):
-    """The input of a column-parallel layer; the gradient is the sum of what each rank's columns contribute."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
 class Experts(nn.Module):
     """Two grouped linears, column- then row-parallel. GroupedLinear communicates nothing over tp: the sums are ours."""
 
@@ -126,10 +97,10 @@ class Experts(nn.Module):
         splits = [tokens.shape[0] // EXPERTS] * EXPERTS
         split = self.fc1.tp_size > 1
         if split:
-            tokens = _SumGradientOverTp.apply(tokens, self.fc1.tp_group)
+            tokens = SumGradientOverTp.apply(tokens, self.fc1.tp_group)
         output = self.fc2(nn.functional.gelu(self.fc1(tokens, splits)), splits)
         if split:
-            output = _SumOverTp.apply(output, self.fc1.tp_group)
+            output = SumOverTp.apply(output, self.fc1.tp_group)
         return output.view(x.shape)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import harness
 import torch
-import torch.distributed as dist
+from harness.tensor_parallel import SumOverTp
 from torch import nn
 
 SEQUENCE, BATCH, HIDDEN, FFN, HEADS, GROUPS, VOCABULARY, EXPERTS = 8, 4, 32, 64, 8, 4, 16, 3
@@ -117,21 +117,6 @@ def layer_norm_mlp(
     return Subject(module, {"x": _activation(build.cut)}, build.cut)
 
 
-class _SumOverTp(torch.autograd.Function):
-    """Row-parallel partial results -> their sum on every rank; the gradient is every rank's already."""
-
-    @staticmethod
-    def forward(ctx: Any, partial_output: torch.Tensor, group: Any) -> torch.Tensor:
-        output = partial_output.clone()
-        if group is not None:
-            dist.all_reduce(output, group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
 class Experts(nn.Module):
     """Two grouped linears, column- then row-parallel, on tokens sorted by expert: (expert, token, hidden).
 
@@ -149,7 +134,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         splits = [x.shape[1]] * EXPERTS
         hidden = nn.functional.gelu(self.fc1(x.reshape(-1, HIDDEN), splits))
-        output = _SumOverTp.apply(
+        output = SumOverTp.apply(
             self.fc2(hidden, splits), self.fc1.tp_group if self.fc1.tp_size > 1 else None
         )
         return output.view(x.shape)

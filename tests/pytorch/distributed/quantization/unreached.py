@@ -8,6 +8,7 @@ from typing import Any
 
 import harness
 import torch
+from no_sharding.decayed import context_of
 from torch import nn
 
 from quantization.models import recipe_of
@@ -137,17 +138,6 @@ def shard(
     for module in model.modules():
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
-
-
-def context_of(model: nn.Module, schedule: str, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """The context of one microbatch."""
-    import te_fsdp
-
-    if schedule == "microbatch":
-        return te_fsdp.microbatch(model, is_last=is_last)
-    if schedule == "by hand":
-        te_fsdp.set_auto_sync(model, False)
-    return te_fsdp.no_sync(model) if schedule == "no_sync" and not is_last else contextlib.nullcontext()
 
 
 def finish(model: nn.Module, schedule: str) -> None:

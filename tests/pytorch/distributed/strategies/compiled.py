@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import harness
@@ -27,7 +28,10 @@ def trained(strategies: list[Any], axes: dict[str, int], backend: str, outer: st
     for strategy in strategies:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        plain, compiled = (_train(meshes, strategy, outer, how) for how in ("", backend))
+        with warnings.catch_warnings():
+            # Dynamo traces what a cache of functools wraps, and warns that this may be wrong.
+            warnings.filterwarnings("error", message="Dynamo detected a call to a `functools.lru_cache`")
+            plain, compiled = (_train(meshes, strategy, outer, how) for how in ("", backend))
         graphs.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
         for name, value in plain.items():
             checks.same_bits(f"{strategy}: {name}", compiled[name], value)

@@ -1,0 +1,71 @@
+"""The public names of te_fsdp, each from its module: type checkers and ``__init__.py`` read this file."""
+
+from te_fsdp import checkpoint as checkpoint, planning as planning
+from te_fsdp.bind_device_mesh import set_device_mesh as set_device_mesh
+from te_fsdp.collectives.rendezvous import set_collective_timeout as set_collective_timeout
+from te_fsdp.errors import (
+    CheckpointError as CheckpointError,
+    CollectiveError as CollectiveError,
+    GradientError as GradientError,
+    InitError as InitError,
+    InputError as InputError,
+    MeshError as MeshError,
+    OrderError as OrderError,
+    PlacementError as PlacementError,
+    PrecisionError as PrecisionError,
+    TeFsdpError as TeFsdpError,
+)
+from te_fsdp.features.broadcast_params import broadcast_params as broadcast_params
+from te_fsdp.features.clip_grad_norm import (
+    clip_grad_norm_ as clip_grad_norm_,
+    scale_gradients as scale_gradients,
+)
+from te_fsdp.features.expert_dispatch import ExpertDispatcher as ExpertDispatcher
+from te_fsdp.features.forward_methods import register_forward_method as register_forward_method
+from te_fsdp.features.gradient_dtypes import grad_comm as grad_comm
+from te_fsdp.features.graphed_step import graphed_step as graphed_step
+from te_fsdp.features.graphed_units import graphed_units as graphed_units
+from te_fsdp.features.main_weights import (
+    check_optimizer as check_optimizer,
+    main_weights as main_weights,
+    shard_optimizer as shard_optimizer,
+)
+from te_fsdp.features.muon import Muon as Muon
+from te_fsdp.features.nan_report import report_nan as report_nan
+from te_fsdp.features.param_gather import (
+    finish_param_gather as finish_param_gather,
+    release_params as release_params,
+    start_param_gather as start_param_gather,
+)
+from te_fsdp.features.reporting import report as report
+from te_fsdp.gradient_sync import (
+    finish_grad_reduce as finish_grad_reduce,
+    microbatch as microbatch,
+    no_sync as no_sync,
+    set_auto_sync as set_auto_sync,
+    start_grad_reduce as start_grad_reduce,
+    sync as sync,
+    zero_grad as zero_grad,
+)
+from te_fsdp.materialization import materialize as materialize
+from te_fsdp.mesh import Meshes as Meshes
+from te_fsdp.modules.classes import (
+    DotProductAttention as DotProductAttention,
+    GroupedLinear as GroupedLinear,
+    LayerNorm as LayerNorm,
+    LayerNormLinear as LayerNormLinear,
+    LayerNormMLP as LayerNormMLP,
+    Linear as Linear,
+    MultiheadAttention as MultiheadAttention,
+    RMSNorm as RMSNorm,
+    TransformerLayer as TransformerLayer,
+)
+from te_fsdp.modules.context_parallel import (
+    context_parallel_shard as context_parallel_shard,
+    set_context_parallel as set_context_parallel,
+)
+from te_fsdp.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
+from te_fsdp.replicated_params import fsdp_no_shard as fsdp_no_shard
+from te_fsdp.shard_model import fully_shard as fully_shard
+
+__version__: str

@@ -1,0 +1,40 @@
+"""Sums over tp that TE's GroupedLinear leaves to the model. `group` is ``None`` without tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class SumOverTp(torch.autograd.Function):
+    """Row-parallel partial results -> their sum on every rank; the gradient is every rank's already."""
+
+    @staticmethod
+    def forward(ctx: Any, partial_output: torch.Tensor, group: Any) -> torch.Tensor:
+        return _sum(partial_output, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class SumGradientOverTp(torch.autograd.Function):
+    """The input of a column-parallel layer; the gradient is the sum of what each rank's columns contribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(gradients[0], ctx.group), None
+
+
+def _sum(value: torch.Tensor, group: Any) -> torch.Tensor:
+    value = value.clone()
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value
