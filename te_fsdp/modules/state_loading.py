@@ -63,15 +63,14 @@ def wrap_verification(stock: Any) -> Any:
     @functools.wraps(stock)
     def verify(model_state: Any, optimizer_state: Any, info: Any) -> None:
         is_load = is_called_by("set_") and (info.full_state_dict or info.broadcast_from_rank0)
-        meshes = [
-            key.device_mesh for key in info.fqn_param_mapping if isinstance(key, DTensor) and get_record(key)
-        ]
-        if is_load and meshes:
+        bound = [key for key in info.fqn_param_mapping if isinstance(key, torch.Tensor) and get_record(key)]
+        meshes = [parameter.device_mesh for parameter in bound if isinstance(parameter, DTensor)]
+        if is_load and bound and info.broadcast_from_rank0:
+            # From ``{}`` torch concludes that the call is for the optimizer only. It broadcasts to all ranks.
+            info.handle_model |= on_any_rank(bool(model_state))
+        elif is_load and meshes:
             mesh, given = max(meshes, key=DeviceMesh.size), [bool(model_state), bool(optimizer_state)]
-            if info.broadcast_from_rank0:
-                # From ``{}`` torch concludes that the call is for the optimizer only.
-                info.handle_model |= on_any_rank(given[0], mesh)
-            elif not bool(are_equal(list(map(int, given)), mesh).all()):
+            if not bool(are_equal(list(map(int, given)), mesh).all()):
                 by_rank = sorted(gather_by_rank(all(given), mesh).items())
                 raise CheckpointError(
                     "set_state_dict: state dicts on some ranks only",

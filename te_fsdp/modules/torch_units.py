@@ -71,8 +71,14 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
             if _end_evaluation not in (hooks := module_record(unit).hooks):
                 hooks.add(_end_evaluation)
                 unit.register_forward_hook(_torch.disable_compile(_end_evaluation))
+                unit.register_forward_pre_hook(_torch.disable_compile(_before_forward), prepend=True)
                 fsdp2_units.after_methods(unit, _end_evaluation)
                 fsdp2_units.before_unshard(unit, functools.partial(_restore, unit))
+
+
+def _before_forward(unit: nn.Module, args: Any) -> None:
+    if _torch.backward_id() != -1:
+        _fsdp2.allow_recompute(unit)
 
 
 def _end_evaluation(unit: nn.Module, args: Any, output: Any) -> None:

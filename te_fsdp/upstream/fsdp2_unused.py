@@ -88,6 +88,8 @@ class UseFlags:
     fsdp_placement, offload_to_cpu, is_dtensor = Shard(0), False, False
     contiguous_sharded_stride = (1,)
     unsharded_accumulated_grad = sharded_grad_dtype = grad_offload_event = None
+    # Searches for a module's record during the reduction, as by a step in a gradient hook, read the owners.
+    _module_info = SimpleNamespace(module=None, param_name="", shared_modules=(), shared_param_names=())
 
     def __init__(self) -> None:
         self.filled: set[Any] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import harness
 import torch
@@ -233,20 +234,23 @@ def microbatches_that_are_given_up() -> bool:
 
 def optimizers_that_step_in_backward() -> bool:
     """One for each parameter, in a hook: the bits of one optimizer after backward."""
-    model, other = make_sharded(), make_sharded()
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    changed = []
+    for strategy in ("optim_grads_params", "optim_grads", "optim"):
+        model, other = make_sharded(strategy), make_sharded(strategy)
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
-    def update(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
+        def update(parameter: torch.Tensor, optimizers: dict[Any, Any] = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
 
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
-    optimizer = make_sgd(other)
-    for _ in range(2):
-        model(draw_batch()).square().mean().backward()
-        take_step(other, optimizer)
-    return not _changed(model, _weights(other))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        optimizer = make_sgd(other)
+        for _ in range(2):
+            model(draw_batch()).square().mean().backward()
+            take_step(other, optimizer)
+        changed += _changed(model, _weights(other))
+    return not changed
 
 
 def parameters_after_an_evaluation() -> bool:

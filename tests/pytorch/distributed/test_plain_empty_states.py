@@ -12,6 +12,8 @@ def test_all_ranks_raise(pool, which):
         assert "expected the full state dicts on all ranks, got an empty one on rank 1" in error
 
 
-def test_broadcast(pool):
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_broadcast(pool, strategy):
     """torch took ``{}`` for a call without a model, so that rank 0 waited in the broadcast of the model."""
-    assert pool.run(empty_states.loaded, 2, broadcast=True, which="both", timeout=60) == [[], []]
+    options = {"broadcast": True, "which": "both", "strategy": strategy}
+    assert pool.run(empty_states.loaded, 2, **options, timeout=60) == [[], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import harness
@@ -50,6 +51,28 @@ def stepped(how: str) -> dict[str, float]:
             mine, wanted = model(x[0]), reference(x[0])
         worst = max(worst, float((mine - wanted).norm() / wanted.norm()))
     return {"worst": worst}
+
+
+def reused(library: str) -> dict[str, float]:
+    """Use a block twice in a forward under reentrant checkpoints of TE or torch; compare its gradients."""
+    import transformer_engine.pytorch as te
+    from torch.utils.checkpoint import checkpoint
+
+    meshes, model, reference = _models()
+    run: Any = te.checkpoint if library == "te" else checkpoint
+
+    def forward(each: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + run(each.blocks[0], x, use_reentrant=True)
+        return each.head(x)
+
+    x = batch(0, meshes.data_size, 1)[0]
+    for each, inputs in ((model, x[meshes.data_rank]), (reference, x.flatten(0, 1))):
+        each.forward = functools.partial(forward, each)
+        each(inputs.clone().requires_grad_()).square().mean().backward()
+    pairs = zip(model.blocks[0].parameters(), reference.blocks[0].parameters(), strict=True)
+    gradients = [(harness.full(p.grad), r.grad) for p, r in pairs]
+    return {"worst": max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in gradients)}
 
 
 def evaluated(change: str, **options: Any) -> dict[str, Any]:

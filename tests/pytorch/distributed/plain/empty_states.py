@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import harness
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 
-def loaded(broadcast: bool, which: str) -> list[str]:
+def loaded(broadcast: bool, which: str, **options: Any) -> list[str]:
     """Load the states of rank 0. Returns the error, or the weights that have changed."""
     import transformer_engine.pytorch as te
 
@@ -16,7 +18,7 @@ def loaded(broadcast: bool, which: str) -> list[str]:
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     model = te.Linear(32, 32, device="meta", params_dtype=torch.float32)
-    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.fully_shard(model, meshes, **options)
     te_fsdp.materialize(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(4, 32, device=harness.device())).sum().backward()
