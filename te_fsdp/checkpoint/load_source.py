@@ -57,6 +57,7 @@ from te_fsdp.collectives.agreement import (
     rank_messenger,
     world_size,
 )
+from te_fsdp.collectives.watching import run_while_all_live
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.upstream.te_formats import NVFP4_ROWS, NVFP4_SQUARES
@@ -105,7 +106,7 @@ class Source(Contents):
         # No rank sends before all have read and checked: damage must be found before anything is used.
         all_agree(read)
         # All ranks name a rank that ends here, also those that do not exchange data with it.
-        self.ranks.round(lambda: share.exchange(self.staged), lambda seen: seen)
+        all_agree(lambda: run_while_all_live(lambda: share.exchange(self.staged)))
         _log.info("%s: read shared with rank(s) %s", self.source, shorten(list(map(str, share.members)), 8))
 
     def tensor(self, key: str) -> torch.Tensor:

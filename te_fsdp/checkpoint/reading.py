@@ -26,7 +26,7 @@ from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import OwnedPart, OwnedTensor
 from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, open_checked
 from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry, per_expert
-from te_fsdp.collectives.agreement import RankMessenger, digest
+from te_fsdp.collectives.agreement import RankMessenger, digest, rank_messenger
 from te_fsdp.errors import CheckpointError
 from te_fsdp.features.main_params import MAIN
 from te_fsdp.layout import Box, slices
@@ -246,7 +246,7 @@ class ReadShare:
             return result
 
         # Digests, because the lists of a large model have many MB on all ranks together.
-        members = ranks.round(lambda: digest(repr([*shared])), ranks_with_same_reads)
+        members = rank_messenger().round(lambda: digest(repr([*shared])), ranks_with_same_reads)
         parts: list[dict[Rectangle, torch.dtype]] = [{} for _ in members]
         ends = [*accumulate(math.prod(rectangle[2]) * dtype.itemsize for rectangle, dtype in shared.items())]
         for (rectangle, dtype), end in zip(shared.items(), ends, strict=True):

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_fsdp import errors
 from te_fsdp.collectives import rendezvous, watching
 from te_fsdp.collectives.rendezvous import collective_timeout
-from te_fsdp.collectives.watching import run_while_all_live
+from te_fsdp.collectives.watching import delayed_signals, run_while_all_live
 from te_fsdp.errors import CheckpointError, CollectiveError, TeFsdpError
 from te_fsdp.upstream.torch_gloo import new_lazy_group
 
@@ -341,7 +341,7 @@ class RankMessenger:
         :func:`te_fsdp.set_collective_timeout`. While ranks wait, the log names the one that is stopped or busy.
         """
         result, error = _call(call)
-        with self._log_waits() as peer:
+        with delayed_signals(), self._log_waits() as peer:
             return self._exchange(result, error, on_rank_0, peer)
 
     def _exchange(
@@ -405,11 +405,18 @@ class RankMessenger:
 
         Returns what must stay alive until they have received it.
         """
-        error, kept = CollectiveError(text), list[Any]()
-        for peer in [0] if self.rank else range(1, self.size):
+        error, kept, peers = CollectiveError(text), list[Any](), [0] if self.rank else [*range(1, self.size)]
+        for peer in peers:
             with suppress(RuntimeError):  # the rank has ended
                 kept += self._send(_pack((None, _serialize_error(error) if self.rank else error)), peer)
-                kept.append(self._receive(peer))  # a send of Gloo waits for its receive
+
+        def receive() -> None:
+            for received in [self._receive(peer) for peer in peers]:
+                with suppress(RuntimeError):
+                    received()
+
+        # A send of Gloo waits for its receive, also that of a second part.
+        _thread.start_new_thread(receive, ())
         return kept
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -63,22 +64,59 @@ def before() -> list[str]:
         return [first, _error(arrive)]
 
 
-def saving(folder: str) -> list[str]:
-    """Interrupt a rank that writes a checkpoint."""
+def saving(folder: str, victim: int) -> list[str]:
+    """Interrupt a rank that writes a checkpoint. Messages of the others have two parts."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
     from te_fsdp.checkpoint import saving
     from te_fsdp.collectives import rendezvous
 
-    model = te.Linear(32, 32, device="meta", params_dtype=torch.float32)
+    layers = [te.Linear(32, 32, device="meta", params_dtype=torch.float32) for _ in range(12)]
+    model = torch.nn.Sequential(*layers)
     te_fsdp.fully_shard(model, te_fsdp.Meshes.build(device_type=harness.device_type()))
     te_fsdp.materialize(model, seed=0)
     with mock.patch.object(rendezvous, "ASK_AFTER", 0.3), listening(timeout=20):
         path = Path(folder) / "new"
-        if dist.get_rank() == 1:
+        if dist.get_rank() == victim:
             with mock.patch.object(saving, "plan_entries", side_effect=KeyboardInterrupt):
                 first = _error(lambda: te_fsdp.checkpoint.save(path, model))
         else:
             first = _error(lambda: te_fsdp.checkpoint.save(path, model))
         return [first, _error(lambda: te_fsdp.checkpoint.save(path, model))]
+
+
+def loading(folder: str, moment: str) -> tuple[list[str], float]:
+    """Interrupt a rank that waits for a reply of two parts, or before it sends data that were read once."""
+    import te_fsdp
+    from te_fsdp.checkpoint.reading import ReadShare
+    from te_fsdp.collectives import agreement, rendezvous
+
+    model = torch.nn.Linear(8, 8)
+    te_fsdp.fully_shard(model, te_fsdp.Meshes.build(dp_replicate=2, device_type=harness.device_type()))
+    te_fsdp.broadcast_params(model)
+    path, began = Path(folder) / "new", time.monotonic()
+    te_fsdp.checkpoint.save(path, model, extra={"long": "x" * 2000})
+    receive, handler = agreement.RankMessenger._receive, signal.getsignal(signal.SIGINT)
+    pending = [signal.SIGINT]
+
+    def interrupted(*args: Any) -> Any:
+        received = receive(*args)
+        if pending:  # once
+            signal.raise_signal(pending.pop())
+        return received
+
+    owner, name, stock = {
+        "reply": (agreement.RankMessenger, "_receive", interrupted),
+        "exchange": (ReadShare, "exchange", lambda *args: signal.raise_signal(signal.SIGINT)),
+    }[moment]
+    with mock.patch.object(rendezvous, "ASK_AFTER", 0.3), listening(timeout=20):
+        if dist.get_rank() == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with mock.patch.object(owner, name, stock):
+                first = _error(lambda: te_fsdp.checkpoint.load(path, model, read="once"))
+            signal.signal(signal.SIGINT, handler)
+        else:
+            first = _error(lambda: te_fsdp.checkpoint.load(path, model, read="once"))
+        seconds = time.monotonic() - began
+        return [first, _error(lambda: te_fsdp.checkpoint.load(path, model))], seconds

@@ -25,8 +25,18 @@ def test_before_a_call(pool):
     assert f"CollectiveError: te_fsdp.test: {TEXT}" in first[0] and first[1] == ""
 
 
-def test_save(pool, tmp_path):
-    first, second = pool.run(bodies.saving, 2, folder=str(tmp_path))
-    assert second[0].startswith("KeyboardInterrupt") and TEXT in second[1]
+@pytest.mark.parametrize(("victim", "where"), [(1, "on rank(s) 1: "), (0, "")])
+def test_save(pool, tmp_path, victim, where):
+    results = pool.run(bodies.saving, 2, folder=str(tmp_path), victim=victim)
+    text = f"te_fsdp.checkpoint.save: interrupted on rank {victim} by KeyboardInterrupt"
+    assert results[victim][0].startswith("KeyboardInterrupt") and text in results[victim][1]
     # Without the message, the error would be that of a rank that is silent for the collective timeout.
-    assert first[0].startswith("CollectiveError: on rank(s) 1") and TEXT in first[0]
+    assert results[1 - victim][0].startswith(f"CollectiveError: {where}{text}")
+
+
+@pytest.mark.parametrize("moment", ["reply", "exchange"])
+def test_load(pool, tmp_path, moment):
+    """Kind: the second part of a reply never received; data of the exchange never sent."""
+    (first, seconds), (second, _) = pool.run(bodies.loading, 2, folder=str(tmp_path), moment=moment)
+    assert second[0].startswith("KeyboardInterrupt") and TEXT in second[1]
+    assert TEXT in first[0] and TEXT in first[1] and seconds < 15
