@@ -71,7 +71,7 @@ def reused(library: str) -> dict[str, float]:
         each.forward = functools.partial(forward, each)
         each(inputs.clone().requires_grad_()).square().mean().backward()
     pairs = zip(model.blocks[0].parameters(), reference.blocks[0].parameters(), strict=True)
-    gradients = [(harness.full(p.grad), r.grad) for p, r in pairs]
+    gradients = [(harness.full(p.grad), harness.full(r.grad)) for p, r in pairs]
     return {"worst": max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in gradients)}
 
 
