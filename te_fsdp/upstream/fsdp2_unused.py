@@ -129,9 +129,7 @@ class UseFlags:
         # that no rank used. An optimizer step in a hook would then decay such a weight.
         filled = set(self.filled)
         hooked = [m.sharded_param for m in trained] if filled else []
-        hooks = [
-            (parameter, calls) for parameter in hooked if (calls := parameter._post_accumulate_grad_hooks)
-        ]
+        hooks = [(p, calls) for p in hooked if (calls := p._post_accumulate_grad_hooks)]
         for parameter, _ in hooks:
             parameter._post_accumulate_grad_hooks = None
         group.fsdp_params, self.unsharded_grad_dtype = [*records, self], dtype
@@ -160,11 +158,8 @@ class UseFlags:
         if hooks:
             if group._post_reduce_event is not None:
                 group._post_reduce_event.wait()
-            unused = {id(m.sharded_param) for m, n in zip(trained, reduced.tolist(), strict=True) if n == 0}
-            unused &= {id(managed.sharded_param) for managed in filled}
-            for parameter, calls in hooks:
-                for call in () if id(parameter) in unused else calls.values():
-                    call(parameter)
+            counts = zip(trained, reduced.tolist(), strict=True)
+            _call_hooks(hooks, {id(m.sharded_param) for m, n in counts if n == 0 and m in filled})
 
     def decide(self, group: Any) -> None:
         """Remove the gradients of parameters that no rank used. Waits for the device."""
@@ -196,6 +191,13 @@ class UseFlags:
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of the reduced flags."""
         return tensor
+
+
+def _call_hooks(hooks: list[tuple[nn.Parameter, dict[int, Any]]], unused: set[int]) -> None:
+    """Call the post-accumulate gradient hooks of parameters, except for those with the ids ``unused``."""
+    for parameter, calls in hooks:
+        for call in () if id(parameter) in unused else calls.values():
+            call(parameter)
 
 
 def _gradient_dtype(managed: Any) -> torch.dtype | None:
