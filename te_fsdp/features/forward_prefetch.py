@@ -33,9 +33,8 @@ class ForwardPrefetch(Component):
     def __init__(self, units: dict[str, nn.Module]) -> None:
         self._units = units
         self._order: list[str] = []
-        self._next: dict[str, str] | None = (
-            None  #: Unit -> the following one; ``None`` while the order is recorded
-        )
+        #: Unit -> the following one; ``None`` while the order is recorded
+        self._next: dict[str, str] | None = None
         self._started: dict[str, list[int]] = {}  #: Started all-gathers: the versions of the unit's shards
 
     def before_unit(self, name: str) -> None:

@@ -42,9 +42,8 @@ class FixedMemory:
     """Memory for the unsharded weights of several parameter groups."""
 
     def __init__(self, units: int) -> None:
-        self.units = (
-            units  #: Number of units of the same shapes that are unsharded at the same time; 0 if all are
-        )
+        #: Number of units of the same shapes that are unsharded at the same time; 0 if all are.
+        self.units = units
         self._by_shape: dict[tuple[Any, ...], _UnitMemory] = {}
         self._used: Counter[tuple[Any, ...]] = Counter()
         self._by_group: dict[int, _UnitMemory] = {}  # id of a group -> its memory

@@ -30,9 +30,8 @@ class GroupRecord:
     replay: Any = None  #: Function that replays TE's all-gather hooks (``fsdp2_settled.py``)
     #: Living autograd nodes of the group's ``post_backward``, one for each forward with gradients (``fsdp2_hooks.py``)
     post_backwards: list[weakref.ref[Any]] = field(default_factory=list)
-    is_postponed: bool = (
-        False  #: Whether ``post_backward`` leaves the reduction to a later one of the same backward
-    )
+    #: Whether ``post_backward`` leaves the reduction to a later one of the same backward
+    is_postponed: bool = False
     #: Versions of the shards while they are registered, although the group is unsharded (``modules/torch_units.py``).
     exposed: list[int] | None = None
     flags: Any = None  #: Record that is reduced with the gradients (``fsdp2_unused.UseFlags``)
