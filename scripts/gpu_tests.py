@@ -311,12 +311,16 @@ def run(
 def merge(
     results: Annotated[Path, tyro.conf.Positional], commit: str = "", card: str = "", gpus: int = 0
 ) -> int:
-    """Add the results of a run to the ledger. A `.partial` file needs the commit, the card and the number of GPUs."""
+    """Add the results of a run to the ledger, then write docs/support.md from it.
+
+    A `.partial` file needs the commit, the card and the number of GPUs.
+    """
     if results.suffix == ".partial":
         new = _collect(results, commit, card, gpus)
     else:
         new = [Result(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
     write_ledger(merge_results(read_ledger(), new))
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "support_table.py")], check=True)
     return 0
 
 
