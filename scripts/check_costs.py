@@ -40,6 +40,11 @@ SENDING = (
     "reduce_scatter_tensor_coalesced",
     "alltoall_base",
     "alltoall",
+    # torch 2.15
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
 )
 STEPS = 4
 
