@@ -1,0 +1,49 @@
+"""FSDP2's public settings of communication have the same effect on te_fsdp's units as on its own."""
+
+from __future__ import annotations
+
+import pytest
+from strategies import setters
+from strategies.setters import SETTINGS, is_available
+
+MESHES = {
+    "dp2": {"dp_shard": 2},
+    "tp2": {"dp_shard": 1, "tp": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 1},
+}
+MIXED = {"": "optim_grads_params", "blocks.0": "optim_grads", "blocks.1": "optim"}
+#: Sums of fp32 in another order than in one process: 2^-24 times the square root of some 10^3 terms, over three steps.
+ORDER_OF_SUMS = 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0")
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", MIXED], ids=["all", "optim", "mixed"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings(pool, arch, setting, mesh, strategy):
+    """Outputs and weights of three steps, the setting changed after the first."""
+    if not is_available(setting):
+        pytest.skip("this torch does not have it")
+    for errors in pool.run(setters.trained, 2, setting=setting, axes=MESHES[mesh], strategy=strategy):
+        assert len(errors) == 17 and max(errors.values()) < ORDER_OF_SUMS, errors
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0")
+@pytest.mark.skipif(not is_available("manual finalization"), reason="new in torch 2.15")
+def test_forgotten_finalization(pool, arch):
+    """A step without `finalize_backward` raises: FSDP2 has not reduced the gradients."""
+    options = {"setting": "manual finalization", "axes": MESHES["dp2"], "strategy": "optim_grads_params"}
+    errors = pool.run_expect_error(setters.trained, 2, **options, forgets=True)
+    assert all("were not reduced" in error.message for error in errors)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0")
+def test_wrong_gradients_are_caught(pool, arch):
+    """Negative control: the reference has twice the gradients."""
+    options = {"setting": "hook", "axes": MESHES["dp2"], "strategy": "optim"}
+    for errors in pool.run(setters.trained, 2, **options, spoils=True):
+        assert max(errors.values()) > 1000 * ORDER_OF_SUMS, errors
