@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -134,27 +133,20 @@ def load(
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     require_kind("load", "allow", allow, Iterable, expected="names", error=CheckpointError)
     source, model, optimizers = absolute(path), joined_model(model), optimizers_of(optimizer)
-    with _joint_load(model), without_collector():
-        began = time.perf_counter()
-        opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
-        take_own_part(opened, model)
-        state, diff = all_agree(lambda: _compare(opened, model, optimizers))
-        diff = diff.over_all_ranks(convert=convert)
-        _refuse(opened, diff.without(allow, strict=strict))
-        loaded = ModelLoader(opened, model, optimizers, state, diff).result()
-        _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
-        return loaded
-
-
-@contextmanager
-def _joint_load(model: nn.Module) -> Iterator[None]:
-    """Enter the load on all ranks, with rank 0 as coordinator of all agreements. Collective over the world."""
     # Of a stage another name, lest ranks with and without one wait.
     with collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")):
         if world_size() > 1:
             background().wait()  # a running save uses the same process group
-        with through_rank_0():
-            yield
+        with through_rank_0(), without_collector():
+            began = time.perf_counter()
+            opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
+            take_own_part(opened, model)
+            state, diff = all_agree(lambda: _compare(opened, model, optimizers))
+            diff = diff.over_all_ranks(convert=convert)
+            _refuse(opened, diff.without(allow, strict=strict))
+            loaded = ModelLoader(opened, model, optimizers, state, diff).result()
+            _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
+            return loaded
 
 
 def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[ModelState, Differences]:
@@ -210,6 +202,9 @@ class ModelLoader:
         differing = {name for _, name in diff.optimizer}
         taken = bool(optimizers) and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
+        saved_parts = {} if self.saved_optimizer is None else split(self.saved_optimizer)
+        #: The optimizers that are loaded, each with its part of the manifest
+        self.loaded_optimizers = [(optimizers[n], saved_parts[n]) for n in optimizers if n in saved_parts]
         self.left_states = differing | (state.members.keys() - set(self.names))
         self.mains: set[str] = set()  #: Parameters whose main weight is loaded
         self.others = optimizers_with_stale_main_weights(
@@ -260,7 +255,7 @@ class ModelLoader:
                 owned.drop_derived_state()
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
-        for optimizer, description in self._given():
+        for optimizer, description in self.loaded_optimizers:
             loaded = self.state.members.keys() - self.left_states
             left = restore_groups(optimizer, description, self.state.owned, loaded)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
@@ -297,18 +292,13 @@ class ModelLoader:
                 _log.warning("%s: %s", path, note)
         return loaded
 
-    def _given(self) -> list[tuple[Optimizer, dict[str, Any]]]:
-        """Return the optimizers that are loaded, each with its part of the manifest."""
-        saved_parts = {} if self.saved_optimizer is None else split(self.saved_optimizer)
-        return [(self.optimizers[name], saved_parts[name]) for name in self.optimizers if name in saved_parts]
-
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]
     ) -> tuple[dict[str, TensorEntry], list[Rectangle]]:
         """Return entries to copy directly, allocated where the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         weights = self.manifest.parameters
-        for optimizer, saved in self._given():
+        for optimizer, saved in self.loaded_optimizers:
             states, mains = prepare_loading(optimizer, saved, weights, self.state.owned, self.left_states)
             entries, self.mains = entries | states, self.mains | mains
         planned = (conversion for members in conversions.values() for conversion in members)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
@@ -82,11 +82,6 @@ class RankWriter:
     def __post_init__(self, tensors: list[torch.Tensor]) -> None:
         self.own = [Block(numbers, [tensors[number] for number in numbers]) for numbers in self.plan.blocks]
 
-    @property
-    def bytes(self) -> int:
-        """Return the number of bytes that this rank writes."""
-        return sum(block.bytes for block in self.own)
-
     @torch.no_grad()  # which takes less than to detach many small tensors one by one
     def copy(self, staging: Staging) -> None:
         """Copy this rank's data to the host, and release the model's tensors. :meth:`write` raises any error."""
@@ -98,21 +93,17 @@ class RankWriter:
         # The model may change now: nothing of it is read after this.
         self.own = []
 
-    def blocks(self) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Return numbers of pieces with their rows on the host, in the order of writing."""
-        if self.copies is not None:
-            return iter(self.copies)
-        return ((block.keys, rows) for block, rows in background().staging.through(self.own))
-
     @torch.no_grad()
     def write(self, tick: Tick) -> tuple[Rows | None, Listed]:
         """Write this rank's file, synced; return the places unless the plan has them, and the manifest's entry."""
         if self.problem is not None:
             raise self.problem
-        name, order = file_of(self.ranks.rank), list[int]()
+        name, order, copies = file_of(self.ranks.rank), list[int](), self.copies
+        if copies is None:
+            copies = ((block.keys, rows) for block, rows in background().staging.through(self.own))
         with synced(self.path / name) as raw:
             file = SummedFile(raw)
-            for numbers, rows in self.blocks():
+            for numbers, rows in copies:
                 order += numbers
                 file.write(rows)
                 tick(rows.nbytes)
@@ -219,8 +210,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
     entries: dict[str, TensorEntry] = {}
     for tensor, first, last, key in blocks:
-        piece = torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta")
-        offsets = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
+        piece = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        piece = piece[first:last] if tensor.shape else piece
+        offsets = (first, *(0 for _ in tensor.shape))[: piece.ndim]
         add_entry(entries, key, TensorEntry(tensor.shape, tensor.dtype, (Piece(offsets, piece),)))
     # The same code as for a job, so that converted and saved files have one format.
     alone = RankMessenger(0, 1, None)

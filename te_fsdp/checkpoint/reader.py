@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.directory import open_checkpoint
-from te_fsdp.checkpoint.index import check_index, problems_of_tensors, stored_tensors
+from te_fsdp.checkpoint.index import described_tensors, problems_of_tensors, read_index
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, Stack, dequantized, mapped, total_bytes
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import tensors_of
@@ -154,7 +155,7 @@ def describe(tensor: Lazy) -> dict[str, Any]:
 def open_checkpoint_contents(path: Path) -> Contents:
     """Open a checkpoint of te_fsdp; raise CheckpointError if it is incomplete or damaged. Local operation."""
     manifest = open_checkpoint(path)
-    tensors = tensors_of(manifest.data_folder(path), check_index(path, manifest))
+    tensors = tensors_of(manifest.data_folder(path), read_index(path, manifest))
     return Contents(path, CHECKPOINT, manifest, tensors | _empty(manifest))
 
 
@@ -162,8 +163,8 @@ def _empty(manifest: Manifest) -> dict[str, Lazy]:
     """Return the tensors without elements. The manifest describes them, and files do not store them."""
     return {
         key: InMemory(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
-        for key, shape, dtype in stored_tensors(manifest, empty=True)
-        if shape is not None and dtype is not None and key.startswith(("model.", "optimizer."))
+        for key, shape, dtype in described_tensors(manifest)
+        if shape is not None and dtype is not None and not math.prod(shape) and not key.startswith("extra")
     }
 
 

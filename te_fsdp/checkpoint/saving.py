@@ -134,7 +134,7 @@ def save(
         # One save at a time: two would compete for the disk, and their order decides which is the newest.
         background().wait()
         writer = _prepare(rank_messenger(), handle.path, model, optimizer, extra, keep_last, shared)
-        handle.bytes = writer.bytes
+        handle.bytes = sum(block.bytes for block in writer.own)
         complete = partial(_complete, handle, writer, keep_last, progress, began)
         if asynchronous:
             writer.copy(background().staging)
