@@ -274,9 +274,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def modules_with_extra_state(model: nn.Module) -> list[str]:
     """Return the names of modules with an ``_extra_state`` entry, as all of TE's with parameters."""
-    stock = torch.nn.Module.get_extra_state
-    modules = model.named_modules(remove_duplicate=False)
-    return [_torch.without_wrappers(name) for name, m in modules if type(m).get_extra_state is not stock]
+    stock = nn.Module.get_extra_state
+    return [name for name, m in modules_of(model).items() if type(m).get_extra_state is not stock]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
