@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +73,10 @@ class RankWriter:
     path: Path
     manifest: Manifest  #: Of all files; complete on rank 0 alone, when they are written
     plan: WritePlan  #: For this save; or of one before, if it has places in the files: they must be the same again
-    #: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept
-    tensors: InitVar[list[torch.Tensor]]
+    own: list[Block[int]]  #: The model's tensors that this rank writes, by the numbers that pieces have
     #: Written instead: numbers of pieces with their rows on the host
     copies: Iterable[tuple[list[int], torch.Tensor]] | None = None
     problem: Exception | None = None  #: Error of :meth:`copy`
-
-    def __post_init__(self, tensors: list[torch.Tensor]) -> None:
-        self.own = [Block(numbers, [tensors[number] for number in numbers]) for numbers in self.plan.blocks]
 
     @torch.no_grad()  # which takes less than to detach many small tensors one by one
     def copy(self, staging: Staging) -> None:
@@ -93,17 +89,21 @@ class RankWriter:
         # The model may change now: nothing of it is read after this.
         self.own = []
 
+    def blocks(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Return numbers of pieces with their rows on the host, in the order of writing."""
+        if self.copies is not None:
+            return iter(self.copies)
+        return ((block.keys, rows) for block, rows in background().staging.through(self.own))
+
     @torch.no_grad()
     def write(self, tick: Tick) -> tuple[Rows | None, Listed]:
         """Write this rank's file, synced; return the places unless the plan has them, and the manifest's entry."""
         if self.problem is not None:
             raise self.problem
-        name, order, copies = file_of(self.ranks.rank), list[int](), self.copies
-        if copies is None:
-            copies = ((block.keys, rows) for block, rows in background().staging.through(self.own))
+        name, order = file_of(self.ranks.rank), list[int]()
         with synced(self.path / name) as raw:
             file = SummedFile(raw)
-            for numbers, rows in copies:
+            for numbers, rows in self.blocks():
                 order += numbers
                 file.write(rows)
                 tick(rows.nbytes)
@@ -220,7 +220,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
     # Generators: one block of rows is in memory at a time.
     copies = (([number], stacked) for number, stacked in enumerate(rows))
-    writer = RankWriter(alone, path, manifest, plan, tensors_of(entries), copies)
+    writer = RankWriter(alone, path, manifest, plan, [], copies)
     writer.finish([writer.write(tick)])
     return manifest
 

@@ -22,6 +22,7 @@ from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.async_save import SaveHandle, background
 from te_fsdp.checkpoint.compare import PROGRESS, check_same_model, check_spans_world, join
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
+from te_fsdp.checkpoint.host_memory import Block
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     JoinedModules,
@@ -405,7 +406,8 @@ def _prepare(
         tensors = collected.tensors()
         # Before the copy: an asynchronous save must raise in the call, not in its thread.
         check_replicas(ranks, plan, tensors)
-        writer = RankWriter(ranks, temporary, manifest, plan, tensors)
+        own = [Block(numbers, [tensors[number] for number in numbers]) for numbers in plan.blocks]
+        writer = RankWriter(ranks, temporary, manifest, plan, own)
         # After the checks: a save that raised leaves no plan behind.
         cache.plan = plan
         background().plans[anchor] = cache

@@ -234,15 +234,15 @@ def failing_write(directory: str) -> dict[str, Any]:
     model = shard(Small())
     optimizer = adam(model)
     te_fsdp.checkpoint.save(f"{directory}/step-1", model, optimizer)
-    original = planner.SummedFile.write
+    original = planner.RankWriter.blocks
 
-    def broken(self: Any, rows: Any) -> Any:
+    def broken(self: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == 1:
-        planner.SummedFile.write = broken
+        planner.RankWriter.blocks = broken
     result = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
-    planner.SummedFile.write = original
+    planner.RankWriter.blocks = original
     dist.barrier()
     left = sorted(p.name for p in Path(directory).iterdir())
     newest = te_fsdp.checkpoint.latest(directory)
