@@ -26,8 +26,8 @@ from te_fsdp.checkpoint.model_state import (
     meshes_of,
     modules_of,
     of_all_gemms,
+    owned_buffers,
     owned_parameters,
-    owned_tensors,
     stage_of,
     tied_names,
 )
@@ -409,8 +409,8 @@ def take_own_part(source: Source, model: nn.Module) -> None:
 
     def own_names() -> set[str]:
         # Modules' names as well: in the unsplit model no tensor has the name of a module.
-        tensors = [*owned_parameters(model), *owned_tensors(model, "_buffers")]
-        return {owned.key for owned in tensors} | modules_of(model).keys()
+        owned = [*owned_parameters(model), *owned_buffers(model)]
+        return {tensor.key for tensor in owned} | modules_of(model).keys()
 
     own, manifest = all_agree(own_names), source.manifest
     # A tensor that no stage has stays in the manifest, and is a difference on all stages.
