@@ -407,12 +407,9 @@ def take_own_part(source: Source, model: nn.Module) -> None:
     if stage is None:
         return
 
-    def own_names() -> set[str]:
-        # Modules' names as well: in the unsplit model no tensor has the name of a module.
-        owned = [*owned_parameters(model), *owned_buffers(model)]
-        return {tensor.key for tensor in owned} | modules_of(model).keys()
-
-    own, manifest = all_agree(own_names), source.manifest
+    owned, manifest = all_agree(lambda: [*owned_parameters(model), *owned_buffers(model)]), source.manifest
+    # Modules' names as well: in the unsplit model no tensor has the name of a module.
+    own = {tensor.key for tensor in owned} | modules_of(model).keys()
     # A tensor that no stage has stays in the manifest, and is a difference on all stages.
     elsewhere = set().union(*gather(own, stage.across)) - own
 

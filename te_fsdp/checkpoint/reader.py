@@ -17,7 +17,7 @@ from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.checkpoint.index import described_tensors, problems_of_tensors, read_index
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, Stack, dequantized, mapped, total_bytes
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
-from te_fsdp.checkpoint.plain_dcp import tensors_of
+from te_fsdp.checkpoint.plain_dcp import Quantized, tensors_of
 from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
@@ -147,8 +147,8 @@ def empty_manifest() -> Manifest:
     return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {}, semantics=dict(NOTHING))
 
 
-def describe(tensor: Lazy) -> dict[str, Any]:
-    """Return the manifest's description of a high-precision parameter of unknown layout."""
+def describe(tensor: Lazy | Quantized) -> dict[str, Any]:
+    """Return the manifest's description of a parameter of unknown layout, as one in high precision."""
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "layout": None, "format": None}
 
 

@@ -162,12 +162,10 @@ def refuse_pending_gradients(model: nn.Module) -> None:
         if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.sync.completed:
             pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
         units.update(state.modules.values())
-    torch_units = [
-        module for module in model.modules() if fsdp2_units.is_fsdp_module(module) and module not in units
-    ]
     records = [
         _fsdp2.sharded_param_of(record)
-        for unit in torch_units
+        for unit in model.modules()
+        if fsdp2_units.is_fsdp_module(unit) and unit not in units
         for record in _fsdp2_gradients.params_with_unreduced_gradients(unit)
     ]
     names = {id(parameter): name for name, parameter in model.named_parameters()} if records else {}
