@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -133,20 +134,27 @@ def load(
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     require_kind("load", "allow", allow, Iterable, expected="names", error=CheckpointError)
     source, model, optimizers = absolute(path), joined_model(model), optimizers_of(optimizer)
+    with _joint_load(model), without_collector():
+        began = time.perf_counter()
+        opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
+        take_own_part(opened, model)
+        state, diff = all_agree(lambda: _compare(opened, model, optimizers))
+        diff = diff.over_all_ranks(convert=convert)
+        _refuse(opened, diff.without(allow, strict=strict))
+        loaded = ModelLoader(opened, model, optimizers, state, diff).result()
+        _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
+        return loaded
+
+
+@contextmanager
+def _joint_load(model: nn.Module) -> Iterator[None]:
+    """Enter the load on all ranks, with rank 0 as coordinator of all agreements. Collective over the world."""
     # Of a stage another name, lest ranks with and without one wait.
     with collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")):
         if world_size() > 1:
             background().wait()  # a running save uses the same process group
-        with through_rank_0(), without_collector():
-            began = time.perf_counter()
-            opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
-            take_own_part(opened, model)
-            state, diff = all_agree(lambda: _compare(opened, model, optimizers))
-            diff = diff.over_all_ranks(convert=convert)
-            _refuse(opened, diff.without(allow, strict=strict))
-            loaded = ModelLoader(opened, model, optimizers, state, diff).result()
-            _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
-            return loaded
+        with through_rank_0():
+            yield
 
 
 def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[ModelState, Differences]:
