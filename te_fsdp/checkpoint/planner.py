@@ -210,8 +210,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
     entries: dict[str, TensorEntry] = {}
     for tensor, first, last, key in blocks:
-        piece = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        piece = piece[first:last] if tensor.shape else piece
+        shape = (last - first, *tensor.shape[1:]) if tensor.shape else ()
+        piece = torch.empty(shape, dtype=tensor.dtype, device="meta")
         offsets = (first, *(0 for _ in tensor.shape))[: piece.ndim]
         add_entry(entries, key, TensorEntry(tensor.shape, tensor.dtype, (Piece(offsets, piece),)))
     # The same code as for a job, so that converted and saved files have one format.
