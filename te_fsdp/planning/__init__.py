@@ -79,35 +79,22 @@ class Plan:
     """Estimated memory and communication of a job on one mesh.
 
     Numbers are those of the rank with the largest shards. Sizes are in bytes.
-
-    Attributes:
-        job: Fields of :class:`~te_fsdp.planning.Job` as plain values.
-        sizes: Sizes of the mesh axes.
-        report: Output of ``te_fsdp.report`` on the first rank after materialization.
-        held: Memory between steps: weights per format, and optimizer state.
-        gradients: Size of the reduced gradients.
-        largest_unit: Size of the largest unsharded unit.
-        activations: Size of all activations saved between forward and backward.
-        peak: Peak memory of a step.
-        traffic: Communication of one rank per step.
-        checkpoint: Size of the tensors in a checkpoint, over all ranks: ``"model"`` and ``"optimizer"``.
-        parameters: Number of elements of the model. Replicas are counted once.
-        notes: Costs that are not counted, and assumptions.
-        flops: Floating-point operations of one rank per step: ``"products"`` (GEMMs) and ``"attention"``.
     """
 
-    job: Mapping[str, Any]
-    sizes: Sizes
-    report: Report
-    held: Mapping[str, int]
-    gradients: int
-    largest_unit: int
-    activations: int
-    peak: Peak
-    traffic: tuple[Traffic, ...]
+    job: Mapping[str, Any]  #: Fields of :class:`~te_fsdp.planning.Job` as plain values
+    sizes: Sizes  #: Sizes of the mesh axes
+    report: Report  #: Output of ``te_fsdp.report`` on the first rank after materialization
+    held: Mapping[str, int]  #: Memory between steps, by category (weights per format, optimizer state)
+    gradients: int  #: Size of the reduced gradients
+    largest_unit: int  #: Size of the largest unsharded unit
+    activations: int  #: Size of all activations saved between forward and backward
+    peak: Peak  #: Peak memory of a step
+    traffic: tuple[Traffic, ...]  #: Communication of one rank per step
+    #: Size of the tensors in a checkpoint over all ranks, for ``"model"`` and ``"optimizer"``
     checkpoint: Mapping[str, int]
-    parameters: int
-    notes: tuple[str, ...] = ()
+    parameters: int  #: Number of elements of the model. Replicas are counted once.
+    notes: tuple[str, ...] = ()  #: Costs that are not counted, and assumptions
+    #: Floating-point operations of one rank per step, for ``"products"`` (GEMMs) and ``"attention"``
     flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -272,22 +259,14 @@ LINK_RATIO = 9
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh considered by a search.
+    """One mesh considered by a search."""
 
-    Attributes:
-        sizes: Sizes of the mesh axes.
-        plan: Plan of the job on this mesh. ``None`` if te_fsdp or the model rejects the mesh.
-        reason: Reason for the rejection. Empty if the job fits.
-        within: Bytes that a rank receives per step over axes within a node.
-        between: Bytes that a rank receives per step over axes between nodes.
-        tokens: Tokens per GPU and step: the tokens of a data-parallel rank divided by the tp and cp sizes.
-    """
-
-    sizes: Sizes
-    plan: Plan | None
-    reason: str = ""
-    within: int = 0
-    between: int = 0
+    sizes: Sizes  #: Sizes of the mesh axes
+    plan: Plan | None  #: Plan of the job on this mesh. ``None`` if te_fsdp or the model rejects the mesh.
+    reason: str = ""  #: Reason for the rejection. Empty if the job fits.
+    within: int = 0  #: Bytes that a rank receives per step over axes within a node
+    between: int = 0  #: Bytes that a rank receives per step over axes between nodes
+    #: Tokens per GPU and step, which is the tokens of a data-parallel rank divided by the tp and cp sizes
     tokens: float = 1.0
 
     @property
