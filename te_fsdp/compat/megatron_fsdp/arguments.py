@@ -6,8 +6,8 @@ Source: the documentation of megatron-fsdp 0.6.1, or its behavior where the docu
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -167,18 +167,15 @@ def native_units(units: Sequence[type | str] | None) -> list[type] | None:
         return None
     classes: list[type] = []
     for unit in units:
-        cls: Any = unit
-        if isinstance(unit, str):
-            module, _, name = unit.rpartition(".")
-            try:
-                cls = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise PlacementError(
-                    f"fully_shard: fsdp_unit_modules: {unit!r}",
-                    expected="a class, or the import path of one",
-                    got=str(error),
-                    fix='"package.module.Class"',
-                ) from error
+        try:
+            cls: Any = pkgutil.resolve_name(unit) if isinstance(unit, str) else unit
+        except (ImportError, AttributeError, ValueError) as error:
+            raise PlacementError(
+                f"fully_shard: fsdp_unit_modules: {unit!r}",
+                expected="a class, or the import path of one",
+                got=str(error),
+                fix='"package.module.Class"',
+            ) from error
         require_kind("fully_shard", f"fsdp_unit_modules: {unit!r}", cls, type, expected="a class")
         classes.append(cls)
     return classes
