@@ -32,7 +32,6 @@ from te_fsdp.errors import CheckpointError, OrderError, PlacementError, TeFsdpEr
 from te_fsdp.features.reporting import Report, Row, describe
 from te_fsdp.mesh import Meshes
 from te_fsdp.planning.costs import (
-    Weight,
     checkpoint_bytes,
     flops_of,
     optimizer_bytes,
@@ -215,10 +214,16 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         checks="off",
     )
     weights = weights_of(model, job)
-    resident, units = _resident_memory(weights, job, meshes), Counter[str]()
+    resident, units = Counter[str](), Counter[str]()
+    dtypes = {4: "float32", 2: "16 bits", 8: "float64"}
     for weight in weights:
+        kind = weight.format.name if weight.format is not None else dtypes.get(weight.itemsize, "other")
+        resident[f"weights, {kind}"] += weight.sharded
         # A unit occupies the larger of its forms in forward and backward.
         units[weight.unit] += max(weight.gathered, weight.gathered_again)
+    held = dict(resident) | {
+        what: size for what, size in optimizer_bytes(weights, job, meshes).items() if size
+    }
     if any(weight.experts for weight in weights):
         notes.append("every ep rank is assumed to have as many experts as the first one")
     return Plan(
@@ -226,28 +231,17 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         sizes=sizes,
         # The plan turns checks off, which says nothing about the job.
         report=dataclasses.replace(describe(model, settled=True), checks=""),
-        held=resident,
+        held=held,
         gradients=sum_of(weights, "gradient"),
         largest_unit=max(units.values(), default=0),
         activations=sum(stage.saved for stage in stages),
-        peak=peak_of(weights, stages, resident, job),
+        peak=peak_of(weights, stages, held, job),
         traffic=traffic_of(model, weights, job, sizes, work),
         checkpoint=checkpoint_bytes(weights, job),
         parameters=sum_of(weights, "logical"),
         notes=tuple(notes),
         flops=flops,
     )
-
-
-def _resident_memory(weights: list[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
-    """Return the memory between steps in bytes, by category."""
-    sizes: Counter[str] = Counter()
-    names = {4: "float32", 2: "16 bits", 8: "float64"}
-    for weight in weights:
-        kind = weight.format.name if weight.format is not None else names.get(weight.itemsize, "other")
-        sizes[f"weights, {kind}"] += weight.sharded
-    ranks = {axis: meshes.size(axis) for axis in ("dp_replicate", "dp_shard", "tp")}
-    return dict(sizes) | {w: size for w, size in optimizer_bytes(weights, job, ranks).items() if size}
 
 
 # ------------------------------------------------------------------------------------------------ the search for a mesh
