@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib
 import json
-import math
 import operator
 import os
 import re
@@ -21,6 +20,7 @@ from decimal import Decimal
 from typing import Annotated, Any
 
 from te_fsdp.errors import TeFsdpError
+from te_fsdp.version import VERSION
 
 #: Command -> function in a file of this package (or functions by name), and its description.
 _COMMANDS = {
@@ -32,6 +32,14 @@ _COMMANDS = {
     ),
     "report": ("plan:show_report", "show a saved plan, parameter by parameter"),
 }
+
+_USAGE = """usage: te-fsdp COMMAND ...
+       te-fsdp completion bash|zsh
+       te-fsdp --version
+
+{commands}
+
+See te-fsdp COMMAND --help. Exit codes: 0 success, 1 problem found, 2 wrong usage."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,33 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(threshold, 1 << 20)
     args = list(sys.argv[1:] if arguments is None else arguments)
-    is_help = args[:1] in (["-h"], ["--help"])
+    first, rest, code = args[0] if args else "", args[1:], 0
     try:
-        if args and args[0] in _COMMANDS:
-            code = run(args[0], args[1:])
-        elif args[:1] == ["completion"]:
-            code = completion(args[1:])
-        elif args[:1] == ["--version"]:
-            import te_fsdp
-
-            print(f"te-fsdp {te_fsdp.__version__}")
-            code = 0
+        if first in _COMMANDS:
+            code = run(first, rest)
+        elif first == "completion":
+            code = completion(rest)
+        elif first == "--version":
+            print(f"te-fsdp {VERSION}")
         else:
-            lines = [
-                "usage: te-fsdp COMMAND ...",
-                "       te-fsdp completion bash|zsh",
-                "       te-fsdp --version",
-                "",
-            ]
-            lines += [f"  {name:10} {purpose}" for name, (_, purpose) in _COMMANDS.items()]
-            lines += [
-                "",
-                "See te-fsdp COMMAND --help. Exit codes: 0 success, 1 problem found, 2 wrong usage.",
-            ]
-            if args and not is_help:
-                lines = [f"te-fsdp: unknown command {args[0]!r}", "", *lines]
-            print("\n".join(lines), file=sys.stdout if is_help else sys.stderr)
-            code = 0 if is_help else 2
+            code = 0 if first in ("-h", "--help") else 2
+            unknown = f"te-fsdp: unknown command {first!r}\n\n" if args and code else ""
+            commands = "\n".join(f"  {name:10} {purpose}" for name, (_, purpose) in _COMMANDS.items())
+            print(f"{unknown}{_USAGE.format(commands=commands)}", file=sys.stderr if code else sys.stdout)
         sys.stdout.flush()  # Python would print the error of a closed pipe at exit.
     except BrokenPipeError:
         # The reader of a pipe, such as head, has exited. Python flushes stdout once more at exit.
@@ -175,17 +169,9 @@ def _one_of(commands: Mapping[str, Any]) -> Any:
 
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout."""
-    json.dump(_finite(value), sys.stdout, indent=1, allow_nan=False, default=str)
-    sys.stdout.write("\n")
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON does not support, by text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    # Infinities and NaN, which JSON does not support, become text.
+    finite = json.loads(json.dumps(value, default=str), parse_constant=lambda text: str(float(text)))
+    print(json.dumps(finite, indent=1))
 
 
 def print_table(
@@ -208,12 +194,6 @@ def print_table(
     with console.capture() as captured:  # rich itself would exit if the pipe is closed.
         console.print(table)
     sys.stdout.write(captured.get())
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print plain lines on stdout."""
-    for line in lines:
-        print(line)
 
 
 def bytes_of(text: str, unit: bool = False) -> int | None:

@@ -42,7 +42,7 @@ from te_fsdp.checkpoint.portable.huggingface_config import config_contents
 from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.reader import CHECKPOINT, DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.storage import resolve_path
-from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_lines, print_table
+from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_table
 from te_fsdp.cli.checkpoint_texts import counted, pairs, semantics_lines, short
 from te_fsdp.errors import CheckpointError
 
@@ -275,9 +275,9 @@ def _transform_and_write(
     if table:
         print_table("weights", columns, rows)
     counts = ", ".join(f"{n} {origin}" for origin, n in Counter(sources.values()).items())
-    print_lines([f"{source.source} ({source.kind}) -> {path} ({target.kind})"])
-    print_lines([f"weights and buffers: {counts}", *(f"note: {note}" for note in into.notes)])
-    print_lines([f"{counted(len(files), 'file')}, {human_bytes(into.bytes)}"])
+    print(f"{source.source} ({source.kind}) -> {path} ({target.kind})")
+    print(f"weights and buffers: {counts}", *(f"note: {note}" for note in into.notes), sep="\n")
+    print(f"{counted(len(files), 'file')}, {human_bytes(into.bytes)}")
     return 0
 
 
@@ -357,13 +357,13 @@ def _optimizer(contents: Contents) -> dict[str, Any] | None:
 
 
 def _print_summary(summary: dict[str, Any], pattern: str) -> None:
-    print_lines([f"{summary['path']}: {summary['kind']}"])
+    print(f"{summary['path']}: {summary['kind']}")
     if summary["saved_at"] is not None:
         when = datetime.datetime.fromtimestamp(summary["saved_at"] / 1e9, datetime.timezone.utc)
         mesh, versions = pairs(summary["mesh"]), pairs(summary["versions"])
-        print_lines([f"saved {when:%Y-%m-%d %H:%M:%S} UTC on {mesh} by {versions}"])
+        print(f"saved {when:%Y-%m-%d %H:%M:%S} UTC on {mesh} by {versions}")
     if summary["step"] is not None:
-        print_lines([f"step {short(summary['step'])}"])
+        print(f"step {short(summary['step'])}")
     rows = []
     for kind in ("parameters", "buffers"):
         for item in summary[kind]:
@@ -381,19 +381,17 @@ def _print_summary(summary: dict[str, Any], pattern: str) -> None:
         title = f"optimizer {optimizer['class']}"
         print_table(title, ("state", "dtype", "tensors", "size"), states, right=("tensors", "size"))
         for n, group in enumerate(optimizer["groups"]):
-            count = counted(group["parameters"], "parameter")
-            print_lines([f"  group {n}: {count}, {pairs(group['options'])}"])
+            print(f"  group {n}: {counted(group['parameters'], 'parameter')}, {pairs(group['options'])}")
     if summary["delayed"]:
         names = list(summary["delayed"])
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        print_lines([f"delayed-scaling state of {counted(len(names), 'module')}: {shown}"])
-    if summary["semantics"]:
-        print_lines(semantics_lines(summary["semantics"], pattern))
+        print(f"delayed-scaling state of {counted(len(names), 'module')}: {shown}")
+    lines = semantics_lines(summary["semantics"], pattern) if summary["semantics"] else []
     if summary["extra"]:
-        print_lines(["extra:", *(f"  {k}: {short(v)}" for k, v in summary["extra"].items())])
-    sizes = {kind: count for kind, count in summary["bytes"].items() if count}
-    print_lines(["sizes: " + ", ".join(f"{kind} {human_bytes(count)}" for kind, count in sizes.items())])
-    print_lines(f"note: {note}" for note in summary["notes"])
+        lines += ["extra:", *(f"  {k}: {short(v)}" for k, v in summary["extra"].items())]
+    sizes = (f"{kind} {human_bytes(count)}" for kind, count in summary["bytes"].items() if count)
+    lines += ["sizes: " + ", ".join(sizes), *(f"note: {note}" for note in summary["notes"])]
+    print(*lines, sep="\n")
 
 
 def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
@@ -415,9 +413,9 @@ def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
         print_json(answer | {"problems": problems})
     elif problems:
         verdict = "not readable" if refused_files(problems) == problems else "damaged"
-        print_lines([f"{where}: {verdict}", *(f"  {problem}" for problem in problems)])
+        print(f"{where}: {verdict}", *(f"  {problem}" for problem in problems), sep="\n")
     else:
-        print_lines([f"{where}: no damage found, {counted(len(files), 'file')}, {human_bytes(total)}"])
+        print(f"{where}: no damage found, {counted(len(files), 'file')}, {human_bytes(total)}")
     return 1 if problems else 0
 
 
@@ -461,11 +459,8 @@ def diff(
     rows = [(d.name, d.kind, d.detail) for d in report.differences]
     if rows:
         print_table(f"A {first.source}\nB {second.source}", ("name", "difference", "A / B"), rows)
-    print_lines(report.others)
-    verdict = "the same" if same else "different"
-    print_lines(
-        [f"{verdict}: {report.equal} of {report.compared} tensors equal within rtol {rtol:g}, atol {atol:g}"]
-    )
+    counts = f"{report.equal} of {report.compared} tensors equal within rtol {rtol:g}, atol {atol:g}"
+    print(*report.others, f"{'the same' if same else 'different'}: {counts}", sep="\n")
     return 0 if same else 1
 
 

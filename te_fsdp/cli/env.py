@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from te_fsdp import versions
-from te_fsdp.cli import human_bytes, print_json, print_lines, print_table
+from te_fsdp.cli import human_bytes, print_json, print_table
 from te_fsdp.cli.environment import Environment, gather
 
 
@@ -57,28 +57,7 @@ def _show(facts: Environment, wrong: Sequence[Fault]) -> None:
         shown = [(name, reason or "yes") for name, reason in facts.te_says["recipes"].items()]
         where = "emulated" if facts.te_says["emulated"] else "this machine"
         print_table(f"Supported formats ({where})", ("format", "available"), shown)
-        attention = facts.te_says["attention"]
-        if facts.te_says["emulated"]:
-            text = (
-                "Attention: unfused, the only backend of the emulation. On a GPU TransformerEngine selects its fused "
-                "kernels (cuDNN) or flash-attn if possible; run te-fsdp env on a GPU to see which and why."
-            )
-            print_lines([text])
-            return
-        rows = []
-        for name, called in _BACKENDS.items():
-            against = [text for text in attention["reasons"] if re.match(f"Disabling {called}", text)]
-            if name == attention["backend"]:
-                against = ["taken"]
-            elif not against and name == "flash" and not facts.flash_attention:
-                against = ["flash-attn is not installed (the extra flash)"]
-            why = "; ".join(map(str.strip, against)) or "not selected: a preferred backend is available"
-            rows.append((name, why))
-        if attention["backend"] not in _BACKENDS:  # "none", "unknown": only the reasons are available
-            rows.append((attention["backend"], "; ".join(attention["reasons"])))
-        shape = ", ".join(f"{name} {size}" for name, size in attention.get("shape", {}).items())
-        columns = ("backend", "selected, or the reason against it")
-        print_table(f"Attention in bf16, causal, {shape}", columns, rows)
+        _show_attention(facts)
     if facts.variables:
         print_table("Variables that matter", ("name", "value"), sorted(facts.variables.items()))
     rows = [(row["library"], row["owner"], row["attribute"], row["why"]) for row in _rows_of_patches()]
@@ -88,8 +67,33 @@ def _show(facts: Environment, wrong: Sequence[Fault]) -> None:
     print_table(title, ("in", "owner", "attribute", "reason"), plain)
     for number, fault in enumerate(wrong, 1):
         kind = "Fault" if fault.breaks else "Note"
-        print_lines([f"{kind} {number}: {fault.what}", f"  why:  {fault.why}", f"  fix:  {fault.cure}"])
-    print_lines([] if wrong else ["No problems found."])
+        print(f"{kind} {number}: {fault.what}\n  why:  {fault.why}\n  fix:  {fault.cure}")
+    if not wrong:
+        print("No problems found.")
+
+
+def _show_attention(facts: Environment) -> None:
+    """Print the attention backend that TE selects, with the reasons against the others."""
+    if facts.te_says["emulated"]:
+        print(
+            "Attention: unfused, the only backend of the emulation. On a GPU TransformerEngine selects its fused "
+            "kernels (cuDNN) or flash-attn if possible; run te-fsdp env on a GPU to see which and why."
+        )
+        return
+    attention, rows = facts.te_says["attention"], []
+    for name, called in _BACKENDS.items():
+        against = [text for text in attention["reasons"] if re.match(f"Disabling {called}", text)]
+        if name == attention["backend"]:
+            against = ["taken"]
+        elif not against and name == "flash" and not facts.flash_attention:
+            against = ["flash-attn is not installed (the extra flash)"]
+        why = "; ".join(map(str.strip, against)) or "not selected: a preferred backend is available"
+        rows.append((name, why))
+    if attention["backend"] not in _BACKENDS:  # "none", "unknown": only the reasons are available
+        rows.append((attention["backend"], "; ".join(attention["reasons"])))
+    shape = ", ".join(f"{name} {size}" for name, size in attention.get("shape", {}).items())
+    columns = ("backend", "selected, or the reason against it")
+    print_table(f"Attention in bf16, causal, {shape}", columns, rows)
 
 
 #: Attention backend -> its name in TE's log.

@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 
 from te_fsdp import planning
 from te_fsdp.checkpoint.storage import expanded
-from te_fsdp.cli import bytes_of, print_json, print_lines, print_table
+from te_fsdp.cli import bytes_of, print_json, print_table
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan
 from te_fsdp.precision import MixedPrecisionPolicy
@@ -219,11 +219,9 @@ def _gib(size: float) -> str:
 def _show(estimate: Plan, limit: int | None) -> None:
     """Print a plan as tables. A plan from a file has no memory limit and is printed with its parameters."""
     job, sizes = estimate.job, estimate.sizes
-    print_lines(
-        [f"{job['model']}: {estimate.parameters / 1e9:.2f} billion parameters, {sizes.ranks} ranks, {sizes}"]
-    )
+    print(f"{job['model']}: {estimate.parameters / 1e9:.2f} billion parameters, {sizes.ranks} ranks, {sizes}")
     if limit is None:
-        print_lines([str(estimate.report)])
+        print(estimate.report)
     rank = {
         **estimate.held,
         "between steps": estimate.held_bytes,
@@ -239,11 +237,12 @@ def _show(estimate: Plan, limit: int | None) -> None:
     columns = ("axis", "what", "collective", "ranks", "GiB")
     print_table("Received by a rank in a step", columns, received, right=columns[-2:])
     model, optimizer = estimate.checkpoint["model"], estimate.checkpoint["optimizer"]
-    print_lines([f"checkpoint: {_gib(model + optimizer)} GiB, of which the model {_gib(model)}"])
-    print_lines(f"note: {note}" for note in estimate.notes)
+    print(f"checkpoint: {_gib(model + optimizer)} GiB, of which the model {_gib(model)}")
+    for note in estimate.notes:
+        print(f"note: {note}")
     if limit is not None:
         fits = "fits into" if estimate.peak.bytes <= limit else "does NOT fit into"
-        print_lines([f"{_gib(estimate.peak.bytes)} GiB {fits} {_gib(limit)} GiB"])
+        print(f"{_gib(estimate.peak.bytes)} GiB {fits} {_gib(limit)} GiB")
 
 
 def _show_step(step: StepTime, estimate: Plan) -> None:
@@ -257,9 +256,7 @@ def _show_step(step: StepTime, estimate: Plan) -> None:
     print_table("A step, estimated, ms", ("what", "ms"), cells, right=("ms",))
     flops, job, sizes = sum(estimate.flops.values()), estimate.job, estimate.sizes
     tokens = job["sequence"] * job["batch"] * job["microbatches"] / (sizes.tp * sizes.cp)
-    print_lines(
-        [f"{tokens / step.seconds:,.0f} tokens/s and {flops / step.seconds / 1e12:.0f} TFLOP/s for each GPU"]
-    )
+    print(f"{tokens / step.seconds:,.0f} tokens/s and {flops / step.seconds / 1e12:.0f} TFLOP/s for each GPU")
 
 
 def _show_search(
@@ -299,12 +296,9 @@ def _show_search(
                 cells += [] if machine is None else [f"{1e3 * _seconds(candidate, machine):.1f}"]
             rows.append((str(candidate.sizes), *cells, candidate.reason))
         print_table(title, ("mesh", *columns, "remark"), rows, right=columns)
-        print_lines(
-            [
-                f"bytes per token: (in a node / {LINK_RATIO} + between nodes) / tokens per GPU and step; a "
-                f"node has {node} GPUs, with links assumed to be {LINK_RATIO} times as fast as those "
-                "between nodes"
-            ]
+        print(
+            f"bytes per token: (in a node / {LINK_RATIO} + between nodes) / tokens per GPU and step; a node has "
+            f"{node} GPUs, with links assumed to be {LINK_RATIO} times as fast as those between nodes"
         )
     return 0 if any(not candidate.reason for candidate in meshes) else 1
 

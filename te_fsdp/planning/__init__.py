@@ -32,7 +32,6 @@ from te_fsdp.errors import CheckpointError, OrderError, PlacementError, TeFsdpEr
 from te_fsdp.features.reporting import Report, Row, describe
 from te_fsdp.mesh import Meshes
 from te_fsdp.planning.costs import (
-    Weight,
     checkpoint_bytes,
     flops_of,
     optimizer_bytes,
@@ -79,35 +78,22 @@ class Plan:
     """Estimated memory and communication of a job on one mesh.
 
     Numbers are those of the rank with the largest shards. Sizes are in bytes.
-
-    Attributes:
-        job: Fields of :class:`~te_fsdp.planning.Job` as plain values.
-        sizes: Sizes of the mesh axes.
-        report: Output of ``te_fsdp.report`` on the first rank after materialization.
-        held: Memory between steps: weights per format, and optimizer state.
-        gradients: Size of the reduced gradients.
-        largest_unit: Size of the largest unsharded unit.
-        activations: Size of all activations saved between forward and backward.
-        peak: Peak memory of a step.
-        traffic: Communication of one rank per step.
-        checkpoint: Size of the tensors in a checkpoint, over all ranks: ``"model"`` and ``"optimizer"``.
-        parameters: Number of elements of the model. Replicas are counted once.
-        notes: Costs that are not counted, and assumptions.
-        flops: Floating-point operations of one rank per step: ``"products"`` (GEMMs) and ``"attention"``.
     """
 
-    job: Mapping[str, Any]
-    sizes: Sizes
-    report: Report
-    held: Mapping[str, int]
-    gradients: int
-    largest_unit: int
-    activations: int
-    peak: Peak
-    traffic: tuple[Traffic, ...]
+    job: Mapping[str, Any]  #: Fields of :class:`~te_fsdp.planning.Job` as plain values
+    sizes: Sizes  #: Sizes of the mesh axes
+    report: Report  #: Output of ``te_fsdp.report`` on the first rank after materialization
+    held: Mapping[str, int]  #: Memory between steps, by category (weights per format, optimizer state)
+    gradients: int  #: Size of the reduced gradients
+    largest_unit: int  #: Size of the largest unsharded unit
+    activations: int  #: Size of all activations saved between forward and backward
+    peak: Peak  #: Peak memory of a step
+    traffic: tuple[Traffic, ...]  #: Communication of one rank per step
+    #: Size of the tensors in a checkpoint over all ranks, for ``"model"`` and ``"optimizer"``
     checkpoint: Mapping[str, int]
-    parameters: int
-    notes: tuple[str, ...] = ()
+    parameters: int  #: Number of elements of the model. Replicas are counted once.
+    notes: tuple[str, ...] = ()  #: Costs that are not counted, and assumptions
+    #: Floating-point operations of one rank per step, for ``"products"`` (GEMMs) and ``"attention"``
     flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -228,10 +214,16 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         checks="off",
     )
     weights = weights_of(model, job)
-    resident, units = _resident_memory(weights, job, meshes), Counter[str]()
+    resident, units = Counter[str](), Counter[str]()
+    dtypes = {4: "float32", 2: "16 bits", 8: "float64"}
     for weight in weights:
+        kind = weight.format.name if weight.format is not None else dtypes.get(weight.itemsize, "other")
+        resident[f"weights, {kind}"] += weight.sharded
         # A unit occupies the larger of its forms in forward and backward.
         units[weight.unit] += max(weight.gathered, weight.gathered_again)
+    held = dict(resident) | {
+        what: size for what, size in optimizer_bytes(weights, job, meshes).items() if size
+    }
     if any(weight.experts for weight in weights):
         notes.append("every ep rank is assumed to have as many experts as the first one")
     return Plan(
@@ -239,28 +231,17 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         sizes=sizes,
         # The plan turns checks off, which says nothing about the job.
         report=dataclasses.replace(describe(model, settled=True), checks=""),
-        held=resident,
+        held=held,
         gradients=sum_of(weights, "gradient"),
         largest_unit=max(units.values(), default=0),
         activations=sum(stage.saved for stage in stages),
-        peak=peak_of(weights, stages, resident, job),
+        peak=peak_of(weights, stages, held, job),
         traffic=traffic_of(model, weights, job, sizes, work),
         checkpoint=checkpoint_bytes(weights, job),
         parameters=sum_of(weights, "logical"),
         notes=tuple(notes),
         flops=flops,
     )
-
-
-def _resident_memory(weights: list[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
-    """Return the memory between steps in bytes, by category."""
-    sizes: Counter[str] = Counter()
-    names = {4: "float32", 2: "16 bits", 8: "float64"}
-    for weight in weights:
-        kind = weight.format.name if weight.format is not None else names.get(weight.itemsize, "other")
-        sizes[f"weights, {kind}"] += weight.sharded
-    ranks = {axis: meshes.size(axis) for axis in ("dp_replicate", "dp_shard", "tp")}
-    return dict(sizes) | {w: size for w, size in optimizer_bytes(weights, job, ranks).items() if size}
 
 
 # ------------------------------------------------------------------------------------------------ the search for a mesh
@@ -272,22 +253,14 @@ LINK_RATIO = 9
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh considered by a search.
+    """One mesh considered by a search."""
 
-    Attributes:
-        sizes: Sizes of the mesh axes.
-        plan: Plan of the job on this mesh. ``None`` if te_fsdp or the model rejects the mesh.
-        reason: Reason for the rejection. Empty if the job fits.
-        within: Bytes that a rank receives per step over axes within a node.
-        between: Bytes that a rank receives per step over axes between nodes.
-        tokens: Tokens per GPU and step: the tokens of a data-parallel rank divided by the tp and cp sizes.
-    """
-
-    sizes: Sizes
-    plan: Plan | None
-    reason: str = ""
-    within: int = 0
-    between: int = 0
+    sizes: Sizes  #: Sizes of the mesh axes
+    plan: Plan | None  #: Plan of the job on this mesh. ``None`` if te_fsdp or the model rejects the mesh.
+    reason: str = ""  #: Reason for the rejection. Empty if the job fits.
+    within: int = 0  #: Bytes that a rank receives per step over axes within a node
+    between: int = 0  #: Bytes that a rank receives per step over axes between nodes
+    #: Tokens per GPU and step, which is the tokens of a data-parallel rank divided by the tp and cp sizes
     tokens: float = 1.0
 
     @property

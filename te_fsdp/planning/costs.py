@@ -26,13 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.features.reporting import bytes_of, cost_of, shard_in_training
 from te_fsdp.layout import GATED_ACTIVATIONS, Storage
+from te_fsdp.mesh import Meshes
 from te_fsdp.planning.job import OPTIMIZERS, Gating, Job, Sizes, Workload
 from te_fsdp.quantized.components import empty_on_meta
 from te_fsdp.records import ParamOwner, first_owners, plan_of
 from te_fsdp.sharded_model import ShardedModel, require_sharded_model
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_patches import single_rank_parameters
-from te_fsdp.upstream.te_formats import FORMATS, Format
+from te_fsdp.upstream.te_formats import Format
 
 
 @dataclass(frozen=True)
@@ -174,17 +175,15 @@ def _without_fsdp(parameter: torch.Tensor) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------------- optimizer and checkpoint
 
 
-def optimizer_bytes(weights: Iterable[Weight], job: Job, ranks: dict[str, int]) -> dict[str, int]:
+def optimizer_bytes(weights: Iterable[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
     """Return the bytes of an optimizer's state on this rank: its own states and main weights. Local operation.
 
-    ``ranks`` maps the axes of the dense mesh to their sizes. ``shard_optimizer`` shards states over some of them.
+    ``shard_optimizer`` shards states over further axes of the dense mesh.
     """
     states = main = 0
     for weight, state_size, extra in _states(weights, job):
-        axis_sizes = (
-            [ranks[axis] for axis in weight.storage.extra_state_axes] if job.outer_strategy == "optim" else []
-        )
-        elements = -(-weight.elements // math.prod(axis_sizes))
+        axes = weight.storage.extra_state_axes if job.outer_strategy == "optim" else ()
+        elements = -(-weight.elements // math.prod(map(meshes.size, axes)))
         states += elements * state_size
         main += elements * extra
     return {"optimizer states": states, "main weights in the optimizer": main}
@@ -211,7 +210,7 @@ def _states(weights: Iterable[Weight], job: Job) -> Iterator[tuple[Weight, int, 
 
 def _stored(weight: Weight) -> int:
     """Return the bytes of a weight in a file: components without padding, in every direction that exists."""
-    if weight.format is None or weight.format.name not in FORMATS or not weight.format.buffers:
+    if weight.format is None or not weight.format.buffers:
         return weight.logical * weight.itemsize
     blocks = ((b.dtype.itemsize, math.prod(b.block)) for b in weight.format.buffers if b.block is not None)
     return math.ceil(sum(weight.logical * itemsize / block for itemsize, block in blocks))

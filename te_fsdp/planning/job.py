@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import inspect
 import os
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -72,45 +71,35 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Job:
-    """A model with its sharding and training options.
+    """A model with its sharding and training options."""
 
-    Attributes:
-        model: A Hugging Face folder, ``config.json`` or its contents; ``"module:function"``; or a function. The
-            function returns the model on the meta device. If it takes an argument, it receives the ``te_fsdp.Meshes``.
-        recipe: Recipe of ``te.autocast`` for the GEMMs, one of :data:`RECIPES`.
-        quantized_weights: Whether weights are quantized as well (``te.quantized_model_init`` with that recipe).
-        strategy: ``strategy`` of ``te_fsdp.fully_shard``.
-        outer_strategy: ``outer_strategy`` of ``te_fsdp.fully_shard``. With ``"optim"`` the job also calls
-            ``te_fsdp.shard_optimizer``.
-        units: ``units`` of ``te_fsdp.fully_shard``. ``None``: each TransformerLayer, or the layers and the head
-            of a Hugging Face model.
-        precision: ``precision`` of ``te_fsdp.fully_shard``.
-        optimizer: One of :data:`OPTIMIZERS`: torch's AdamW or SGD with ``te_fsdp.main_weights``, or TE's
-            FusedAdam. Its ``master_weights`` is true if a weight is quantized or below fp32.
-        sequence: Tokens per sequence.
-        batch: Sequences per microbatch and data-parallel rank.
-        microbatches: Backward passes per optimizer step. The last one is marked with ``te_fsdp.microbatch``.
-        recompute: Whether each unit is recomputed in backward (activation checkpointing).
-        sequence_parallel: Whether a Hugging Face model uses sequence parallelism over ``tp``.
-        vocabulary: Logits per token of an fp32 loss; 0 for no loss over logits. ``None``: the vocabulary of the
-            Hugging Face model, else 0.
-        experts_per_token: Experts per token (top-k). ``None``: the value of the Hugging Face model, else 2.
-    """
-
+    #: A Hugging Face folder, ``config.json`` or its contents; ``"module:function"``; or a function. The function
+    #: returns the model on the meta device. If it takes an argument, it receives the ``te_fsdp.Meshes``.
     model: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., nn.Module]
-    recipe: str = "none"
+    recipe: str = "none"  #: Recipe of ``te.autocast`` for the GEMMs, one of :data:`RECIPES`
+    #: Whether weights are quantized as well (``te.quantized_model_init`` with that recipe).
     quantized_weights: bool = False
-    strategy: StrategySpec = "optim_grads_params"
+    strategy: StrategySpec = "optim_grads_params"  #: ``strategy`` of ``te_fsdp.fully_shard``
+    #: ``outer_strategy`` of ``te_fsdp.fully_shard``. With ``"optim"`` the job also calls
+    #: ``te_fsdp.shard_optimizer``.
     outer_strategy: str = "no_shard"
+    #: ``units`` of ``te_fsdp.fully_shard``. ``None`` means each TransformerLayer, or the layers and the head of a
+    #: Hugging Face model.
     units: tuple[str, ...] | None = None
-    precision: MixedPrecisionPolicy | None = None
+    precision: MixedPrecisionPolicy | None = None  #: ``precision`` of ``te_fsdp.fully_shard``
+    #: One of :data:`OPTIMIZERS`, which are torch's AdamW and SGD with ``te_fsdp.main_weights``, and TE's FusedAdam.
+    #: Its ``master_weights`` is true if a weight is quantized or below fp32.
     optimizer: str = "adamw"
-    sequence: int = 4096
-    batch: int = 1
+    sequence: int = 4096  #: Tokens per sequence
+    batch: int = 1  #: Sequences per microbatch and data-parallel rank
+    #: Backward passes per optimizer step. The last one is marked with ``te_fsdp.microbatch``.
     microbatches: int = 1
-    recompute: bool = False
-    sequence_parallel: bool = True
+    recompute: bool = False  #: Whether each unit is recomputed in backward (activation checkpointing)
+    sequence_parallel: bool = True  #: Whether a Hugging Face model uses sequence parallelism over ``tp``
+    #: Logits per token of an fp32 loss; 0 for no loss over logits. ``None`` means the vocabulary of the Hugging Face
+    #: model, else 0.
     vocabulary: int | None = None
+    #: Experts per token (top-k). ``None`` means the value of the Hugging Face model, else 2.
     experts_per_token: int | None = None
 
     def __post_init__(self) -> None:
@@ -250,10 +239,10 @@ def _build_by_function(job: Job, meshes: Meshes) -> nn.Module:
     what, fix = f"plan: model {job.described()['model']!r}", "def build(meshes): return Model(...)"
     expected = "a function that takes te_fsdp.Meshes or nothing and returns the model"
     if isinstance(job.model, str):
-        module, _, attribute = job.model.partition(":")
         try:
-            function = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-        except (ImportError, AttributeError, TypeError) as error:
+            function = pkgutil.resolve_name(job.model)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            module, _, attribute = job.model.partition(":")
             file = Path(module)
             raise PlacementError(
                 f"plan: model {job.model!r}",
@@ -306,9 +295,9 @@ class Decoder(_Shapes):
             self.positions = nn.Embedding(about.positions, about.hidden, **factory)
         parallel = {**meshes.te_kwargs(), "set_parallel_mode": tp > 1, "sequence_parallel": split}
         self.layers = nn.ModuleList()
-        for number in range(about.layers):
+        for _ in range(about.layers):
             if about.experts is not None:
-                self.layers.append(Layer(about, number, meshes, parallel, options))
+                self.layers.append(Layer(about, meshes, parallel, options))
             else:
                 kwargs = {"fuse_qkv_params": True, **about.te_kwargs(), **parallel, **options}
                 self.layers.append(te.TransformerLayer(**kwargs))
@@ -334,12 +323,7 @@ class Layer(_Shapes):
     """A decoder layer with experts. ``te.TransformerLayer`` does not support experts."""
 
     def __init__(
-        self,
-        about: Architecture,
-        number: int,
-        meshes: Meshes,
-        cut: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, about: Architecture, meshes: Meshes, cut: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         super().__init__()
         te, split = _te.te(), bool(cut["sequence_parallel"])

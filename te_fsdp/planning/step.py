@@ -34,15 +34,10 @@ _WORKSPACES = 2 * 2**25
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of a step.
+    """Peak memory of a step."""
 
-    Attributes:
-        when: Description of the moment.
-        parts: Allocated bytes by category, the largest first.
-    """
-
-    when: str
-    parts: Mapping[str, int]
+    when: str  #: Description of the moment
+    parts: Mapping[str, int]  #: Allocated bytes by category, the largest first
 
     @property
     def bytes(self) -> int:
@@ -304,21 +299,14 @@ class _Memory:
 # combine. Rates are achieved rates, fitted to one measured step, not data sheet values.
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective over one mesh axis in an optimizer step.
+    """One kind of collective over one mesh axis in an optimizer step."""
 
-    Attributes:
-        axis: Name of the axis; ``"dp"`` if ``dp_replicate`` and ``dp_shard`` act as one.
-        what: Tensors that are sent.
-        collective: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"`` or ``"ring"``.
-        ranks: Size of the process group.
-        bytes: Bytes that a rank receives per step.
-    """
-
-    axis: str
-    what: str
+    axis: str  #: Name of the axis; ``"dp"`` if ``dp_replicate`` and ``dp_shard`` act as one
+    what: str  #: Tensors that are sent
+    #: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"`` or ``"ring"``.
     collective: str
-    ranks: int
-    bytes: int
+    ranks: int  #: Size of the process group
+    bytes: int  #: Bytes that a rank receives per step
 
 
 def traffic_of(
@@ -380,21 +368,15 @@ class Machine:
     host: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("tflops", "within", "between", "memory", "node"):
-            if not getattr(self, name) > 0:
-                got, fix = getattr(self, name), f"pass a measured value of {name}"
-                raise PlacementError(f"plan: {name}", expected="more than 0", got=got, fix=fix)
-        if not 0 <= self.contention <= 1:
-            raise PlacementError(
-                "plan: contention",
-                expected="a fraction, 0 to 1",
-                got=self.contention,
-                fix="omit it for the default",
-            )
-        if not self.host >= 0:
-            raise PlacementError(
-                "plan: host", expected="0 or more", got=self.host, fix="omit it for the default"
-            )
+        speeds = ("tflops", "within", "between", "memory", "node")
+        for name, expected, fits in (
+            *((name, "more than 0", getattr(self, name) > 0) for name in speeds),
+            ("contention", "a fraction, 0 to 1", 0 <= self.contention <= 1),
+            ("host", "0 or more", self.host >= 0),
+        ):
+            if not fits:
+                fix = f"pass a measured value of {name}" if name in speeds else "omit it for the default"
+                raise PlacementError(f"plan: {name}", expected=expected, got=getattr(self, name), fix=fix)
 
 
 @dataclass(frozen=True)

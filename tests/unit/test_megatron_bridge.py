@@ -18,7 +18,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
     UNUSED_OPTIONS,
     Arguments,
     DistributedDataParallelConfig,
-    native_meshes,
+    FSDPDistributedIndex,
     native_strategy,
     native_units,
 )
@@ -142,17 +142,13 @@ def test_expert_meshes_of_another_order_or_size(fake_world, monkeypatch):
     def meshes(shape, names):
         dense = torch.distributed.init_device_mesh("cpu", (8, 1), mesh_dim_names=("shard", "width"))
         experts = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
-        return native_meshes(dense, "shard", None, "width", experts)
+        return FSDPDistributedIndex(dense, "shard", tp_dim="width", expt_device_mesh=experts).meshes
 
     assert meshes((4, 2, 1), ("shard", "ep", "width")).experts(4) == range(2, 4)
     with pytest.raises(MeshError, match="ranks in the order"):
         meshes((2, 4, 1), ("ep", "shard", "width"))
     assert raised == [0, 1]
     with pytest.raises(MeshError, match="whose size divides that of device_mesh, 8"):
-        native_meshes(
-            torch.distributed.init_device_mesh("cpu", (8,), mesh_dim_names=("shard",)),
-            "shard",
-            None,
-            None,
-            DeviceMesh("cpu", torch.arange(3), mesh_dim_names=("shard",)),
-        )
+        dense = torch.distributed.init_device_mesh("cpu", (8,), mesh_dim_names=("shard",))
+        experts = DeviceMesh("cpu", torch.arange(3), mesh_dim_names=("shard",))
+        assert FSDPDistributedIndex(dense, "shard", expt_device_mesh=experts).meshes

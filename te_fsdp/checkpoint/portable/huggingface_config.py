@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -135,6 +136,9 @@ class Names(NamedTuple):
     final_norm: str = "norm"
 
 
+_REQUIRED: Any = object()
+
+
 class _Family(NamedTuple):
     """A row of the table: differences between a family's models and Llama's."""
 
@@ -147,6 +151,17 @@ class _Family(NamedTuple):
     experts: tuple[str, ...] = ()
     windowed: bool = False  #: Whether the layers have the window, if there is one
     keys: Mapping[str, str] = {}  #: Keys of ``config.json`` by Llama's names, where they differ
+
+    def get(self, entries: Mapping[str, Any], key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
+        """Return the value of Llama's key, or ``default`` for ``null``; raise ValueError for a missing or other one."""
+        own = self.keys.get(key, key)
+        value = entries.get(own, self.defaults.get(key, default))
+        value = default if value is None else value
+        if value is _REQUIRED:
+            raise ValueError(f"{own} is missing")
+        if value is not default and not kind.fits(value):
+            raise ValueError(f"{own} is {value!a:.60}, expected {kind.expected}")
+        return value
 
 
 # fmt: off
@@ -193,30 +208,11 @@ FAMILIES = {
     ),
 }
 # fmt: on
-_REQUIRED: Any = object()
 _WHOLE = Kind("a whole number from 1", lambda value: type(value) is int and value > 0)
 _LAYERS = Kind("a whole number from 1 to 100000", lambda value: type(value) is int and 0 < value <= 100_000)
 _NUMBER = Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
 _OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
-
-
-class _Config(NamedTuple):
-    """The entries of a configuration, by Llama's keys."""
-
-    entries: Mapping[str, Any]
-    family: _Family
-
-    def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
-        """Return a value, or ``default`` for ``null``; raise ValueError for a missing value or one of another kind."""
-        own = self.family.keys.get(key, key)
-        value = self.entries.get(own, self.family.defaults.get(key, default))
-        value = default if value is None else value
-        if value is _REQUIRED:
-            raise ValueError(f"{own} is missing")
-        if value is not default and not kind.fits(value):
-            raise ValueError(f"{own} is {value!a:.60}, expected {kind.expected}")
-        return value
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Architecture:
@@ -253,7 +249,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
     ]
     result = None
     try:
-        result = _architecture(_Config(entries, family), str(model_type))
+        result = _architecture(entries, family, str(model_type))
     except ValueError as error:
         problems.append(str(error))
     if problems or result is None:
@@ -314,9 +310,9 @@ def write_config(
     return names
 
 
-def _architecture(config: _Config, model_type: str) -> Architecture:
+def _architecture(entries: Mapping[str, Any], family: _Family, model_type: str) -> Architecture:
     """Return the description of a model; raise ValueError for missing, invalid or contradictory keys."""
-    get, family = config.get, config.family
+    get = partial(family.get, entries)
     hidden, layers = get("hidden_size", _WHOLE), get("num_hidden_layers", _LAYERS)
     heads, bias = get("num_attention_heads", _WHOLE), get("attention_bias", _FLAG, False)
     kv_heads = get("num_key_value_heads", _WHOLE, heads)
@@ -324,11 +320,11 @@ def _architecture(config: _Config, model_type: str) -> Architecture:
         raise ValueError(f"{heads} query heads for {kv_heads} key heads")
     gpt2 = family.always.get("style") == "gpt2"
     attention = "sliding_attention" if family.windowed else "full_attention"
-    if config.entries.get("layer_types") not in (None, [attention] * layers):
+    if entries.get("layer_types") not in (None, [attention] * layers):
         raise ValueError(f"layer_types has others than {attention}, or of another number of layers")
     # If both exist, transformers takes the older key.
-    rope = config.get("rope_scaling", _OBJECT, None) or config.get("rope_parameters", _OBJECT, None) or {}
-    theta = config._replace(entries={**config.entries, **rope}).get("rope_theta", _NUMBER, 10000.0)
+    rope = get("rope_scaling", _OBJECT, None) or get("rope_parameters", _OBJECT, None) or {}
+    theta = family.get({**entries, **rope}, "rope_theta", _NUMBER, 10000.0)
     plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0, "rope_theta": theta}
     scaling = {key: value for key, value in rope.items() if plain.get(key, _REQUIRED) != value} or None
     experts = None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
-from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.errors import CheckpointError, require_kind, shorten
 from te_fsdp.modules.rotary import frequencies_of, scales_attention, wanted_rotary
 from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, format_differences, semantics_of
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -72,11 +72,10 @@ class TeBlocks:
 
 def given_or_default(value: Any, kind: type[_Options]) -> _Options:
     """Return an argument, or the defaults of its class for ``None``; CheckpointError for another class."""
-    if value is not None and not isinstance(value, kind):
-        name = "names" if kind is TeNames else "blocks"
-        expected = f"te_fsdp.checkpoint.portable.huggingface.{kind.__name__}(...)"
-        raise CheckpointError(f"Hugging Face model: {name}", expected=expected, got=type(value).__name__)
-    return kind() if value is None else value
+    value, name = kind() if value is None else value, "names" if kind is TeNames else "blocks"
+    expected = f"te_fsdp.checkpoint.portable.huggingface.{kind.__name__}(...)"
+    require_kind("Hugging Face model", name, value, kind, expected=expected, error=CheckpointError)
+    return value
 
 
 class ModelDescription(NamedTuple):

@@ -6,8 +6,8 @@ Source: the documentation of megatron-fsdp 0.6.1, or its behavior where the docu
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -167,18 +167,15 @@ def native_units(units: Sequence[type | str] | None) -> list[type] | None:
         return None
     classes: list[type] = []
     for unit in units:
-        cls: Any = unit
-        if isinstance(unit, str):
-            module, _, name = unit.rpartition(".")
-            try:
-                cls = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise PlacementError(
-                    f"fully_shard: fsdp_unit_modules: {unit!r}",
-                    expected="a class, or the import path of one",
-                    got=str(error),
-                    fix='"package.module.Class"',
-                ) from error
+        try:
+            cls: Any = pkgutil.resolve_name(unit) if isinstance(unit, str) else unit
+        except (ImportError, AttributeError, ValueError) as error:
+            raise PlacementError(
+                f"fully_shard: fsdp_unit_modules: {unit!r}",
+                expected="a class, or the import path of one",
+                got=str(error),
+                fix='"package.module.Class"',
+            ) from error
         require_kind("fully_shard", f"fsdp_unit_modules: {unit!r}", cls, type, expected="a class")
         classes.append(cls)
     return classes
@@ -251,78 +248,6 @@ UNUSED_OPTIONS: Mapping[str, str] = {
 # --------------------------------------------------------------------------------------------------------------- meshes
 
 
-def native_meshes(
-    device_mesh: DeviceMesh,
-    dp_shard_dim: str | None,
-    dp_outer_dim: str | None,
-    tp_dim: str | None,
-    expt_device_mesh: DeviceMesh | None = None,
-) -> Meshes:
-    """Build te_fsdp's meshes over the ranks of a mesh with different axis names. Collective over the world.
-
-    Args:
-        device_mesh: Mesh of all ranks.
-        dp_shard_dim: Name of the sharding axis. Like the other names, it may refer to a flattened axis or be ``None``.
-        dp_outer_dim: Name of the axis of HSDP or HFSDP.
-        tp_dim: Name of the tensor-parallel axis.
-        expt_device_mesh: Mesh of expert parameters with the same names. Its ``dp_shard_dim`` is smaller by a
-            factor of the expert-parallel size.
-
-    Raises:
-        MeshError: The mesh has no axis of this name, the axes do not include all ranks, or the order of ranks
-            differs from te_fsdp's (outer, shard, tp). All ranks raise the last error.
-    """
-    axes = {"dp_replicate": dp_outer_dim, "dp_shard": dp_shard_dim, "tp": tp_dim}
-    sized = [_size_and_rank(device_mesh, name, axis) for axis, name in axes.items()]
-    sizes = {axis: n for axis, (n, _) in zip(axes, sized, strict=True)}
-    positions = [position for _, position in sized]
-    expert_position = 0
-    if expt_device_mesh is not None:
-        # Dense parameters are sharded over the ranks of dp_shard and ep together.
-        shards = sizes["dp_shard"]
-        expert_shards, expert_position = _size_and_rank(expt_device_mesh, dp_shard_dim, "dp_shard")
-        if shards % expert_shards:
-            raise MeshError(
-                "fully_shard: expt_device_mesh",
-                expected=f"a dp_shard_dim whose size divides that of device_mesh, {shards}",
-                got=expert_shards,
-                fix="build expt_device_mesh over the same ranks as device_mesh",
-            )
-        sizes |= {"dp_shard": expert_shards, "ep": shards // expert_shards}
-    meshes = Meshes.build(**sizes, device_type=device_mesh.device_type)
-    coordinate = list(meshes.device_mesh.get_coordinate() or ())
-    if meshes.expert_mesh is not None:
-        coordinate.append(meshes.expert_mesh["dp_shard"].get_local_rank())
-        positions.append(expert_position)
-    # The order may be right for some ranks by chance, and all must raise.
-    if on_any_rank(coordinate != positions):
-        raise MeshError(
-            "fully_shard: device_mesh or expt_device_mesh",
-            expected="ranks in the order (outer, shard, tp), for experts (outer, shard, ep, tp), with the last axis "
-            "varying fastest",
-            got="a different order",
-            why="te_fsdp's meshes use this order of ranks",
-            fix="init_device_mesh(device, (outer, shard, tp), mesh_dim_names=...)",
-        )
-    return meshes
-
-
-def _size_and_rank(mesh: DeviceMesh, name: str | None, role: str) -> tuple[int, int]:
-    """Return the size of an axis and this rank's coordinate on it."""
-    if name is None:
-        return 1, 0
-    try:
-        submesh = mesh[name]
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise MeshError(
-            f"fully_shard: axis {name!r} for {role}",
-            expected=f"one of {mesh.mesh_dim_names}, or a flattened axis of this mesh",
-            got=str(error),
-            fix="pass the name of an axis in mesh.mesh_dim_names",
-        ) from error
-    return submesh.size(), submesh.get_local_rank()
-
-
 def default_index(dp_shard_dim: str | None = None, tp_dim: str | None = None) -> FSDPDistributedIndex:
     """Build an index with a sharding axis of all ranks and a tp axis of size 1. Collective over the world."""
     meshes = Meshes.build(device_type=default_device_type())  # initializes torch.distributed
@@ -338,11 +263,15 @@ class FSDPDistributedIndex:
     """Megatron-FSDP's index of process groups and meshes, by the axis names of the user's meshes. Local operation.
 
     Args:
-        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim: As for :func:`native_meshes`; ``dp_shard_dim`` is required.
+        device_mesh: Mesh of all ranks.
+        dp_shard_dim: Name of the sharding axis; required. Like the other names, it may refer to a flattened axis.
+        dp_outer_dim: Name of the axis of HSDP or HFSDP.
+        tp_dim: Name of the tensor-parallel axis.
         hybrid_fsdp_group: Result of :meth:`get_dp_group` with ``dp_outer_dim``; ``None``: created on first use.
         hybrid_fsdp_expt_group: The same for experts.
         hsdp_outer_dp_shard: Whether optimizer state is sharded over ``dp_outer_dim`` (HFSDP).
-        expt_device_mesh: Mesh of expert parameters with the same names.
+        expt_device_mesh: Mesh of expert parameters with the same names. Its ``dp_shard_dim`` is smaller by a factor of
+            the expert-parallel size.
         fsdp_group_ag: Result of ``get_fsdp_group(independent_all_gather=True)``. No all-gather uses it.
         expt_fsdp_group_ag: The same for experts.
 
@@ -388,9 +317,44 @@ class FSDPDistributedIndex:
 
     @functools.cached_property
     def meshes(self) -> Meshes:
-        """Build te_fsdp's meshes over the same ranks. Collective over the world at first use."""
-        names = (self.dp_shard_dim, self.dp_outer_dim, self.tp_dim)
-        return native_meshes(self.device_mesh, *names, self.expt_device_mesh)
+        """Build te_fsdp's meshes over the same ranks. Collective over the world at first use.
+
+        Raises:
+            MeshError: The axes do not include all ranks, or the order of ranks differs from te_fsdp's (outer, shard,
+                tp). All ranks raise the last error.
+        """
+        axes = {"dp_replicate": self.dp_outer_dim, "dp_shard": self.dp_shard_dim, "tp": self.tp_dim}
+        named = {axis: self.get_submesh(name) for axis, name in axes.items() if name is not None}
+        sizes = {axis: mesh.size() for axis, mesh in named.items()}
+        positions = [named[axis].get_local_rank() if axis in named else 0 for axis in axes]
+        experts = None if self.expt_device_mesh is None else self.get_submesh(self.dp_shard_dim, True)
+        if experts is not None:
+            # Dense parameters are sharded over the ranks of dp_shard and ep together.
+            shards = sizes["dp_shard"]
+            if shards % experts.size():
+                raise MeshError(
+                    "fully_shard: expt_device_mesh",
+                    expected=f"a dp_shard_dim whose size divides that of device_mesh, {shards}",
+                    got=experts.size(),
+                    fix="build expt_device_mesh over the same ranks as device_mesh",
+                )
+            sizes |= {"dp_shard": experts.size(), "ep": shards // experts.size()}
+        meshes = Meshes.build(**sizes, device_type=self.device_mesh.device_type)
+        coordinate = list(meshes.device_mesh.get_coordinate() or ())
+        if meshes.expert_mesh is not None and experts is not None:
+            coordinate.append(meshes.expert_mesh["dp_shard"].get_local_rank())
+            positions.append(experts.get_local_rank())
+        # The order may be right for some ranks by chance, and all must raise.
+        if on_any_rank(coordinate != positions):
+            raise MeshError(
+                "fully_shard: device_mesh or expt_device_mesh",
+                expected="ranks in the order (outer, shard, tp), for experts (outer, shard, ep, tp), with the last "
+                "axis varying fastest",
+                got="a different order",
+                why="te_fsdp's meshes use this order of ranks",
+                fix="init_device_mesh(device, (outer, shard, tp), mesh_dim_names=...)",
+            )
+        return meshes
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
         """Return the given mesh, or the given mesh of experts."""

@@ -30,7 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from te_fsdp.compat.megatron_fsdp.arguments import UNUSED_ARGUMENTS, MixedPrecisionPolicy, native_meshes
+from te_fsdp.compat.megatron_fsdp.arguments import (
+    UNUSED_ARGUMENTS,
+    FSDPDistributedIndex,
+    MixedPrecisionPolicy,
+)
 from te_fsdp.compat.megatron_fsdp.sharding import (
     BRIDGED,
     fully_shard_optimizer as first_fully_shard_optimizer,
@@ -257,11 +261,11 @@ def _shard(root: _Note) -> None:
             )
     mesh = root.mesh
     if not mesh.mesh_dim_names:
-        # native_meshes finds axes by name.
+        # The index finds axes by name.
         names = ("dp_replicate", "dp_shard")[-mesh.ndim :]
         mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
     *outer, shard = mesh.mesh_dim_names or ()
-    meshes = native_meshes(mesh, shard, outer[0] if outer else None, None)
+    meshes = FSDPDistributedIndex(mesh, shard, outer[0] if outer else None).meshes
     on_meta = any(parameter.is_meta for parameter in root.module.parameters())
     if not on_meta:
         # Sharding needs the values on the device.

@@ -475,7 +475,7 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _initialize(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Return the initial state that a torch optimizer keeps for a parameter."""
+    """Set the initial state that a torch optimizer keeps for a parameter."""
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     main = None if main_parameters is None else main_parameters.create(optimizer, parameter)
     blank = torch.zeros_like(parameter if main is None else main)
