@@ -32,6 +32,7 @@ from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.patches import replace_once
 from te_fsdp.upstream.torch_dcp import LoadTarget
 
 #: Attribute of a tensor in a state dict.
@@ -136,11 +137,7 @@ def patch_expert_loading() -> None:
         (_state_dict, "_verify_state_dict", wrap_verification),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),
     ):
-        stock = getattr(owner, name)
-        if not hasattr(stock, _MARK):
-            replacement = wrap(stock)
-            setattr(replacement, _MARK, True)  # torch's decorators leave ``__wrapped__``
-            setattr(owner, name, replacement)
+        replace_once(owner, name, wrap)
 
 
 def _refuse_padded(planner: Any) -> None:
