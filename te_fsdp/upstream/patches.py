@@ -163,69 +163,62 @@ FSDP2 = tuple(Patch(owner, *row) for owner, rows in _FSDP2.items() for row in ro
 # ---------------------------------------------------------------------------------------------------- TransformerEngine
 
 
-#: Patch name -> row.
-PATCHES: dict[str, Patch] = {
-    "gather": Patch(
-        "tensors with all-gather hooks",
-        "fsdp_pre_all_gather",
-        "reduces the amax over `tp` too; buffers that FSDP2 can gather",
-    ),
-    "gathered": Patch(
-        "tensors with all-gather hooks",
-        "fsdp_post_all_gather",
-        "fills the tensor that kernels read; no scrambled transpose",
-    ),
-    "columnwise": Patch(
-        "modules `linear`, `layernorm_linear`, `layernorm_mlp`",
-        "clear_columnwise_cache",
-        "keeps columnwise data that TE cannot recompute",
-        versions="those that have it",
-    ),
-    "copy": Patch("quantizers", "copy", "copies the name of the amax group"),
-    "deepcopy": Patch(
-        "quantizers of current scaling and NVFP4", "__deepcopy__", "the same, without the process group"
-    ),
-    "group": Patch(
-        "tensors of current scaling and NVFP4, and their storages",
-        "amax_reduction_group",
-        "returns the group of that name",
-    ),
-    "clone": Patch("quantized tensors", "clone", "copies the scales"),
-    "copy blocks": Patch(
-        "`MXFP8Tensor`, `NVFP4Tensor`",
-        "__torch_dispatch__",
-        "quantizes in `copy_` between blocks of different shapes",
-    ),
-    "count": Patch("quantized tensors", "quantize_", "counts writes that `_version` does not count"),
-    "delayed": Patch(
-        "`Float8Quantizer`", "update_quantized", "reduces the newest amax at once, over the weight mesh"
-    ),
-    "quantize empty": Patch(
-        "`Float8CurrentScalingQuantizer`", "quantize_impl", "empty shards take part in the amax reduction"
-    ),
-    "update empty": Patch("`Float8CurrentScalingQuantizer`", "update_quantized", "the same for writes"),
-    "new zeros": Patch(
-        "MXFP8 weight on the device", "new_zeros", "padded scales, for FSDP2's copy of a shard"
-    ),
-    "element type": Patch(
-        "`DType`",
-        "__reduce_ex__",
-        "pickles members by value: `torch.load` refuses pickles through `getattr`",
-        versions="Python 3.11.0 to 3.11.4",
-    ),
-    "states": Patch(
-        "`FusedAdam`",
-        "_initialize_state",
-        "optimizer states have the class of their parameters, which DCP needs",
-    ),
-    "states of dicts": Patch("`FusedAdam`", "state_dict", "the same in state dicts"),
-    "save": Patch(
-        "`FusedAdam` with te_fsdp's main weights",
-        "state_dict",
-        "keeps main weights in the groups until the call ends",
-    ),
-    "load": Patch("`FusedAdam` with te_fsdp's main weights", "load_state_dict", "the same"),
+#: Owner -> patch name -> attribute, reason, and the versions that need it, if not all do.
+_TE: dict[str, dict[str, tuple[str, ...]]] = {
+    "tensors with all-gather hooks": {
+        "gather": ("fsdp_pre_all_gather", "reduces the amax over `tp` too; buffers that FSDP2 can gather"),
+        "gathered": ("fsdp_post_all_gather", "fills the tensor that kernels read; no scrambled transpose"),
+    },
+    "modules `linear`, `layernorm_linear`, `layernorm_mlp`": {
+        "columnwise": (
+            "clear_columnwise_cache",
+            "keeps columnwise data that TE cannot recompute",
+            "those that have it",
+        )
+    },
+    "quantizers": {"copy": ("copy", "copies the name of the amax group")},
+    "quantizers of current scaling and NVFP4": {
+        "deepcopy": ("__deepcopy__", "the same, without the process group")
+    },
+    "tensors of current scaling and NVFP4, and their storages": {
+        "group": ("amax_reduction_group", "returns the group of that name")
+    },
+    "quantized tensors": {
+        "clone": ("clone", "copies the scales"),
+        "count": ("quantize_", "counts writes that `_version` does not count"),
+    },
+    "`MXFP8Tensor`, `NVFP4Tensor`": {
+        "copy blocks": ("__torch_dispatch__", "quantizes in `copy_` between blocks of different shapes")
+    },
+    "`Float8Quantizer`": {
+        "delayed": ("update_quantized", "reduces the newest amax at once, over the weight mesh")
+    },
+    "`Float8CurrentScalingQuantizer`": {
+        "quantize empty": ("quantize_impl", "empty shards take part in the amax reduction"),
+        "update empty": ("update_quantized", "the same for writes"),
+    },
+    "MXFP8 weight on the device": {"new zeros": ("new_zeros", "padded scales, for FSDP2's copy of a shard")},
+    "`DType`": {
+        "element type": (
+            "__reduce_ex__",
+            "pickles members by value: `torch.load` refuses pickles through `getattr`",
+            "Python 3.11.0 to 3.11.4",
+        )
+    },
+    "`FusedAdam`": {
+        "states": (
+            "_initialize_state",
+            "optimizer states have the class of their parameters, which DCP needs",
+        ),
+        "states of dicts": ("state_dict", "the same in state dicts"),
+    },
+    "`FusedAdam` with te_fsdp's main weights": {
+        "save": ("state_dict", "keeps main weights in the groups until the call ends"),
+        "load": ("load_state_dict", "the same"),
+    },
 }
+#: Patch name -> row.
+PATCHES = {name: Patch(owner, *row) for owner, rows in _TE.items() for name, row in rows.items()}
 
 
 def _tensors() -> list[type[torch.Tensor]]:
