@@ -41,7 +41,6 @@ from te_fsdp.records import (
     PARAMETER,
     WEIGHT,
     ModuleBinding,
-    ShardedUnshardedPair,
     binding_of,
     copy_param_attrs,
     inherit,
@@ -56,6 +55,7 @@ from te_fsdp.upstream import (
     torch_autograd as _autograd,
     torch_dtensor as _torch,
 )
+from te_fsdp.upstream.fsdp2_units import ShardedUnshardedPair
 
 
 def record_forward(binding: ModuleBinding, node: Any) -> None:
