@@ -34,6 +34,7 @@ from te_fsdp.check_points import CheckPoints, check_points
 from te_fsdp.errors import PlacementError, require_kind
 from te_fsdp.layout import ExpertRange, ParameterRule, Storage
 from te_fsdp.upstream import te as _te, torch_autograd as _torch_autograd, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_units import ShardedUnshardedPair
 from te_fsdp.upstream.te_formats import Format
 from te_fsdp.upstream.torch_dtensor import DTensorSpec
 
@@ -320,22 +321,6 @@ class UserDTensor:
     placements: tuple[Placement, ...]  #: One for each axis of the mesh
     is_expert: bool  #: Whether ``ep`` shards it
     tp_dim: int | None  #: Tensor dim that ``tp`` shards
-
-
-@dataclass
-class ShardedUnshardedPair:
-    """The sharded and the unsharded parameter that FSDP2 registers alternately.
-
-    The references are strong, because torch cannot swap a tensor that has weak references.
-    """
-
-    shard: DTensor | None = None  #: The sharded parameter
-    unsharded: torch.Tensor | None = None  #: The unsharded parameter, or a different tensor that was assigned
-    #: Frees the memory of the unsharded parameter that FSDP2 does not free (:mod:`te_fsdp.quantized.fsdp_hooks`);
-    #: ``None`` if there is none.
-    release: Callable[[], None] | None = None
-    #: Whether the shard is registered while the unsharded parameter is kept (:mod:`te_fsdp.sharded_model`).
-    is_shard_exposed: bool = False
 
 
 @dataclass

@@ -21,6 +21,7 @@ from te_fsdp.boxed_dtensor import BoxedDTensor
 from te_fsdp.layout import slices
 from te_fsdp.row_order import refuse_writes_to_copies
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.patches import replace_once
 from te_fsdp.upstream.torch_redistribution import move_strided_shards
 from te_fsdp.upstream.torch_rows import after_copies
 
@@ -82,7 +83,7 @@ def place_full_tensors(record: str) -> None:
         (state_dict, "_distribute_state_dict", place_states),
         (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", split_pieces),
     ):
-        _wrap_once(owner, name, wrap)
+        replace_once(owner, name, wrap)
     move_strided_shards()
     after_copies(record, refuse_writes_to_copies)
 
@@ -97,10 +98,4 @@ def wrap_dcp(narrow: Callable[[Any], Any], load: Callable[[Any], Any], write: Ca
         (hf_storage.HuggingFaceStorageWriter, "write_data", write),
     ):
         if hasattr(owner, name):
-            _wrap_once(owner, name, wrap)
-
-
-def _wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    stock = getattr(owner, name)
-    if not hasattr(stock, "__wrapped__"):
-        setattr(owner, name, wrap(stock))
+            replace_once(owner, name, wrap)

@@ -118,7 +118,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
     chunks: dict[Any, list[dcp.ChunkStorageMetadata]] = {}
     metadata = Metadata({}, storage_data={}, storage_meta=dcp.StorageMeta(save_id=mark))
     metadata.version = CURRENT_DCP_VERSION
-    storage_info, blocks, count = _torch.storage_info_class(), list[list[tuple[Any, Rows]]](), _ROWS
+    storage_info, blocks, count = _torch.StorageInfo, list[list[tuple[Any, Rows]]](), _ROWS
     with without_collector():
         for key, stored in tensors.items():
             writers, boxes = stored.writers, stored.boxes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -58,3 +58,10 @@ def group_of_ranks(ranks: Sequence[int], purpose: str, backend: str | None = Non
         return dist.new_group(list(members), backend=backend, use_local_synchronization=True)
 
     return _shared((purpose, backend, members), make)
+
+
+def ranks_along(mesh: DeviceMesh, axes: Collection[int]) -> list[int]:
+    """Return the ranks that have this rank's coordinates on all other axes of a mesh, in its order. Local operation."""
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    index = tuple(slice(None) if axis in axes else place for axis, place in enumerate(coordinate))
+    return mesh.mesh[index].flatten().tolist()

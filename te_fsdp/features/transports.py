@@ -186,7 +186,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, op
         transports.copied |= copied
         if option == "auto" and all(copied.values()):
             continue  # FSDP2 copies all of them with one kernel
-        _symmetric_memory.enable_zero_copy_reduce_scatter(group)
+        fsdp2_units.record_of_group(group).sends_without_copy = True
         if precision is None:
             set_unit_grad_comm(unit, comm, name)
     if rank() == 0:

@@ -21,17 +21,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
-from te_fsdp.modules.full_experts import (
-    has_other_experts,
-    with_all_experts,
-    wrap_full_states,
-    wrap_optimizer_loading,
-)
+from te_fsdp.modules.full_experts import has_other_experts, with_all_experts, wrap_optimizer_loading
 from te_fsdp.modules.state_loading import wrap_verification
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.patches import replace_once
 from te_fsdp.upstream.torch_dcp import LoadTarget
 
 #: Attribute of a tensor in a state dict.
@@ -118,7 +114,7 @@ def patch_expert_loading() -> None:
         def create_local_plan(self: Any) -> Any:
             _refuse_padded(self)
             _place_entries(self)
-            fit = _Fit(self)
+            fit = _Fit(self, self.state_dict)
             if fit.find():
                 self.state_dict = fit.fitted()
                 self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
@@ -129,18 +125,14 @@ def patch_expert_loading() -> None:
 
     for owner, name, wrap in (
         (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
-        (_state_dict, "_get_model_state_dict", wrap_full_states),
+        (_state_dict, "_get_model_state_dict", lambda stock: functools.partial(with_all_experts, stock)),
         (_state_dict, "_load_model_state_dict", wrap_model_state),
         (_state_dict, "_load_optim_state_dict", wrap_optimizer_loading),
         (_state_dict, "_init_optim_state", _wrap_state_initialization),
         (_state_dict, "_verify_state_dict", wrap_verification),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),
     ):
-        stock = getattr(owner, name)
-        if not hasattr(stock, _MARK):
-            replacement = wrap(stock)
-            setattr(replacement, _MARK, True)  # torch's decorators leave ``__wrapped__``
-            setattr(owner, name, replacement)
+        replace_once(owner, name, wrap)
 
 
 def _refuse_padded(planner: Any) -> None:
@@ -269,6 +261,7 @@ class _Fit:
     """The entries of one load whose experts the checkpoint stores in the other form."""
 
     planner: Any
+    original: dict[str, Any]  #: The planner's entries under the names of the model
     #: Keys of the checkpoint, by the key of the model that each replaces; all are tensors of experts.
     tensors: dict[str, list[str]] = field(default_factory=dict)
     #: The same for other entries of a parameter: the step of an optimizer, options of a flattened state dict.
@@ -331,7 +324,7 @@ class _Fit:
                 for index in range(piece.shape[0]):
                     target = targets.setdefault(keys[offset[0] + index], LoadTarget(value.shape[1:], value))
                     target.pieces[offset[1:]] = (
-                        piece.flat() if isinstance(piece, QuantizedSlice) else piece[index]
+                        piece.stacked(False) if isinstance(piece, QuantizedSlice) else piece[index]
                     )
             for name in keys if mark.index is None else ():
                 targets.setdefault(name, LoadTarget(value.shape[1:], value))
@@ -373,10 +366,7 @@ class _Fit:
                     got=f"{tensor.item()} of {item.dest_index.fqn}",
                     fix="load into a GroupedLinear with a parameter for each expert",
                 )
-            self._original[key].copy_(tensor)
-
-    def __post_init__(self) -> None:
-        self._original = self.planner.state_dict
+            self.original[key].copy_(tensor)
 
     def _targets(self, saved: str) -> list[str]:
         return [key for key, keys in self.others.items() if saved in keys]

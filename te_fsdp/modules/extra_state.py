@@ -10,10 +10,12 @@
 #
 #     state of the module             entry (uint8)             shape
 #     none                            TE's own, empty           (0,)
+#     delayed scaling                 text, JSON, fp32 values   (n,)
+#     delayed scaling, experts        the same for each expert  (experts, n)
+#     before version 0.3:
 #     rows stacked for tp=2           text                      (n, 2)
 #     quantized, tp=2 and 4 shards    text                      (n, 2, 4)
-#     delayed scaling                 text, JSON, fp32 values   (n,), or one of the above
-#     delayed scaling, experts        the same for each expert  (experts, n)
+#     delayed scaling                 text, JSON, fp32 values   one of these, or (n,)
 
 from __future__ import annotations
 
@@ -26,8 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import ExpertRange
@@ -46,44 +47,33 @@ class DamagedEntryError(ValueError):
     """Raised if an entry's bytes were changed after packing."""
 
 
-# [Note: load condition] Plain DCP cannot reshard quantized tensors: a slice may be a temporary, so that a
-# write to it is lost. The entry of a module with quantized weights therefore encodes the load condition in
-# its shape. On a different mesh DCP raises with the entry's name before it reads data. Versions before 0.3
-# also wrote entries for stacked rows in tp rank order.
+# [Note: load condition] Until version 0.3 plain DCP could not reshard quantized and stacked weights. Their entries
+# encoded the mesh in their shapes, so that DCP raised with the entry's name on a different one.
 def describe_load_condition(marks: tuple[int, ...]) -> str:
-    """Return the text of a load condition: the mesh that plain DCP needs to load the weights."""
+    """Return the text of a load condition: the mesh that plain DCP needs to load the weights.
+
+    ``marks`` is the tp size of stacked rows, or the tp size and the number of FSDP shards of quantized weights.
+    """
     if len(marks) == 1:
         return f"rows stacked for tp={marks[0]}, other tp sizes need te_fsdp.checkpoint"
     return f"quantized for tp={marks[0]} and {marks[1]} FSDP shard(s), other meshes need te_fsdp.checkpoint"
 
 
-# [Note: entries without state] If nothing is sharded (dims of 1) and the entry has no state, the text is
-# omitted. Then ``n`` is 0 and stock TE accepts the entry. In other cases stock TE rejects it as an
-# unsupported pickle. Scripts may clone and cast entries. The shape is preserved, and floating dtypes of at
-# least 16 bits represent integers up to 255.
-def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
-    """Return a module's entry: uint8 on the CPU, shape ``(n, *marks)``. Local operation.
+# Scripts may clone and cast entries. The shape is preserved, and floating dtypes of at least 16 bits represent
+# integers up to 255. Stock TE rejects an entry as an unsupported pickle.
+def pack(state: dict[str, Any]) -> torch.Tensor:
+    """Return the entry of a state: uint8 on the CPU, 1-D. Local operation.
 
-    ``marks`` is empty, or the tp size of stacked rows, or the tp size and the number of FSDP shards of
-    quantized weights. ``state`` contains ``recipe``, plain values, and fp32 tensors by name.
+    ``state`` contains ``recipe``, plain values, and fp32 tensors by name.
     """
     # States of equal shapes under equal recipes have equal lengths.
-    data = b"" if state is None and max(marks, default=1) == 1 else _text(marks)
-    if state is not None:
-        tensors = {k: v.detach().float().cpu().contiguous() for k, v in state.items() if k != "recipe"}
-        values = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
-        shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
-        text = json.dumps(
-            {"recipe": state["recipe"], "shapes": shapes, "crc": f"{zlib.crc32(values):08x}"}
-        ).encode()
-        data += f"{len(text):0{_LENGTH}d}".encode() + text + values
-    row_size = math.prod(marks)
-    # Add at least one row, so that the shape shows that there is state.
-    data = data.ljust((_rows(marks) + 1) * row_size if state is not None else 0, b"\0")
-    data += b"\0" * (-len(data) % row_size)
-    if not data:
-        return torch.empty((0, *marks), dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, *marks)
+    tensors = {k: v.detach().float().cpu().contiguous() for k, v in state.items() if k != "recipe"}
+    values = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+    shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
+    described = {"recipe": state["recipe"], "shapes": shapes, "crc": f"{zlib.crc32(values):08x}"}
+    text = json.dumps(described).encode()
+    data = _text(()) + f"{len(text):0{_LENGTH}d}".encode() + text + values
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def pack_experts(state: dict[str, Any], first: int) -> torch.Tensor:
@@ -94,7 +84,7 @@ def pack_experts(state: dict[str, Any], first: int) -> torch.Tensor:
         # The index has a fixed width, so that all rows have equal length.
         recipe = {**state["recipe"], "num_gemms": 1, _EXPERT: f"{first + index:08d}"}
         tensors = {key: value.chunk(count, -1)[index] for key, value in state.items() if key != "recipe"}
-        rows.append(pack((), {"recipe": recipe, **tensors}))
+        rows.append(pack({"recipe": recipe, **tensors}))
     return torch.stack(rows)
 
 
@@ -288,11 +278,8 @@ class ExpertEntry(_Entry):
                 why="A copy does not record which experts its rows belong to",
                 fix="save the state dict itself, or save with te_fsdp.checkpoint.save",
             )
-        properties = TensorProperties.create_from_tensor(self.as_subclass(torch.Tensor))
         size = torch.Size((self.experts.total, self.shape[1]))
-        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=size)
-        index = MetadataIndex(fqn, self._chunk().offsets)
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+        return torch_dcp.shard_item(fqn, self.as_subclass(torch.Tensor), self._chunk(), size)
 
     def __create_chunk_list__(self) -> list[Any]:
         return [self._chunk()] if self.is_target else []
@@ -314,7 +301,7 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
         described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
         for key, state in states.items():
             described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
-        entry = pack((), described) if experts is None else pack_experts(described, experts.first)
+        entry = pack(described) if experts is None else pack_experts(described, experts.first)
     entry = entry.as_subclass(cls)
     if isinstance(entry, ExpertEntry):
         entry.experts = experts

@@ -44,24 +44,24 @@ class Experts(NamedTuple):
     others: set[str]  #: Names of the other ranks' tensors
 
 
-def experts_over_ranks(module: torch.nn.Module, path: str) -> Experts | None:
-    """Return the experts of a module; ``None`` for modules that have all experts. Local operation."""
-    binding = binding_of(module)
-    if binding is None or binding.experts is None or binding.ep.mesh is None or binding.ep.mesh.size() == 1:
-        return None
-    numbers = range(binding.experts.total)
-    names = {f"{stack}{n}" for stack in ("weight", "bias") for n in numbers}
-    local_names = [name for name in module._parameters if name in names and name not in binding.distributed]
-    stacks = {_stack(name) for name in local_names}
-    others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(local_names)
-    path = _torch.without_wrappers(path)
-    return Experts(binding.ep.mesh, f"{path}." if path else "", local_names, others)
-
-
 def _modules(model: torch.nn.Module) -> Iterator[Experts]:
+    """Yield the experts of each module that does not have all of them on this rank. Local operation."""
     for path, module in model.named_modules():
-        if (experts := experts_over_ranks(module, path)) is not None:
-            yield experts
+        binding = binding_of(module)
+        if (
+            binding is None
+            or binding.experts is None
+            or binding.ep.mesh is None
+            or binding.ep.mesh.size() == 1
+        ):
+            continue
+        numbers = range(binding.experts.total)
+        names = {f"{stack}{n}" for stack in ("weight", "bias") for n in numbers}
+        local_names = [n for n in module._parameters if n in names and n not in binding.distributed]
+        stacks = {_stack(name) for name in local_names}
+        others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(local_names)
+        path = _torch.without_wrappers(path)
+        yield Experts(binding.ep.mesh, f"{path}." if path else "", local_names, others)
 
 
 def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *arguments: Any) -> Any:
@@ -162,21 +162,9 @@ def _unsharded(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (value.dequantize() if _te.is_quantized(value) else value).contiguous()
 
 
-def drop_other_experts(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Remove the experts of other ranks from a state dict that a module is about to load. Local operation."""
-    experts = experts_over_ranks(module, "")
-    for name in experts.others if experts is not None else ():
-        state_dict.pop(prefix + name, None)
-
-
 def has_other_experts(model: torch.nn.Module) -> bool:
     """Return whether other ranks have experts of the model that this rank does not have. Local operation."""
     return any(experts.others for experts in _modules(model))
-
-
-def wrap_full_states(stock: Any) -> Any:
-    """Wrap torch's function that returns a model's state dict."""
-    return functools.wraps(stock)(functools.partial(with_all_experts, stock))
 
 
 def wrap_optimizer_loading(stock: Any) -> Any:

@@ -28,10 +28,11 @@ from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
 from te_fsdp.modules.expert_entries import mark_entries
 from te_fsdp.modules.mixin import ResettableModule
-from te_fsdp.quantized.alignment import Grid, Weight, check_fit, check_recipe, fits
+from te_fsdp.quantized.alignment import Grid, Weight, check_fit, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, as_plain_parameter, grouped_shard_dim
 from te_fsdp.records import BINDING, ModuleBinding, binding_of, inherit, name_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_formats import has_amax_history
 from te_fsdp.upstream.te_modules import GroupedWeightAccess, grouped_path_problem, rename_parameters
 
 #: Grouped modules to distribute over ep: FQNs, or classes (of the modules or of their ancestors); ``None``: all.
@@ -145,7 +146,7 @@ def check_single(module: Any, label: str) -> None:
     elif not module.use_grouped_tensor:
         problem, fix = "use_grouped_tensor=False", "GroupedLinear(..., use_grouped_tensor=True)"
         why = "TransformerEngine supports one parameter for all experts only with its grouped kernels"
-    elif _te.is_delayed_quantizer(_te.weight_quantizer(module, "weight0")):
+    elif has_amax_history(type(_te.weight_quantizer(module, "weight0"))):
         problem, fix = "delayed scaling", f"another recipe in quantized_model_init, or {one_each}"
         why = "TransformerEngine has no grouped kernels for it and stores such weights separately"
     elif device := grouped_path_problem(None):
@@ -170,12 +171,19 @@ def check_switch(options: dict[str, Any]) -> None:
         )
 
 
-def check_single_recipe(module: Any, label: str) -> None:
-    """Raise PrecisionError if TE has no grouped kernels for the recipe of the current ``te.autocast``. Local."""
+def check_recipe(module: Any, label: str) -> None:
+    """Raise PrecisionError if TE does not support a module under the recipe of the current ``te.autocast``. Local."""
     recipe = _te.active_recipe()
-    if recipe is None or not single_names(module):
+    if recipe is None:
         return
-    problem = grouped_path_problem(recipe)
+    if module.tp_size > 1 and recipe.float8_current_scaling():
+        raise PrecisionError(
+            f"{label} (GroupedLinear): recipe {type(recipe).__name__} with tp_size={module.tp_size}",
+            expected="a recipe without one scale per activation, or tp_size=1",
+            why="TransformerEngine rejects it, because activations split outside of the module have no common scale",
+            fix="use DelayedScaling, Float8BlockScaling or MXFP8BlockScaling, or build it with tp_size=1",
+        )
+    problem = grouped_path_problem(recipe) if single_names(module) else ""
     if problem:
         raise PrecisionError(
             f"{label} (GroupedLinear): one parameter for all experts under {type(recipe).__name__}",
@@ -321,8 +329,7 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
                     # mesh this rank alone has them. For TE a group of None means all ranks.
                     alone = group_of_ranks([dist.get_rank()], "amax of experts") if mesh is None else None
                     binding.amax.group = alone if mesh is None else mesh.get_group()
-            check_recipe(self, binding)
-            check_single_recipe(self, name_of(self))
+            check_recipe(self, name_of(self))
         return super().forward(*args, **kwargs)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -9,10 +9,11 @@ During a forward, DTensor parameters are replaced by the local tensors that TE's
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,6 @@ from te_fsdp.records import (
     PARAMETER,
     WEIGHT,
     ModuleBinding,
-    ShardedUnshardedPair,
     binding_of,
     copy_param_attrs,
     inherit,
@@ -55,6 +55,7 @@ from te_fsdp.upstream import (
     torch_autograd as _autograd,
     torch_dtensor as _torch,
 )
+from te_fsdp.upstream.fsdp2_units import ShardedUnshardedPair
 
 
 def record_forward(binding: ModuleBinding, node: Any) -> None:
@@ -126,8 +127,8 @@ class _ToLocal(torch.autograd.Function):
                     # The gathered parameter is the same object in every backward, and so is its spec.
                     cached = binding.fsdp.partial_specs.get(name)
                     if cached is None or cached[0] is not spec:
-                        partial = _torch.with_placements(spec, (Partial(),))
-                        cached = binding.fsdp.partial_specs[name] = spec, partial
+                        cached = spec, dataclasses.replace(spec, placements=(Partial(),))
+                        binding.fsdp.partial_specs[name] = cached
                     specs[index] = cached[1]
                 elif gradient is not None:
                     grads[index] = summed = gradient.contiguous()
@@ -136,14 +137,6 @@ class _ToLocal(torch.autograd.Function):
         if ctx.assigns:
             dtensors = _autograd.assign_to_leaves(ctx, dtensors)
         return None, None, None, *dtensors
-
-
-def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:
-    """Return a context in which TE's delayed scaling (if active) reduces over ``group``."""
-    recipe = _te.active_recipe()
-    if recipe is None or not (recipe.delayed() or recipe.custom()):
-        return nullcontext()
-    return _te_modules.amax_reduced_over(group)
 
 
 @contextmanager
@@ -247,9 +240,11 @@ class MeshModule(torch.nn.Module):
         # TE's containers have no direct parameters.
         if binding is None or (binding.amax.group is None and not self._parameters):
             return super().forward(*args, **kwargs)
-        if binding.amax.group is None:
+        group = binding.amax.group
+        recipe = None if group is None else _te.active_recipe()
+        if recipe is None or not (recipe.delayed() or recipe.custom()):
             return self._forward(binding, *args, **kwargs)
-        with delayed_amax_over(binding.amax.group):
+        with _te_modules.amax_reduced_over(group):
             return self._forward(binding, *args, **kwargs)
 
     def _forward(self, binding: ModuleBinding, *args: Any, **kwargs: Any) -> Any:

@@ -477,5 +477,4 @@ def _class(module: Semantics) -> str:
 
 
 def _unpadded(mask: Any) -> str:
-    """Return a mask type without its padding part."""
     return "_".join(part for part in str(mask).replace(",", "_").split("_") if part != "padding") or "no_mask"

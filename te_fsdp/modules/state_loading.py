@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
 from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CheckpointError, PlacementError
-from te_fsdp.modules.full_experts import drop_other_experts
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import get_record, module_record
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -39,7 +38,6 @@ def _before_load(
 ) -> None:
     """Check all modules below the loaded module before anything changes."""
     assign = bool(metadata.get(_ASSIGN))
-    drop_other_experts(module, state_dict, prefix)
     # Pending values must be in the weights, because `load_state_dict` copies their data.
     quantize_pending(module, state_dict, prefix)
     for name, parameter in module.named_parameters(remove_duplicate=False):

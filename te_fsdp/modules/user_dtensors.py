@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from te_fsdp.collectives.groups import ranks_along
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.layout import ParameterRule, chunk_boxes, chunk_range
 from te_fsdp.mesh_checks import mesh_of_experts
@@ -71,15 +72,11 @@ def place_user_dtensor(
 def _by_axis(label: str, parameter: DTensor, meshes: Mapping[str, DeviceMesh | None]) -> dict[str, Placement]:
     """Return the placement on ``ep`` and on ``tp``, in the mesh's order, without axes of size 1."""
     mesh, placements = parameter.device_mesh, dict[str, Any]()
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     for axis, placement in enumerate(parameter.placements):
         if mesh.size(axis) == 1:
             continue
         # The user may have named the axes of the mesh in any way, so an axis is recognised by its ranks.
-        coordinates = tuple(
-            slice(None) if dim_axis == axis else position for dim_axis, position in enumerate(coordinate)
-        )
-        ranks = mesh.mesh[coordinates].tolist()
+        ranks = ranks_along(mesh, [axis])
         name = next(
             (n for n, m in meshes.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
         )

@@ -12,9 +12,8 @@ from torch import nn
 
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ParameterRule
-from te_fsdp.records import ModuleBinding
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.te_formats import FORMATS, NVFP4_ROWS, NVFP4_SQUARES, Format
+from te_fsdp.upstream.te_formats import FORMATS, NVFP4_ROWS, NVFP4_SQUARES, Format, has_amax_history
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
             why="TransformerEngine cannot all-gather it (HybridQuantizedTensor.fsdp_pre_all_gather)",
             fix="keep these weights in high precision; the recipe can stay the same",
         )
-    if any(map(_te.is_delayed_quantizer, parts)):
+    if any(map(has_amax_history, map(type, parts))):
         raise PrecisionError(
             f"{label}: hybrid weight with a part in delayed scaling",
             expected="parts in current scaling, float8-block, MXFP8 or high precision",
@@ -270,19 +269,4 @@ def refuse_sharded_rows(label: str, quantizer: Any, local: torch.Tensor) -> None
             why="An all-gather sends rowwise data, from which the columnwise data of such a weight cannot be computed",
             fix="build the model with NVFP4BlockScaling(disable_2d_quantization=False), the default, or keep it "
             "replicated with te_fsdp.fsdp_no_shard; for inference, build and shard it under torch.no_grad()",
-        )
-
-
-def check_recipe(module: nn.Module, binding: ModuleBinding) -> None:
-    """Raise PrecisionError if TE does not support a bound ``GroupedLinear`` under the current recipe. Local."""
-    tp = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-    if tp == 1 or getattr(module, "tp_size", 1) == 1:
-        return
-    recipe = _te.active_recipe()
-    if recipe is not None and recipe.float8_current_scaling():
-        raise PrecisionError(
-            f"{binding.name or 'model'} (GroupedLinear): recipe {type(recipe).__name__} with tp_size={tp}",
-            expected="a recipe without one scale per activation, or tp_size=1",
-            why="TransformerEngine rejects it, because activations split outside of the module have no common scale",
-            fix="use DelayedScaling, Float8BlockScaling or MXFP8BlockScaling, or build it with tp_size=1",
         )

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp.lifecycle import Step
+from te_fsdp.quantized.components import FLOAT8
 from te_fsdp.quantized.empty_shards import copy_delayed_scale
 from te_fsdp.quantized.quantizer_record import (
     GROUP_ATTRIBUTE,
@@ -29,6 +30,7 @@ from te_fsdp.quantized.quantizer_record import (
 from te_fsdp.records import ParameterRecord
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch
+from te_fsdp.upstream.te_formats import has_amax_history
 
 #: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
@@ -86,7 +88,7 @@ def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
     by_group: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         quantizer: Any = getattr(tensor, _te.QUANTIZER, None)
-        if _te.has_amax_history(type(quantizer)):
+        if has_amax_history(type(quantizer)):
             record = quantizer.__dict__.get(QUANTIZER_RECORD)
             if record and record.amax_group is not None:
                 # One all-reduce for each group, not for each tensor.
@@ -152,7 +154,7 @@ def refresh_quantized(step: Step) -> None:
     """
     delayed = []
     for _, parameter, local in quantized_among(step.recorded_params):
-        if _te.has_amax_history(type(getattr(local, _te.QUANTIZER))):
+        if has_amax_history(type(getattr(local, _te.QUANTIZER))):
             delayed.append(local)
             _te.drop_transpose(local)
             if parameter.requires_grad:
@@ -161,10 +163,6 @@ def refresh_quantized(step: Step) -> None:
 
 
 # --- writes
-
-
-#: Largest value of a float8 element type (``tex.DType``).
-_LARGEST = {"kFloat8E4M3": 448.0, "kFloat8E5M2": 57344.0}
 
 
 class PendingQuantization(NamedTuple):
@@ -196,10 +194,8 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     current = []
     writes: list[tuple[Any, Any, torch.Tensor]] = []
     for local, value in pairs:
-        quantizer = getattr(local, _te.QUANTIZER, None)
-        if quantizer is None or (has_current_scale(type(quantizer)) and not hasattr(local, "experts")):
-            writes.append((local, quantizer, value))  # the most frequent case
-        elif hasattr(local, "experts"):  # a grouped weight
+        quantizer: Any = getattr(local, _te.QUANTIZER, None)
+        if hasattr(local, "experts"):  # a grouped weight
             weight: Any = local
             weight.mark_experts()
             experts = zip(weight.experts, value.detach(), strict=True)
@@ -220,7 +216,7 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             current.append((target, quantizer, value))
         else:
             # A copy has the same scale and history but does not reduce this weight's amax.
-            target_quantizer = quantizer.copy() if _te.has_amax_history(type(quantizer)) else quantizer
+            target_quantizer = quantizer.copy() if has_amax_history(type(quantizer)) else quantizer
             target_quantizer.update_quantized(value, target)
     groups: dict[str | None, Any] = {}  # by name, because most weights share one group
     requests = []
@@ -268,14 +264,14 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
     scales = [amaxes] * len(requests)
     for index_in_group, index in enumerate(order):
         quantizer = requests[index].quantizer
-        options = _LARGEST[quantizer.dtype.name], quantizer.force_pow_2_scales, quantizer.amax_epsilon
+        largest = torch.finfo(FLOAT8[quantizer.dtype.name]).max
+        options = largest, quantizer.force_pow_2_scales, quantizer.amax_epsilon
         if options not in by_options:
             # As ``compute_scale_from_amax`` of TE's ``current_scaling.cu``, for amaxes without NaN. number / tensor
             # would compute the reciprocal times the number, which rounds twice.
-            largest, power_of_two, epsilon = options
-            raised = amaxes.clamp(min=epsilon)
+            raised = amaxes.clamp(min=quantizer.amax_epsilon)
             ratios = torch.full_like(raised, largest).div_(raised).clamp_(max=torch.finfo(torch.float32).max)
-            if power_of_two:
+            if quantizer.force_pow_2_scales:
                 ratios.view(torch.int32).bitwise_and_(0x7F800000)
             by_options[options] = ratios.masked_fill_((raised == 0) | raised.isinf(), 1.0).split(1)
         scales[index] = by_options[options][index_in_group]

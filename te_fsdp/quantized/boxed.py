@@ -123,12 +123,11 @@ class QuantizedDTensor(BoxedDTensor):
             return super()._shard_of(box, to_write=to_write)
         if to_write and _has_pending_values(self):
             return _torch.local_of(_pending_or_same(self))[box.local_slices()]
-        if _te.is_grouped(local):
-            part = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
-        else:
-            part = QuantizedSlice(local, box.local, box.sizes)
         # This module has load_state_dict, which can compute one scale with all ranks.
-        part.waits = True
+        if _te.is_grouped(local):
+            part = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True, waits=True)  # type: ignore[missing-attribute]
+        else:
+            part = QuantizedSlice(local, box.local, box.sizes, waits=True)
         return part.stored() if to_write else part
 
     def fill(self, original: torch.Tensor) -> DTensor:
@@ -258,19 +257,26 @@ class QuantizedSlice(torch.Tensor):
 
     base: torch.Tensor
     box: tuple[tuple[int, ...], tuple[int, ...]]
-    waits: bool = False  #: Whether values stay pending until ``load_state_dict`` of a bound module
+    waits: bool  #: Whether values stay pending until ``load_state_dict`` of a bound module
     is_stacked: bool  #: Whether a first dim of one expert precedes the dims of the rectangle
 
     @staticmethod
     def __new__(
-        cls: Any, base: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], is_stacked: bool = False
+        cls: Any,
+        base: torch.Tensor,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        is_stacked: bool = False,
+        *,
+        waits: bool = False,
     ) -> QuantizedSlice:
         """Make the slice; nothing is copied."""
         slice_ = wrapper(cls, (1, *sizes) if is_stacked else sizes, base)
         slice_.base, slice_.box, slice_.is_stacked = base, (tuple(offsets), tuple(sizes)), is_stacked
+        slice_.waits = waits
         return slice_
 
-    def __init__(self, *unused: Any) -> None:
+    def __init__(self, *unused: Any, **options: Any) -> None:
         """Do nothing, because :meth:`__new__` has set all attributes."""
 
     @classmethod
@@ -302,20 +308,11 @@ class QuantizedSlice(torch.Tensor):
         if dim >= 0:
             offsets[dim] += start
             sizes[dim] = length
-        return self._like(offsets, sizes, self.is_stacked)
+        return QuantizedSlice(self.base, offsets, sizes, self.is_stacked, waits=self.waits)
 
-    def _like(self, offsets: Sequence[int], sizes: Sequence[int], is_stacked: bool) -> QuantizedSlice:
-        part = QuantizedSlice(self.base, offsets, sizes, is_stacked)
-        part.waits = self.waits
-        return part
-
-    def stacked(self) -> QuantizedSlice:
-        """Return the same rectangle with a first dim of one expert."""
-        return self._like(*self.box, True)
-
-    def flat(self) -> QuantizedSlice:
-        """Return the same rectangle without a first dim of one expert."""
-        return self._like(*self.box, False)
+    def stacked(self, is_stacked: bool = True) -> QuantizedSlice:
+        """Return the same rectangle with or without a first dim of one expert."""
+        return QuantizedSlice(self.base, *self.box, is_stacked, waits=self.waits)
 
     def values(self) -> torch.Tensor:
         """Return the values in fp32. Local operation."""
@@ -357,7 +354,7 @@ class QuantizedSlice(torch.Tensor):
     def receive(self, source: torch.Tensor) -> None:
         """Take the values, or bytes, of this rectangle; write the weight when it is complete."""
         if isinstance(source, QuantizedSlice):
-            source = source.flat()
+            source = source.stacked(False)
         elif source.ndim > len(self.box[0]):
             source = source.view(source.shape[1:])
         if not isinstance(source, QuantizedSlice) and _te.is_quantized(source):

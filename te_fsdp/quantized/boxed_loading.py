@@ -10,13 +10,14 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.collectives.groups import ranks_along
 from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.boxed import (
     QuantizedDTensor,
@@ -28,7 +29,7 @@ from te_fsdp.quantized.boxed import (
     weights_of,
     write_bytes,
 )
-from te_fsdp.quantized.components import components_of, drop_derived_state
+from te_fsdp.quantized.components import buffers_of_parts, components_of, drop_derived_state
 from te_fsdp.quantized.quantizer_record import change_quantizer_record
 from te_fsdp.quantized.shards import quantize_with_shared_scale
 from te_fsdp.state_dict_wrappers import wrap_dcp
@@ -86,18 +87,12 @@ def _finish(
             loaded.copy_(local)
         else:
             for target, source in zip(_te.storage_parts_of(loaded), _te.storage_parts_of(local), strict=True):
-                plain, precise = _te.high_precision_part(target), _te.high_precision_part(source)
-                if plain is not None and precise is not None:
-                    plain.copy_(precise)
-                    continue
-                # Components that share their memory with the weight are already written.
-                sources = {component.name: component.tensor for component in components_of(source, "weight")}
-                for part_component in components_of(target, "weight"):
-                    if (
-                        part_component.name in sources
-                        and part_component.tensor.data_ptr() != sources[part_component.name].data_ptr()
-                    ):
-                        part_component.tensor.copy_(sources[part_component.name])
+                sources = {buffer.name: buffer.tensor for buffer in buffers_of_parts(source, "weight")}
+                for buffer in buffers_of_parts(target, "weight"):
+                    written = sources.get(buffer.name, buffer.tensor)
+                    # Those that share their memory with the weight are already written.
+                    if written.data_ptr() != buffer.tensor.data_ptr():
+                        buffer.tensor.copy_(written)
             drop_derived_state(loaded)
         container[key] = parameter.detach()  # of the same buffers as the parameter
 
@@ -130,10 +125,7 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             for dim in range(mesh.ndim)
             if any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
         ]
-        # The ranks with this rank's coordinates in all other dims.
-        coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-        index = tuple([slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim)])
-        together = ranks.issuperset(mesh.mesh[index].flatten().tolist())
+        together = ranks.issuperset(ranks_along(mesh, dims))
         for dim in dims if together else ():
             if mesh.size(dim) > 1:
                 dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -146,7 +138,7 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             # A shard without rows may have the only old scale.
             has_one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(local)))
             if not together and has_one_scale and (values is not None or not loaded.numel()):
-                unscaled.append(_Unscaled(path, value, module, name, local))
+                unscaled.append((path, value, module, name, local))
                 continue
             values = values_of(loaded) if waiting and values is None else values
             _finish((container, path[-1]), loaded, (module, name), values)
@@ -174,22 +166,16 @@ def _owner_of(value: QuantizedDTensor) -> tuple[nn.Module, str, torch.Tensor] | 
     return None if memory.isdisjoint(param_memory) else (module, name, local)
 
 
-class _Unscaled(NamedTuple):
-    """A weight whose common scale is unknown, because this rank has read only its own values."""
-
-    path: tuple[Any, ...]  #: In the state dict
-    value: QuantizedDTensor
-    module: nn.Module
-    name: str  #: Of the parameter in the module
-    local: torch.Tensor  #: Of the parameter
+#: A weight whose common scale is unknown, because this rank has read only its own values: path in the state dict,
+#: entry, module, name of the parameter in it, local tensor of the parameter.
+_Unscaled: TypeAlias = tuple[tuple[Any, ...], QuantizedDTensor, nn.Module, str, torch.Tensor]
 
 
 def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], None]) -> None:
     """Read unsharded weights, quantize them, and copy this rank's bytes. Local operation."""
     state_dict: dict[str, Any] = {}
-    wholes: list[
-        dict[tuple[int, ...], torch.Tensor]
-    ] = []  # by offsets in the entry; one rectangle for each expert
+    # By offsets in the entry: one rectangle for each expert.
+    wholes: list[dict[tuple[int, ...], torch.Tensor]] = []
     for path, value, _, _, local in weights:
         boxes = value.local_boxes()
         stack = value.ndim - 2
@@ -202,9 +188,7 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
             quantizer = _te.quantizer_of(full)
             change_quantizer_record(quantizer, amax_group=None)
             _te.set_quantizer_amax_group(quantizer, None)
-            target = QuantizedSlice(full, (0, 0), tuple(full.shape), bool(stack))
-            target.waits = True
-            entry.pieces[offsets] = target
+            entry.pieces[offsets] = QuantizedSlice(full, (0, 0), full.shape, bool(stack), waits=True)
         wholes.append(full_weights)
         # The same keys as DCP makes of the path.
         holder = state_dict

@@ -235,7 +235,8 @@ def drop_derived_state(local: torch.Tensor) -> None:
 # --- values
 
 
-_FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+#: Element type (``tex.DType``) -> dtype.
+FLOAT8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 #: Values of E2M1, indexed by its four bits.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: NVFP4's first-level scales are E4M3 values up to 448. Its values are at most 6.
@@ -295,8 +296,8 @@ def dequantize_box(
 
     data_name, scale_name = list(needed)[:2]
     codes, dtype = parts[data_name].view(torch.uint8), described.split()[-1]
-    if dtype in _FP8:
-        data = codes.view(_FP8[dtype]).float()
+    if dtype in FLOAT8:
+        data = codes.view(FLOAT8[dtype]).float()
     else:  # pairs of FP4 values, low four bits first
         table = torch.tensor(_FP4, dtype=torch.float32, device=codes.device)
         paired = 0 if data_name.startswith("columnwise") else 1

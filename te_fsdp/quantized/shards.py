@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import on_any_rank
+from te_fsdp.collectives.groups import ranks_along
 from te_fsdp.errors import MeshError
 from te_fsdp.layout import Box, chunk_range
 from te_fsdp.quantized.amax import has_amax_group, reduce_newest_amax, set_amax_group
@@ -341,12 +342,10 @@ def check_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch.Te
 
 def _check_on_all_ranks(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise on all ranks if the weight mesh of any rank contradicts the parameter's mesh. Collective over that mesh."""
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    assert coordinate is not None
+    mesh = parameter.device_mesh
     # The weight is sharded by FSDP2's shard axis, and by tp, the last axis of a bound parameter.
     axes = [*_fsdp_axes(binding, name, parameter), *([mesh.ndim - 1] if binding.tp_mesh is not None else [])]
-    index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
-    ranks_wanted = sorted(mesh.mesh[index].flatten().tolist())
+    ranks_wanted = sorted(ranks_along(mesh, axes))
     weight_mesh = binding.weight_mesh
     ranks_got = [dist.get_rank()] if weight_mesh is None else sorted(weight_mesh.mesh.flatten().tolist())
     if on_any_rank(ranks_got != ranks_wanted, mesh):

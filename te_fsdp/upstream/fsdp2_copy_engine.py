@@ -393,7 +393,6 @@ class CopyEngineGathers:
 
     # A separate function, because tests of stale shards replace it.
     def _stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy shards into shared memory."""
         copy_all_(targets, sources)
         self.staged += sum(target.nbytes for target in targets)
 
@@ -432,7 +431,6 @@ class CopyEngineGathers:
 
     # A separate method, because tests of late ranks replace it.
     def _copy(self, gather: _Gather, is_first: bool) -> None:
-        """Copy all ranks' parts."""
         for target, source in gather.copies:
             target.copy_(source)
         copy_all_(*gather.small)

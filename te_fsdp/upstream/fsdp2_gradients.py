@@ -50,7 +50,6 @@ def has_partial_reduction(group: Any) -> bool:
 def drop_unreduced_gradients(unit: nn.Module) -> None:
     """Drop all unreduced gradients of a unit."""
     for group in fsdp_parameter_groups(unit):
-        group._partial_reduce_output = None
         for managed in group.fsdp_params:
             drop_unreduced_gradient(managed, group)
 

@@ -20,19 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.upstream import fsdp2_units as _units
 from te_fsdp.upstream.fsdp2_settled import shorten_gradient_reads, shorten_gradients
-from te_fsdp.upstream.fsdp2_units import (
-    Listener,
-    call_before,
-    find_fsdp_param,
-    fsdp_parameter_groups,
-    managed_fsdp_params,
-    owners_of,
-    record_of,
-    record_of_group,
-    replace_property,
-    shards_of,
-)
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, shard_dim_of, spec_of, with_dtype
 
 # --- FSDPParamGroup.post_backward
@@ -41,16 +30,16 @@ from te_fsdp.upstream.torch_dtensor import dtensor, local_of, shard_dim_of, spec
 def add_reduction_listener(
     group: Any,
     *,
-    before: Listener | None = None,
-    after: Listener | None = None,
-    ended: Listener | None = None,
+    before: _units.Listener | None = None,
+    after: _units.Listener | None = None,
+    ended: _units.Listener | None = None,
 ) -> None:
     """Call functions before and after a parameter group's reductions (``FSDPParamGroup.post_backward``, one wrapper).
 
     The function added last is called first before a reduction, and last after it. ``ended`` is also called after
     backwards that do not reduce.
     """
-    record = record_of_group(group)
+    record = _units.record_of_group(group)
     if record.listeners is None:
         # One wrapper for all listeners: each further one would cost Python calls in every backward.
         record.listeners = [], [], []
@@ -88,7 +77,7 @@ def add_reduction_listener(
 
 def before_backward(group: Any, call: Callable[[], None]) -> None:
     """Call a function before a parameter group is unsharded for backward (``FSDPParamGroup.pre_backward``)."""
-    call_before(group, "pre_backward", call)
+    _units.call_before(group, "pre_backward", call)
 
 
 # --- dtypes of gradients
@@ -107,7 +96,7 @@ def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
             group._orig_dtype = dtype
         _set_gradient_dtype(group, dtype)
 
-    for group in fsdp_parameter_groups(unit):
+    for group in _units.fsdp_parameter_groups(unit):
         # FSDP2 runs this method again before the first forward, and would set its dtype.
         group._init_mp_dtypes = functools.partial(init_dtypes, group, group._init_mp_dtypes)
         _set_gradient_dtype(group, dtype)
@@ -133,7 +122,7 @@ def _to_sharded(stock: Callable[[torch.Tensor], DTensor], cached: list[Any], ten
 
 
 def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    for parameter in shards_of(group):
+    for parameter in _units.shards_of(group):
         if parameter.requires_grad:
             parameter.grad_dtype = dtype
 
@@ -180,7 +169,7 @@ def disable_flat_shard(managed: Any) -> None:
             managed._sharded_param_data = torch.empty(0)
 
         managed.reset_sharded_param = reset_sharded
-    owner, name = owners_of(managed)[0]
+    owner, name = _units.owners_of(managed)[0]
     if has_all_gather_hooks(getattr(owner, name)):
         managed.reset_sharded_param()  # also releases the parameter that the registered one has replaced
 
@@ -196,13 +185,13 @@ def pad_shard(module: nn.Module, name: str) -> None:
     mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
     parts = math.prod(mesh.size(axis) for axis, placement in placements if shard_dim_of(placement) == 0)
     # The search takes all parameters of the process.
-    if parameter.shape[0] % parts and (managed := find_fsdp_param(module, name)) is not None:
+    if parameter.shape[0] % parts and (managed := _units.find_fsdp_param(module, name)) is not None:
         managed.reset_sharded_param()
 
 
 def disable_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
     """Run :func:`disable_flat_shard` for a module's quantized shard. Local operation, none without FSDP2."""
-    if (managed := record_of(module, local)) is not None:
+    if (managed := _units.record_of(module, local)) is not None:
         disable_flat_shard(managed)
 
 
@@ -216,12 +205,12 @@ def record_shard_meshes(unit: nn.Module) -> None:
     # Until torch 2.12 it is a property that slices the mesh of HSDP in every all-gather of every quantized
     # weight. This takes a tenth of the host time of a step. Later versions cache it in `_shard_mesh`, as
     # this does.
-    for managed in managed_fsdp_params(unit):
+    for managed in _units.managed_fsdp_params(unit):
         is_property = isinstance(getattr(type(managed), "shard_mesh", None), property)
         if hasattr(managed, "_shard_mesh") or not is_property:
             continue
         managed._shard_mesh = managed.shard_mesh
-        replace_property(managed, "shard_mesh", _kept_shard_mesh)
+        _units.replace_property(managed, "shard_mesh", _kept_shard_mesh)
 
 
 #: Reads the cached mesh without a Python call.
@@ -244,7 +233,7 @@ def alias_single_rank_shards(unit: nn.Module) -> None:
     # (``quantized/fsdp_hooks.py``). FSDP2 also copies gradients into the input of a reduction and from there
     # to its output (``foreach_reduce``). Here they are passed on first, so FSDP2 finds none. Only gradients
     # that must be cast, divided or accumulated are written.
-    for group in fsdp_parameter_groups(unit):
+    for group in _units.fsdp_parameter_groups(unit):
         if group.mesh_info.shard_mesh_size > 1:
             continue
         for managed in group.fsdp_params:
@@ -298,9 +287,9 @@ _keep: Callable[[], Any] = tuple
 def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
     """Map ``id`` of each single-rank parameter of an FSDP module to whether its gradients are passed on."""
     passes: dict[int, bool] = {}
-    for group in fsdp_parameter_groups(unit):
+    for group in _units.fsdp_parameter_groups(unit):
         if group.mesh_info.shard_mesh_size == 1:
-            listeners = record_of_group(group).listeners  # of :func:`alias_single_rank_shards`
+            listeners = _units.record_of_group(group).listeners  # of :func:`alias_single_rank_shards`
             skips_reduction = listeners is not None and _reduce_single_rank in listeners[0]
             passes |= {id(managed.sharded_param): skips_reduction for managed in group.fsdp_params}
     return passes
@@ -353,7 +342,7 @@ def _reduce_single_rank(group: Any) -> None:
 
 def set_gather_methods(group: Any, gathers: Any) -> None:
     """Replace the all-gather and reshard methods of a parameter group. They get it and the stock method. Local."""
-    record_of_group(group).gathers = gathers
+    _units.record_of_group(group).gathers = gathers
     group.unshard = functools.partial(gathers.unshard, group, group.unshard)
     group.wait_for_unshard = functools.partial(gathers.wait_for_unshard, group, group.wait_for_unshard)
     group._to_sharded = functools.partial(gathers.to_sharded, group, group._to_sharded)
@@ -409,7 +398,7 @@ def replace_outer_group(
     """
     # FSDP2 supports a custom reduce-scatter but no custom all-reduce. It calls ``dist.all_reduce`` with
     # ``mesh_info.replicate_process_group``, which it does not use otherwise.
-    for group in fsdp_parameter_groups(unit):
+    for group in _units.fsdp_parameter_groups(unit):
         info = copy.copy(group.mesh_info)  # other units may share the original
         info.replicate_process_group = make(info.replicate_process_group)
         group.mesh_info = info

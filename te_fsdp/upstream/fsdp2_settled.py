@@ -17,25 +17,16 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.fsdp2_units import GROUP, owners_of, record_of_group
+from te_fsdp.upstream.fsdp2_units import GROUP, ShardedUnshardedPair, owners_of, record_of_group
 from te_fsdp.upstream.torch_dtensor import DTENSOR_ATTRIBUTES, new_dtensor
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
-
-
-class Pair(Protocol):
-    """Sharded and unsharded parameter as a module records them (:class:`te_fsdp.records.ShardedUnshardedPair`)."""
-
-    shard: Any
-    unsharded: Any
-    release: Callable[[], None] | None
-    is_shard_exposed: bool
 
 
 class _ParamSlot(NamedTuple):
@@ -45,7 +36,9 @@ class _ParamSlot(NamedTuple):
     owner: torch.nn.Module
     table: dict[str, Any]  #: ``owner._parameters``
     name: str
-    pair: Pair | None  #: The module's record; ``None`` for a module that does not check assignments
+    pair: (
+        ShardedUnshardedPair | None
+    )  #: The module's record; ``None`` for a module that does not check assignments
 
 
 class _ParamSlots(NamedTuple):
@@ -58,7 +51,7 @@ class _ParamSlots(NamedTuple):
 #: Maps a module and a parameter name to the module's record of both forms; ``None`` if the module does not check
 #: assignments. An empty record means that every assignment is checked. Raises ``KeyError`` before the first
 #: all-gather.
-PairOf: TypeAlias = "Callable[[torch.nn.Module, str], Pair | None]"
+PairOf: TypeAlias = "Callable[[torch.nn.Module, str], ShardedUnshardedPair | None]"
 
 
 def swap_in_one_loop(group: Any, pair_of: PairOf, record: str) -> None:

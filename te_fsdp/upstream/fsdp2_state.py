@@ -161,7 +161,6 @@ def units_of_tree(unit: nn.Module) -> list[nn.Module]:
 
 
 def _groups(root: nn.Module) -> list[Any]:
-    """Return the parameter groups of the tree under a root."""
     return [group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0])]
 
 

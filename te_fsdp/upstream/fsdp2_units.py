@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.torch_dtensor import local_of
 
@@ -41,6 +42,22 @@ class GroupRecord:
     parts: tuple[Any, Any] | None = None
     #: The group's list of records, and those with a replicated unsharded parameter (``fsdp2_gradients.py``).
     replicated: tuple[list[Any], list[Any]] | None = None
+
+
+@dataclass
+class ShardedUnshardedPair:
+    """The sharded and the unsharded parameter that FSDP2 registers alternately.
+
+    The references are strong, because torch cannot swap a tensor that has weak references.
+    """
+
+    shard: DTensor | None = None  #: The sharded parameter
+    unsharded: torch.Tensor | None = None  #: The unsharded parameter, or a different tensor that was assigned
+    #: Frees the memory of the unsharded parameter that FSDP2 does not free (:mod:`te_fsdp.quantized.fsdp_hooks`);
+    #: ``None`` if there is none.
+    release: Callable[[], None] | None = None
+    #: Whether the shard is registered while the unsharded parameter is kept (:mod:`te_fsdp.sharded_model`).
+    is_shard_exposed: bool = False
 
 
 def record_of_group(group: Any) -> GroupRecord:

@@ -32,225 +32,193 @@ class Patch:
     versions: str = "all"  #: Supported versions that need it
 
 
-FSDP2 = (
-    Patch(
-        "`FSDPParamGroup`",
-        "post_backward",
-        "runs te_fsdp's code around a reduction; gradients of unused parameters; one dtype per reduction",
+#: Owner -> attribute, reason, and the versions that need it, if not all do.
+_FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
+    "`FSDPParamGroup`": (
+        (
+            "post_backward",
+            "runs te_fsdp's code around a reduction; gradients of unused parameters; one dtype per reduction",
+        ),
+        ("pre_backward", "refuses `create_graph=True` before weights are gathered"),
+        ("_init_mp_dtypes", "sharded gradients may have their own dtype", "torch 2.11 to 2.14"),
+        ("finalize_backward", "no gradient for parameters that no rank used"),
+        ("_to_unsharded, _to_sharded", "one loop per unit while parameters are unchanged"),
+        ("_register_post_backward_hook", "one loop over flat arguments"),
+        ("unshard, wait_for_unshard", "fewer calls for plain shards"),
+        ("mesh_info", "te_fsdp's process group for the all-reduce of HSDP"),
+        (
+            "pre_backward",
+            "removes the markers from `.grad` of unsharded parameters that detect cleared gradients",
+        ),
     ),
-    Patch("`FSDPParamGroup`", "pre_backward", "refuses `create_graph=True` before weights are gathered"),
-    Patch(
-        "DTensor's dispatcher",
-        "_custom_op_handlers, redistribute_local_args",
-        "`GradScaler` and torch's clipping over gradients on several meshes; rows of stacked weights",
+    "DTensor's dispatcher": (
+        (
+            "_custom_op_handlers, redistribute_local_args",
+            "`GradScaler` and torch's clipping over gradients on several meshes; rows of stacked weights",
+        ),
     ),
-    Patch(
-        "module `_ops._tensor_ops`, rule of `aten.t`",
-        "shift_shard_dims_after_insert, shift_shard_dims_after_remove",
-        "moves the dim of `_StridedShard`",
-        versions="torch 2.11",
+    "module `_ops._tensor_ops`, rule of `aten.t`": (
+        (
+            "shift_shard_dims_after_insert, shift_shard_dims_after_remove",
+            "moves the dim of `_StridedShard`",
+            "torch 2.11",
+        ),
     ),
-    Patch(
-        "`DTensor`, `torch.utils`",
-        "data.fget, data.fset, detach, to_local, __setitem__, swap_tensors",
-        "counts or refuses writes through `.data`, local tensors and rows of te_fsdp's parameters",
+    "`DTensor`, `torch.utils`": (
+        (
+            "data.fget, data.fset, detach, to_local, __setitem__, swap_tensors",
+            "counts or refuses writes through `.data`, local tensors and rows of te_fsdp's parameters",
+        ),
     ),
-    Patch(
-        "units of torch's `fully_shard` after `set_device_mesh`",
-        "unshard of `FSDPParamGroup`, _post_forward of `FSDPState`",
-        "restores unsharded weights after an evaluation, which shows the shards",
+    "units of torch's `fully_shard` after `set_device_mesh`": (
+        (
+            "unshard of `FSDPParamGroup`, _post_forward of `FSDPState`",
+            "restores unsharded weights after an evaluation, which shows the shards",
+        ),
     ),
-    Patch(
-        "model, unit",
-        "__deepcopy__, __reduce_ex__, _backward_hooks",
-        "refuses copies, pickles and `make_graphed_callables`",
+    "model, unit": (
+        (
+            "__deepcopy__, __reduce_ex__, _backward_hooks",
+            "refuses copies, pickles and `make_graphed_callables`",
+        ),
     ),
-    Patch("unit", "_get_fsdp_state", "returns the state without a search"),
-    Patch(
-        "`FSDPParamGroup`",
-        "_init_mp_dtypes",
-        "sharded gradients may have their own dtype",
-        versions="torch 2.11 to 2.14",
+    "unit": (("_get_fsdp_state", "returns the state without a search"),),
+    "`FSDPParam`": (
+        ("to_sharded_dtensor", "specs of these gradients have their dtype", "torch 2.11 to 2.14"),
+        ("reset_sharded_param", "no flat, dequantized copy of a quantized shard"),
+        ("unsharded_zero_grad_data", "zeros without reading released memory", "torch 2.13 and later"),
+        ("shard_mesh", "cached", "torch 2.11 and 2.12"),
+        ("init_all_gather_outputs, free_unsharded_param", "no copy over a shard axis of size 1"),
+        (
+            "all_gather_inputs, init_unsharded_param, to_sharded_dtensor, unsharded_param, unsharded_grad_data, "
+            "accumulate_unsharded_grad_if_needed",
+            "one call or none if nothing is cast, moved, padded or accumulated",
+        ),
     ),
-    Patch(
-        "`FSDPParam`",
-        "to_sharded_dtensor",
-        "specs of these gradients have their dtype",
-        versions="torch 2.11 to 2.14",
+    "`FSDPParamGroup`, `FSDPParam`": (
+        (
+            "unshard, wait_for_unshard, _to_sharded, free_unsharded_param",
+            "gathers by copy engines; no release of memory that other ranks read",
+        ),
     ),
-    Patch("`FSDPParam`", "reset_sharded_param", "no flat, dequantized copy of a quantized shard"),
-    Patch(
-        "`FSDPParamGroup`",
-        "finalize_backward",
-        "no gradient for parameters that no rank used",
+    "`FSDPState`, `FSDPParamGroup`": (
+        (
+            "_pre_forward, _post_forward, _pre_backward, pre_forward, post_forward, pre_backward, post_backward",
+            "the same code with shorter profiler ranges, `_dynamo.disable` and `_spmd_no_typecheck` (torch 2.14)",
+        ),
     ),
-    Patch(
-        "`FSDPParam`",
-        "unsharded_zero_grad_data",
-        "zeros without reading released memory",
-        versions="torch 2.13 and later",
+    "unit that stays gathered": (("unshard", "restores gathered weights after an evaluation"),),
+    "modules `_state_dict_utils`, `checkpoint.state_dict`": (
+        (
+            "_distribute_tensors, _distribute_state_dict",
+            "rows of stacked tensors with `full_state_dict=True`",
+        ),
     ),
-    Patch("`FSDPParam`", "shard_mesh", "cached", versions="torch 2.11 and 2.12"),
-    Patch(
-        "`FSDPParam`", "init_all_gather_outputs, free_unsharded_param", "no copy over a shard axis of size 1"
+    "`HuggingFaceStorageWriter`": (
+        ("_split_by_storage_plan", "writes all rectangles of stacked tensors"),
+        ("write_data", "writes values of quantized weights"),
     ),
-    Patch(
-        "`FSDPParamGroup`, `FSDPParam`",
-        "unshard, wait_for_unshard, _to_sharded, free_unsharded_param",
-        "gathers by copy engines; no release of memory that other ranks read",
+    "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`, `checkpoint.default_planner`": (
+        ("_load_state_dict, narrow_tensor_by_index", "quantizes weights read from a different mesh"),
     ),
-    Patch(
-        "`FSDPParamGroup`", "_to_unsharded, _to_sharded", "one loop per unit while parameters are unchanged"
+    "module `checkpoint.state_dict`": (
+        (
+            "_init_optim_state, _verify_state_dict",
+            "initializes states with gradients in the parameters' dtypes; raises on all ranks if some load no states",
+        ),
+        (
+            "_get_optim_state_dict, _load_model_state_dict",
+            "marks optimizer states of experts, and loads experts in either form",
+        ),
+        (
+            "_get_model_state_dict, _get_optim_state_dict, _load_optim_state_dict",
+            "exchanges the experts of an expert-parallel mesh, and unpads HFSDP's states, for `full_state_dict=True`",
+        ),
     ),
-    Patch(
-        "`FSDPState`, `FSDPParamGroup`",
-        "_pre_forward, _post_forward, _pre_backward, pre_forward, post_forward, pre_backward, post_backward",
-        "the same code with shorter profiler ranges, `_dynamo.disable` and `_spmd_no_typecheck` (torch 2.14)",
+    "`DefaultLoadPlanner`": (("create_local_plan", "reads experts from either form"),),
+    "`BasePruningMethod`, `_Orthogonal`, `_SpectralNorm` of `torch.nn.utils`": (
+        ("apply, __init__", "names a sharded parameter that torch would compute from others"),
     ),
-    Patch("`FSDPParamGroup`", "_register_post_backward_hook", "one loop over flat arguments"),
-    Patch(
-        "`FSDPParamGroup`",
-        "unshard, wait_for_unshard",
-        "fewer calls for plain shards",
+    "optimizers of `torch.optim`": (
+        ("__setstate__", "names a sharded parameter whose loaded states are those of another class"),
     ),
-    Patch(
-        "`FSDPParam`",
-        "all_gather_inputs, init_unsharded_param, to_sharded_dtensor, unsharded_param, unsharded_grad_data, "
-        "accumulate_unsharded_grad_if_needed",
-        "one call or none if nothing is cast, moved, padded or accumulated",
+    "model": (
+        ("_apply", "copies attributes of parameters to their replacements"),
+        ("zero_grad", "also recovers from an exception in backward, and clears HFSDP's averaged gradients"),
     ),
-    Patch("`FSDPParamGroup`", "mesh_info", "te_fsdp's process group for the all-reduce of HSDP"),
-    Patch("unit that stays gathered", "unshard", "restores gathered weights after an evaluation"),
-    Patch(
-        "modules `_state_dict_utils`, `checkpoint.state_dict`",
-        "_distribute_tensors, _distribute_state_dict",
-        "rows of stacked tensors with `full_state_dict=True`",
+    "pipeline stage": (
+        ("set_requires_gradient_sync", "microbatches of `no_shard` parameters"),
+        ("finalize_backward", "the same, from torch 2.15 on"),
     ),
-    Patch("`HuggingFaceStorageWriter`", "_split_by_storage_plan", "writes all rectangles of stacked tensors"),
-    Patch("`HuggingFaceStorageWriter`", "write_data", "writes values of quantized weights"),
-    Patch(
-        "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`, `checkpoint.default_planner`",
-        "_load_state_dict, narrow_tensor_by_index",
-        "quantizes weights read from a different mesh",
+    "`FSDPState`": (
+        ("_root_post_backward_final_callback", "reduces `no_shard` parameters after the last microbatch"),
     ),
-    Patch(
-        "module `checkpoint.state_dict`",
-        "_init_optim_state, _verify_state_dict",
-        "initializes states with gradients in the parameters' dtypes; raises on all ranks if some load no states",
+    "module `_fsdp_param`, during `te_fsdp.fully_shard`": (
+        ("_chunk_with_empty", "makes only the pieces that FSDP2 reads"),
     ),
-    Patch(
-        "module `checkpoint.state_dict`",
-        "_get_optim_state_dict, _load_model_state_dict",
-        "marks optimizer states of experts, and loads experts in either form",
-    ),
-    Patch(
-        "module `checkpoint.state_dict`",
-        "_get_model_state_dict, _get_optim_state_dict, _load_optim_state_dict",
-        "exchanges the experts of an expert-parallel mesh, and unpads HFSDP's states, for `full_state_dict=True`",
-    ),
-    Patch("`DefaultLoadPlanner`", "create_local_plan", "reads experts from either form"),
-    Patch(
-        "`BasePruningMethod`, `_Orthogonal`, `_SpectralNorm` of `torch.nn.utils`",
-        "apply, __init__",
-        "names a sharded parameter that torch would compute from others",
-    ),
-    Patch(
-        "optimizers of `torch.optim`",
-        "__setstate__",
-        "names a sharded parameter whose loaded states are those of another class",
-    ),
-    Patch("model", "_apply", "copies attributes of parameters to their replacements"),
-    Patch(
-        "model",
-        "zero_grad",
-        "also recovers from an exception in backward, and clears HFSDP's averaged gradients",
-    ),
-    Patch(
-        "`FSDPParamGroup`",
-        "pre_backward",
-        "removes the markers from `.grad` of unsharded parameters that detect cleared gradients",
-    ),
-    Patch("pipeline stage", "set_requires_gradient_sync", "microbatches of `no_shard` parameters"),
-    Patch(
-        "`FSDPState`",
-        "_root_post_backward_final_callback",
-        "reduces `no_shard` parameters after the last microbatch",
-    ),
-    Patch("pipeline stage", "finalize_backward", "the same, from torch 2.15 on"),
-    Patch(
-        "module `_fsdp_param`, during `te_fsdp.fully_shard`",
-        "_chunk_with_empty",
-        "makes only the pieces that FSDP2 reads",
-    ),
-)
+}
+FSDP2 = tuple(Patch(owner, *row) for owner, rows in _FSDP2.items() for row in rows)
 
 
 # ---------------------------------------------------------------------------------------------------- TransformerEngine
 
 
-#: Patch name -> row.
-PATCHES: dict[str, Patch] = {
-    "gather": Patch(
-        "tensors with all-gather hooks",
-        "fsdp_pre_all_gather",
-        "reduces the amax over `tp` too; buffers that FSDP2 can gather",
-    ),
-    "gathered": Patch(
-        "tensors with all-gather hooks",
-        "fsdp_post_all_gather",
-        "fills the tensor that kernels read; no scrambled transpose",
-    ),
-    "columnwise": Patch(
-        "modules `linear`, `layernorm_linear`, `layernorm_mlp`",
-        "clear_columnwise_cache",
-        "keeps columnwise data that TE cannot recompute",
-        versions="those that have it",
-    ),
-    "copy": Patch("quantizers", "copy", "copies the name of the amax group"),
-    "deepcopy": Patch(
-        "quantizers of current scaling and NVFP4", "__deepcopy__", "the same, without the process group"
-    ),
-    "group": Patch(
-        "tensors of current scaling and NVFP4, and their storages",
-        "amax_reduction_group",
-        "returns the group of that name",
-    ),
-    "clone": Patch("quantized tensors", "clone", "copies the scales"),
-    "copy blocks": Patch(
-        "`MXFP8Tensor`, `NVFP4Tensor`",
-        "__torch_dispatch__",
-        "quantizes in `copy_` between blocks of different shapes",
-    ),
-    "count": Patch("quantized tensors", "quantize_", "counts writes that `_version` does not count"),
-    "delayed": Patch(
-        "`Float8Quantizer`", "update_quantized", "reduces the newest amax at once, over the weight mesh"
-    ),
-    "quantize empty": Patch(
-        "`Float8CurrentScalingQuantizer`", "quantize_impl", "empty shards take part in the amax reduction"
-    ),
-    "update empty": Patch("`Float8CurrentScalingQuantizer`", "update_quantized", "the same for writes"),
-    "new zeros": Patch(
-        "MXFP8 weight on the device", "new_zeros", "padded scales, for FSDP2's copy of a shard"
-    ),
-    "element type": Patch(
-        "`DType`",
-        "__reduce_ex__",
-        "pickles members by value: `torch.load` refuses pickles through `getattr`",
-        versions="Python 3.11.0 to 3.11.4",
-    ),
-    "states": Patch(
-        "`FusedAdam`",
-        "_initialize_state",
-        "optimizer states have the class of their parameters, which DCP needs",
-    ),
-    "states of dicts": Patch("`FusedAdam`", "state_dict", "the same in state dicts"),
-    "save": Patch(
-        "`FusedAdam` with te_fsdp's main weights",
-        "state_dict",
-        "keeps main weights in the groups until the call ends",
-    ),
-    "load": Patch("`FusedAdam` with te_fsdp's main weights", "load_state_dict", "the same"),
+#: Owner -> patch name -> attribute, reason, and the versions that need it, if not all do.
+_TE: dict[str, dict[str, tuple[str, ...]]] = {
+    "tensors with all-gather hooks": {
+        "gather": ("fsdp_pre_all_gather", "reduces the amax over `tp` too; buffers that FSDP2 can gather"),
+        "gathered": ("fsdp_post_all_gather", "fills the tensor that kernels read; no scrambled transpose"),
+    },
+    "modules `linear`, `layernorm_linear`, `layernorm_mlp`": {
+        "columnwise": (
+            "clear_columnwise_cache",
+            "keeps columnwise data that TE cannot recompute",
+            "those that have it",
+        )
+    },
+    "quantizers": {"copy": ("copy", "copies the name of the amax group")},
+    "quantizers of current scaling and NVFP4": {
+        "deepcopy": ("__deepcopy__", "the same, without the process group")
+    },
+    "tensors of current scaling and NVFP4, and their storages": {
+        "group": ("amax_reduction_group", "returns the group of that name")
+    },
+    "quantized tensors": {
+        "clone": ("clone", "copies the scales"),
+        "count": ("quantize_", "counts writes that `_version` does not count"),
+    },
+    "`MXFP8Tensor`, `NVFP4Tensor`": {
+        "copy blocks": ("__torch_dispatch__", "quantizes in `copy_` between blocks of different shapes")
+    },
+    "`Float8Quantizer`": {
+        "delayed": ("update_quantized", "reduces the newest amax at once, over the weight mesh")
+    },
+    "`Float8CurrentScalingQuantizer`": {
+        "quantize empty": ("quantize_impl", "empty shards take part in the amax reduction"),
+        "update empty": ("update_quantized", "the same for writes"),
+    },
+    "MXFP8 weight on the device": {"new zeros": ("new_zeros", "padded scales, for FSDP2's copy of a shard")},
+    "`DType`": {
+        "element type": (
+            "__reduce_ex__",
+            "pickles members by value: `torch.load` refuses pickles through `getattr`",
+            "Python 3.11.0 to 3.11.4",
+        )
+    },
+    "`FusedAdam`": {
+        "states": (
+            "_initialize_state",
+            "optimizer states have the class of their parameters, which DCP needs",
+        ),
+        "states of dicts": ("state_dict", "the same in state dicts"),
+    },
+    "`FusedAdam` with te_fsdp's main weights": {
+        "save": ("state_dict", "keeps main weights in the groups until the call ends"),
+        "load": ("load_state_dict", "the same"),
+    },
 }
+#: Patch name -> row.
+PATCHES = {name: Patch(owner, *row) for owner, rows in _TE.items() for name, row in rows.items()}
 
 
 def _tensors() -> list[type[torch.Tensor]]:
@@ -313,7 +281,7 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
 }
 
 
-#: The classes and modules that :func:`apply_patch` has changed in this process, and the attributes.
+#: The classes and modules that :func:`replace_once` has changed in this process, and the attributes.
 patched_attributes: set[tuple[Any, str]] = set()
 
 
@@ -322,11 +290,15 @@ def apply_patch(name: str, make: Callable[[Any], Any]) -> None:
 
     ``name`` is a key of :data:`PATCHES`. ``make`` maps the present attribute, or ``None``, to its replacement.
     """
-    attribute = PATCHES[name].attribute
     for owner in _OWNERS[name]():
-        if (owner, attribute) not in patched_attributes:
-            setattr(owner, attribute, make(getattr(owner, attribute, None)))
-            patched_attributes.add((owner, attribute))
+        replace_once(owner, PATCHES[name].attribute, make)
+
+
+def replace_once(owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute of a class or a module, as :func:`apply_patch` does."""
+    if (owner, attribute) not in patched_attributes:
+        setattr(owner, attribute, make(getattr(owner, attribute, None)))
+        patched_attributes.add((owner, attribute))
 
 
 def apply_patch_to(owner: Any, name: str, replacement: Any) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fsdp.upstream.fsdp2_units import GROUP, record_of_group
+from te_fsdp.upstream.fsdp2_units import GROUP
 from te_fsdp.upstream.torch_dtensor import default_store
 
 # --- memory that peers read
@@ -200,11 +200,6 @@ class ZeroCopyInput(torch.Tensor):
             ranks = self.parts_layout.ranks
             chunk_cat(mine, dim=0, num_chunks=ranks, out=memory.view(ranks, -1))
             self.sent.append(memory)
-
-
-def enable_zero_copy_reduce_scatter(group: Any) -> None:
-    """Let a parameter group send gradients without a copy, in te_fsdp's reduce-scatter. Local operation."""
-    record_of_group(group).sends_without_copy = True
 
 
 def zero_copy_input_of(

@@ -26,7 +26,6 @@ from te_fsdp.upstream.te_formats import (
     FORMATS,
     SCALE_SOURCES,
     Format,
-    has_amax_history,
     row_for,
     unknown_format,
 )
@@ -345,11 +344,6 @@ def quantizer_classes(*sources: str, blocks: bool = True) -> tuple[type, ...]:
     return tuple(tensor_attribute(module, name) for module, name in names)
 
 
-def is_delayed_quantizer(quantizer: Any) -> bool:
-    """Return whether a quantizer computes its scale from an amax history."""
-    return has_amax_history(type(quantizer))
-
-
 def tensor_attribute(module: str, name: str) -> type:
     """Return a class of a module of ``transformer_engine.pytorch.tensor``."""
     return getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
@@ -469,9 +463,8 @@ def skip_amax_reduction_after_errors() -> Iterator[None]:
     try:
         yield
     except Exception:
-        loaded = sys.modules.get("transformer_engine.pytorch.quantization")
-        manager = getattr(loaded, "FP8GlobalStateManager", None)
-        arguments = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
+        loaded: Any = sys.modules.get("transformer_engine.pytorch.quantization")
+        arguments = loaded.FP8GlobalStateManager.quantization_state.autocast_arguments if loaded else {}
         for key, (recipe, group) in list(arguments.items()):
             if getattr(recipe, "reduce_amax", False):
                 copied = copy.copy(recipe)

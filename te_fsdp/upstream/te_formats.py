@@ -262,14 +262,9 @@ def has_amax_history(kind: type) -> bool:
 
 #: Buffers of a ``GroupedTensor``, each with the data of all experts: attribute -> argument of its constructor.
 #: ``scale`` is a workspace of the quantization.
-GROUPED_BUFFERS = {
-    "rowwise_data": "data",
-    "columnwise_data": "columnwise_data",
-    "scale_inv": "scale_inv",
-    "columnwise_scale_inv": "columnwise_scale_inv",
-    "amax": "amax",
-    "columnwise_amax": "columnwise_amax",
-    "scale": "scale",
+GROUPED_BUFFERS = {"rowwise_data": "data"} | {
+    name: name
+    for name in ("columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")
 }
 
 

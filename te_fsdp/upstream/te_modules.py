@@ -27,6 +27,7 @@ from torch import nn
 from te_fsdp.errors import CheckpointError
 from te_fsdp.unpickling import TableUnpickler
 from te_fsdp.upstream import te as _te
+from te_fsdp.upstream.te_formats import has_amax_history
 from te_fsdp.upstream.torch_autograd import graph_nodes
 
 
@@ -101,27 +102,23 @@ def sync_delayed_scale(module: nn.Module, name: str, local: torch.Tensor) -> Non
 def _delayed_quantizers(module: nn.Module, name: str, local: torch.Tensor) -> list[Any]:
     """Return the delayed quantizers of a weight: the module's, and possibly another one of the local tensor."""
     both = _te.quantizer_of(local), _te.weight_quantizer(module, name)
-    return [quantizer for quantizer in both if _te.is_delayed_quantizer(quantizer)]
+    return [quantizer for quantizer in both if has_amax_history(type(quantizer))]
 
 
 @contextlib.contextmanager
 def amax_reduced_over(group: Any) -> Iterator[None]:
     """Return a context in which delayed scaling reduces over ``group`` instead of the group of ``te.autocast``."""
     # A nested ``te.autocast`` would reset the flag of the region's first module. TE would then update the
-    # backward's scales twice (2.20.2 ``set_autocast_state``). In older TE versions ``quantization_state`` is
-    # the manager's class itself.
+    # backward's scales twice (2.20.2 ``set_autocast_state``).
     manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
-    state = getattr(manager, "quantization_state", manager)
-    attribute = (
-        "fp8_distributed_group" if hasattr(state, "fp8_distributed_group") else "FP8_DISTRIBUTED_GROUP"
-    )
+    state = manager.quantization_state
     recipe, before = manager.get_fp8_recipe(), manager.get_fp8_group()
     state.autocast_arguments[manager.get_unique_autocast_key(recipe, group)] = (recipe, group)
-    setattr(state, attribute, group)
+    state.fp8_distributed_group = group
     try:
         yield
     finally:
-        setattr(state, attribute, before)
+        state.fp8_distributed_group = before
 
 
 def is_graph_consumed(node: Any) -> bool:
@@ -335,7 +332,6 @@ def _load_from_bytes(data: bytes) -> Any:
 def _rebuild_whole(
     storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any
 ) -> torch.Tensor:
-    """Substitute for torch's function of the same name."""
     with warnings.catch_warnings():
         # The pickle contains typed storages, which torch has deprecated but still reads.
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")

@@ -56,11 +56,17 @@ def byte_item(fqn: str) -> list[WriteItem]:
 
 def tensor_item(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
     """Return the plan to write an ordinary tensor."""
-    size = torch.Size(tensor.shape)
-    zeros = torch.Size([0] * tensor.ndim)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(zeros, size),
-        properties=TensorProperties.create_from_tensor(tensor),
-        size=size,
-    )
-    return [WriteItem(index=MetadataIndex(fqn, zeros), type=WriteItemType.TENSOR, tensor_data=data)]
+    full = ChunkStorageMetadata(torch.Size([0] * tensor.ndim), torch.Size(tensor.shape))
+    return shard_item(fqn, tensor, full, full.sizes, WriteItemType.TENSOR)
+
+
+def shard_item(
+    fqn: str,
+    shard: torch.Tensor,
+    chunk: ChunkStorageMetadata,
+    size: torch.Size,
+    kind: WriteItemType = WriteItemType.SHARD,
+) -> list[WriteItem]:
+    """Return the plan to write the shard ``chunk`` of a tensor of a size."""
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(shard), size=size)
+    return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=kind, tensor_data=data)]

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import _nested_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.state_dict import _maybe_full_or_cpu_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
@@ -138,11 +141,6 @@ new_dtensor: Callable[..., DTensor] = DTensor.__new__
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor around ``local``, without the view and the checks of ``DTensor.from_local``."""
     return new_dtensor(DTensor, local, spec, requires_grad=False)
-
-
-def with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
-    """Return a spec with different placements. Local operation."""
-    return spec if placements == spec.placements else replace(spec, placements=placements)
 
 
 def dtensors(
@@ -383,28 +381,15 @@ group_by_name: Callable[[str], torch.distributed.ProcessGroup] = _resolve_proces
 # --- files
 
 
-def storage_info_class() -> Any:
-    """Return DCP's class for the location of a stored tensor: file, offset, length (``_StorageInfo``)."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo
-
-
-def unflatten_state_dict(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return the nested state dict that DCP has flattened, with each key at its path."""
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten
-
-    return unflatten(flat, paths)
-
-
-def full_or_cpu_state_dict(state: dict[str, Any], options: Any) -> dict[str, Any]:
-    """Return a state dict unsharded, or on the CPU, as its options say (``_maybe_full_or_cpu_state_dict``).
-
-    Collective over the mesh of each DTensor if the result is unsharded.
-    """
-    from torch.distributed.checkpoint.state_dict import _maybe_full_or_cpu_state_dict
-
-    return _maybe_full_or_cpu_state_dict(state, options)
+#: DCP's class for the location of a stored tensor: file, offset, length (``_StorageInfo``).
+StorageInfo: Any = _StorageInfo
+#: The nested state dict that DCP has flattened to the first argument. The second one maps keys to their paths.
+unflatten_state_dict: Callable[[dict[str, Any], dict[str, tuple[Any, ...]]], dict[str, Any]] = (
+    _nested_dict.unflatten_state_dict
+)
+#: A state dict unsharded, or on the CPU, as its options say (``_maybe_full_or_cpu_state_dict``). Collective over the
+#: mesh of each DTensor if the result is unsharded.
+full_or_cpu_state_dict: Callable[[dict[str, Any], Any], dict[str, Any]] = _maybe_full_or_cpu_state_dict
 
 
 #: ``__torch_function__`` of a tensor subclass whose operations return plain tensors

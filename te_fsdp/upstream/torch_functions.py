@@ -32,24 +32,11 @@ def support_foreach(cls: type[torch.Tensor]) -> None:
             types.append(cls)  # type: ignore[arg-type]
 
 
+_PLACES = {"chunk": 2, "split": 2, "split_with_sizes": 2, "tensor_split": 2}
+_PLACES |= dict.fromkeys(("narrow", "select", "index_select", "unbind"), 1)
 #: Functions that return parts of a tensor along one dim -> position of their argument ``dim``.
 PARTS: dict[Any, int] = {
-    torch.chunk: 2,
-    torch.Tensor.chunk: 2,
-    torch.split: 2,
-    torch.Tensor.split: 2,
-    torch.split_with_sizes: 2,
-    torch.Tensor.split_with_sizes: 2,
-    torch.tensor_split: 2,
-    torch.Tensor.tensor_split: 2,
-    torch.narrow: 1,
-    torch.Tensor.narrow: 1,
-    torch.select: 1,
-    torch.Tensor.select: 1,
-    torch.index_select: 1,
-    torch.Tensor.index_select: 1,
-    torch.unbind: 1,
-    torch.Tensor.unbind: 1,
+    **{getattr(owner, name): place for name, place in _PLACES.items() for owner in (torch, torch.Tensor)},
     torch.Tensor.__iter__: 1,
     torch.Tensor.__getitem__: 1,
 }

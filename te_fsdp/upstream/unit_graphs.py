@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,18 +15,6 @@ from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, managed_fsdp_par
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class _Address:
-    """Memory of a CUDA tensor without a reference to it (``__cuda_array_interface__``)."""
-
-    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-        }
-
-
 def without_ownership(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same memory that does not keep it allocated; on the CPU the tensor itself.
 
@@ -35,7 +24,9 @@ def without_ownership(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     # Only the elements that the strides reach, because a view may end before its storage does.
-    memory = torch.as_tensor(_Address(tensor, (reach + 1) * tensor.element_size()), device=tensor.device)
+    shape, data = ((reach + 1) * tensor.element_size(),), (tensor.data_ptr(), False)
+    interface = {"shape": shape, "typestr": "|u1", "data": data, "version": 3}
+    memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=tensor.device)
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
@@ -115,8 +106,3 @@ def replaces_saved_tensors() -> bool:
     """Return whether hooks replace the tensors that autograd saves, as for offloading and recomputation."""
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks
     return top(False) is not None
-
-
-def retain_edges(outputs: list[torch.Tensor]) -> list[Any]:
-    """Return what ``torch.autograd.grad`` needs of outputs, without their memory."""
-    return [t if t.is_leaf else torch.autograd.graph.get_gradient_edge(t) for t in outputs]

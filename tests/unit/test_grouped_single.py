@@ -9,7 +9,7 @@ import torch
 import te_fsdp
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange
-from te_fsdp.modules.grouped import check_single, check_single_recipe, plan_single_shard_dims
+from te_fsdp.modules.grouped import check_recipe, check_single, plan_single_shard_dims
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.grouped_weight import grouped_shard_dim
 from te_fsdp.upstream.te_modules import grouped_path_problem
@@ -102,7 +102,7 @@ def test_delayed_scaling(te):
         te.autocast(enabled=True, recipe=recipes.DelayedScaling()),
     ):
         module(x, splits)
-    check_single_recipe(module, "experts")  # outside of any recipe
+    check_recipe(module, "experts")  # outside of any recipe
 
 
 def test_switch(te, monkeypatch):
