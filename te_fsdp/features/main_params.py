@@ -32,7 +32,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
     optimizer_shard,
 )
 from te_fsdp.features.incomplete_states import has_equal_groups, refuse_unloadable_states
-from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
+from te_fsdp.features.local_step import install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import gradient_of, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantize_into
@@ -103,8 +103,8 @@ class MainParameters:
         self.by_id: dict[int, MainParameter] = {}
         #: Those whose main parameters are in the groups; empty between steps.
         self.pairs: list[MainParameter] = []
-        #: Members of the groups that local tensors have replaced; empty between steps.
-        self.locals: list[Replaced] = []
+        #: Local tensors that replace members of the groups; empty between steps.
+        self.locals: list[torch.Tensor] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self.versions: WeightVersions | None = None  # of low-precision parameters, after the last step
         self._optimizer = weakref.ref(optimizer)
