@@ -144,7 +144,7 @@ class MainParameters:
 
     def shard_state(self, shards: Iterable[OptimizerShard]) -> OuterAverages:
         """Shard optimizer state across replicas with these shards; return the averages. Local operation."""
-        self.averages = averages = OuterAverages(self)
+        self.averages = averages = OuterAverages(self.by_id, self.sharded, self.lookup)
         self.by_id.clear()
         for shard in shards:
             self.of(shard.parameter, shard)
@@ -268,7 +268,8 @@ class MainParameters:
                 members.append(pair.main)
         if len(self.by_id) > count:  # drop parameters that the optimizer no longer has
             ids = {id(parameter) for _, parameters in self._groups for parameter in parameters}
-            self.by_id = {key: entry for key, entry in self.by_id.items() if key in ids}
+            for key in self.by_id.keys() - ids:
+                del self.by_id[key]
         if self.averages is not None and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights, so FusedAdam must not create any.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False

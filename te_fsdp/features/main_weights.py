@@ -384,11 +384,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         _prepare_bytes(shards)
         main_parameters.create_all(optimizer)
     for state in states:
-        component = state.components.get(ShardedOptimizer)
-        if component is None:
-            component = ShardedOptimizer()
-            state.components.attach(component)
-        component.add(averages)
+        (state.components.get(ShardedOptimizer) or ShardedOptimizer(state)).add(averages)
     return optimizer
 
 
