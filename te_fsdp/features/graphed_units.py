@@ -272,7 +272,8 @@ class _Pending:
                 fix="leave the unit out of te_fsdp.graphed_units(model, units=...)",
             )
         if self._shared.last_backward != self.recording.order + 1:
-            self.recording.wait_for_reductions()  # [Note: gradients of weights] expects the unit in between
+            # [Note: gradients of weights] expects the unit in between
+            _graphs.wait_for_reductions(self.recording.unit)
         self._shared.count_until_end_of_backward()
         others = pending[:-1]
         is_alone = self._shared.forwards[self.name] <= 1 and all(node.name != self.name for node in others)
@@ -310,7 +311,8 @@ class _Unit:
         if recording is None:
             return self.forward(*args, **kwargs)
         if not shared.pending():
-            recording.wait_for_reductions()  # of the previous pass, whose gradients this forward may overwrite
+            # Of the previous pass, whose gradients this forward may overwrite.
+            _graphs.wait_for_reductions(recording.unit)
         pending = _Pending(shared, self.name, recording, is_new)
         shared.stack.append(weakref.ref(pending))
         for binding in recording.bindings:

@@ -117,7 +117,7 @@ class UnitRecording:
         self.signature = signature  #: Kind of inputs, and the context of the forward
         self.generation = 0  #: Number of the forward pass in which it was recorded
         self.order = 0  #: Its position among the recordings of that pass
-        self._unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
+        self.unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
         # Leaves of their own, since gradients of inputs are computed for them.
         self._inputs = [
             leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -125,6 +125,9 @@ class UnitRecording:
             else leaf
             for leaf in leaves
         ]
+        self._static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
+        self.inputs = len(self._static)  #: Number of tensors among the inputs
+        self.trained: list[bool] = []  #: Whether each output requires gradients
         self.weights = weights_of(unit)
         #: Of modules whose parameters are DTensors also while they are unsharded
         self.bindings = [
@@ -139,7 +142,6 @@ class UnitRecording:
         self._fixed = fixed | {address for w in self.weights for address in w.addresses}
         self._stand_ins: list[torch.Tensor] = []
         self._edges: list[Any] = []
-        self._trained: list[bool] = []
         self._output: tuple[list[Any], Any] = ([], None)
         self._staged: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         self._outputs: list[torch.Tensor] = []
@@ -153,11 +155,6 @@ class UnitRecording:
         """Return whether the backward is recorded."""
         return self._backward_graph is not None
 
-    @property
-    def inputs(self) -> int:
-        """Return the number of tensors among the inputs."""
-        return sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
-
     def changed(self) -> str:
         """Return what has changed since the recording; empty if nothing has. Local operation, in every forward."""
         for table, name, parameter, addresses, trained in self.weights:
@@ -166,9 +163,8 @@ class UnitRecording:
             if addresses_of(parameter) != addresses:
                 return f"{name} has a different address"
         # The recorded kernels are those of one mode: dropout, for example, runs only in training.
-        for module, training in self._modes:
-            if module.training is not training:
-                return "the training mode of a module"
+        if any(module.training is not training for module, training in self._modes):
+            return "the training mode of a module"
         name = self._unit_buffers.replaced()
         return name and f"{name} is a different buffer"
 
@@ -176,9 +172,8 @@ class UnitRecording:
 
     def record_forward(self) -> None:
         """Record the forward, without running it. Raise the unit's error, or NotRecordableError."""
-        static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
-        versions = [_torch.version_of(leaf) for leaf in static]
-        before = Buffers(self._unit, attributes=True)
+        versions = _torch.versions_of(self._static)
+        before = Buffers(self.unit, attributes=True)
         try:
             self._forward_graph, results = self._recorder.record(self._forward)
             if name := before.replaced():
@@ -186,7 +181,7 @@ class UnitRecording:
         except Exception:
             before.restore()
             raise
-        if versions != [_torch.version_of(leaf) for leaf in static]:
+        if versions != _torch.versions_of(self._static):
             raise NotRecordableError("it changes an input in place")
         self._outputs = [_graphs.without_ownership(result) for result in results]
 
@@ -209,7 +204,7 @@ class UnitRecording:
         by_id = {id(w.parameter): stand_in for w, stand_in in zip(self.weights, self._stand_ins, strict=True)}
         replaced = [
             (module._parameters, name, parameter)
-            for module in self._unit.modules()
+            for module in self.unit.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
@@ -233,7 +228,7 @@ class UnitRecording:
                 raise NotRecordableError(f"it returns {type(leaf).__name__}, which a replay cannot create")
         self._output = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
         self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._trained = [tensor.requires_grad for tensor in tensors]
+        self.trained = [tensor.requires_grad for tensor in tensors]
         self._edges = _graphs.retain_edges([tensor for tensor in tensors if tensor.requires_grad])
         return [tensor.detach() for tensor in tensors]
 
@@ -250,19 +245,10 @@ class UnitRecording:
 
     def replay_forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy inputs, replay, and return copies of the outputs."""
-        static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
-        for static_input, tensor in zip(static, tensors, strict=True):
+        for static_input, tensor in zip(self._static, tensors, strict=True):
             static_input.data.copy_(tensor)  # by .data, because autograd has saved the static input
         self._forward_graph.replay()
         return [output.clone() for output in self._outputs]
-
-    def wait_for_reductions(self) -> None:
-        """Wait until reductions do not read gradients any more, because a replay may overwrite these."""
-        _graphs.wait_for_reductions(self._unit)
-
-    def not_trained(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the outputs without gradients."""
-        return [output for output, trained in zip(outputs, self._trained, strict=True) if not trained]
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -274,9 +260,9 @@ class UnitRecording:
         ``is_alone``: the running backward contains no other forward of the unit. ``is_reduced_next``: no other replay
         comes before the end of the unit's backward.
         """
-        outputs_grad = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
+        outputs_grad = [g for g, trained in zip(gradients, self.trained, strict=True) if trained]
         if not self.is_complete:
-            outputs = [o for o, trained in zip(self._outputs, self._trained, strict=True) if trained]
+            outputs = [o for o, trained in zip(self._outputs, self.trained, strict=True) if trained]
             self._grad_outputs = [self._buffers.like("output", n, output) for n, output in enumerate(outputs)]
         for static, gradient in zip(self._grad_outputs, outputs_grad, strict=True):
             # Autograd passes None for an output that the loss does not use. The graph reads a tensor.
@@ -299,8 +285,8 @@ class UnitRecording:
         inputs = self.inputs
         self._backward_graph.replay()
         results: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
-        is_reduced_next = is_reduced_next and _graphs.reduces_gradients(self._unit)
-        managed = {id(parameter) for parameter, _ in _fsdp2.unsharded_parameters(self._unit)}
+        is_reduced_next = is_reduced_next and _graphs.reduces_gradients(self.unit)
+        managed = {id(parameter) for parameter, _ in _fsdp2.unsharded_parameters(self.unit)}
         for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
             if not weight.trained:
                 continue
@@ -369,7 +355,7 @@ class UnitRecording:
 
     def _backward(self) -> list[torch.Tensor | None]:
         """Return gradients of all input tensors, then of all weights."""
-        tensors = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)] + self._stand_ins
+        tensors = self._static + self._stand_ins
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         computed = iter(torch.autograd.grad(self._edges, trained, self._grad_outputs, allow_unused=True))
         return [next(computed) if tensor.requires_grad else None for tensor in tensors]
@@ -388,15 +374,12 @@ class _Replay(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.token = token
         outputs = token.recording.replay_forward(tensors[:inputs])
-        ctx.mark_non_differentiable(*token.recording.not_trained(outputs))
+        trained = zip(outputs, token.recording.trained, strict=True)
+        ctx.mark_non_differentiable(*[output for output, is_trained in trained if not is_trained])
         return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[bad-override]
-        token = ctx.token
-        return (
-            None,
-            None,
-            *token.backward(grad_outputs, _graphs.goes_on_to_inputs(ctx, token.recording.inputs)),
-        )
+        goes_on = _graphs.goes_on_to_inputs(ctx, ctx.token.recording.inputs)
+        return None, None, *ctx.token.backward(grad_outputs, goes_on)
