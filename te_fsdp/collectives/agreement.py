@@ -23,7 +23,6 @@ import logging
 import pickle
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -36,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import errors
 from te_fsdp.collectives import rendezvous, watching
+from te_fsdp.collectives.groups import shared_group
 from te_fsdp.collectives.rendezvous import collective_timeout
 from te_fsdp.collectives.watching import delayed_signals, run_while_all_live
 from te_fsdp.errors import CheckpointError, CollectiveError, TeFsdpError
@@ -270,10 +270,6 @@ def _first_error(by_rank: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpE
 # ------------------------------------------------------------------------------------------- a process group of our own
 
 
-#: te_fsdp's gloo groups for each default process group: to rank 0, and of all pairs. Freed with the process group.
-_groups: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()
-
-
 def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
     """Return the world over te_fsdp's own gloo group, separate from training collectives. Collective at first use.
 
@@ -286,17 +282,13 @@ def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
     def connect() -> Any:
         if all_pairs:
             return dist.new_group(backend="gloo")
-        group = new_lazy_group()
-        RankMessenger(rank(), world_size(), group).round(lambda: None, lambda seen: seen)
-        return group
+        messenger = RankMessenger(rank(), world_size(), new_lazy_group())
+        messenger.round(lambda: None, lambda seen: seen)
+        rendezvous.send_interrupts(messenger.send_error)
+        return messenger.group
 
-    groups = _groups.setdefault(dist.group.WORLD, {})
-    if all_pairs not in groups:
-        # It waits for the addresses of all ranks, half an hour for one that ends here.
-        groups[all_pairs] = run_while_all_live(connect)
-        if not all_pairs:
-            rendezvous.send_interrupts(RankMessenger(rank(), world_size(), groups[all_pairs]).send_error)
-    return RankMessenger(rank(), world_size(), groups[all_pairs])
+    # It waits for the addresses of all ranks, half an hour for one that ends here.
+    return RankMessenger(rank(), world_size(), shared_group(("messages", all_pairs), connect))
 
 
 #: The messenger of this thread's running call, if :func:`through_rank_0` has set one.

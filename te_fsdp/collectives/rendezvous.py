@@ -26,7 +26,6 @@ from te_fsdp.errors import CollectiveError, message
 from te_fsdp.upstream import torch_dtensor as _torch
 
 _log = logging.getLogger("te_fsdp")
-_Addresses = dict[tuple[int, ...], dict[int, str]]
 
 #: Seconds until a waiting rank logs the missing ranks.
 REPORT_AFTER = 10.0
@@ -56,25 +55,31 @@ class Running:
 
 
 @dataclass
+class _Job:
+    """State of a default process group."""
+
+    last: dict[tuple[int, ...], tuple[int, str]] = field(default_factory=dict)  #: Number and name by ranks
+    addresses: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  #: Those of the next ranks
+    send: Callable[[str], Any] | None = None  #: Sends an error to ranks that wait for a message
+    #: Error of a call that was interrupted on a rank, and what its messages need
+    interrupted: tuple[str, Any] | None = None
+
+
+@dataclass
 class _Process:
-    """State of this process: the timeout, the running call of each thread, and the calls of each set of ranks."""
+    """State of this process."""
 
     timeout: float = DEFAULT_TIMEOUT
-    thread: threading.local = field(default_factory=threading.local)
+    thread: threading.local = field(default_factory=threading.local)  #: With its running call
     liveness: Liveness = field(default_factory=Liveness)
-    #: Default process group -> ranks -> addresses of the next ranks. Freed with the process group.
-    addresses: WeakKeyDictionary[Any, _Addresses] = field(default_factory=WeakKeyDictionary)
-    #: Default process group -> function that sends an error to ranks that wait for a message. Freed with the group.
-    senders: WeakKeyDictionary[Any, Callable[[str], Any]] = field(default_factory=WeakKeyDictionary)
-    #: Default process group -> error of a call that was interrupted on a rank, and what its messages need.
-    interrupted: WeakKeyDictionary[Any, tuple[str, Any]] = field(default_factory=WeakKeyDictionary)
-    #: Default process group -> ranks -> number and name of their last call. Freed with the process group.
-    last: WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
-        default_factory=WeakKeyDictionary
-    )
+    jobs: WeakKeyDictionary[Any, _Job] = field(default_factory=WeakKeyDictionary)  #: By default process group
 
 
 _process = functools.cache(_Process)
+
+
+def _job() -> _Job:
+    return _process().jobs.setdefault(dist.group.WORLD, _Job())
 
 
 def liveness() -> Liveness:
@@ -84,7 +89,7 @@ def liveness() -> Liveness:
 
 def send_interrupts(send: Callable[[str], Any]) -> None:
     """Call a function with the error of an interrupted call of this rank, and keep its result. Local operation."""
-    _process().senders[dist.group.WORLD] = send
+    _job().send = send
 
 
 def is_simulated() -> bool:
@@ -251,7 +256,7 @@ class Rendezvous:
     @classmethod
     def next(cls, call: str, ranks: tuple[int, ...]) -> Rendezvous:
         """Return the next joint call of these ranks."""
-        last_calls = _process().last.setdefault(dist.group.WORLD, {})
+        last_calls = _job().last
         number, before = last_calls.get(ranks, (-1, ""))
         last_calls[ranks] = number + 1, call
         is_world = len(ranks) == dist.get_world_size()
@@ -290,7 +295,7 @@ class Rendezvous:
                     following = [rank for rank in following if store.check([f"alive/{rank}"])]
                 values = store.multi_get([f"alive/{rank}" for rank in following]) if following else []
                 addresses = {rank: value.decode() for rank, value in zip(following, values, strict=True)}
-                _process().addresses.setdefault(dist.group.WORLD, {})[self.ranks] = addresses
+                _job().addresses[self.ranks] = addresses
                 _process().liveness.reach_machines(addresses.values())
 
     # [Note: interrupted calls] A script may catch KeyboardInterrupt or SystemExit of a call, while the other ranks wait
@@ -310,20 +315,19 @@ class Rendezvous:
             self._write_outcome(text.encode())
             if self.store.get(f"{self.number}/outcome") == _GO:
                 self.store.set(f"{self.number}/interrupted", text)
-                sent = _process().senders.get(dist.group.WORLD, len)(text)
-                _process().interrupted[dist.group.WORLD] = text, sent
+                _job().interrupted = text, (_job().send or len)(text)
 
     def raise_if_interrupted(self, store: Any = None) -> None:
         """Raise CollectiveError if the call was interrupted on another rank."""
         store, key = store or self.store, f"{self.number}/interrupted"
         if store.check([key]):
             text = store.get(key).decode()
-            _process().interrupted[dist.group.WORLD] = text, None
+            _job().interrupted = text, None
             raise CollectiveError(text)
 
     def refuse_after_interrupt(self) -> None:
         """Raise CollectiveError, on all ranks of this call, if an earlier call was interrupted."""
-        if interrupted := _process().interrupted.get(dist.group.WORLD):
+        if interrupted := _job().interrupted:
             self._write_outcome(interrupted[0].encode())
             raise CollectiveError(interrupted[0])
 
@@ -361,7 +365,7 @@ class Rendezvous:
 
     def addresses(self) -> dict[int, str]:
         """Return the addresses of the next ranks."""
-        return _process().addresses.get(dist.group.WORLD, {}).get(self.ranks, {})
+        return _job().addresses.get(self.ranks, {})
 
     def _write_outcome(self, outcome: bytes) -> None:
         """Write the outcome unless another rank has written it."""
