@@ -8,13 +8,12 @@ A unit's ``forward`` is replaced. Hooks of FSDP2 and of the user on the unit its
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -193,7 +192,7 @@ class _Shared:
 
     def pending(self) -> list[_Pending]:
         """Return the replayed forwards whose backward has not run, in order ([Note: order of replays])."""
-        alive = [pass_ for ref in self.stack if (pass_ := ref()) is not None and not pass_.is_done]
+        alive = [node for ref in self.stack if (node := ref()) is not None and node.waits]
         if len(alive) != len(self.stack):
             self.stack = [weakref.ref(node) for node in alive]
         return alive
@@ -211,15 +210,6 @@ class _Shared:
     def is_recording(self) -> bool:
         """Return whether a unit or a full step is being recorded."""
         return self.is_busy or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Run units eagerly in a context."""
-        self.is_busy = True
-        try:
-            yield
-        finally:
-            self.is_busy = False
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
@@ -249,25 +239,20 @@ class _Pending:
     """A replayed forward whose backward has not run. The autograd graph keeps it alive."""
 
     def __init__(self, shared: _Shared, name: str, recording: UnitRecording, is_new: bool) -> None:
-        self.recording, self.is_new, self.is_done = recording, is_new, False
-        self.assigns = False  # see record_forward
+        self.recording, self.is_new = recording, is_new
+        self.waits, self.assigns = True, False  # see record_forward
         self._shared, self.name = shared, name
-
-    @property
-    def waits(self) -> bool:
-        """Return whether the backward has not run."""
-        return not self.is_done
 
     def backward(self, gradients: Any, goes_on: bool) -> list[Any]:
         """Run the recorded backward. ``goes_on``: whether that of the unit's inputs follows."""
         pending = self._shared.pending()
-        if self.is_done or not pending or pending[-1] is not self:
+        if not self.waits or not pending or pending[-1] is not self:
             raise OrderError(
                 f"{self.name}: backward of a unit with graphs",
                 expected="backwards in the reverse order of forwards, one for each forward",
-                got="a second backward of this unit"
-                if self.is_done
-                else "a later unit whose backward is pending",
+                got="a later unit whose backward is pending"
+                if self.waits
+                else "a second backward of this unit",
                 why="Graphs of units share memory, so that the values of this forward may be overwritten",
                 fix="leave the unit out of te_fsdp.graphed_units(model, units=...)",
             )
@@ -280,7 +265,7 @@ class _Pending:
         results = self.recording.run_backward(
             gradients, is_alone=is_alone, is_reduced_next=goes_on or not others
         )
-        self.is_done, self._shared.last_backward = True, self.recording.order
+        self.waits, self._shared.last_backward = False, self.recording.order
         return results
 
 
@@ -378,16 +363,15 @@ class _Unit:
             shared.buffers,
             shared.fixed_storages(self.module),
         )
+        shared.is_busy = True
         try:
-            # The caller's own forward follows after an error, so that the step is complete without a graph.
-            with shared.recording():
-                recording.record_forward()
-        except NotRecordableError as error:
-            self.run_eagerly(str(error))
-            return None
+            recording.record_forward()
         except Exception as error:
-            self.run_eagerly(capture_failure(error))
+            # The caller's own forward follows, so that the step is complete without a graph.
+            self.run_eagerly(str(error) if isinstance(error, NotRecordableError) else capture_failure(error))
             return None
+        finally:
+            shared.is_busy = False
         shared.generation += first
         shared.order = 0 if first else shared.order + 1
         recording.generation, recording.order = shared.generation, shared.order
