@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import rank
+from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.component import Component
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_hooks as _fsdp2_hooks, fsdp2_units, torch_dtensor as _torch
@@ -45,14 +46,6 @@ class CudaClock:
         event.record()
         return event
 
-    def is_done(self, event: Any) -> bool:
-        """Return whether the device has reached an event."""
-        return event.query()
-
-    def between(self, first: Any, second: Any) -> float:
-        """Return the milliseconds between two events that are done."""
-        return first.elapsed_time(second)
-
     def sleep(self, milliseconds: float) -> None:
         """Let the device wait, not the host."""
         _torch.device_sleep(milliseconds)
@@ -60,10 +53,6 @@ class CudaClock:
     def now(self) -> float:
         """Return the host's time in milliseconds."""
         return 1e3 * time.perf_counter()
-
-    def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being recorded."""
-        return torch.cuda.is_current_stream_capturing()
 
 
 class _Mark(NamedTuple):
@@ -119,7 +108,7 @@ class HostPace(Component):
         """Mark the end of a step, and begin the next one."""
         if self._is_over:
             return
-        if self._clock.is_capturing():
+        if is_capturing():
             self._end()
             return
         self._steps += 1
@@ -141,16 +130,16 @@ class HostPace(Component):
                     self._end()
             elif len(self._measured) > MEASURED:
                 self._unwatch()
-        elif self._clock.is_done(self._measured[-1][-1].event):
+        elif self._measured[-1][-1].event.query():
             measured, slept = self._measured[:MEASURED], self._measured[-1]
             behind = [
                 statistics.median(flags)
                 for flags in zip(*[[m.is_behind for m in s] for s in measured], strict=True)
             ]
-            device = [self._clock.between(a.event, b.before) for a, b in itertools.pairwise(slept)]
+            device = [a.event.elapsed_time(b.before) for a, b in itertools.pairwise(slept)]
             parts = zip(self._host_parts(), device, behind[1:], strict=True)
             wait = sum(max(0.0, host - alone) for host, alone, is_behind in parts if not is_behind)
-            step = statistics.median([self._clock.between(m[0].event, m[-1].event) for m in measured])
+            step = statistics.median([marks[0].event.elapsed_time(marks[-1].event) for marks in measured])
             self._end()
             if wait >= max(SHARE * step, LEAST):
                 self._result = Pace(step, min(wait, step))
@@ -197,10 +186,10 @@ class HostPace(Component):
 
     def _mark(self) -> None:
         clock, index = self._clock, len(self._marks)
-        if not self._handles or clock.is_capturing():
+        if not self._handles or is_capturing():
             return
         before = event = clock.event()
-        behind = bool(self._marks) and not clock.is_done(self._marks[-1].event)
+        behind = bool(self._marks) and not self._marks[-1].event.query()
         if index < len(self._sleeps):
             clock.sleep(self._sleeps[index])
             event = clock.event()

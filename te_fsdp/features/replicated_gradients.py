@@ -63,9 +63,6 @@ class ReplicatedGradients(Component):
     The reduction is triggered by the gradients of the root's outputs.
 
     Args:
-        model: The root module.
-        replicated: The replicated parameters.
-        meshes: Meshes of the job.
         units: Names of units with replicated parameters, in the order in which backward leaves them.
         grads_dtype: Accumulation dtype of gradients; ``None``: the parameters' own.
         average: Divide gradients by the number of data-parallel ranks (for experts, too), whose data the mean loss
