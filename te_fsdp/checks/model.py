@@ -29,7 +29,7 @@ from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialized
 from te_fsdp.mesh import Meshes
 from te_fsdp.plan import ModelPlan
-from te_fsdp.records import ParameterPlan, binding_of, get_record, iter_param_owners
+from te_fsdp.records import ParameterPlan, ParamOwner, binding_of, get_record, iter_param_owners
 from te_fsdp.replicated_params import ReplicatedParameter, removal_error
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
@@ -263,13 +263,12 @@ def _refuse_reparametrization(tensor: torch.Tensor) -> None:
 
 def refuse_shared_memory(state: ShardedModel) -> None:
     """Refuse ``share_memory()`` of the model and of its modules from now on. Local operation."""
-    labels: dict[int, str] = {}
-    for owner in iter_param_owners(state.model, remove_duplicate=False):
+    first: dict[int, ParamOwner] = {}
+    for owner in iter_param_owners(state.model):
         if isinstance(owner.parameter, DTensor):
-            labels.setdefault(id(owner.module), owner.label)
-    for module in state.model.modules():
-        if id(module) in labels:
-            _fsdp2_patches.wrap_apply(module, functools.partial(_refuse_sharing, labels[id(module)]))
+            first.setdefault(id(owner.module), owner)
+    for owner in first.values():
+        _fsdp2_patches.wrap_apply(owner.module, functools.partial(_refuse_sharing, owner.label))
 
 
 def _refuse_sharing(label: str, stock: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:

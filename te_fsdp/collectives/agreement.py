@@ -122,13 +122,12 @@ def maximum(
     the result reaches every rank. ``values`` must be on a device of the ranks' process groups. In a
     :func:`te_fsdp.collectives.rendezvous.collective_call`, the host waits, and raises CollectiveError if a rank ends.
     """
-    groups: list[dist.ProcessGroup | None] = []
     if isinstance(over, DeviceMesh):
         names = over.mesh_dim_names or ("",) * over.ndim
         axes = [axis for axis, name in enumerate(names) if over.size(axis) > 1 and name not in leave_out]
-        groups += [over.get_group(axis) for axis in axes]
+        groups: list[Any] = [over.get_group(axis) for axis in axes]
     else:
-        groups.append(over)
+        groups = [over]
     if not groups or not watching.is_watched():
         for group in groups:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)

@@ -150,8 +150,8 @@ class OuterAverages:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.__dict__[PARAMETER].deferred_scale is not None:
                 apply_deferred_grad_scale(parameter, gradient)
-        averaged: list[MainParameter] = []
-        averages, specs, sources = [], [], []
+        averaged = list[tuple[MainParameter, torch.Tensor]]()
+        sources = []
         local = {
             id(pair.parameter): None if gradient is None else _torch.local_of(gradient)
             for pair, gradient in zip(sharded, gradients, strict=True)
@@ -180,17 +180,17 @@ class OuterAverages:
                 source = pair.parameter.grad = _torch.zero_gradient(pair.parameter)
                 if not pair.shard.reduced:
                     hide_unaveraged_grad(source)
-            averaged.append(pair)
-            averages.append(rows)
-            specs.append(pair.shard.spec(rows))
+            averaged.append((pair, rows))
             sources.append(source)
-        self._lookup([pair.parameter for pair in averaged])
-        assign_main_gradients([pair.main for pair in averaged], _torch.dtensors(averages, specs))
-        for pair, version in zip(averaged, TensorVersion.now(sources), strict=True):
-            pair.source = version
-        broadcast_tp_gradients(
-            [pair.parameter for pair in averaged], {id(pair.parameter): pair.main for pair in averaged}
+        self._lookup([pair.parameter for pair, _ in averaged])
+        averages = _torch.dtensors(
+            [rows for _, rows in averaged], [pair.shard.spec(rows) for pair, rows in averaged]
         )
+        assign_main_gradients([pair.main for pair, _ in averaged], averages)
+        for (pair, _), version in zip(averaged, TensorVersion.now(sources), strict=True):
+            pair.source = version
+        mains = {id(pair.parameter): pair.main for pair, _ in averaged}
+        broadcast_tp_gradients([pair.parameter for pair, _ in averaged], mains)
 
     def finish(self) -> None:
         """Complete averages that started during backward. Collective over the replicas if there may be some."""
