@@ -182,7 +182,7 @@ def _digest_of_values(step: Step, state: ShardedModel, parameters: list[torch.Te
 
 def watch_progress(state: ShardedModel) -> None:
     """Count the backwards and steps of a model from now on. Local operation, except for requests to the store."""
-    running = running_call()
+    running = running_call.get()
     # None without other ranks, or if they are simulated.
     if running is not None and running.rendezvous is not None:
         component: Any = state.components.by_class[UnreducedGradients]

@@ -278,16 +278,16 @@ def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
     if world_size() == 1:
         return RankMessenger(0, 1, None)
 
-    def connect() -> Any:
-        if all_pairs:
-            return dist.new_group(backend="gloo")
-        messenger = RankMessenger(rank(), world_size(), new_lazy_group())
-        messenger.round(lambda: None, lambda seen: seen)
-        rendezvous.send_interrupts(messenger.send_error)
-        return messenger.group
+    def connect() -> RankMessenger:
+        group = dist.new_group(backend="gloo") if all_pairs else new_lazy_group()
+        messenger = RankMessenger(rank(), world_size(), group)
+        if not all_pairs:
+            messenger.round(lambda: None, lambda seen: seen)
+            rendezvous.send_interrupts(messenger.send_error)
+        return messenger
 
     # It waits for the addresses of all ranks, half an hour for one that ends here.
-    return RankMessenger(rank(), world_size(), shared_group(("messages", all_pairs), connect))
+    return shared_group(("messages", all_pairs), connect)
 
 
 #: The messenger of this thread's running call, if :func:`through_rank_0` has set one.

@@ -72,8 +72,9 @@ class Liveness:
         return self.text
 
     def _close(self) -> None:
-        for connection in filter(None, [self.listener, *self.incoming, *self.outgoing.values()]):
-            connection.close()
+        for connection in (self.listener, *self.incoming, *self.outgoing.values()):
+            if connection is not None:
+                connection.close()
         self.listener, self.text, self.incoming, self.outgoing = None, "", [], {}
 
     def _accept(self) -> None:

@@ -9,10 +9,10 @@ import functools
 import hashlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,10 +48,14 @@ _NEAR = 64
 
 @dataclass(frozen=True)
 class Running:
-    """The collective call that a thread is in."""
+    """A collective call that has begun."""
 
     rendezvous: Rendezvous | None  #: ``None`` for one rank
     in_thread: bool = False  #: Whether this is a thread of :mod:`te_fsdp.collectives.watching`
+
+
+#: The collective call that this thread is in.
+running_call: ContextVar[Running | None] = ContextVar("te_fsdp call", default=None)
 
 
 @dataclass
@@ -70,7 +74,6 @@ class _Process:
     """State of this process."""
 
     timeout: float = DEFAULT_TIMEOUT
-    thread: threading.local = field(default_factory=threading.local)  #: With its running call
     liveness: Liveness = field(default_factory=Liveness)
     jobs: WeakKeyDictionary[Any, _Job] = field(default_factory=WeakKeyDictionary)  #: By default process group
 
@@ -100,16 +103,6 @@ def is_simulated() -> bool:
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being captured, which forbids reading values or waiting for other ranks."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def running_call() -> Running | None:
-    """Return the collective call that this thread is in."""
-    return getattr(_process().thread, "running", None)
-
-
-def set_running_call(running: Running | None) -> None:
-    """Set the collective call that this thread is in."""
-    _process().thread.running = running
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -156,7 +149,7 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
     """
     # The outer call has brought all ranks here. A second rendezvous would also fail where only some ranks make
     # the inner call.
-    if running_call() is not None:
+    if running_call.get() is not None:
         yield
         return
     rendezvous: Rendezvous | None = None
@@ -168,14 +161,14 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
     try:
         if rendezvous is not None:
             rendezvous.wait()
-        set_running_call(Running(rendezvous))
+        running_call.set(Running(rendezvous))
         yield
     except (KeyboardInterrupt, SystemExit) as error:
         if rendezvous is not None:
             rendezvous.interrupt(error)
         raise
     finally:
-        set_running_call(None)
+        running_call.set(None)
 
 
 def ended_error(call: str, ended: list[int], size: int, own: Exception | None = None) -> CollectiveError:

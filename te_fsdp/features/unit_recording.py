@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.errors import OrderError
 from te_fsdp.features.cuda_recorder import CudaRecorder
 from te_fsdp.features.graph_checks import Buffers, Signature
-from te_fsdp.records import binding_of
+from te_fsdp.records import binding_of, first_owners, iter_param_owners
 from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
 from te_fsdp.upstream.te_derived import derive_columnwise_usage
 
@@ -76,14 +76,10 @@ def addresses_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def weights_of(unit: nn.Module) -> list[Weight]:
     """Return the parameters of a unit, each one where it is registered first."""
-    weights: dict[int, Weight] = {}
-    for module in unit.modules():
-        table: dict[str, Any] = module._parameters
-        for name, parameter in table.items():
-            if parameter is not None:
-                weight = Weight(table, name, parameter, addresses_of(parameter), parameter.requires_grad)
-                weights.setdefault(id(parameter), weight)
-    return list(weights.values())
+    return [
+        Weight(module._parameters, name, parameter, addresses_of(parameter), parameter.requires_grad)
+        for _, module, name, parameter in first_owners(unit).values()
+    ]
 
 
 # [Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture
@@ -202,14 +198,9 @@ class UnitRecording:
                 stand_in.__dict__.setdefault(key, value)
             self._stand_ins.append(stand_in)
         by_id = {id(w.parameter): stand_in for w, stand_in in zip(self.weights, self._stand_ins, strict=True)}
-        replaced = [
-            (module._parameters, name, parameter)
-            for module in self.unit.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        for table, name, parameter in replaced:
-            table[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        owners = list(iter_param_owners(self.unit))
+        for owner in owners:
+            owner.module._parameters[owner.name] = by_id[id(owner.parameter)]  # type: ignore[unsupported-operation]
         # torch.autocast must not keep casts in the memory of a graph.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -217,8 +208,8 @@ class UnitRecording:
             output = self._call(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(caches)
-            for table, name, parameter in replaced:
-                table[name] = parameter
+            for owner in owners:
+                owner.module._parameters[owner.name] = owner.parameter
         leaves, structure = _torch.flatten(output)
         # A replay writes to the memory of these tensors. Other values are those of the recording, so only
         # constants are allowed.

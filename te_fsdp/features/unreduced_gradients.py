@@ -141,12 +141,12 @@ class UnreducedGradients(Component):
         # noticed.
         if id(parameter) in self._marked:
             return
-        if parameter.grad is None:
-            parameter.grad = self._marker(parameter)
-        assert parameter.grad is not None
-        self._marked[id(parameter)] = _Marked(parameter, source, group, owner, parameter.grad)
+        self._marked[id(parameter)] = _Marked(parameter, source, group, owner, self._set_marker(parameter))
 
-    def _marker(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _set_marker(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return ``.grad``, which becomes a marker if it is ``None``."""
+        if parameter.grad is not None:
+            return parameter.grad
         local = _torch.local_of(parameter)
         kind = getattr(parameter, "grad_dtype", None) or parameter.dtype, local.device
         zero = self._zeros.get(kind)
@@ -161,6 +161,7 @@ class UnreducedGradients(Component):
         else:
             marker = empty.as_subclass(UnreducedTensor)
         marker.name_of = functools.partial(self._name, id(parameter))
+        parameter.grad = marker
         return marker
 
     def names(self) -> dict[int, str]:
@@ -213,10 +214,7 @@ class UnreducedGradients(Component):
         for sharded, unsharded in _fsdp2_gradients.sharded_unsharded_pairs(self.groups):
             if unsharded is None or sharded.grad is None:
                 continue
-            if unsharded.grad is None:
-                unsharded.grad = self._marker(unsharded)
-            assert unsharded.grad is not None
-            self._unsharded.append((sharded, unsharded, unsharded.grad))
+            self._unsharded.append((sharded, unsharded, self._set_marker(unsharded)))
 
     def unmark_unsharded(self) -> None:
         """Undo :meth:`mark_unsharded`, and clear the gradients whose markers were cleared. Local operation."""

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import maximum
@@ -21,7 +20,6 @@ from te_fsdp.features.hfsdp.optimizer_shards import OUTER, MainParameter, group_
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
 from te_fsdp.lifecycle import broadcast_tp_gradients, gradient_of, gradients_of
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import ShardedModel, sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
@@ -253,19 +251,8 @@ class OuterAverages:
 # ------------------------------------------------------------------------------------------------ of several parameters
 
 
-def check_step(optimizer: Optimizer) -> None:
-    """Raise OrderError before a step of an optimizer that would not average over the replicas. Local operation."""
-    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if main_parameters is not None and main_parameters.shards_state:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if gradient_of(parameter) is not None:
-                _check_sharded(parameter, f"{type(optimizer).__name__}.step()")
-
-
-def _check_sharded(parameter: torch.Tensor, call: str) -> None:
-    """Raise OrderError for a parameter whose gradients require an optimizer that averages them."""
+def refuse_unaveraged(parameter: torch.Tensor, call: str) -> None:
+    """Raise OrderError for a parameter whose gradients require an optimizer that averages them. Local operation."""
     plan, state = plan_of(parameter), sharded_model_of(parameter)
     if plan is None or plan.storage.gradient[0] != "P" or state is None or state.meshes.size(OUTER) == 1:
         return
@@ -293,7 +280,7 @@ def averages_of(parameters: Iterable[torch.Tensor], call: str = "") -> list[Oute
         if main_parameters is not None:
             by_optimizer[id(main_parameters)] = main_parameters.averages
         elif call and parameter.requires_grad:
-            _check_sharded(parameter, call)
+            refuse_unaveraged(parameter, call)
     return list(by_optimizer.values())
 
 
