@@ -80,10 +80,8 @@ def gather_by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
     values = {rank(): value}
     # Axis by axis, because a mesh has no process group of all its ranks.
     for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            values = {
-                key: of_rank for part in gather(values, mesh.get_group(axis)) for key, of_rank in part.items()
-            }
+        parts = gather(values, mesh.get_group(axis))
+        values = {key: of_rank for part in parts for key, of_rank in part.items()}
     return values
 
 

@@ -46,8 +46,6 @@ class PackedLayout:
     @functools.cached_property
     def padded_sizes(self) -> tuple[int, ...]:
         """Return the padded size of each tensor in elements."""
-        if self.align == 1:
-            return self.sizes
         return tuple([-(-size // self.align) * self.align for size in self.sizes])
 
     @functools.cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -30,7 +30,6 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_hooks import tensors_in
 
 
 # [Note: markers] FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the
@@ -184,8 +183,8 @@ class UnreducedGradients(Component):
             if marked is not None and is_marker(parameter.grad):
                 parameter.grad = None
 
-    def after_forward(self, output: Any) -> None:
-        """Drop cleared gradients at the start of each backward of this output. Local operation."""
+    def after_forward(self, trained: Sequence[torch.Tensor]) -> None:
+        """Drop cleared gradients at the start of each backward of these outputs. Local operation."""
         self.mark_unsharded()
         # The autograd graph keeps the hook, and must not keep this component and its model alive.
         reference = weakref.ref(self)
@@ -198,9 +197,8 @@ class UnreducedGradients(Component):
 
         # A hook of the output runs before any hook of a parameter. Outputs may be several tensors, so the
         # hook runs several times per backward, and only the first one has an effect.
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(start)
+        for tensor in trained:
+            tensor.register_hook(start)
 
     def drop_unreduced(self) -> None:
         """Remove all markers. Local operation."""
