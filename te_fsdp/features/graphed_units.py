@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_fsdp.errors import OrderError, PlacementError, require_integer, require_kind, shorten
+from te_fsdp.errors import OrderError, PlacementError, require_integer, require_kind
 from te_fsdp.features.cuda_recorder import CudaRecorder, capture_failure, recorder_for
 from te_fsdp.features.graph_checks import Signature
+from te_fsdp.features.param_gather import sharded_units
 from te_fsdp.features.transports import transports_of
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
 from te_fsdp.modules.mixin import record_forward
@@ -98,16 +99,8 @@ def _names_of_units(state: ShardedModel, units: Iterable[str] | None) -> list[st
         )
     if units is None:
         return [name for name, inner in within.items() if not inner]
-    require_kind("graphed_units", "units", units, Iterable, expected="names of units")
-    names = list(units)
+    names = sharded_units(state, units, "graphed_units")
     for name in names:
-        if name not in within:
-            raise PlacementError(
-                f"graphed_units(units=...): {name!r} is not a unit",
-                expected=f"names of FSDP2 units: {shorten(list(within), 6)}",
-                got='a unit with strategy="no_shard"' if name in state.units else None,
-                fix="pass names of units, as in te_fsdp.report(model), or omit units for all of them",
-            )
         if within[name]:
             raise PlacementError(
                 f"{name or 'the root'}: graphed_units of a unit that contains units",
