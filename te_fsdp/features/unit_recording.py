@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
-from te_fsdp.features.cuda_recorder import CudaRecorder
+from te_fsdp.features.cuda_recorder import CudaRecorder, Inputs
 from te_fsdp.features.graph_checks import Buffers, Signature
 from te_fsdp.records import binding_of, first_owners, iter_param_owners
 from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
@@ -109,20 +109,12 @@ class UnitRecording:
         buffers: StaticBuffers,
         fixed: set[int],
     ) -> None:
-        leaves, self._structure = inputs
+        self._held = Inputs(*inputs)
+        self.inputs = len(self._held.static)  #: Number of tensors among the inputs
         self.signature = signature  #: Kind of inputs, and the context of the forward
         self.generation = 0  #: Number of the forward pass in which it was recorded
         self.order = 0  #: Its position among the recordings of that pass
         self.unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
-        # Leaves of their own, since gradients of inputs are computed for them.
-        self._inputs = [
-            leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-        self._static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
-        self.inputs = len(self._static)  #: Number of tensors among the inputs
         self.trained: list[bool] = []  #: Whether each output requires gradients
         self.weights = weights_of(unit)
         #: Of modules whose parameters are DTensors also while they are unsharded
@@ -168,7 +160,7 @@ class UnitRecording:
 
     def record_forward(self) -> None:
         """Record the forward, without running it. Raise the unit's error, or NotRecordableError."""
-        versions = _torch.versions_of(self._static)
+        versions = _torch.versions_of(self._held.static)
         before = Buffers(self.unit, attributes=True)
         try:
             self._forward_graph, results = self._recorder.record(self._forward)
@@ -177,12 +169,12 @@ class UnitRecording:
         except Exception:
             before.restore()
             raise
-        if versions != _torch.versions_of(self._static):
+        if versions != _torch.versions_of(self._held.static):
             raise NotRecordableError("it changes an input in place")
         self._outputs = [_graphs.without_ownership(result) for result in results]
 
     def _forward(self) -> list[torch.Tensor]:
-        args, kwargs = _torch.unflatten(self._inputs, self._structure)
+        args, kwargs = self._held.arguments()
         # The unit runs with new leaves in place of its parameters ([Note: stand-ins]).
         self._stand_ins = []
         for parameter in [weight.parameter for weight in self.weights]:
@@ -236,8 +228,7 @@ class UnitRecording:
 
     def replay_forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy inputs, replay, and return copies of the outputs."""
-        for static_input, tensor in zip(self._static, tensors, strict=True):
-            static_input.data.copy_(tensor)  # by .data, because autograd has saved the static input
+        self._held.take(tensors)
         self._forward_graph.replay()
         return [output.clone() for output in self._outputs]
 
@@ -346,7 +337,7 @@ class UnitRecording:
 
     def _backward(self) -> list[torch.Tensor | None]:
         """Return gradients of all input tensors, then of all weights."""
-        tensors = self._static + self._stand_ins
+        tensors = self._held.static + self._stand_ins
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         computed = iter(torch.autograd.grad(self._edges, trained, self._grad_outputs, allow_unused=True))
         return [next(computed) if tensor.requires_grad else None for tensor in tensors]
