@@ -387,7 +387,7 @@ class GraphedStep:
         zero_grad(self._model)
         self._clear_events()
         report = self._state.components.get(NanReport)
-        parts, norm, buffers = list[_MicrobatchGraph](), None, Buffers(self._model, attributes=True)
+        parts, norm, buffers = list[_MicrobatchGraph](), None, Buffers(self._model)
 
         def run(number: int) -> StepOutput:
             """Run the part of a step that one graph contains ([Note: graphs of microbatches])."""

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
 from te_fsdp.features.cuda_recorder import CudaRecorder, Inputs
-from te_fsdp.features.graph_checks import Buffers, Signature
-from te_fsdp.records import binding_of, first_owners, iter_param_owners
+from te_fsdp.features.graph_checks import Buffers, ModuleSnapshot, Signature
+from te_fsdp.records import binding_of, iter_param_owners
 from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
 from te_fsdp.upstream.te_derived import derive_columnwise_usage
 
@@ -35,10 +35,7 @@ class NotRecordableError(RuntimeError):
 class Weight(NamedTuple):
     """A parameter of a unit, unsharded."""
 
-    table: dict[str, Any]  #: ``_parameters`` of its module
-    name: str
     parameter: torch.Tensor
-    addresses: tuple[int, ...]
     trained: bool
 
 
@@ -72,14 +69,6 @@ def addresses_of(tensor: torch.Tensor) -> tuple[int, ...]:
         return (local.data_ptr(),)
     values = [getattr(local, buffer.attribute, None) for buffer in row.buffers if not buffer.is_derived]
     return tuple([0 if value is None else value.data_ptr() for value in values])
-
-
-def weights_of(unit: nn.Module) -> list[Weight]:
-    """Return the parameters of a unit, each one where it is registered first."""
-    return [
-        Weight(module._parameters, name, parameter, addresses_of(parameter), parameter.requires_grad)
-        for _, module, name, parameter in first_owners(unit).values()
-    ]
 
 
 # [Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture
@@ -116,7 +105,7 @@ class UnitRecording:
         self.order = 0  #: Its position among the recordings of that pass
         self.unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
         self.trained: list[bool] = []  #: Whether each output requires gradients
-        self.weights = weights_of(unit)
+        self.weights = [Weight(parameter, parameter.requires_grad) for parameter in unit.parameters()]
         #: Of modules whose parameters are DTensors also while they are unsharded
         self.bindings = [
             binding
@@ -125,9 +114,8 @@ class UnitRecording:
             and binding.fsdp.is_managed
             and any(isinstance(parameter, DTensor) for parameter in module._parameters.values())
         ]
-        self._modes = [(module, module.training) for module in unit.modules()]
-        self._unit_buffers = Buffers(unit)
-        self._fixed = fixed | {address for w in self.weights for address in w.addresses}
+        self._snapshot = ModuleSnapshot(unit, addresses_of)
+        self._fixed = fixed | {address for w in self.weights for address in addresses_of(w.parameter)}
         self._stand_ins: list[torch.Tensor] = []
         self._edges: list[Any] = []
         self._output: tuple[list[Any], Any] = ([], None)
@@ -145,23 +133,14 @@ class UnitRecording:
 
     def changed(self) -> str:
         """Return what has changed since the recording; empty if nothing has. Local operation, in every forward."""
-        for table, name, parameter, addresses, trained in self.weights:
-            if table.get(name) is not parameter or parameter.requires_grad is not trained:
-                return f"{name} is a different parameter, or its requires_grad has changed"
-            if addresses_of(parameter) != addresses:
-                return f"{name} has a different address"
-        # The recorded kernels are those of one mode: dropout, for example, runs only in training.
-        if any(module.training is not training for module, training in self._modes):
-            return "the training mode of a module"
-        name = self._unit_buffers.replaced()
-        return name and f"{name} is a different buffer"
+        return self._snapshot.changed()
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
     def record_forward(self) -> None:
         """Record the forward, without running it. Raise the unit's error, or NotRecordableError."""
         versions = _torch.versions_of(self._held.static)
-        before = Buffers(self.unit, attributes=True)
+        before = Buffers(self.unit)
         try:
             self._forward_graph, results = self._recorder.record(self._forward)
             if name := before.replaced():
