@@ -108,7 +108,7 @@ def test_a_device_that_is_behind_does_not_wait() -> None:
     """A part that the host issues slowly costs nothing while the device still works on earlier parts."""
     # The host issues 9 ms in each step, the device needs 33 ms: 20 steps would end before the device has measured.
     pace, _ = train(host=[0.5, 8.0], work=[30.0, 2.0], steps=60)
-    assert pace._is_over and pace.report_line() == ""
+    assert pace._steps is None and pace.report_line() == ""
 
 
 def test_steps_that_differ_are_not_measured(caplog: pytest.LogCaptureFixture) -> None:
