@@ -76,6 +76,10 @@ class Progress:
         self._written: _Written | None = None
         self._read: _Written | None = None  #: The last message that was compared
 
+    def __str__(self) -> str:
+        """Return the progress as text, which a save compares over the ranks."""
+        return f"{self.steps} steps after {self.backwards} backwards"
+
     def compare(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> None:
         """Read what all ranks have written before, and write this rank's progress if it is due."""
         written, is_due = self._written, self.steps <= 2 or self.steps % EVERY == 0
