@@ -68,9 +68,8 @@ def compare_models(plan: ModelPlan) -> None:
     mesh = meshes.expert_mesh or meshes.device_mesh
     same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
     differs = (~torch.cat([same, same_experts])).long()
-    maximum(
-        differs, meshes.device_mesh
-    )  # so that all ranks raise if the ranks of one expert detect a difference
+    # So that all ranks raise if the ranks of one expert detect a difference.
+    maximum(differs, meshes.device_mesh)
     models, others, experts_of_one = differs.tolist()
     if others and not (models or experts_of_one):
         raise MeshError(

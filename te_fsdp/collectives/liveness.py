@@ -42,9 +42,8 @@ class Liveness:
     text: str = ""  #: Published address: machine, host and port
     incoming: list[socket.socket] = field(default_factory=list)
     outgoing: dict[str, socket.socket] = field(default_factory=dict)
-    reached: set[str] = field(
-        default_factory=set
-    )  #: Machines with their hosts that have accepted a connection
+    #: Machines with their hosts that have accepted a connection
+    reached: set[str] = field(default_factory=set)
 
     def publish(self) -> str:
         """Return the address for other ranks, empty without a free port. Open the port on the first call."""

@@ -110,9 +110,8 @@ class MainParameters:
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
         self.kept_by_fused_adam = kept_by_fused_adam
-        self._without_state: list[
-            tuple[MainParameter, dict[str, Any]]
-        ] = []  # loaded states with a main weight alone
+        # Loaded states with a main weight alone.
+        self._without_state: list[tuple[MainParameter, dict[str, Any]]] = []
         self._before = optimizer.register_step_pre_hook(_torch.disable_compile(self._before_step))
         after = optimizer.register_step_post_hook(_torch.disable_compile(self._after_step))
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
