@@ -36,7 +36,7 @@ from te_fsdp.lifecycle import Step, gradient_of
 from te_fsdp.modules.torch_units import unsharded_params
 from te_fsdp.process_modules import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
-from te_fsdp.records import COPIED, PARAMETER, get_or_create_record, get_record, label_of
+from te_fsdp.records import COPIED, MODULE, PARAMETER, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import ShardedModel, shard_of, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -122,16 +122,11 @@ def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 def _sharded_kinds() -> dict[tuple[Any, ...], str]:
     """Return the kinds of parameters of this process's sharded models, with a name for each. For errors only."""
-    states: dict[int, Any] = {}
-    for module in modules_of_process():
-        for parameter in module.__dict__.get("_parameters", {}).values():
-            state = None if parameter is None else sharded_model_of(parameter)
-            if state is not None:
-                states[id(state)] = state
     names: dict[tuple[Any, ...], str] = {}
-    for state in states.values():
-        for name, parameter in state.parameters().items():
-            names.setdefault(_kind(parameter), name)
+    for record in [module.__dict__.get(MODULE) for module in modules_of_process()]:
+        if record is not None and record.sharded is not None:
+            for name, parameter in record.sharded.parameters().items():
+                names.setdefault(_kind(parameter), name)
     return names
 
 
