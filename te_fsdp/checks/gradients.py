@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -384,7 +384,8 @@ def _watch(model: nn.Module, tp: DeviceMesh, *, every: bool = False) -> _HeadGra
     # Only a column-parallel layer at the end has an output of which each tp rank computes a part.
     if heads and not is_simulated():
         for name, module in outermost.items():
-            check.handles.append(module.register_forward_hook(check.hook(name, name in heads)))
+            after = _torch.disable_compile(functools.partial(check.after_forward, name, name in heads))
+            check.handles.append(module.register_forward_hook(after))
     return check
 
 
@@ -416,19 +417,15 @@ class _HeadGradientCheck:
         while self.handles:
             self.handles.pop().remove()
 
-    def hook(self, name: str, is_head: bool) -> Callable[..., None]:
-        """Return a forward hook that counts a module, or that registers the check on a head's output."""
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not is_head:
-                self._others += 1
-                return
-            # TE returns (output, bias) with return_bias.
-            logits = output[0] if isinstance(output, tuple) else output
-            if isinstance(logits, torch.Tensor) and logits.requires_grad and not is_capturing():
-                logits.register_hook(functools.partial(self._check, name, self._others))
-
-        return _torch.disable_compile(after)
+    def after_forward(self, name: str, is_head: bool, module: nn.Module, args: Any, output: Any) -> None:
+        """Count a module, or register the check on a head's output."""
+        if not is_head:
+            self._others += 1
+            return
+        # TE returns (output, bias) with return_bias.
+        logits = output[0] if isinstance(output, tuple) else output
+        if isinstance(logits, torch.Tensor) and logits.requires_grad and not is_capturing():
+            logits.register_hook(functools.partial(self._check, name, self._others))
 
     @torch.no_grad()
     def _check(self, name: str, others: int, gradient: torch.Tensor) -> None:
