@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
@@ -329,15 +328,11 @@ def refuse_changed_parameters(state: ShardedModel) -> None:
     refuse_assigned(state)
 
 
-#: Values of :data:`te_fsdp.upstream.torch_data.assignments` for which a model has been checked.
-_checked_assignments: weakref.WeakKeyDictionary[ShardedModel, int] = weakref.WeakKeyDictionary()
-
-
 def refuse_assigned_data(state: ShardedModel) -> None:
     """Raise if ``.data`` of a sharded parameter was assigned. Local: checks one parameter of each unit, then all."""
-    if assignments[0] != _checked_assignments.get(state, 0):
+    if assignments[0] != state.checked.assignments:
         refuse_assigned(state)
-        _checked_assignments[state] = assignments[0]
+        state.checked.assignments = assignments[0]
     for unit in state.modules.values():
         first = _fsdp2.first_sharded_parameter(unit)
         if first is not None and is_assigned(first):
