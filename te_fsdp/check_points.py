@@ -53,7 +53,7 @@ class CheckPoints:
     forward: Functions = ()  #: ``(state)`` before a forward of the model
     inputs: Functions = ()  #: ``(model, args, kwargs, method)`` before a method that gathers as forward does
     unit: Functions = ()  #: ``(state, name, unit, started)`` before a forward of a unit
-    trained: Functions = ()  #: ``(state, output)`` after a forward of the model with gradients
+    trained: Functions = ()  #: ``(state, trained)`` after a forward of the model, with outputs that need gradients
     output: Functions = ()  #: ``(name, unit, output)`` after a forward whose output has objects of unknown classes
     backward: Functions = ()  #: ``(state)`` at the first gradient of a parameter that is not sharded
     bound_step: Functions = ()  #: ``(step)`` before a step of an optimizer without sharded models

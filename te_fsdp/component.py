@@ -30,7 +30,7 @@ class Component:
     def before_unit(self, name: str) -> None:
         """Run before a unit's forward all-gathers it."""
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, trained: Sequence[torch.Tensor]) -> None:
         """Run after a forward of the root, or a registered method of it, with gradients."""
 
     def before_recovery(self) -> None:
@@ -104,7 +104,7 @@ class Components:
     settle: tuple[Callable[[], bool], ...]
     before_forward: tuple[Callable[[], None], ...]
     before_unit: tuple[Callable[[str], None], ...]
-    after_forward: tuple[Callable[[Any], None], ...]
+    after_forward: tuple[Callable[[Sequence[torch.Tensor]], None], ...]
     before_recovery: tuple[Callable[[], None], ...]
     recover: tuple[Callable[[], bool], ...]
     set_gradient_sync: tuple[Callable[[bool], None], ...]

@@ -158,10 +158,11 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
                 kept_weights.record_kept(state, name, unit)
     if module is state.model and not state.computed.methods and _torch.backward_id() == -1:
         if torch.is_grad_enabled():
+            trained = [tensor for tensor in _fsdp2_hooks.tensors_in(output) if tensor.requires_grad]
             for after in state.components.after_forward:
-                after(output)
+                after(trained)
             for check in state.checks.trained:
-                check(state, output)
+                check(state, trained)
         else:
             # After an evaluation users may read or write weights, and must find the sharded parameters.
             kept_weights.end_evaluation(state)

@@ -105,6 +105,7 @@ class CheckRecord:
     on_meta: bool = True  #: Whether parameters may still be on meta
     released: bool = False  #: Whether ``to_empty`` may have left uninitialized memory
     inferred: bool = False  #: Whether the first forward ran under ``torch.inference_mode``
+    assignments: int = 0  #: Last checked number of :data:`te_fsdp.upstream.torch_data.assignments`
     #: Optimizers that have begun a step, with their number of parameters and the ``id`` of their state then.
     optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
         default_factory=weakref.WeakKeyDictionary

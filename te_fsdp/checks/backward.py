@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,12 +23,11 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_hooks import tensors_in
 from te_fsdp.upstream.torch_autograd import graph_nodes
 
 
-def check_backward_start(state: ShardedModel, output: Any) -> None:
-    """Check gradients and weights at the start of each backward of this output. Local operation."""
+def check_backward_start(state: ShardedModel, trained: Sequence[torch.Tensor]) -> None:
+    """Check gradients and weights at the start of each backward of these outputs. Local operation."""
     # A weak reference, because the hooks of an output that the user keeps must not keep the model alive.
     of, versions = weakref.ref(state), _versions(state)
 
@@ -58,9 +58,8 @@ def check_backward_start(state: ShardedModel, output: Any) -> None:
         if now != versions and not is_capturing():
             _raise_written(state, versions, now)
 
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(functools.partial(check, []))
+    for tensor in trained:
+        tensor.register_hook(functools.partial(check, []))
 
 
 def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,26 +74,27 @@ def watch_mixed_lists(state: ShardedModel) -> None:
         if meshes.isdisjoint(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)):
             return False  # DTensors of other code get torch's own error
         experts = {name: p for name, p in parameters.items() if _is_local_expert(p)}
+        ids, normed = set(map(id, tensors)), list[str]()
         if operator == "_foreach_norm":
-            ids = set(map(id, tensors))
-            _refuse_norm_of_experts([name for name, p in experts.items() if id(p.grad) in ids])
+            normed = [name for name, p in experts.items() if id(p.grad) in ids]
         elif scalars:
+            # Norms of plain tensors are those of this rank, too.
             partial = {
-                tensor.device_mesh if isinstance(tensor, DTensor) else None
+                getattr(tensor, "device_mesh", None)
                 for tensor in tensors
                 if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements)
             }
-            _refuse_norm_of_experts(
-                [
-                    n
-                    for n, p in experts.items()
-                    if (p.device_mesh if isinstance(p, DTensor) else None) in partial
-                ]
+            normed = [name for name, p in experts.items() if getattr(p, "device_mesh", None) in partial]
+        if normed:
+            raise PlacementError(
+                f"{shorten(normed, 3)}: torch's norm of experts' gradients",
+                expected="a norm over all ranks of ep",
+                got="the experts of this rank",
+                why="Each rank of ep would clip all other gradients by a different factor",
+                fix="te_fsdp.clip_grad_norm_(model, max_norm)",
             )
         if operator == "cat" or (operator == "stack" and any(tensor.requires_grad for tensor in tensors)):
-            ids = {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None} | set(
-                map(id, tensors)
-            )
+            ids |= {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None}
             names = [name for name, p in parameters.items() if not ids.isdisjoint((id(p), id(p.grad)))]
             plain = sum(not isinstance(tensor, DTensor) for tensor in tensors)
             raise PlacementError(
@@ -118,17 +119,6 @@ def _is_local_expert(parameter: torch.Tensor) -> bool:
         return False
     on = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
     return not on.issuperset(dist.get_process_group_ranks(ep_mesh.get_group()))
-
-
-def _refuse_norm_of_experts(names: list[str]) -> None:
-    if names:
-        raise PlacementError(
-            f"{shorten(names, 3)}: torch's norm of experts' gradients",
-            expected="a norm over all ranks of ep",
-            got="the experts of this rank",
-            why="Each rank of ep would clip all other gradients by a different factor",
-            fix="te_fsdp.clip_grad_norm_(model, max_norm)",
-        )
 
 
 def compare_gradients(state: ShardedModel) -> None:
@@ -394,7 +384,8 @@ def _watch(model: nn.Module, tp: DeviceMesh, *, every: bool = False) -> _HeadGra
     # Only a column-parallel layer at the end has an output of which each tp rank computes a part.
     if heads and not is_simulated():
         for name, module in outermost.items():
-            check.handles.append(module.register_forward_hook(check.hook(name, name in heads)))
+            after = _torch.disable_compile(functools.partial(check.after_forward, name, name in heads))
+            check.handles.append(module.register_forward_hook(after))
     return check
 
 
@@ -426,19 +417,15 @@ class _HeadGradientCheck:
         while self.handles:
             self.handles.pop().remove()
 
-    def hook(self, name: str, is_head: bool) -> Callable[..., None]:
-        """Return a forward hook that counts a module, or that registers the check on a head's output."""
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not is_head:
-                self._others += 1
-                return
-            # TE returns (output, bias) with return_bias.
-            logits = output[0] if isinstance(output, tuple) else output
-            if isinstance(logits, torch.Tensor) and logits.requires_grad and not is_capturing():
-                logits.register_hook(functools.partial(self._check, name, self._others))
-
-        return _torch.disable_compile(after)
+    def after_forward(self, name: str, is_head: bool, module: nn.Module, args: Any, output: Any) -> None:
+        """Count a module, or register the check on a head's output."""
+        if not is_head:
+            self._others += 1
+            return
+        # TE returns (output, bias) with return_bias.
+        logits = output[0] if isinstance(output, tuple) else output
+        if isinstance(logits, torch.Tensor) and logits.requires_grad and not is_capturing():
+            logits.register_hook(functools.partial(self._check, name, self._others))
 
     @torch.no_grad()
     def _check(self, name: str, others: int, gradient: torch.Tensor) -> None:

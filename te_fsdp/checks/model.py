@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
@@ -29,7 +28,7 @@ from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialized
 from te_fsdp.mesh import Meshes
 from te_fsdp.plan import ModelPlan
-from te_fsdp.records import ParameterPlan, binding_of, get_record, iter_param_owners
+from te_fsdp.records import ParameterPlan, ParamOwner, binding_of, get_record, iter_param_owners
 from te_fsdp.replicated_params import ReplicatedParameter, removal_error
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
@@ -68,9 +67,8 @@ def compare_models(plan: ModelPlan) -> None:
     mesh = meshes.expert_mesh or meshes.device_mesh
     same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
     differs = (~torch.cat([same, same_experts])).long()
-    maximum(
-        differs, meshes.device_mesh
-    )  # so that all ranks raise if the ranks of one expert detect a difference
+    # So that all ranks raise if the ranks of one expert detect a difference.
+    maximum(differs, meshes.device_mesh)
     models, others, experts_of_one = differs.tolist()
     if others and not (models or experts_of_one):
         raise MeshError(
@@ -263,13 +261,12 @@ def _refuse_reparametrization(tensor: torch.Tensor) -> None:
 
 def refuse_shared_memory(state: ShardedModel) -> None:
     """Refuse ``share_memory()`` of the model and of its modules from now on. Local operation."""
-    labels: dict[int, str] = {}
-    for owner in iter_param_owners(state.model, remove_duplicate=False):
+    first: dict[int, ParamOwner] = {}
+    for owner in iter_param_owners(state.model):
         if isinstance(owner.parameter, DTensor):
-            labels.setdefault(id(owner.module), owner.label)
-    for module in state.model.modules():
-        if id(module) in labels:
-            _fsdp2_patches.wrap_apply(module, functools.partial(_refuse_sharing, labels[id(module)]))
+            first.setdefault(id(owner.module), owner)
+    for owner in first.values():
+        _fsdp2_patches.wrap_apply(owner.module, functools.partial(_refuse_sharing, owner.label))
 
 
 def _refuse_sharing(label: str, stock: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -331,15 +328,11 @@ def refuse_changed_parameters(state: ShardedModel) -> None:
     refuse_assigned(state)
 
 
-#: Values of :data:`te_fsdp.upstream.torch_data.assignments` for which a model has been checked.
-_checked_assignments: weakref.WeakKeyDictionary[ShardedModel, int] = weakref.WeakKeyDictionary()
-
-
 def refuse_assigned_data(state: ShardedModel) -> None:
     """Raise if ``.data`` of a sharded parameter was assigned. Local: checks one parameter of each unit, then all."""
-    if assignments[0] != _checked_assignments.get(state, 0):
+    if assignments[0] != state.checked.assignments:
         refuse_assigned(state)
-        _checked_assignments[state] = assignments[0]
+        state.checked.assignments = assignments[0]
     for unit in state.modules.values():
         first = _fsdp2.first_sharded_parameter(unit)
         if first is not None and is_assigned(first):

@@ -29,14 +29,14 @@ from te_fsdp.checks.weights import compare_copies, refuse_equal_parts
 from te_fsdp.collectives.agreement import are_equal, digest, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
-from te_fsdp.features.hfsdp.gradients import check_step
-from te_fsdp.features.main_params import MAIN
+from te_fsdp.features.hfsdp.gradients import refuse_unaveraged
+from te_fsdp.features.main_params import MAIN, main_parameters_of
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
-from te_fsdp.lifecycle import Step
+from te_fsdp.lifecycle import Step, gradient_of
 from te_fsdp.modules.torch_units import unsharded_params
 from te_fsdp.process_modules import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
-from te_fsdp.records import COPIED, PARAMETER, get_or_create_record, get_record, label_of
+from te_fsdp.records import COPIED, MODULE, PARAMETER, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import ShardedModel, shard_of, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -122,16 +122,11 @@ def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 def _sharded_kinds() -> dict[tuple[Any, ...], str]:
     """Return the kinds of parameters of this process's sharded models, with a name for each. For errors only."""
-    states: dict[int, Any] = {}
-    for module in modules_of_process():
-        for parameter in module.__dict__.get("_parameters", {}).values():
-            state = None if parameter is None else sharded_model_of(parameter)
-            if state is not None:
-                states[id(state)] = state
     names: dict[tuple[Any, ...], str] = {}
-    for state in states.values():
-        for name, parameter in state.parameters().items():
-            names.setdefault(_kind(parameter), name)
+    for record in [module.__dict__.get(MODULE) for module in modules_of_process()]:
+        if record is not None and record.sharded is not None:
+            for name, parameter in record.sharded.parameters().items():
+                names.setdefault(_kind(parameter), name)
     return names
 
 
@@ -183,8 +178,10 @@ def require_main_weights(step: Step) -> None:
 
 def require_outer_averages(step: Step) -> None:
     """Raise before a step of HFSDP whose gradients would not be averaged over ``dp_replicate``. Local operation."""
-    if any(state.outer == "optim" for state, _ in step.models):
-        check_step(step.optimizer)
+    if any(state.outer == "optim" for state, _ in step.models) and main_parameters_of(step.optimizer) is None:
+        for parameter, _ in step.recorded_params:
+            if gradient_of(parameter) is not None:
+                refuse_unaveraged(parameter, f"{step.where}()")
 
 
 def check_first_step(step: Step) -> None:

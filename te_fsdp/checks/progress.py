@@ -77,6 +77,7 @@ class Progress:
         self._read: _Written | None = None  #: The last message that was compared
 
     def __str__(self) -> str:
+        """Return the progress as text, which a save compares over the ranks."""
         return f"{self.steps} steps after {self.backwards} backwards"
 
     def compare(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> None:
@@ -185,7 +186,7 @@ def _digest_of_values(step: Step, state: ShardedModel, parameters: list[torch.Te
 
 def watch_progress(state: ShardedModel) -> None:
     """Count the backwards and steps of a model from now on. Local operation, except for requests to the store."""
-    running = running_call()
+    running = running_call.get()
     # None without other ranks, or if they are simulated.
     if running is not None and running.rendezvous is not None:
         component: Any = state.components.by_class[UnreducedGradients]

@@ -267,9 +267,7 @@ def check_closure(step: Step, loss: Any) -> None:
     if not isinstance(step.optimizer, torch.optim.LBFGS) or mesh.size() == 1:
         return
     # Bits, because ranks must have equal losses exactly, NaN included.
-    (bits,) = struct.unpack("q", struct.pack("d", float(loss)))
-    halves = [bits >> 32, bits & 0xFFFFFFFF]
-    if not bool(are_equal(halves, mesh).all()):
+    if not bool(are_equal([digest(struct.pack("d", float(loss)))], mesh)):
         raise MeshError(
             f"{step.where}(closure): losses that differ between ranks",
             expected="the same loss on all ranks, the mean over their data",

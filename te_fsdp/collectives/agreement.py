@@ -23,7 +23,6 @@ import logging
 import pickle
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -36,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import errors
 from te_fsdp.collectives import rendezvous, watching
+from te_fsdp.collectives.groups import shared_group
 from te_fsdp.collectives.rendezvous import collective_timeout
 from te_fsdp.collectives.watching import delayed_signals, run_while_all_live
 from te_fsdp.errors import CheckpointError, CollectiveError, TeFsdpError
@@ -80,10 +80,8 @@ def gather_by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
     values = {rank(): value}
     # Axis by axis, because a mesh has no process group of all its ranks.
     for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            values = {
-                key: of_rank for part in gather(values, mesh.get_group(axis)) for key, of_rank in part.items()
-            }
+        parts = gather(values, mesh.get_group(axis))
+        values = {key: of_rank for part in parts for key, of_rank in part.items()}
     return values
 
 
@@ -122,13 +120,12 @@ def maximum(
     the result reaches every rank. ``values`` must be on a device of the ranks' process groups. In a
     :func:`te_fsdp.collectives.rendezvous.collective_call`, the host waits, and raises CollectiveError if a rank ends.
     """
-    groups: list[dist.ProcessGroup | None] = []
     if isinstance(over, DeviceMesh):
         names = over.mesh_dim_names or ("",) * over.ndim
         axes = [axis for axis, name in enumerate(names) if over.size(axis) > 1 and name not in leave_out]
-        groups += [over.get_group(axis) for axis in axes]
+        groups: list[Any] = [over.get_group(axis) for axis in axes]
     else:
-        groups.append(over)
+        groups = [over]
     if not groups or not watching.is_watched():
         for group in groups:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
@@ -270,10 +267,6 @@ def _first_error(by_rank: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpE
 # ------------------------------------------------------------------------------------------- a process group of our own
 
 
-#: te_fsdp's gloo groups for each default process group: to rank 0, and of all pairs. Freed with the process group.
-_groups: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()
-
-
 def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
     """Return the world over te_fsdp's own gloo group, separate from training collectives. Collective at first use.
 
@@ -283,20 +276,16 @@ def rank_messenger(*, all_pairs: bool = False) -> RankMessenger:
     if world_size() == 1:
         return RankMessenger(0, 1, None)
 
-    def connect() -> Any:
-        if all_pairs:
-            return dist.new_group(backend="gloo")
-        group = new_lazy_group()
-        RankMessenger(rank(), world_size(), group).round(lambda: None, lambda seen: seen)
-        return group
-
-    groups = _groups.setdefault(dist.group.WORLD, {})
-    if all_pairs not in groups:
-        # It waits for the addresses of all ranks, half an hour for one that ends here.
-        groups[all_pairs] = run_while_all_live(connect)
+    def connect() -> RankMessenger:
+        group = dist.new_group(backend="gloo") if all_pairs else new_lazy_group()
+        messenger = RankMessenger(rank(), world_size(), group)
         if not all_pairs:
-            rendezvous.send_interrupts(RankMessenger(rank(), world_size(), groups[all_pairs]).send_error)
-    return RankMessenger(rank(), world_size(), groups[all_pairs])
+            messenger.round(lambda: None, lambda seen: seen)
+            rendezvous.send_interrupts(messenger.send_error)
+        return messenger
+
+    # It waits for the addresses of all ranks, half an hour for one that ends here.
+    return shared_group(("messages", all_pairs), connect)
 
 
 #: The messenger of this thread's running call, if :func:`through_rank_0` has set one.

@@ -20,7 +20,7 @@ _groups: weakref.WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = weakref.
 # cannot destroy one without a collective, so not when a model is garbage-collected. Models on the same ranks
 # therefore share groups. This is safe because all ranks run their models in the same order. Each purpose
 # within a model has its own group, since ranks may start the collectives of two purposes in different orders.
-def _shared(key: Any, make: Callable[[], Any]) -> dist.ProcessGroup:
+def shared_group(key: Any, make: Callable[[], Any]) -> Any:
     """Return the group of a key, and create it in the first call. All ranks of the group pass the same key."""
     groups = _groups.setdefault(dist.group.WORLD, {})
     if key not in groups:
@@ -47,7 +47,7 @@ def separate_group(
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
         return group
 
-    return _shared((purpose, backend, tuple(map(tuple, rows))), make)
+    return shared_group((purpose, backend, tuple(map(tuple, rows))), make)
 
 
 def group_of_ranks(ranks: Sequence[int], purpose: str, backend: str | None = None) -> dist.ProcessGroup:
@@ -57,7 +57,7 @@ def group_of_ranks(ranks: Sequence[int], purpose: str, backend: str | None = Non
     def make() -> Any:
         return dist.new_group(list(members), backend=backend, use_local_synchronization=True)
 
-    return _shared((purpose, backend, members), make)
+    return shared_group((purpose, backend, members), make)
 
 
 def ranks_along(mesh: DeviceMesh, axes: Collection[int]) -> list[int]:

@@ -42,9 +42,8 @@ class Liveness:
     text: str = ""  #: Published address: machine, host and port
     incoming: list[socket.socket] = field(default_factory=list)
     outgoing: dict[str, socket.socket] = field(default_factory=dict)
-    reached: set[str] = field(
-        default_factory=set
-    )  #: Machines with their hosts that have accepted a connection
+    #: Machines with their hosts that have accepted a connection
+    reached: set[str] = field(default_factory=set)
 
     def publish(self) -> str:
         """Return the address for other ranks, empty without a free port. Open the port on the first call."""
@@ -66,14 +65,25 @@ class Liveness:
             except OSError:
                 self.text = ""
             # A child process created by os.fork() would keep the port open after this process ends.
-            reference = weakref.ref(self)
-            os.register_at_fork(after_in_child=lambda: _close(reference()))
+            reference = weakref.WeakMethod(self._close)
+            os.register_at_fork(after_in_child=lambda: (close := reference()) and close())
         self._accept()
         return self.text
 
+    def _close(self) -> None:
+        for connection in (self.listener, *self.incoming, *self.outgoing.values()):
+            if connection is not None:
+                connection.close()
+        self.listener, self.text, self.incoming, self.outgoing = None, "", [], {}
+
     def _accept(self) -> None:
         """Accept pending connections, since the port's queue is short, and drop closed ones."""
-        self.incoming = [peer for peer in self.incoming if _is_open(peer) or peer.close()]
+        for peer in list(self.incoming):
+            with contextlib.suppress(OSError):
+                if _is_open(peer):
+                    continue
+            self.incoming.remove(peer)
+            peer.close()
         with contextlib.suppress(OSError):  # raised when none is pending
             while self.listener is not None:
                 self.incoming.append(self.listener.accept()[0])
@@ -104,14 +114,12 @@ class Liveness:
 
     def _state(self, address: str) -> _State:
         """Return the state of the connection to an address, and start to connect without one."""
-        if address not in self.outgoing and (refused := self._connect(address)) is not None:
-            return refused
-        connection = self.outgoing[address]
         try:
-            # Peers never send data.
-            is_open = bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-            return _State.OPEN if is_open else _State.CLOSED
-        except (BlockingIOError, InterruptedError):
+            if address not in self.outgoing:
+                self._connect(address)
+            connection = self.outgoing[address]
+            if not _is_open(connection):
+                return _State.CLOSED
             with contextlib.suppress(OSError):
                 connection.getpeername()  # raises while it is being connected
                 self.reached.add(_machine_of(address))
@@ -120,25 +128,20 @@ class Liveness:
         except OSError as error:
             # A reset alone proves nothing, since a full queue of a port resets connections. The next check connects
             # again.
-            self.outgoing.pop(address).close()
+            if (failed := self.outgoing.pop(address, None)) is not None:
+                failed.close()
             return _State.REFUSED if error.errno == errno.ECONNREFUSED else _State.UNKNOWN
 
-    def _connect(self, address: str) -> _State | None:
-        """Start to connect. Return the state if that fails."""
+    def _connect(self, address: str) -> None:
+        """Start to connect. Raises OSError if that fails at once, for example without a free file descriptor."""
         machine, host, port = address.split(" ")
         if host.startswith("127.") and machine != socket.gethostname():
-            return _State.UNKNOWN
-        try:
-            connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        except OSError:  # no free file descriptor
-            return _State.UNKNOWN
+            raise OSError(f"{host} is an address of {machine} only")
+        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self.outgoing[address] = connection
         connection.setblocking(False)
-        result = connection.connect_ex((host, int(port)))
-        if result in (0, errno.EINPROGRESS):
-            self.outgoing[address] = connection
-            return None
-        connection.close()
-        return _State.REFUSED if result == errno.ECONNREFUSED else _State.UNKNOWN
+        with contextlib.suppress(BlockingIOError):  # while it is being connected
+            connection.connect((host, int(port)))
 
 
 def _machine_of(address: str) -> str:
@@ -146,21 +149,9 @@ def _machine_of(address: str) -> str:
     return address.rpartition(" ")[0]
 
 
-def _close(liveness: Liveness | None) -> None:
-    for peer in (
-        [] if liveness is None else [liveness.listener, *liveness.incoming, *liveness.outgoing.values()]
-    ):
-        if peer is not None:
-            peer.close()
-    if liveness is not None:
-        liveness.listener, liveness.text, liveness.incoming, liveness.outgoing = None, "", [], {}
-
-
 def _is_open(connection: socket.socket) -> bool:
-    """Return whether the peer has kept the connection open. Peers never send data."""
+    """Return whether the peer has not closed a connection; raise its OSError. Peers never send data."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except (BlockingIOError, InterruptedError):
         return True
-    except OSError:
-        return False

@@ -46,8 +46,6 @@ class PackedLayout:
     @functools.cached_property
     def padded_sizes(self) -> tuple[int, ...]:
         """Return the padded size of each tensor in elements."""
-        if self.align == 1:
-            return self.sizes
         return tuple([-(-size // self.align) * self.align for size in self.sizes])
 
     @functools.cached_property
@@ -69,12 +67,8 @@ class PackedLayout:
     ) -> torch.Tensor:
         """Pack tensors into a new 1-D buffer with one kernel. Tensors of a different dtype are cast. Local operation.
 
-        Args:
-            tensors: Each has at most the number of elements in :attr:`sizes`. The rest is filled with zeros, completely
-                for ``None``.
-            dtype: Dtype of the buffer.
-            device: Device of the buffer.
-            trailing: Contents of the :attr:`trailing` extra elements.
+        Each tensor has at most the number of elements in :attr:`sizes`. The rest is filled with zeros, completely for
+        ``None``. ``trailing`` has the contents of the extra elements.
         """
         gaps = list[int]()
         for padded, tensor in zip(self.padded_sizes, tensors, strict=True):

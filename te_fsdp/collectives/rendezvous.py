@@ -9,10 +9,10 @@ import functools
 import hashlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +26,6 @@ from te_fsdp.errors import CollectiveError, message
 from te_fsdp.upstream import torch_dtensor as _torch
 
 _log = logging.getLogger("te_fsdp")
-_Addresses = dict[tuple[int, ...], dict[int, str]]
 
 #: Seconds until a waiting rank logs the missing ranks.
 REPORT_AFTER = 10.0
@@ -49,32 +48,41 @@ _NEAR = 64
 
 @dataclass(frozen=True)
 class Running:
-    """The collective call that a thread is in."""
+    """A collective call that has begun."""
 
     rendezvous: Rendezvous | None  #: ``None`` for one rank
     in_thread: bool = False  #: Whether this is a thread of :mod:`te_fsdp.collectives.watching`
 
 
+#: The collective call that this thread is in.
+running_call: ContextVar[Running | None] = ContextVar("te_fsdp call", default=None)
+
+
+@dataclass
+class _Job:
+    """State of a default process group."""
+
+    last: dict[tuple[int, ...], tuple[int, str]] = field(default_factory=dict)  #: Number and name by ranks
+    addresses: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  #: Those of the next ranks
+    send: Callable[[str], Any] | None = None  #: Sends an error to ranks that wait for a message
+    #: Error of a call that was interrupted on a rank, and what its messages need
+    interrupted: tuple[str, Any] | None = None
+
+
 @dataclass
 class _Process:
-    """State of this process: the timeout, the running call of each thread, and the calls of each set of ranks."""
+    """State of this process."""
 
     timeout: float = DEFAULT_TIMEOUT
-    thread: threading.local = field(default_factory=threading.local)
     liveness: Liveness = field(default_factory=Liveness)
-    #: Default process group -> ranks -> addresses of the next ranks. Freed with the process group.
-    addresses: WeakKeyDictionary[Any, _Addresses] = field(default_factory=WeakKeyDictionary)
-    #: Default process group -> function that sends an error to ranks that wait for a message. Freed with the group.
-    senders: WeakKeyDictionary[Any, Callable[[str], Any]] = field(default_factory=WeakKeyDictionary)
-    #: Default process group -> error of a call that was interrupted on a rank, and what its messages need.
-    interrupted: WeakKeyDictionary[Any, tuple[str, Any]] = field(default_factory=WeakKeyDictionary)
-    #: Default process group -> ranks -> number and name of their last call. Freed with the process group.
-    last: WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
-        default_factory=WeakKeyDictionary
-    )
+    jobs: WeakKeyDictionary[Any, _Job] = field(default_factory=WeakKeyDictionary)  #: By default process group
 
 
 _process = functools.cache(_Process)
+
+
+def _job() -> _Job:
+    return _process().jobs.setdefault(dist.group.WORLD, _Job())
 
 
 def liveness() -> Liveness:
@@ -84,7 +92,7 @@ def liveness() -> Liveness:
 
 def send_interrupts(send: Callable[[str], Any]) -> None:
     """Call a function with the error of an interrupted call of this rank, and keep its result. Local operation."""
-    _process().senders[dist.group.WORLD] = send
+    _job().send = send
 
 
 def is_simulated() -> bool:
@@ -95,16 +103,6 @@ def is_simulated() -> bool:
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being captured, which forbids reading values or waiting for other ranks."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def running_call() -> Running | None:
-    """Return the collective call that this thread is in."""
-    return getattr(_process().thread, "running", None)
-
-
-def set_running_call(running: Running | None) -> None:
-    """Set the collective call that this thread is in."""
-    _process().thread.running = running
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -151,7 +149,7 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
     """
     # The outer call has brought all ranks here. A second rendezvous would also fail where only some ranks make
     # the inner call.
-    if running_call() is not None:
+    if running_call.get() is not None:
         yield
         return
     rendezvous: Rendezvous | None = None
@@ -163,14 +161,14 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
     try:
         if rendezvous is not None:
             rendezvous.wait()
-        set_running_call(Running(rendezvous))
+        running_call.set(Running(rendezvous))
         yield
     except (KeyboardInterrupt, SystemExit) as error:
         if rendezvous is not None:
             rendezvous.interrupt(error)
         raise
     finally:
-        set_running_call(None)
+        running_call.set(None)
 
 
 def ended_error(call: str, ended: list[int], size: int, own: Exception | None = None) -> CollectiveError:
@@ -251,7 +249,7 @@ class Rendezvous:
     @classmethod
     def next(cls, call: str, ranks: tuple[int, ...]) -> Rendezvous:
         """Return the next joint call of these ranks."""
-        last_calls = _process().last.setdefault(dist.group.WORLD, {})
+        last_calls = _job().last
         number, before = last_calls.get(ranks, (-1, ""))
         last_calls[ranks] = number + 1, call
         is_world = len(ranks) == dist.get_world_size()
@@ -290,7 +288,7 @@ class Rendezvous:
                     following = [rank for rank in following if store.check([f"alive/{rank}"])]
                 values = store.multi_get([f"alive/{rank}" for rank in following]) if following else []
                 addresses = {rank: value.decode() for rank, value in zip(following, values, strict=True)}
-                _process().addresses.setdefault(dist.group.WORLD, {})[self.ranks] = addresses
+                _job().addresses[self.ranks] = addresses
                 _process().liveness.reach_machines(addresses.values())
 
     # [Note: interrupted calls] A script may catch KeyboardInterrupt or SystemExit of a call, while the other ranks wait
@@ -310,20 +308,19 @@ class Rendezvous:
             self._write_outcome(text.encode())
             if self.store.get(f"{self.number}/outcome") == _GO:
                 self.store.set(f"{self.number}/interrupted", text)
-                sent = _process().senders.get(dist.group.WORLD, len)(text)
-                _process().interrupted[dist.group.WORLD] = text, sent
+                _job().interrupted = text, (_job().send or len)(text)
 
     def raise_if_interrupted(self, store: Any = None) -> None:
         """Raise CollectiveError if the call was interrupted on another rank."""
         store, key = store or self.store, f"{self.number}/interrupted"
         if store.check([key]):
             text = store.get(key).decode()
-            _process().interrupted[dist.group.WORLD] = text, None
+            _job().interrupted = text, None
             raise CollectiveError(text)
 
     def refuse_after_interrupt(self) -> None:
         """Raise CollectiveError, on all ranks of this call, if an earlier call was interrupted."""
-        if interrupted := _process().interrupted.get(dist.group.WORLD):
+        if interrupted := _job().interrupted:
             self._write_outcome(interrupted[0].encode())
             raise CollectiveError(interrupted[0])
 
@@ -361,7 +358,7 @@ class Rendezvous:
 
     def addresses(self) -> dict[int, str]:
         """Return the addresses of the next ranks."""
-        return _process().addresses.get(dist.group.WORLD, {}).get(self.ranks, {})
+        return _job().addresses.get(self.ranks, {})
 
     def _write_outcome(self, outcome: bytes) -> None:
         """Write the outcome unless another rank has written it."""

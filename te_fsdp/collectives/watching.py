@@ -16,13 +16,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp.collectives import rendezvous
-from te_fsdp.collectives.rendezvous import (
-    Rendezvous,
-    ended_error,
-    running_call,
-    set_running_call,
-    store_errors,
-)
+from te_fsdp.collectives.rendezvous import Rendezvous, ended_error, running_call, store_errors
 from te_fsdp.errors import TeFsdpError
 
 T = TypeVar("T")
@@ -54,7 +48,7 @@ def delayed_signals() -> Iterator[None]:
 
 def is_watched() -> bool:
     """Return whether collectives are watched: in a :func:`collective_call` of several ranks, in its own thread."""
-    running = running_call()
+    running = running_call.get()
     is_possible = running is not None and running.rendezvous is not None and not running.in_thread
     return is_possible and not rendezvous.is_capturing()
 
@@ -68,13 +62,13 @@ def run_while_all_live(collective: Callable[[], T]) -> T:
     if not is_watched():
         return collective()
     future: Future[T] = Future()
-    running, kind = running_call(), torch.accelerator.current_accelerator()
+    running, kind = running_call.get(), torch.accelerator.current_accelerator()
     assert running is not None
     device = None if kind is None else torch.get_device_module(kind)
     stream = device.current_stream() if device is not None and device.is_initialized() else None
 
     def run() -> T:
-        set_running_call(replace(running, in_thread=True))
+        running_call.set(replace(running, in_thread=True))
         with nullcontext() if device is None or stream is None else device.stream(stream):
             return collective()
 
@@ -114,7 +108,7 @@ def all_reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup | None) ->
 
 def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
     """Return once ``poll`` returns true. Raise its error, or CollectiveError if a rank of the call has ended."""
-    running = running_call()
+    running = running_call.get()
     assert running is not None and running.rendezvous is not None
     joint_call, began, ask_at = running.rendezvous, time.monotonic(), rendezvous.ASK_AFTER
     failed: Exception | None = None

@@ -95,26 +95,30 @@ def recorder_for(device: torch.device, generators: Sequence[torch.Generator] = (
 
 
 class Inputs:
-    """Flattened arguments of a call, with tensors copied to fixed addresses on ``device``."""
+    """Flattened arguments of a call, with tensors copied to fixed addresses, on ``device`` if it is given."""
 
-    def __init__(self, leaves: list[Any], structure: Any, device: torch.device) -> None:
+    def __init__(self, leaves: list[Any], structure: Any, device: torch.device | None = None) -> None:
         self._structure = structure
+        # Leaves of their own, since gradients of inputs are computed for them.
         self._held = [
-            torch.empty_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf
+            torch.empty_like(leaf, device=device, requires_grad=leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
             for leaf in leaves
         ]
+        self.static = [leaf for leaf in self._held if isinstance(leaf, torch.Tensor)]
         self.take(leaves)
 
     def arguments(self) -> Any:
         """Return the arguments in their original structure."""
         return _torch.unflatten(self._held, self._structure)
 
-    @torch.no_grad()
-    def take(self, leaves: list[Any]) -> None:
+    def take(self, leaves: Sequence[Any]) -> None:
         """Copy the tensors of another call. The host does not wait for copies from pinned memory."""
-        for static, leaf in zip(self._held, leaves, strict=True):
-            if isinstance(static, torch.Tensor):
-                static.copy_(leaf, non_blocking=True)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for static, tensor in zip(self.static, tensors, strict=True):
+            # By .data, because autograd may have saved the static input.
+            static.data.copy_(tensor.detach(), non_blocking=True)
 
 
 class LearningRates:

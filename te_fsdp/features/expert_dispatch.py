@@ -93,15 +93,11 @@ class ExpertDispatcher:
         Raises:
             PlacementError: An argument is out of range, or not a number.
         """
-        limits = (
-            ("tokens", tokens, 0),
-            ("top_k", top_k, 1),
-            ("num_experts", num_experts, 1),
-            ("multiple", multiple, 1),
-        )
-        for name, value, least in limits:
-            require_integer("ExpertDispatcher.capacity_for", name, value, least=least)
-        require_number("ExpertDispatcher.capacity_for", "factor", factor, least=0, fix="factor=1.25")
+        where = "ExpertDispatcher.capacity_for"
+        require_integer(where, "tokens", tokens, least=0)
+        for name, value in (("top_k", top_k), ("num_experts", num_experts), ("multiple", multiple)):
+            require_integer(where, name, value, least=1)
+        require_number(where, "factor", factor, least=0, fix="factor=1.25")
         rows = max(1, math.ceil(tokens * top_k * factor / num_experts))
         return -(-rows // multiple) * multiple
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +55,7 @@ class ForwardPrefetch(Component):
         if following is not None and _fsdp2.start_gather(self._units[following]):
             self._started[following] = _fsdp2.versions_of_shards(self._units[following])
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, trained: Sequence[torch.Tensor]) -> None:
         """Learn the order of the forward that ends; release units that it has not run."""
         if self._next is None:
             # Units with several successors in one forward have none.

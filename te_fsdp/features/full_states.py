@@ -17,29 +17,27 @@ from te_fsdp.features.main_params import optimizer_shard_in
 from te_fsdp.layout import chunk_range
 from te_fsdp.upstream import torch_dtensor as _torch
 
+#: Functions of torch that return and load the states of optimizers.
+_FUNCTIONS = "_get_optim_state_dict", "_load_optim_state_dict"
+
 
 @functools.cache
 def unpad_full_states() -> None:
     """Let torch return and load full states in the shapes of the parameters. Local operation, once per process."""
+    get, load = (getattr(_state_dict, name) for name in _FUNCTIONS)
 
-    def wrap_get(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def get_states(model: nn.Module, optimizers: Any, info: Any) -> Any:
-            states = stock(model, optimizers, info)
-            return _converted(model, optimizers, states, _unpadded) if info.full_state_dict else states
+    @functools.wraps(get)
+    def get_states(model: nn.Module, optimizers: Any, info: Any) -> Any:
+        states = get(model, optimizers, info)
+        return _converted(model, optimizers, states, _unpadded) if info.full_state_dict else states
 
-        return get_states
+    @functools.wraps(load)
+    def load_states(model: nn.Module, optimizers: Any, states: Any, info: Any) -> None:
+        states = _converted(model, optimizers, states, _padded) if info.full_state_dict else states
+        load(model, optimizers, states, info)
 
-    def wrap_load(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def load_states(model: nn.Module, optimizers: Any, states: Any, info: Any) -> None:
-            states = _converted(model, optimizers, states, _padded) if info.full_state_dict else states
-            stock(model, optimizers, states, info)
-
-        return load_states
-
-    for name, wrap in (("_get_optim_state_dict", wrap_get), ("_load_optim_state_dict", wrap_load)):
-        setattr(_state_dict, name, wrap(getattr(_state_dict, name)))
+    for name, function in zip(_FUNCTIONS, (get_states, load_states), strict=True):
+        setattr(_state_dict, name, function)
 
 
 def _converted(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,20 +36,52 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
     return (local.data_ptr(),)
 
 
-class Snapshot:
+class ModuleSnapshot:
+    """Modules, parameters and buffers on which a recording depends. ``addresses_of`` returns a tensor's addresses."""
+
+    def __init__(
+        self, module: nn.Module, addresses_of: Callable[[torch.Tensor], tuple[int, ...]] = _addresses
+    ) -> None:
+        self._addresses_of = addresses_of
+        self._modules = [(m, tuple(m._modules.values()), m.training) for m in module.modules()]
+        self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor, tuple[int, ...], bool]] = []
+        for part, _, _ in self._modules:
+            self.watch(part._parameters)
+            self.watch(part._buffers)
+
+    def watch(self, owner: dict[Any, Any]) -> None:
+        """Record the tensors of a dict, with their addresses."""
+        for key, tensor in owner.items():
+            if isinstance(tensor, torch.Tensor):
+                self._tensors.append((owner, key, tensor, self._addresses_of(tensor), tensor.requires_grad))
+
+    def changed(self) -> str:
+        """Return a description of the first change since; empty if there is none. Local operation."""
+        # The recorded kernels are those of one mode: dropout, for example, runs only in training.
+        if any(
+            m.training != training or tuple(m._modules.values()) != children
+            for m, children, training in self._modules
+        ):
+            return "a module, or a module's training mode"
+        for owner, key, tensor, addresses, trained in self._tensors:
+            if owner.get(key) is not tensor or tensor.requires_grad != trained:
+                return f"{key} is a different tensor, or its requires_grad has changed"
+            if self._addresses_of(tensor) != addresses:
+                return f"{key} has a different address"
+        return ""
+
+
+class Snapshot(ModuleSnapshot):
     """State on which a recording depends, taken while weights are sharded. ``None``: without the optimizer's step."""
 
     def __init__(self, state: ShardedModel, optimizer: Optimizer | None) -> None:
+        super().__init__(state.model)
         self._state, self._optimizer = state, optimizer
-        self._modules = [(m, tuple(m._modules.values()), m.training) for m in state.model.modules()]
-        self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor, tuple[int, ...], bool]] = []
-        for module, _, _ in self._modules:
-            self._watch(module._parameters)
-            self._watch(module._buffers)
-            self._watch(_te_modules.cached_weights(module))
+        for module in state.model.modules():
+            self.watch(_te_modules.cached_weights(module))
             # Scales and histories of delayed scaling are not buffers of the module.
             for recipe_state in (_te.delayed_states(module) or {}).values():
-                self._watch(vars(recipe_state))
+                self.watch(vars(recipe_state))
         # Identify states by parameter and name, because state dicts recreate the dicts in between.
         self._states = [
             (parameter, name, tensor, _addresses(tensor))
@@ -59,24 +91,10 @@ class Snapshot:
         ]
         self._options, self._settings = self._optimizer_options(), self._current_settings()
 
-    def _watch(self, owner: dict[Any, Any]) -> None:
-        """Record the tensors of a dict, with their addresses."""
-        for key, tensor in owner.items():
-            if isinstance(tensor, torch.Tensor):
-                self._tensors.append((owner, key, tensor, _addresses(tensor), tensor.requires_grad))
-
     def changed(self) -> str:
         """Return a description of the first change since; empty if there is none. Local operation."""
-        if any(
-            m.training != training or tuple(m._modules.values()) != children
-            for m, children, training in self._modules
-        ):
-            return "a module, or a module's training mode"
-        for owner, key, tensor, addresses, trained in self._tensors:
-            if owner.get(key) is not tensor or tensor.requires_grad != trained:
-                return f"{key} is a different tensor, or its requires_grad has changed"
-            if _addresses(tensor) != addresses:
-                return f"{key} has a different address"
+        if change := super().changed():
+            return change
         for parameter, name, tensor, addresses in self._states:
             current = self._optimizer.state.get(parameter, {}).get(name)  # type: ignore[union-attr]
             if current is not tensor or _addresses(tensor) != addresses:
@@ -107,18 +125,17 @@ class Snapshot:
 
 
 class Buffers:
-    """Buffers in a module before a capture; with ``attributes`` also tensors that are attributes of modules."""
+    """Buffers in a module before a capture, and tensors that are attributes of modules."""
 
-    def __init__(self, module: nn.Module, *, attributes: bool = False) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._buffers, self._attributes = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
         for part in module.modules():
             for entries, owner in ((self._buffers, part._buffers), (self._attributes, vars(part))):
-                if owner is part._buffers or attributes:
-                    entries += [
-                        (owner, name, tensor, tensor.detach(), _addresses(tensor))
-                        for name, tensor in owner.items()
-                        if isinstance(tensor, torch.Tensor)
-                    ]
+                entries += [
+                    (owner, name, tensor, tensor.detach(), _addresses(tensor))
+                    for name, tensor in owner.items()
+                    if isinstance(tensor, torch.Tensor)
+                ]
 
     def replaced(self) -> str:
         """Return the name of the first buffer that is a different tensor or has other memory; else empty."""

@@ -296,9 +296,7 @@ class GraphedStep:
             first = {"is_first_microbatch": number == 0} if self._takes_first else {}
             with microbatch(self._model, is_last=number == self._last):
                 output = self._call(*args, **kwargs, **first)
-        leaves, structure = _torch.flatten(output)
-        leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return _torch.unflatten(leaves, structure)
+        return _map_tensors(torch.Tensor.detach, output)
 
     def _complete(self) -> torch.Tensor | None:
         """Complete gradients, until no work is pending on other streams. Clip, and return the norm."""
@@ -389,7 +387,7 @@ class GraphedStep:
         zero_grad(self._model)
         self._clear_events()
         report = self._state.components.get(NanReport)
-        parts, norm, buffers = list[_MicrobatchGraph](), None, Buffers(self._model, attributes=True)
+        parts, norm, buffers = list[_MicrobatchGraph](), None, Buffers(self._model)
 
         def run(number: int) -> StepOutput:
             """Run the part of a step that one graph contains ([Note: graphs of microbatches])."""
@@ -466,7 +464,7 @@ class GraphedStep:
                 report.microbatch += part.forwards
             part.graph.replay()
             # The next replay writes to the same addresses.
-            outputs.append(_copied(part.output))
+            outputs.append(_map_tensors(torch.Tensor.clone, part.output))
         for parameter, gradient in zip(recording.trained, recording.read_between, strict=False):
             parameter.grad = gradient
         if report is not None:
@@ -487,11 +485,10 @@ class GraphedStep:
         if report is not None:
             report.forget()
         self.replays += 1
-        return StepOutput(self._combine_outputs(outputs), _copied(norm))
+        return StepOutput(self._combine_outputs(outputs), None if norm is None else norm.clone())
 
 
-def _copied(output: Any) -> Any:
-    """Return a copy of a recording's output."""
-    leaves, structure = _torch.flatten(output)
-    copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return _torch.unflatten(copies, structure)
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    leaves, structure = _torch.flatten(value)
+    mapped = [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return _torch.unflatten(mapped, structure)

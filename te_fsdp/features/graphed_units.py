@@ -8,21 +8,21 @@ A unit's ``forward`` is replaced. Hooks of FSDP2 and of the user on the unit its
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from te_fsdp.errors import OrderError, PlacementError, require_integer, require_kind, shorten
+from te_fsdp.errors import OrderError, PlacementError, require_integer, require_kind
 from te_fsdp.features.cuda_recorder import CudaRecorder, capture_failure, recorder_for
 from te_fsdp.features.graph_checks import Signature
+from te_fsdp.features.param_gather import sharded_units
 from te_fsdp.features.transports import transports_of
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
 from te_fsdp.modules.mixin import record_forward
@@ -99,16 +99,8 @@ def _names_of_units(state: ShardedModel, units: Iterable[str] | None) -> list[st
         )
     if units is None:
         return [name for name, inner in within.items() if not inner]
-    require_kind("graphed_units", "units", units, Iterable, expected="names of units")
-    names = list(units)
+    names = sharded_units(state, units, "graphed_units")
     for name in names:
-        if name not in within:
-            raise PlacementError(
-                f"graphed_units(units=...): {name!r} is not a unit",
-                expected=f"names of FSDP2 units: {shorten(list(within), 6)}",
-                got='a unit with strategy="no_shard"' if name in state.units else None,
-                fix="pass names of units, as in te_fsdp.report(model), or omit units for all of them",
-            )
         if within[name]:
             raise PlacementError(
                 f"{name or 'the root'}: graphed_units of a unit that contains units",
@@ -193,7 +185,7 @@ class _Shared:
 
     def pending(self) -> list[_Pending]:
         """Return the replayed forwards whose backward has not run, in order ([Note: order of replays])."""
-        alive = [pass_ for ref in self.stack if (pass_ := ref()) is not None and not pass_.is_done]
+        alive = [node for ref in self.stack if (node := ref()) is not None and node.waits]
         if len(alive) != len(self.stack):
             self.stack = [weakref.ref(node) for node in alive]
         return alive
@@ -211,15 +203,6 @@ class _Shared:
     def is_recording(self) -> bool:
         """Return whether a unit or a full step is being recorded."""
         return self.is_busy or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Run units eagerly in a context."""
-        self.is_busy = True
-        try:
-            yield
-        finally:
-            self.is_busy = False
 
     def fixed_storages(self, unit: nn.Module) -> set[int]:
         """Return the addresses of storages that stay the same, for a unit that is unsharded."""
@@ -249,37 +232,33 @@ class _Pending:
     """A replayed forward whose backward has not run. The autograd graph keeps it alive."""
 
     def __init__(self, shared: _Shared, name: str, recording: UnitRecording, is_new: bool) -> None:
-        self.recording, self.is_new, self.is_done = recording, is_new, False
-        self.assigns = False  # see record_forward
+        self.recording, self.is_new = recording, is_new
+        self.waits, self.assigns = True, False  # see record_forward
         self._shared, self.name = shared, name
-
-    @property
-    def waits(self) -> bool:
-        """Return whether the backward has not run."""
-        return not self.is_done
 
     def backward(self, gradients: Any, goes_on: bool) -> list[Any]:
         """Run the recorded backward. ``goes_on``: whether that of the unit's inputs follows."""
         pending = self._shared.pending()
-        if self.is_done or not pending or pending[-1] is not self:
+        if not self.waits or not pending or pending[-1] is not self:
             raise OrderError(
                 f"{self.name}: backward of a unit with graphs",
                 expected="backwards in the reverse order of forwards, one for each forward",
-                got="a second backward of this unit"
-                if self.is_done
-                else "a later unit whose backward is pending",
+                got="a later unit whose backward is pending"
+                if self.waits
+                else "a second backward of this unit",
                 why="Graphs of units share memory, so that the values of this forward may be overwritten",
                 fix="leave the unit out of te_fsdp.graphed_units(model, units=...)",
             )
         if self._shared.last_backward != self.recording.order + 1:
-            self.recording.wait_for_reductions()  # [Note: gradients of weights] expects the unit in between
+            # [Note: gradients of weights] expects the unit in between
+            _graphs.wait_for_reductions(self.recording.unit)
         self._shared.count_until_end_of_backward()
         others = pending[:-1]
         is_alone = self._shared.forwards[self.name] <= 1 and all(node.name != self.name for node in others)
         results = self.recording.run_backward(
             gradients, is_alone=is_alone, is_reduced_next=goes_on or not others
         )
-        self.is_done, self._shared.last_backward = True, self.recording.order
+        self.waits, self._shared.last_backward = False, self.recording.order
         return results
 
 
@@ -310,7 +289,8 @@ class _Unit:
         if recording is None:
             return self.forward(*args, **kwargs)
         if not shared.pending():
-            recording.wait_for_reductions()  # of the previous pass, whose gradients this forward may overwrite
+            # Of the previous pass, whose gradients this forward may overwrite.
+            _graphs.wait_for_reductions(recording.unit)
         pending = _Pending(shared, self.name, recording, is_new)
         shared.stack.append(weakref.ref(pending))
         for binding in recording.bindings:
@@ -376,16 +356,15 @@ class _Unit:
             shared.buffers,
             shared.fixed_storages(self.module),
         )
+        shared.is_busy = True
         try:
-            # The caller's own forward follows after an error, so that the step is complete without a graph.
-            with shared.recording():
-                recording.record_forward()
-        except NotRecordableError as error:
-            self.run_eagerly(str(error))
-            return None
+            recording.record_forward()
         except Exception as error:
-            self.run_eagerly(capture_failure(error))
+            # The caller's own forward follows, so that the step is complete without a graph.
+            self.run_eagerly(str(error) if isinstance(error, NotRecordableError) else capture_failure(error))
             return None
+        finally:
+            shared.is_busy = False
         shared.generation += first
         shared.order = 0 if first else shared.order + 1
         recording.generation, recording.order = shared.generation, shared.order

@@ -13,6 +13,7 @@ import itertools
 import logging
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import rank
+from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.component import Component
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_hooks as _fsdp2_hooks, fsdp2_units, torch_dtensor as _torch
@@ -45,14 +47,6 @@ class CudaClock:
         event.record()
         return event
 
-    def is_done(self, event: Any) -> bool:
-        """Return whether the device has reached an event."""
-        return event.query()
-
-    def between(self, first: Any, second: Any) -> float:
-        """Return the milliseconds between two events that are done."""
-        return first.elapsed_time(second)
-
     def sleep(self, milliseconds: float) -> None:
         """Let the device wait, not the host."""
         _torch.device_sleep(milliseconds)
@@ -60,10 +54,6 @@ class CudaClock:
     def now(self) -> float:
         """Return the host's time in milliseconds."""
         return 1e3 * time.perf_counter()
-
-    def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being recorded."""
-        return torch.cuda.is_current_stream_capturing()
 
 
 class _Mark(NamedTuple):
@@ -98,13 +88,13 @@ class HostPace(Component):
     def __init__(self, state: ShardedModel, clock: CudaClock) -> None:
         self._units = {n: unit for n, unit in state.modules.items() if not fsdp2_units.inner_units(unit)}
         self._clock = clock
-        self._steps = 0
+        self._steps: Iterator[None] | None = (
+            self._measure()
+        )  # the next item of each step; ``None`` at the end
         self._marks: list[_Mark] = []
-        self._measured: list[list[_Mark]] = []
         self._sleeps: list[float] = []
         self._handles: list[Any] = []
         self._result: Pace | None = None
-        self._is_over = False
 
     def report_line(self) -> str:
         """Return the result; empty before it is known, and if the device does not wait."""
@@ -117,71 +107,63 @@ class HostPace(Component):
 
     def finish_step(self) -> None:
         """Mark the end of a step, and begin the next one."""
-        if self._is_over:
-            return
-        if self._clock.is_capturing():
-            self._end()
-            return
-        self._steps += 1
-        if self._steps == SKIPPED:
-            self._watch()
-        if self._steps <= SKIPPED or self._is_over:
-            return
-        if len(self._measured) <= MEASURED:
-            self._mark()
-            self._measured.append(self._marks)
-            self._marks = []
-            if len({len(marks) for marks in self._measured}) > 1:
-                self._end()  # not every step is the same
-            elif len(self._measured) == MEASURED:
-                # Each sleep lasts longer than the host needs for the part, so that the device has all work of the next
-                # step in time and does not wait for the host in it.
-                self._sleeps = [1.5 * part + 0.2 for part in self._host_parts()]
-                if sum(self._sleeps) > LONGEST:
-                    self._end()
-            elif len(self._measured) > MEASURED:
-                self._unwatch()
-        elif self._clock.is_done(self._measured[-1][-1].event):
-            measured, slept = self._measured[:MEASURED], self._measured[-1]
-            behind = [
-                statistics.median(flags)
-                for flags in zip(*[[m.is_behind for m in s] for s in measured], strict=True)
-            ]
-            device = [self._clock.between(a.event, b.before) for a, b in itertools.pairwise(slept)]
-            parts = zip(self._host_parts(), device, behind[1:], strict=True)
-            wait = sum(max(0.0, host - alone) for host, alone, is_behind in parts if not is_behind)
-            step = statistics.median([self._clock.between(m[0].event, m[-1].event) for m in measured])
-            self._end()
-            if wait >= max(SHARE * step, LEAST):
-                self._result = Pace(step, min(wait, step))
-                if rank() == 0:
-                    _log.warning("%s", self._result)
+        if self._steps is not None and (is_capturing() or next(self._steps, True)):
+            self._unwatch()
+            self._steps = None
 
-    # ------------------------------------------------------------------------------------------------------------ marks
-
-    def _watch(self) -> None:
+    def _measure(self) -> Iterator[None]:
+        """Run between the steps, until there is a result or nothing can be measured."""
+        yield from itertools.repeat(None, SKIPPED - 1)
         # Hooks of compiled modules would be compiled with them.
-        is_compiled = any(
+        modules = [module for unit in self._units.values() for module in unit.modules()]
+        if not modules or any(
             getattr(module, "_compiled_call_impl", None) is not None
             or type(module).__name__ == "OptimizedModule"
-            for unit in self._units.values()
-            for module in unit.modules()
-        )
-        if not self._units or is_compiled:
-            self._end()
-        for unit in () if self._is_over else self._units.values():
+            for module in modules
+        ):
+            return
+        for unit in self._units.values():
             self._handles.append(unit.register_forward_pre_hook(_torch.disable_compile(self._before)))
             self._handles.append(unit.register_forward_hook(_torch.disable_compile(self._after)))
+        measured, hosts = list[list[_Mark]](), list[float]()
+        while len(measured) <= MEASURED:
+            yield
+            self._mark()
+            measured.append(self._marks)
+            self._marks = []
+            if len({len(marks) for marks in measured}) > 1:
+                return  # not every step is the same
+            if len(measured) == MEASURED:
+                parts = [[b.host - a.host for a, b in itertools.pairwise(marks)] for marks in measured]
+                hosts = [statistics.median(times) for times in zip(*parts, strict=True)]
+                # Each sleep lasts longer than the host needs for the part, so that the device has all work of the next
+                # step in time and does not wait for the host in it.
+                self._sleeps = [1.5 * part + 0.2 for part in hosts]
+                if sum(self._sleeps) > LONGEST:
+                    return
+        self._unwatch()
+        slept = measured.pop()
+        yield
+        while not slept[-1].event.query():
+            yield
+        flags = zip(*[[mark.is_behind for mark in marks] for marks in measured], strict=True)
+        behind = [statistics.median(of_mark) for of_mark in flags]
+        device = [a.event.elapsed_time(b.before) for a, b in itertools.pairwise(slept)]
+        parts = zip(hosts, device, behind[1:], strict=True)
+        wait = sum(max(0.0, host - alone) for host, alone, is_behind in parts if not is_behind)
+        step = statistics.median([marks[0].event.elapsed_time(marks[-1].event) for marks in measured])
+        if wait >= max(SHARE * step, LEAST):
+            self._result = Pace(step, min(wait, step))
+            if rank() == 0:
+                _log.warning("%s", self._result)
+
+    # ------------------------------------------------------------------------------------------------------------ marks
 
     def _unwatch(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._sleeps = []
-
-    def _end(self) -> None:
-        self._unwatch()
-        self._measured, self._marks, self._is_over = [], [], True
 
     def _before(self, unit: nn.Module, args: Any) -> None:
         if not _torch.in_backward() and torch.is_grad_enabled():
@@ -197,23 +179,14 @@ class HostPace(Component):
 
     def _mark(self) -> None:
         clock, index = self._clock, len(self._marks)
-        if not self._handles or clock.is_capturing():
+        if not self._handles or is_capturing():
             return
         before = event = clock.event()
-        behind = bool(self._marks) and not clock.is_done(self._marks[-1].event)
+        behind = bool(self._marks) and not self._marks[-1].event.query()
         if index < len(self._sleeps):
             clock.sleep(self._sleeps[index])
             event = clock.event()
         self._marks.append(_Mark(clock.now(), before, event, behind))
-
-    # ---------------------------------------------------------------------------------------------------------- results
-
-    def _host_parts(self) -> list[float]:
-        """Return the median host time of each part between two marks."""
-        parts = [
-            [b.host - a.host for a, b in itertools.pairwise(marks)] for marks in self._measured[:MEASURED]
-        ]
-        return [statistics.median(times) for times in zip(*parts, strict=True)]
 
 
 def measure_host_pace(setup: Setup) -> None:

@@ -8,7 +8,7 @@ Local tensors of gradients replace the gradients, too.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,24 +19,15 @@ from te_fsdp.upstream.torch_autograd import without_subclasses
 from te_fsdp.upstream.torch_dtensor import local_of_dtensor
 
 
-class Replaced(NamedTuple):
-    """A member of a group that its local tensor replaces."""
-
-    members: list[torch.Tensor]  #: ``group["params"]``
-    index: int  #: Its index there
-    parameter: torch.Tensor
-    local: torch.Tensor
-
-
 # FusedAdam reads ``.data`` of each parameter and gradient. For a DTensor this is an operation in Python: about 70 calls
 # per parameter and step. Its kernel only needs local memory.
 #
 # FusedAdam updates all of them in place, so nothing is copied back. Parameters without state (before the
 # first step) or gradient are not replaced. Neither are quantized weights, nor any parameter with
 # ``capturable=True``, because that step may read a gradient scaler.
-def install_local_tensors(optimizer: Any) -> list[Replaced]:
-    """Replace parameters in the groups of a FusedAdam by local tensors. Other optimizers are not changed. Local."""
-    replaced: list[Replaced] = []
+def install_local_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """Replace parameters in the groups of a FusedAdam, and return their local tensors, which replace them. Local."""
+    replaced: list[torch.Tensor] = []
     if not _te.is_stock_fused_adam(optimizer) or optimizer.capturable:
         return replaced
     decoupled, states = optimizer.use_decoupled_grad, optimizer.state
@@ -64,16 +55,14 @@ def install_local_tensors(optimizer: Any) -> list[Replaced]:
                         local.grad_dtype = local_gradient.dtype
                     local.grad = local_gradient
                 members[index] = local
-                replaced.append(Replaced(members, index, parameter, local))
+                replaced.append(local)
     return replaced
 
 
-def remove_local_tensors(optimizer: Optimizer, replaced: list[Replaced]) -> None:
-    """Undo :func:`install_local_tensors`. Local operation."""
+def remove_local_tensors(optimizer: Optimizer, replaced: list[torch.Tensor]) -> None:
+    """Remove local tensors from the state. The caller restores the groups. Local operation."""
     scales = getattr(optimizer, "_scales", {})
-    for members, index, parameter, local in replaced:
-        if index < len(members) and members[index] is local:
-            members[index] = parameter
+    for local in replaced:
         optimizer.state.pop(local, None)
         if scales:
             scales.pop(local, None)

@@ -32,7 +32,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
     optimizer_shard,
 )
 from te_fsdp.features.incomplete_states import has_equal_groups, refuse_unloadable_states
-from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
+from te_fsdp.features.local_step import install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import gradient_of, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantize_into
@@ -103,16 +103,15 @@ class MainParameters:
         self.by_id: dict[int, MainParameter] = {}
         #: Those whose main parameters are in the groups; empty between steps.
         self.pairs: list[MainParameter] = []
-        #: Members of the groups that local tensors have replaced; empty between steps.
-        self.locals: list[Replaced] = []
+        #: Local tensors that replace members of the groups; empty between steps.
+        self.locals: list[torch.Tensor] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self.versions: WeightVersions | None = None  # of low-precision parameters, after the last step
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
         self.kept_by_fused_adam = kept_by_fused_adam
-        self._without_state: list[
-            tuple[MainParameter, dict[str, Any]]
-        ] = []  # loaded states with a main weight alone
+        # Loaded states with a main weight alone.
+        self._without_state: list[tuple[MainParameter, dict[str, Any]]] = []
         self._before = optimizer.register_step_pre_hook(_torch.disable_compile(self._before_step))
         after = optimizer.register_step_post_hook(_torch.disable_compile(self._after_step))
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
@@ -144,7 +143,7 @@ class MainParameters:
 
     def shard_state(self, shards: Iterable[OptimizerShard]) -> OuterAverages:
         """Shard optimizer state across replicas with these shards; return the averages. Local operation."""
-        self.averages = averages = OuterAverages(self)
+        self.averages = averages = OuterAverages(self.by_id, self.sharded, self.lookup)
         self.by_id.clear()
         for shard in shards:
             self.of(shard.parameter, shard)
@@ -268,7 +267,8 @@ class MainParameters:
                 members.append(pair.main)
         if len(self.by_id) > count:  # drop parameters that the optimizer no longer has
             ids = {id(parameter) for _, parameters in self._groups for parameter in parameters}
-            self.by_id = {key: entry for key, entry in self.by_id.items() if key in ids}
+            for key in self.by_id.keys() - ids:
+                del self.by_id[key]
         if self.averages is not None and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights, so FusedAdam must not create any.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False

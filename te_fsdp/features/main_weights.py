@@ -1,11 +1,7 @@
 """``main_weights``: fp32 main weights for an optimizer, initialized with the model's initial values.
 
-:func:`shard_optimizer` shards them, and the optimizer's state, over all ranks that replicate a parameter.
-
-    model's parameters     read by forward: quantized or bf16; referenced by the optimizer's groups and state
-    main weights           fp32, placed as the parameters; ``optimizer.state[parameter]["master_param"]``
-
-TE's FusedAdam keeps main weights itself. For torch's optimizers they replace the parameters during ``step``
+:func:`shard_optimizer` shards them, and the optimizer's state, over all ranks that replicate a parameter. TE's
+FusedAdam keeps main weights itself. For torch's optimizers they replace the parameters during ``step``
 ([Note: main parameters in a step] in ``main_params.py``).
 """
 
@@ -384,11 +380,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         _prepare_bytes(shards)
         main_parameters.create_all(optimizer)
     for state in states:
-        component = state.components.get(ShardedOptimizer)
-        if component is None:
-            component = ShardedOptimizer()
-            state.components.attach(component)
-        component.add(averages)
+        (state.components.get(ShardedOptimizer) or ShardedOptimizer(state)).add(averages)
     return optimizer
 
 

@@ -281,8 +281,6 @@ class _MuonWeight:
 
     def matrices(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Split an unsharded weight into its matrices."""
-        if len(self.fused[1]) == 1:
-            return [full]
         turns, columns = self.fused[0], self.shape[1]
         parts = full.view(turns, -1, columns).split(self.heights, 1)
         return [part.reshape(-1, columns) for part in parts]

@@ -224,24 +224,20 @@ class NanReport(Component):
         if not bad:  # zero_grad after an error
             self._first.zero_()
             return ""
-        lines = []
+        lines, units = [], [label for label in self._labels if label != NOT_SHARDED]
+        replicated = {name for name, plan in state.plans.items() if plan.storage.is_replicated}
         for label in self._labels:
             where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(reports) if label in f]
+            prefix = f"{label}." if label else ""
+            inner = tuple(f"{unit}." for unit in units if unit != label and unit.startswith(prefix))
+            names = [
+                n for n in bad if n.startswith(prefix) and not n.startswith(inner) and n not in replicated
+            ]
+            if label == NOT_SHARDED:
+                names = [name for name in bad if name in replicated]
+            named = shorten(names, MOST)
+            named = f"{label} ({named})" if label == NOT_SHARDED and named else named
             if where:
-                replicated = {name for name, plan in state.plans.items() if plan.storage.is_replicated}
-                prefix = f"{label}." if label else ""
-                inner = tuple(
-                    f"{u}." for u in self._labels if u not in (NOT_SHARDED, label) and u.startswith(prefix)
-                )
-                names = [
-                    name
-                    for name in bad
-                    if name.startswith(prefix) and not name.startswith(inner) and name not in replicated
-                ]
-                if label == NOT_SHARDED:
-                    names = [name for name in bad if name in replicated]
-                named = shorten(names, MOST)
-                named = f"{label} ({named})" if label == NOT_SHARDED and named else named
                 lines.append(f"{named or label or 'the root unit'}: {', '.join(where)}")
         return message(
             "gradients with NaN or infinity: " + "; ".join(lines),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from te_fsdp.errors import PlacementError, require_kind
+from te_fsdp.errors import PlacementError, require_kind, shorten
 from te_fsdp.kept_weights import apply_frozen, expose_unsharded_params
 from te_fsdp.sharded_model import (
     ShardedModel,
@@ -37,7 +37,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
     """
     state = require_sharded_model(model, "start_param_gather")
     refuse_in_backward("start_param_gather")
-    for name in _sharded_units(state, units, "start_param_gather"):
+    for name in sharded_units(state, units, "start_param_gather"):
         unit: Any = state.modules[name]
         # A unit whose shards are exposed still has its weights. This frees them if they are stale.
         expose_unsharded_params(state, name, unit)
@@ -72,7 +72,7 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
     """
     state = require_sharded_model(model, "release_params")
     refuse_in_backward("release_params")
-    for name in _sharded_units(state, units, "release_params"):
+    for name in sharded_units(state, units, "release_params"):
         unit: Any = state.modules[name]
         if name in state.unsharded.gathers:
             # The all-gather still writes to the memory that `reshard` frees.
@@ -83,8 +83,8 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
         state.unsharded.versions.pop(name, None)
 
 
-def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str) -> list[str]:
-    """Return the names of the selected units, outer before inner."""
+def sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str) -> list[str]:
+    """Return the names of the selected units, outer before inner; raise PlacementError for other names."""
     # `state.modules` has inner units first.
     order = list(reversed(state.modules))
     require_kind(where, "units", () if units is None else units, Iterable, expected="names of units, or None")
@@ -93,7 +93,8 @@ def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str)
     if unknown:
         raise PlacementError(
             f"{where}: {unknown[0]!r} is not a sharded unit",
-            expected=f"names out of {order[:8]}",
-            fix="name modules as model.named_modules() does; units of strategy no_shard are never gathered",
+            expected=f"names of FSDP2 units: {shorten(order, 8)}",
+            got='a unit with strategy="no_shard"' if unknown[0] in state.units else None,
+            fix="pass names of units, as in te_fsdp.report(model), or omit units for all of them",
         )
     return [name for name in order if name in selected]

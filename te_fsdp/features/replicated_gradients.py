@@ -47,7 +47,6 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_hooks import tensors_in
 
 _log = logging.getLogger("te_fsdp")
 
@@ -63,9 +62,6 @@ class ReplicatedGradients(Component):
     The reduction is triggered by the gradients of the root's outputs.
 
     Args:
-        model: The root module.
-        replicated: The replicated parameters.
-        meshes: Meshes of the job.
         units: Names of units with replicated parameters, in the order in which backward leaves them.
         grads_dtype: Accumulation dtype of gradients; ``None``: the parameters' own.
         average: Divide gradients by the number of data-parallel ranks (for experts, too), whose data the mean loss
@@ -279,11 +275,10 @@ class ReplicatedGradients(Component):
 
     # -------------------------------------------------------------------------------------------------- the hooks
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, trained: Sequence[torch.Tensor]) -> None:
         """Make every rank that runs backward participate in the reduction, even without such a gradient. Local."""
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._begin)
+        for tensor in trained:
+            tensor.register_hook(self._begin)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         """Start a reduction with the first gradient of each backward. Local operation."""

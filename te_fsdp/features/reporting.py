@@ -155,11 +155,7 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
                 if settled and local.is_meta:
                     local = shard_in_training(module, name, parameter)
                 binding = binding_of(module)
-                layout = (
-                    str(binding.rules[name].layout)
-                    if binding is not None and name in binding.rules
-                    else "plain"
-                )
+                rule = None if binding is None else binding.rules.get(name)
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 fmt = _te.format_of(local)
                 if fmt is not None:
@@ -172,7 +168,7 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
                 row = Row(
                     label,
                     tuple(parameter.shape),
-                    layout,
+                    "plain" if rule is None else str(rule.layout),
                     _placements(parameter),
                     tuple(local.shape),
                     dtype,

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
-from te_fsdp.features.cuda_recorder import CudaRecorder
-from te_fsdp.features.graph_checks import Buffers, Signature
-from te_fsdp.records import binding_of
+from te_fsdp.features.cuda_recorder import CudaRecorder, Inputs
+from te_fsdp.features.graph_checks import Buffers, ModuleSnapshot, Signature
+from te_fsdp.records import binding_of, iter_param_owners
 from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
 from te_fsdp.upstream.te_derived import derive_columnwise_usage
 
@@ -35,10 +35,7 @@ class NotRecordableError(RuntimeError):
 class Weight(NamedTuple):
     """A parameter of a unit, unsharded."""
 
-    table: dict[str, Any]  #: ``_parameters`` of its module
-    name: str
     parameter: torch.Tensor
-    addresses: tuple[int, ...]
     trained: bool
 
 
@@ -74,18 +71,6 @@ def addresses_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple([0 if value is None else value.data_ptr() for value in values])
 
 
-def weights_of(unit: nn.Module) -> list[Weight]:
-    """Return the parameters of a unit, each one where it is registered first."""
-    weights: dict[int, Weight] = {}
-    for module in unit.modules():
-        table: dict[str, Any] = module._parameters
-        for name, parameter in table.items():
-            if parameter is not None:
-                weight = Weight(table, name, parameter, addresses_of(parameter), parameter.requires_grad)
-                weights.setdefault(id(parameter), weight)
-    return list(weights.values())
-
-
 # [Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture
 # that reaches a node of a different stream fails. So the recorded forward uses stand-ins: new leaves over the memory
 # of the unsharded parameters. Gradients of stand-ins become those of the parameters.
@@ -113,19 +98,14 @@ class UnitRecording:
         buffers: StaticBuffers,
         fixed: set[int],
     ) -> None:
-        leaves, self._structure = inputs
+        self._held = Inputs(*inputs)
+        self.inputs = len(self._held.static)  #: Number of tensors among the inputs
         self.signature = signature  #: Kind of inputs, and the context of the forward
         self.generation = 0  #: Number of the forward pass in which it was recorded
         self.order = 0  #: Its position among the recordings of that pass
-        self._unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
-        # Leaves of their own, since gradients of inputs are computed for them.
-        self._inputs = [
-            leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-        self.weights = weights_of(unit)
+        self.unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
+        self.trained: list[bool] = []  #: Whether each output requires gradients
+        self.weights = [Weight(parameter, parameter.requires_grad) for parameter in unit.parameters()]
         #: Of modules whose parameters are DTensors also while they are unsharded
         self.bindings = [
             binding
@@ -134,12 +114,10 @@ class UnitRecording:
             and binding.fsdp.is_managed
             and any(isinstance(parameter, DTensor) for parameter in module._parameters.values())
         ]
-        self._modes = [(module, module.training) for module in unit.modules()]
-        self._unit_buffers = Buffers(unit)
-        self._fixed = fixed | {address for w in self.weights for address in w.addresses}
+        self._snapshot = ModuleSnapshot(unit, addresses_of)
+        self._fixed = fixed | {address for w in self.weights for address in addresses_of(w.parameter)}
         self._stand_ins: list[torch.Tensor] = []
         self._edges: list[Any] = []
-        self._trained: list[bool] = []
         self._output: tuple[list[Any], Any] = ([], None)
         self._staged: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         self._outputs: list[torch.Tensor] = []
@@ -153,32 +131,16 @@ class UnitRecording:
         """Return whether the backward is recorded."""
         return self._backward_graph is not None
 
-    @property
-    def inputs(self) -> int:
-        """Return the number of tensors among the inputs."""
-        return sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
-
     def changed(self) -> str:
         """Return what has changed since the recording; empty if nothing has. Local operation, in every forward."""
-        for table, name, parameter, addresses, trained in self.weights:
-            if table.get(name) is not parameter or parameter.requires_grad is not trained:
-                return f"{name} is a different parameter, or its requires_grad has changed"
-            if addresses_of(parameter) != addresses:
-                return f"{name} has a different address"
-        # The recorded kernels are those of one mode: dropout, for example, runs only in training.
-        for module, training in self._modes:
-            if module.training is not training:
-                return "the training mode of a module"
-        name = self._unit_buffers.replaced()
-        return name and f"{name} is a different buffer"
+        return self._snapshot.changed()
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
     def record_forward(self) -> None:
         """Record the forward, without running it. Raise the unit's error, or NotRecordableError."""
-        static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
-        versions = [_torch.version_of(leaf) for leaf in static]
-        before = Buffers(self._unit, attributes=True)
+        versions = _torch.versions_of(self._held.static)
+        before = Buffers(self.unit)
         try:
             self._forward_graph, results = self._recorder.record(self._forward)
             if name := before.replaced():
@@ -186,12 +148,12 @@ class UnitRecording:
         except Exception:
             before.restore()
             raise
-        if versions != [_torch.version_of(leaf) for leaf in static]:
+        if versions != _torch.versions_of(self._held.static):
             raise NotRecordableError("it changes an input in place")
         self._outputs = [_graphs.without_ownership(result) for result in results]
 
     def _forward(self) -> list[torch.Tensor]:
-        args, kwargs = _torch.unflatten(self._inputs, self._structure)
+        args, kwargs = self._held.arguments()
         # The unit runs with new leaves in place of its parameters ([Note: stand-ins]).
         self._stand_ins = []
         for parameter in [weight.parameter for weight in self.weights]:
@@ -207,14 +169,9 @@ class UnitRecording:
                 stand_in.__dict__.setdefault(key, value)
             self._stand_ins.append(stand_in)
         by_id = {id(w.parameter): stand_in for w, stand_in in zip(self.weights, self._stand_ins, strict=True)}
-        replaced = [
-            (module._parameters, name, parameter)
-            for module in self._unit.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        for table, name, parameter in replaced:
-            table[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        owners = list(iter_param_owners(self.unit))
+        for owner in owners:
+            owner.module._parameters[owner.name] = by_id[id(owner.parameter)]  # type: ignore[unsupported-operation]
         # torch.autocast must not keep casts in the memory of a graph.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -222,8 +179,8 @@ class UnitRecording:
             output = self._call(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(caches)
-            for table, name, parameter in replaced:
-                table[name] = parameter
+            for owner in owners:
+                owner.module._parameters[owner.name] = owner.parameter
         leaves, structure = _torch.flatten(output)
         # A replay writes to the memory of these tensors. Other values are those of the recording, so only
         # constants are allowed.
@@ -233,7 +190,7 @@ class UnitRecording:
                 raise NotRecordableError(f"it returns {type(leaf).__name__}, which a replay cannot create")
         self._output = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
         self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._trained = [tensor.requires_grad for tensor in tensors]
+        self.trained = [tensor.requires_grad for tensor in tensors]
         # What ``torch.autograd.grad`` needs of outputs, without their memory.
         edge_of = torch.autograd.graph.get_gradient_edge
         self._edges = [t if t.is_leaf else edge_of(t) for t in tensors if t.requires_grad]
@@ -252,19 +209,9 @@ class UnitRecording:
 
     def replay_forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy inputs, replay, and return copies of the outputs."""
-        static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
-        for static_input, tensor in zip(static, tensors, strict=True):
-            static_input.data.copy_(tensor)  # by .data, because autograd has saved the static input
+        self._held.take(tensors)
         self._forward_graph.replay()
         return [output.clone() for output in self._outputs]
-
-    def wait_for_reductions(self) -> None:
-        """Wait until reductions do not read gradients any more, because a replay may overwrite these."""
-        _graphs.wait_for_reductions(self._unit)
-
-    def not_trained(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the outputs without gradients."""
-        return [output for output, trained in zip(outputs, self._trained, strict=True) if not trained]
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -276,9 +223,9 @@ class UnitRecording:
         ``is_alone``: the running backward contains no other forward of the unit. ``is_reduced_next``: no other replay
         comes before the end of the unit's backward.
         """
-        outputs_grad = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
+        outputs_grad = [g for g, trained in zip(gradients, self.trained, strict=True) if trained]
         if not self.is_complete:
-            outputs = [o for o, trained in zip(self._outputs, self._trained, strict=True) if trained]
+            outputs = [o for o, trained in zip(self._outputs, self.trained, strict=True) if trained]
             self._grad_outputs = [self._buffers.like("output", n, output) for n, output in enumerate(outputs)]
         for static, gradient in zip(self._grad_outputs, outputs_grad, strict=True):
             # Autograd passes None for an output that the loss does not use. The graph reads a tensor.
@@ -301,8 +248,8 @@ class UnitRecording:
         inputs = self.inputs
         self._backward_graph.replay()
         results: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
-        is_reduced_next = is_reduced_next and _graphs.reduces_gradients(self._unit)
-        managed = {id(parameter) for parameter, _ in _fsdp2.unsharded_parameters(self._unit)}
+        is_reduced_next = is_reduced_next and _graphs.reduces_gradients(self.unit)
+        managed = {id(parameter) for parameter, _ in _fsdp2.unsharded_parameters(self.unit)}
         for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
             if not weight.trained:
                 continue
@@ -371,7 +318,7 @@ class UnitRecording:
 
     def _backward(self) -> list[torch.Tensor | None]:
         """Return gradients of all input tensors, then of all weights."""
-        tensors = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)] + self._stand_ins
+        tensors = self._held.static + self._stand_ins
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         computed = iter(torch.autograd.grad(self._edges, trained, self._grad_outputs, allow_unused=True))
         return [next(computed) if tensor.requires_grad else None for tensor in tensors]
@@ -390,15 +337,12 @@ class _Replay(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.token = token
         outputs = token.recording.replay_forward(tensors[:inputs])
-        ctx.mark_non_differentiable(*token.recording.not_trained(outputs))
+        trained = zip(outputs, token.recording.trained, strict=True)
+        ctx.mark_non_differentiable(*[output for output, is_trained in trained if not is_trained])
         return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[bad-override]
-        token = ctx.token
-        return (
-            None,
-            None,
-            *token.backward(grad_outputs, _graphs.goes_on_to_inputs(ctx, token.recording.inputs)),
-        )
+        goes_on = _graphs.goes_on_to_inputs(ctx, ctx.token.recording.inputs)
+        return None, None, *ctx.token.backward(grad_outputs, goes_on)

@@ -53,7 +53,8 @@ class UnreadableGradient:
 
     def __repr__(self: Any, **unused: Any) -> str:
         """Return a description without values."""
-        return f"{type(self).__name__}(shape={tuple(self.shape)})"
+        placements = f", placements={self.placements}" if isinstance(self, DTensor) else ""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}{placements})"
 
 
 class UnreadableShard(UnreadableGradient, DTensor):
@@ -72,7 +73,3 @@ class UnreadableShard(UnreadableGradient, DTensor):
     def redistribute(self, *unused: Any, **more: Any) -> DTensor:
         """Refuse."""
         self.refuse(self, "redistribute")
-
-    def __repr__(self, **unused: Any) -> str:
-        """Return a description without values."""
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -30,7 +30,6 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_hooks import tensors_in
 
 
 # [Note: markers] FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the
@@ -141,12 +140,12 @@ class UnreducedGradients(Component):
         # noticed.
         if id(parameter) in self._marked:
             return
-        if parameter.grad is None:
-            parameter.grad = self._marker(parameter)
-        assert parameter.grad is not None
-        self._marked[id(parameter)] = _Marked(parameter, source, group, owner, parameter.grad)
+        self._marked[id(parameter)] = _Marked(parameter, source, group, owner, self._set_marker(parameter))
 
-    def _marker(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _set_marker(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return ``.grad``, which becomes a marker if it is ``None``."""
+        if parameter.grad is not None:
+            return parameter.grad
         local = _torch.local_of(parameter)
         kind = getattr(parameter, "grad_dtype", None) or parameter.dtype, local.device
         zero = self._zeros.get(kind)
@@ -161,6 +160,7 @@ class UnreducedGradients(Component):
         else:
             marker = empty.as_subclass(UnreducedTensor)
         marker.name_of = functools.partial(self._name, id(parameter))
+        parameter.grad = marker
         return marker
 
     def names(self) -> dict[int, str]:
@@ -183,8 +183,8 @@ class UnreducedGradients(Component):
             if marked is not None and is_marker(parameter.grad):
                 parameter.grad = None
 
-    def after_forward(self, output: Any) -> None:
-        """Drop cleared gradients at the start of each backward of this output. Local operation."""
+    def after_forward(self, trained: Sequence[torch.Tensor]) -> None:
+        """Drop cleared gradients at the start of each backward of these outputs. Local operation."""
         self.mark_unsharded()
         # The autograd graph keeps the hook, and must not keep this component and its model alive.
         reference = weakref.ref(self)
@@ -197,9 +197,8 @@ class UnreducedGradients(Component):
 
         # A hook of the output runs before any hook of a parameter. Outputs may be several tensors, so the
         # hook runs several times per backward, and only the first one has an effect.
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(start)
+        for tensor in trained:
+            tensor.register_hook(start)
 
     def drop_unreduced(self) -> None:
         """Remove all markers. Local operation."""
@@ -213,10 +212,7 @@ class UnreducedGradients(Component):
         for sharded, unsharded in _fsdp2_gradients.sharded_unsharded_pairs(self.groups):
             if unsharded is None or sharded.grad is None:
                 continue
-            if unsharded.grad is None:
-                unsharded.grad = self._marker(unsharded)
-            assert unsharded.grad is not None
-            self._unsharded.append((sharded, unsharded, unsharded.grad))
+            self._unsharded.append((sharded, unsharded, self._set_marker(unsharded)))
 
     def unmark_unsharded(self) -> None:
         """Undo :meth:`mark_unsharded`, and clear the gradients whose markers were cleared. Local operation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,19 @@ from torch import nn
 
 from te_fsdp.features import host_pace
 from te_fsdp.features.host_pace import MEASURED, SKIPPED, HostPace
+
+
+class Event(NamedTuple):
+    """A point of a device's time."""
+
+    of: Device
+    time: float
+
+    def query(self) -> bool:
+        return self.time <= self.of.host
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.time - self.time
 
 
 class Device:
@@ -26,15 +39,9 @@ class Device:
         self.host += host
         self.device = max(self.device, self.host) + device
 
-    def event(self) -> Any:
+    def event(self) -> Event:
         self.device = max(self.device, self.host)
-        return self.device
-
-    def is_done(self, event: float) -> bool:
-        return event <= self.host
-
-    def between(self, first: float, second: float) -> float:
-        return second - first
+        return Event(self, self.device)
 
     def sleep(self, milliseconds: float) -> None:
         self.slept += 1
@@ -42,9 +49,6 @@ class Device:
 
     def now(self) -> float:
         return self.host
-
-    def is_capturing(self) -> bool:
-        return False
 
 
 class Unit(nn.Module):
@@ -104,7 +108,7 @@ def test_a_device_that_is_behind_does_not_wait() -> None:
     """A part that the host issues slowly costs nothing while the device still works on earlier parts."""
     # The host issues 9 ms in each step, the device needs 33 ms: 20 steps would end before the device has measured.
     pace, _ = train(host=[0.5, 8.0], work=[30.0, 2.0], steps=60)
-    assert pace._is_over and pace.report_line() == ""
+    assert pace._steps is None and pace.report_line() == ""
 
 
 def test_steps_that_differ_are_not_measured(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@
     ShardedModel
       ShardedOptimizer          gradients.py              component: refers to OuterAverages, hides .grad until then
 
-    backward   _on_reduced -> EarlyAverages.reduced -> GradientAveraging.start     reduce-scatter over dp_replicate
+    backward   after_reduction -> EarlyAverages.reduced -> GradientAveraging.start  reduce-scatter over dp_replicate
     step       OuterAverages.average -> main weights updated -> all_gather_main_params
 
 [Note: main parameters in a step] in ``features/main_params.py`` describes the step.

@@ -6,11 +6,10 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Number
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import maximum
@@ -21,7 +20,6 @@ from te_fsdp.features.hfsdp.optimizer_shards import OUTER, MainParameter, group_
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
 from te_fsdp.lifecycle import broadcast_tp_gradients, gradient_of, gradients_of
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import ShardedModel, sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
@@ -31,20 +29,6 @@ from te_fsdp.upstream import (
     fsdp2_units,
     torch_dtensor as _torch,
 )
-
-
-class ShardedParameters(Protocol):
-    """The parameters of one optimizer that shards its state: ``main_params.MainParameters``."""
-
-    by_id: dict[int, MainParameter]  #: Main parameters by ``id`` of the parameter
-
-    def sharded(self) -> list[MainParameter]:
-        """Return the parameters whose state is sharded, in the same order on all replicas."""
-        ...
-
-    def lookup(self, parameters: Sequence[torch.Tensor]) -> Sequence[MainParameter | None]:
-        """Return the main parameters that a step would use now."""
-        ...
 
 
 # [Note: frozen parameters with a gradient] An optimizer of torch steps each parameter that has a gradient. Its
@@ -123,11 +107,18 @@ class OuterAverages:
     """Averages of one optimizer's gradients over replicas; ``early`` contains those that start during backward.
 
     Methods that compute or complete averages raise OrderError if gradients have changed since they were averaged.
+    Main parameters are found by ``id`` of the parameter, ``sharded`` as for :class:`FrozenGradients`, and ``lookup``
+    updates them as a step does.
     """
 
-    def __init__(self, main_parameters: ShardedParameters) -> None:
-        self._main_parameters = main_parameters
-        self.frozen = frozen = FrozenGradients(main_parameters.sharded)
+    def __init__(
+        self,
+        by_id: dict[int, MainParameter],
+        sharded: Callable[[], list[MainParameter]],
+        lookup: Callable[[Sequence[torch.Tensor]], Any],
+    ) -> None:
+        self._by_id, self._lookup = by_id, lookup
+        self.frozen = frozen = FrozenGradients(sharded)
         # The shards are in the optimizer's order, which is identical on all replicas.
         self.early = EarlyAverages(
             lambda: [pair.shard for pair in frozen.averaged() if not pair.shard.reduced]
@@ -139,7 +130,7 @@ class OuterAverages:
     @property
     def ready(self) -> dict[int, MainParameter]:
         """Return the main parameters whose averaged gradient is available, keyed by id(parameter)."""
-        return {key: pair for key, pair in self._main_parameters.by_id.items() if pair.source is not None}
+        return {key: pair for key, pair in self._by_id.items() if pair.source is not None}
 
     def average(self) -> None:
         """Average the gradients of parameters with sharded state over their replicas, unless done already.
@@ -157,8 +148,8 @@ class OuterAverages:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.__dict__[PARAMETER].deferred_scale is not None:
                 apply_deferred_grad_scale(parameter, gradient)
-        averaged: list[MainParameter] = []
-        averages, specs, sources = [], [], []
+        averaged = list[tuple[MainParameter, torch.Tensor]]()
+        sources = []
         local = {
             id(pair.parameter): None if gradient is None else _torch.local_of(gradient)
             for pair, gradient in zip(sharded, gradients, strict=True)
@@ -187,17 +178,17 @@ class OuterAverages:
                 source = pair.parameter.grad = _torch.zero_gradient(pair.parameter)
                 if not pair.shard.reduced:
                     hide_unaveraged_grad(source)
-            averaged.append(pair)
-            averages.append(rows)
-            specs.append(pair.shard.spec(rows))
+            averaged.append((pair, rows))
             sources.append(source)
-        self._main_parameters.lookup([pair.parameter for pair in averaged])
-        assign_main_gradients([pair.main for pair in averaged], _torch.dtensors(averages, specs))
-        for pair, version in zip(averaged, TensorVersion.now(sources), strict=True):
-            pair.source = version
-        broadcast_tp_gradients(
-            [pair.parameter for pair in averaged], {id(pair.parameter): pair.main for pair in averaged}
+        self._lookup([pair.parameter for pair, _ in averaged])
+        averages = _torch.dtensors(
+            [rows for _, rows in averaged], [pair.shard.spec(rows) for pair, rows in averaged]
         )
+        assign_main_gradients([pair.main for pair, _ in averaged], averages)
+        for (pair, _), version in zip(averaged, TensorVersion.now(sources), strict=True):
+            pair.source = version
+        mains = {id(pair.parameter): pair.main for pair, _ in averaged}
+        broadcast_tp_gradients([pair.parameter for pair, _ in averaged], mains)
 
     def finish(self) -> None:
         """Complete averages that started during backward. Collective over the replicas if there may be some."""
@@ -226,7 +217,7 @@ class OuterAverages:
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """Drop the averages of gradients that are about to be cleared. Local operation."""
         for parameter in parameters:
-            pair = self._main_parameters.by_id.get(id(parameter))
+            pair = self._by_id.get(id(parameter))
             if pair is not None:
                 pair.source = None
 
@@ -260,19 +251,8 @@ class OuterAverages:
 # ------------------------------------------------------------------------------------------------ of several parameters
 
 
-def check_step(optimizer: Optimizer) -> None:
-    """Raise OrderError before a step of an optimizer that would not average over the replicas. Local operation."""
-    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if main_parameters is not None and main_parameters.shards_state:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if gradient_of(parameter) is not None:
-                _check_sharded(parameter, f"{type(optimizer).__name__}.step()")
-
-
-def _check_sharded(parameter: torch.Tensor, call: str) -> None:
-    """Raise OrderError for a parameter whose gradients require an optimizer that averages them."""
+def refuse_unaveraged(parameter: torch.Tensor, call: str) -> None:
+    """Raise OrderError for a parameter whose gradients require an optimizer that averages them. Local operation."""
     plan, state = plan_of(parameter), sharded_model_of(parameter)
     if plan is None or plan.storage.gradient[0] != "P" or state is None or state.meshes.size(OUTER) == 1:
         return
@@ -300,7 +280,7 @@ def averages_of(parameters: Iterable[torch.Tensor], call: str = "") -> list[Oute
         if main_parameters is not None:
             by_optimizer[id(main_parameters)] = main_parameters.averages
         elif call and parameter.requires_grad:
-            _check_sharded(parameter, call)
+            refuse_unaveraged(parameter, call)
     return list(by_optimizer.values())
 
 
@@ -385,24 +365,24 @@ def hide_unaveraged_grads(setup: Setup) -> None:
     state = setup.state
     if state.outer != "optim":
         return
-    optimizer_component = ShardedOptimizer()
-    state.components.attach(optimizer_component)
+    component = ShardedOptimizer(state)
     # Their averages may begin right after a reduction ([Note: early averages]).
     for name, unit in state.modules.items() if state.meshes.size(OUTER) > 1 else ():
         # Every backward reduces each parameter group of its tree at least once, even if it did not use the group.
         for number, group in enumerate(fsdp2_units.fsdp_parameter_groups(unit)):
-            refs = weakref.ref(state), weakref.ref(optimizer_component)
-            after = functools.partial(_on_reduced, *refs, name, number)
-            _fsdp2_patches.add_reduction_listener(group, before=_before_reduction, after=after)
+            after = functools.partial(component.after_reduction, name, number)
+            _fsdp2_patches.add_reduction_listener(group, before=component.before_reduction, after=after)
 
 
 class ShardedOptimizer(Component):
     """Component with the averages of the optimizers that shard their state over a model's replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: ShardedModel) -> None:
+        self._state = weakref.ref(state)
         #: Averages of the optimizer's gradients; ``None`` until :func:`te_fsdp.shard_optimizer` is called.
         self.averages: OuterAverages | None = None
         self._frozen = weakref.WeakSet[FrozenGradients]()  # of all optimizers of the model
+        state.components.attach(self)
 
     def add(self, averages: OuterAverages) -> None:
         """Set the averages of a further optimizer. Local operation."""
@@ -419,34 +399,25 @@ class ShardedOptimizer(Component):
         for averages in averages_of(parameters):
             averages.forget(parameters)
 
+    # Hooks of an FSDPParamGroup.
 
-@torch.no_grad()
-def _before_reduction(group: Any) -> None:
-    """Apply deferred factors to the gradients of a parameter group, before FSDP2 adds to them. Local operation."""
-    for parameter in fsdp2_units.shards_of(group):
-        apply_deferred_grad_scale(parameter, parameter.grad)
+    def before_reduction(self, group: Any) -> None:
+        """Apply deferred factors to the gradients of a parameter group, before FSDP2 adds to them. Local operation."""
+        for parameter in fsdp2_units.shards_of(group):
+            apply_deferred_grad_scale(parameter, parameter.grad)
 
-
-def _on_reduced(
-    state_ref: weakref.ref[ShardedModel],
-    component_ref: weakref.ref[ShardedOptimizer],
-    unit: str,
-    number: int,
-    group: Any,
-) -> None:
-    """Hide the gradients of a unit's group with this number, which FSDP2 has just reduced, and start averages."""
-    for parameter in fsdp2_units.shards_of(group):
-        gradient = parameter.grad
-        # Code that reads .grad between backward and step would get the gradient of one replica. The class
-        # raises for it.
-        if isinstance(gradient, DTensor) and not isinstance(gradient, UnaveragedGradient):
-            hidden: Any = hide_unaveraged_grad(gradient)
-            plan = plan_of(parameter)
-            hidden.label = "" if plan is None else plan.label
-    state, sharded_optimizer = state_ref(), component_ref()
-    if state is not None and sharded_optimizer is not None and sharded_optimizer.averages is not None:
-        event = _fsdp2_gradients.reduction_event(group)
-        sharded_optimizer.averages.early.reduced(state, unit, number, event)
+    def after_reduction(self, unit: str, number: int, group: Any) -> None:
+        """Hide the gradients of a unit's group with this number, which FSDP2 has just reduced, and start averages."""
+        for parameter in fsdp2_units.shards_of(group):
+            gradient = parameter.grad
+            # Code that reads .grad between backward and step would get the gradient of one replica. The class
+            # raises for it.
+            if isinstance(gradient, DTensor) and not isinstance(gradient, UnaveragedGradient):
+                hidden: Any = hide_unaveraged_grad(gradient)
+                plan = plan_of(parameter)
+                hidden.label = "" if plan is None else plan.label
+        if (state := self._state()) is not None and self.averages is not None:
+            self.averages.early.reduced(state, unit, number, _fsdp2_gradients.reduction_event(group))
 
 
 def assign_main_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:

@@ -213,7 +213,7 @@ def restarted_by_torchrun(restarts: str) -> str:
             left = rendezvous.Rendezvous.next("first", (0, 1))
             for key in ("0/came", "0/in/first"):
                 left.store.add(key, 1)
-            rendezvous._process().last.clear()  # as in a new process
+            rendezvous._process().jobs.clear()  # as in a new process
         dist.barrier()
         patch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         # If both come in the same moment, one counts the other's call for that of the dead rank and lets both go on.
