@@ -46,13 +46,14 @@ def make_sharded(
     model: Any = None,
     precision: Any = None,
     mp_policy: Any = None,
+    checks: Any = None,
     **axes: int,
 ) -> nn.Module:
     import te_fsdp
 
     meshes = make_meshes(**axes)
     model = Model(meshes) if model is None else model
-    policies = {"precision": precision, "mp_policy": mp_policy}
+    policies = {"precision": precision, "mp_policy": mp_policy, "checks": checks}
     te_fsdp.fully_shard(model, meshes, units=["layer"], strategy=strategy, **policies)
     return te_fsdp.materialize(model, seed=0)
 
