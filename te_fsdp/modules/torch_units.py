@@ -21,6 +21,7 @@ from te_fsdp.lifecycle import Step
 from te_fsdp.mesh_checks import check_ascending
 from te_fsdp.records import binding_of, get_record, module_record
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream.torch_autograd import refuse_hooks
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 from te_fsdp.upstream.torch_rows import sharding_meshes
 
@@ -64,10 +65,13 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
         return  # te_fsdp.fully_shard keeps its units
     if isinstance(shard, DTensor):
         check_ascending(shard.device_mesh, "mesh of FSDP2", type(module).__name__)
-    for root in fsdp2_units.roots_in_forward() or fsdp2_units.units_around(module):
+    around = fsdp2_units.units_around(module)
+    # A forward of another model may have raised, and is then still in progress.
+    for root in [root for root in fsdp2_units.roots_in_forward() if root in around] or around:
         if _end_evaluation in module_record(root).hooks:
             continue
         for unit in filter(fsdp2_units.is_fsdp_module, root.modules()):
+            refuse_hooks(fsdp2_units.named_shards(unit))
             if _end_evaluation not in (hooks := module_record(unit).hooks):
                 hooks.add(_end_evaluation)
                 unit.register_forward_hook(_torch.disable_compile(_end_evaluation))

@@ -126,6 +126,11 @@ def shards_of(group: Any) -> list[torch.nn.Parameter]:
     return [managed.sharded_param for managed in group.fsdp_params]
 
 
+def named_shards(unit: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the sharded parameters of a unit, with the names that they have since a forward (``_param_fqn``)."""
+    return [(one._param_fqn or "a parameter", one.sharded_param) for one in managed_fsdp_params(unit)]
+
+
 def free_group(group: Any) -> None:
     """Reshard a group, also in the forward of a unit with ``reshard_after_forward=False`` (``_to_sharded``)."""
     group._to_sharded()

@@ -19,3 +19,16 @@ def test_gradients_of_a_unit_that_reentrant_checkpoints_use_twice(pool, library)
     """FSDP2 alone reduces those of one use, without an error."""
     for outcome in pool.run(torch_units.reused, 2, library=library):
         assert outcome["worst"] < 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("parameter", "when"),
+    [("head.weight", "after"), ("blocks.0.fc1_weight", "after"), ("blocks.0.fc1_weight", "before")],
+)
+def test_gradient_hooks_are_refused(pool, parameter, when):
+    """FSDP2 never runs them. It runs those of ``register_post_accumulate_grad_hook``."""
+    for name, text, called in pool.run(torch_units.hooked, 2, parameter=parameter, when=when):
+        assert (name, called) == ("OrderError", [])
+        assert f"{parameter}: a gradient hook on a parameter that is" in text
+    assert pool.run(torch_units.hooked, 2, parameter=parameter, when="never") == [("", "", [True])] * 2

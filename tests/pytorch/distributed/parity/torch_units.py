@@ -75,6 +75,29 @@ def reused(library: str) -> dict[str, float]:
     return {"worst": max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in gradients)}
 
 
+def hooked(parameter: str, when: str) -> tuple[str, str, list[bool]]:
+    """Register gradient hooks on a parameter before or after torch's fully_shard; return the error and the calls."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model, called = Model(harness.device_type()), list[bool]()
+    te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+    try:
+        if when == "before":
+            model.get_parameter(parameter).register_hook(lambda gradient: 0 * gradient)
+        for unit in (*model.blocks, model):
+            fully_shard(unit, mesh=meshes.fsdp)
+        if when == "after":
+            model.get_parameter(parameter).register_hook(lambda gradient: 0 * gradient)
+        model.get_parameter(parameter).register_post_accumulate_grad_hook(
+            lambda p: called.append(p.grad is not None)
+        )
+        model(batch(0, meshes.data_size, 1)[0][meshes.data_rank]).square().mean().backward()
+    except te_fsdp.OrderError as error:
+        return type(error).__name__, str(error), called
+    return "", "", called
+
+
 def evaluated(change: str, **options: Any) -> dict[str, Any]:
     """Change the root's head after an evaluation, and train: freeze or write it, or make an optimizer."""
     meshes, model, reference = _models(**options)
