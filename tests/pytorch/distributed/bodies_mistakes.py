@@ -108,6 +108,13 @@ def gradient_hooks_after_sharding() -> None:
     model(draw_batch())
 
 
+def steps_in_hooks_of_replicated_parameters() -> None:
+    model = make_sharded("no_shard")
+    optimizer = make_sgd(model)
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    model(draw_batch()).square().mean().backward()
+
+
 def to_empty_in_place_of_materialize() -> None:
     import te_fsdp
 
@@ -390,6 +397,7 @@ MISTAKES: list[Callable[..., None]] = [
     adapters_after_the_first_step,
     gradient_hooks_before_sharding,
     gradient_hooks_after_sharding,
+    steps_in_hooks_of_replicated_parameters,
     to_empty_in_place_of_materialize,
     seeds_by_rank_for_copies,
     seeds_by_rank_for_whole_weights,
