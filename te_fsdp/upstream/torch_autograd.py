@@ -34,6 +34,30 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
         )
 
 
+def second_backward(module: str) -> OrderError:
+    """Return the error for a second backward through modules of TransformerEngine."""
+    return OrderError(
+        f"{module}: second backward through one forward",
+        expected="one backward for each forward through modules of TransformerEngine",
+        got="a second backward, as by retain_graph=True or torch.autograd.functional.jacobian",
+        why="TransformerEngine frees in the first one what its forward has saved",
+        fix="add the losses and call backward() once, or run the forward again",
+    )
+
+
+def second_derivatives(unit: str) -> OrderError:
+    """Return the error for a backward with ``create_graph=True`` that reaches a sharded unit."""
+    return OrderError(
+        f"{unit}: backward with create_graph=True through sharded weights",
+        expected="first derivatives",
+        got="a graph for second derivatives, as for a gradient penalty or a Hessian",
+        why="FSDP2 releases the gathered weights after the first backward, and the second one reads them",
+        fix="keep the weights that the penalty reaches unsharded: strategy='no_shard', or "
+        "te_fsdp.fsdp_no_shard(module); compute the penalty with torch's own layers, because kernels of "
+        "TransformerEngine have no second derivatives",
+    )
+
+
 def copy_gradient_settings(old: torch.Tensor, new: torch.Tensor) -> None:
     """Copy gradient hooks and ``grad_dtype`` of a leaf to its replacement, unless the replacement has its own.
 

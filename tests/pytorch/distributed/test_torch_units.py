@@ -32,3 +32,17 @@ def test_gradient_hooks_are_refused(pool, parameter, when):
         assert (name, called) == ("OrderError", [])
         assert f"{parameter}: a gradient hook on a parameter that is" in text
     assert pool.run(torch_units.hooked, 2, parameter=parameter, when="never") == [("", "", [True])] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("program", ["create_graph", "retain_graph", "two forwards", "recomputed"])
+def test_second_backwards_and_derivatives(pool, program):
+    """TE's kernels have none: its error named nothing, or terms were missing."""
+    texts = {
+        "create_graph": "the root unit: backward with create_graph=True through sharded weights",
+        "retain_graph": "the root unit: second backward through one forward",
+    }
+    for error, worst in pool.run(torch_units.derived, 2, program=program):
+        assert error.partition(":")[0] == texts.get(program, "").partition(":")[0]
+        assert texts.get(program, "") in error
+        assert worst < 1e-5
