@@ -56,6 +56,7 @@ class CheckPoints:
     trained: Functions = ()  #: ``(state, trained)`` after a forward of the model, with outputs that need gradients
     output: Functions = ()  #: ``(name, unit, output)`` after a forward whose output has objects of unknown classes
     backward: Functions = ()  #: ``(state)`` at the first gradient of a parameter that is not sharded
+    clipping: Functions = ()  #: ``(state, max_norm, norm_type)`` before gradients are clipped
     bound_step: Functions = ()  #: ``(step)`` before a step of an optimizer without sharded models
     step: Functions = ()  #: ``(step)`` before a step, when reductions have finished
     states: Functions = ()  #: ``(optimizer, parameter, name)`` in a load of a state that FusedAdam does not have

@@ -97,9 +97,17 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
     if pending and only is not None:
         pending = {key: pending[key] for key in map(id, only) if key in pending}
     if pending:
+        what = f"gradients of {len(pending)} parameter(s) were not reduced, such as {next(iter(pending.values()))}"
+        if in_backward():  # a hook of a parameter that is not sharded
+            raise OrderError(
+                f"{where}: {what}",
+                expected="a call after backward, which reduces them when it ends",
+                got="a call within backward, as in register_post_accumulate_grad_hook",
+                why="Each rank has the gradient of its own microbatches only",
+                fix="call it after backward(), or shard the parameters: hooks of sharded ones see reduced gradients",
+            )
         raise OrderError(
-            f"{where}: gradients of {len(pending)} parameter(s) were not reduced, such as "
-            f"{next(iter(pending.values()))}",
+            f"{where}: {what}",
             expected="a last backward that reduces the accumulated gradients",
             got="only backwards in te_fsdp.no_sync, or microbatches with is_last=False",
             why="Each rank has the gradient of its own microbatches only",

@@ -22,7 +22,7 @@ from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precisio
 from te_fsdp.quantized.shards import Key
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
-from te_fsdp.upstream import te as _te
+from te_fsdp.upstream import te as _te, torch_autograd as _torch_autograd
 
 #: How users select units: classes, or names in the tree.
 UnitSpec = Iterable[type | str] | type | str
@@ -135,7 +135,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         owners = iter_param_owners(model)
         replicated = {id(o.parameter) for o in owners if rows[id(o.module), o.name].storage.is_replicated}
         named = [(name, p) for name, p in model.named_parameters() if id(p) not in replicated]
-        _unshardable.refuse_hooks(named, sharded=False)
+        _torch_autograd.refuse_hooks(named, sharded=False)
         # A module with only replicated parameters does not become a unit.
         without_shards = _replicated_modules(model, rows)
         units = {n: row for n, row in units.items() if not n or row.is_replicated or n not in without_shards}

@@ -112,6 +112,8 @@ class CheckRecord:
     )
     #: Owner's ``id`` and name of each parameter when it was sharded -> the owner's parameters, the name, the full name.
     places: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = field(default_factory=dict)
+    #: Hash of all pairs of ``max_norm`` and ``norm_type`` so far, and the last pair.
+    clipping: tuple[int, float, float] = (0, 0.0, 0.0)
 
 
 @dataclass(eq=False)

@@ -17,12 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.records import ParamOwner, is_replicated
 from te_fsdp.sharded_model import sharded_model_of
-from te_fsdp.upstream import (
-    fsdp2_units,
-    te as _te,
-    te_modules as _te_modules,
-    torch_autograd as _torch_autograd,
-)
+from te_fsdp.upstream import fsdp2_units, te as _te, te_modules as _te_modules
 
 
 def check_order(model: nn.Module) -> None:
@@ -99,29 +94,6 @@ def is_container(module: nn.Module) -> bool:
     """Return whether a module is only a container, without a forward."""
     listing = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
     return listing and type(module).forward is torch.nn.Module.forward
-
-
-def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = True) -> None:
-    """Raise OrderError for gradient hooks that FSDP2 would never run, or would lose. Local operation.
-
-    Before parameters are ``sharded``, post-accumulate hooks would be lost, too.
-    """
-    hooked = [
-        name
-        for name, p in named
-        if _torch_autograd.has_gradient_hooks(p)
-        or (not sharded and getattr(p, "_post_accumulate_grad_hooks", None))
-    ]
-    if hooked:
-        raise OrderError(
-            f"{hooked[0]}: a gradient hook on a parameter that {'is' if sharded else 'is about to be'} sharded",
-            expected="register_post_accumulate_grad_hook, after te_fsdp.fully_shard and te_fsdp.materialize",
-            got=f"{len(hooked)} parameter(s) with hooks"
-            + (" by register_hook" if sharded else " from before fully_shard"),
-            why="FSDP2 replaces each parameter, and autograd accumulates gradients on the unsharded parameters, so "
-            "the hook would never run",
-            fix="parameter.register_post_accumulate_grad_hook(hook), which sees the reduced gradient in parameter.grad",
-        )
 
 
 #: Limit of elements of a unit that are replicated because FSDP2 cannot shard them with the others.

@@ -101,6 +101,7 @@ CHECKS: tuple[Check, ...] = (
     Check("start of backward", "trained", "", backward.check_backward_start, OrderError),
     Check("second derivatives", "backward", "", backward.refuse_second_derivatives_of_te, OrderError),
     # step
+    Check("arguments of clipping", "clipping", "model", progress.record_clipping, MeshError),
     Check("replaced parameters", "bound_step", "", optimizer.refuse_replaced, OrderError),
     Check("gathered parameters", "bound_step", "", optimizer.refuse_gathered_by_torch, OrderError),
     Check("main weights", "bound_step", "", optimizer.require_main_weights, PrecisionError),

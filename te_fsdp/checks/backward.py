@@ -23,7 +23,7 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.torch_autograd import graph_nodes
+from te_fsdp.upstream.torch_autograd import graph_nodes, second_backward, second_derivatives
 
 
 def check_backward_start(state: ShardedModel, trained: Sequence[torch.Tensor]) -> None:
@@ -39,13 +39,7 @@ def check_backward_start(state: ShardedModel, trained: Sequence[torch.Tensor]) -
         # Only after an earlier backward, because the graph of a first one is never consumed.
         if earlier and _te_modules.is_graph_consumed(_torch_autograd.current_node()):
             name = next((name for name, module in state.model.named_modules() if _te.kind_of(module)), "")
-            raise OrderError(
-                f"{name or type(state.model).__name__}: second backward through one forward",
-                expected="one backward for each forward through modules of TransformerEngine",
-                got="a second backward, as by retain_graph=True or torch.autograd.functional.jacobian",
-                why="TransformerEngine frees in the first one what its forward has saved",
-                fix="add the losses and call backward() once, or run the forward again",
-            )
+            raise second_backward(name or type(state.model).__name__)
         earlier.append(_torch.backward_id())
         component: Any = state.components.by_class[UnreducedGradients]
         if component.checked == _torch.backward_id():
@@ -178,15 +172,7 @@ def refuse_second_derivatives(unit: str) -> None:
     if torch.compiler.is_compiling():
         return  # a compiler traces this hook, too
     if torch.is_grad_enabled() and _torch.in_backward():
-        raise OrderError(
-            f"{unit or 'the root unit'}: backward with create_graph=True through sharded weights",
-            expected="first derivatives",
-            got="a graph for second derivatives, as for a gradient penalty or a Hessian",
-            why="FSDP2 releases the gathered weights after the first backward, and the second one reads them",
-            fix="keep the weights that the penalty reaches unsharded: strategy='no_shard', or "
-            "te_fsdp.fsdp_no_shard(module); compute the penalty with torch's own layers, because kernels of "
-            "TransformerEngine have no second derivatives",
-        )
+        raise second_derivatives(unit or "the root unit")
 
 
 def refuse_second_derivatives_of_te(state: ShardedModel) -> None:

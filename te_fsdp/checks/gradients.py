@@ -37,7 +37,7 @@ from te_fsdp.records import (
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.tp_gradients import place_gradient
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.torch_mixed_lists import mixed_lists
+from te_fsdp.upstream.torch_mixed_lists import clipping_arguments, mixed_lists
 
 # Steps in which the gradients of a parameter are compared.
 _STEPS = 2
@@ -106,6 +106,10 @@ def watch_mixed_lists(state: ShardedModel) -> None:
                 fix="torch.cat([p.full_tensor().flatten() if isinstance(p, DTensor) else p.flatten() "
                 "for p in model.parameters()])",
             )
+        arguments = clipping_arguments() if operator == "clamp" else None
+        if arguments is not None:
+            for record_arguments in state.checks.clipping:
+                record_arguments(state, *arguments)
         return operator != "stack" or scalars
 
     mixed_lists().watch(state, check_list)

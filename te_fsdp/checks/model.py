@@ -32,7 +32,6 @@ from te_fsdp.records import ParameterPlan, ParamOwner, binding_of, get_record, i
 from te_fsdp.replicated_params import ReplicatedParameter, removal_error
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
-from te_fsdp.unshardable_models import refuse_hooks
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
@@ -40,6 +39,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
+from te_fsdp.upstream.torch_autograd import refuse_hooks
 from te_fsdp.upstream.torch_data import assigned_data, assignments
 from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from te_fsdp.checks.model import not_in_the_model, refuse_changed_parameters
 from te_fsdp.checks.weights import compare_copies, refuse_equal_parts
-from te_fsdp.collectives.agreement import are_equal, digest, raised_on_all_ranks
+from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import refuse_unaveraged
@@ -260,7 +260,18 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
         # Each rank of ep has different experts, perhaps more of them.
         comparable = (name.rstrip("0123456789") if state.is_expert(name) else name for name in fqns)
         groups.append(list(dict.fromkeys(comparable)) if ordered else sorted(set(comparable)))
-    same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
+    clipping, max_norm, norm_type = state.checked.clipping
+    same = are_equal([digest(repr(groups)), digest(repr(options)), clipping >> 3], mesh).tolist()
+    if not same[2]:
+        pairs = gather_by_rank(f"max_norm={max_norm:g}, norm_type={norm_type:g}", mesh)
+        raise MeshError(
+            f"{step.where}: clip_grad_norm_ had different arguments on the ranks",
+            expected="the same max_norm and norm_type on all ranks of the model in each step",
+            got="in the last call "
+            + shorten([f"{pairs[rank]} on rank {rank}" for rank in sorted(pairs)], 4, "; "),
+            why="The ranks scale the shards of each gradient together",
+            fix="compute both from numbers that are the same on all ranks, such as the returned norm",
+        )
     if not all(same):
         raise MeshError(
             f"{step.where}: the optimizers differ between ranks",

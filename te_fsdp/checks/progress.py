@@ -170,7 +170,7 @@ class Progress:
 
 
 def _digest_of_values(step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> int:
-    """Return a digest of the optimizer's options, missing gradients, and copies that all ranks have."""
+    """Return a digest of the options, missing gradients, copies that all ranks have, and arguments of clipping."""
     names, sums = state.names(), dict[str, torch.Tensor]()
     # Ranks may have the parameters in different orders. Each rank of ep has different experts.
     by_name = {names[id(p)]: p for p in parameters if not state.is_expert(names[id(p)])}
@@ -181,7 +181,15 @@ def _digest_of_values(step: Step, state: ShardedModel, parameters: list[torch.Te
     if state.meshes.size("tp") == 1 and state.meshes.size("ep") == 1:
         sums = {name: checksum(p) for name, p in sorted(by_name.items()) if not isinstance(p, DTensor)}
     copies = torch.stack([*sums.values()]).tolist() if sums else []
-    return digest(repr((format_options(step.optimizer), sorted(missing), copies)))
+    return digest(repr((format_options(step.optimizer), sorted(missing), copies, state.checked.clipping)))
+
+
+def record_clipping(state: ShardedModel, max_norm: float, norm_type: float) -> None:
+    """Record arguments of ``clip_grad_norm_`` that differ from the last ones. Local operation."""
+    before, *last = state.checked.clipping
+    # A graph that replays a step on some ranks records nothing.
+    if (pair := [float(max_norm), float(norm_type)]) != last:
+        state.checked.clipping = hash((before, *pair)), pair[0], pair[1]
 
 
 def watch_progress(state: ShardedModel) -> None:

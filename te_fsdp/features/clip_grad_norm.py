@@ -74,7 +74,7 @@ def clip_grad_norm_(
     )
     require_number("clip_grad_norm_", "norm_type", norm_type, least=_SMALLEST, fix="norm_type=2.0")
     stages = _stages(listed, pp_mesh)
-    chosen = _averaged(_parameters(listed))
+    chosen = _averaged(_parameters(listed, max_norm, norm_type))
     total = _norm(chosen, norm_type, stages)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
@@ -194,7 +194,7 @@ def _stages(parameters: Sequence[torch.Tensor], stages: DeviceMesh | bool) -> De
     return next((state.meshes.pp for state in states if state is not None), None)
 
 
-def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _parameters(chosen: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> Sequence[torch.Tensor]:
     """Return each trainable parameter once; raise if gradients are unreduced or belong to replaced parameters."""
     for parameter in chosen:
         record = get_record(parameter)
@@ -211,6 +211,8 @@ def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     states = {id(state): state for state in map(sharded_model_of, chosen) if state is not None}
     for state in states.values():
         require_reduced(state, "grad_norm", chosen)
+        for record_arguments in state.checks.clipping:
+            record_arguments(state, max_norm, norm_type)
         for check in state.components.check_gradients:
             check()
     return list({id(p): p for p in chosen if p.requires_grad or p.grad is not None}.values())

@@ -56,6 +56,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_units import ShardedUnshardedPair
+from te_fsdp.upstream.torch_autograd import refuse_hooks
 
 
 def record_forward(binding: ModuleBinding, node: Any) -> None:
@@ -349,6 +350,7 @@ class MeshModule(torch.nn.Module):
                     "fully_shard",
                 )
         if name not in binding.fsdp.sharded and old is not None:
+            refuse_hooks([(binding.label(name), old)], sharded=False)
             binding.fsdp.sharded.add(name)
             mark_replaced(old, binding.label(name), "fully_shard")
         register_shard(binding, self, name, value)

@@ -20,7 +20,13 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.lifecycle import Step
 from te_fsdp.mesh_checks import check_ascending
 from te_fsdp.records import binding_of, get_record, module_record
-from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream import (
+    fsdp2_state as _fsdp2,
+    fsdp2_units,
+    te_modules as _te_modules,
+    torch_dtensor as _torch,
+)
+from te_fsdp.upstream.torch_autograd import current_node, refuse_hooks, second_backward, second_derivatives
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 from te_fsdp.upstream.torch_rows import sharding_meshes
 
@@ -64,10 +70,13 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
         return  # te_fsdp.fully_shard keeps its units
     if isinstance(shard, DTensor):
         check_ascending(shard.device_mesh, "mesh of FSDP2", type(module).__name__)
-    for root in fsdp2_units.roots_in_forward() or fsdp2_units.units_around(module):
+    around = fsdp2_units.units_around(module)
+    # A forward of another model may have raised, and is then still in progress.
+    for root in [root for root in fsdp2_units.roots_in_forward() if root in around] or around:
         if _end_evaluation in module_record(root).hooks:
             continue
         for unit in filter(fsdp2_units.is_fsdp_module, root.modules()):
+            refuse_hooks(fsdp2_units.named_shards(unit))
             if _end_evaluation not in (hooks := module_record(unit).hooks):
                 hooks.add(_end_evaluation)
                 unit.register_forward_hook(_torch.disable_compile(_end_evaluation))
@@ -103,6 +112,9 @@ def _restore(unit: nn.Module, group: Any) -> None:
     """Register a group's unsharded parameters again before it is used; free them if the shards changed. Local."""
     group_record = fsdp2_units.record_of_group(group)
     versions, group_record.exposed = group_record.exposed, None
+    before, group_record.backward = group_record.backward, _torch.backward_id()
+    if group_record.backward != -1 and (torch.is_grad_enabled() or before not in (-1, group_record.backward)):
+        _refuse_second(group)
     if versions is None:
         return
     foreach_writes().ignore(group)
@@ -110,6 +122,15 @@ def _restore(unit: nn.Module, group: Any) -> None:
         fsdp2_units.free_group(group)
     elif _fsdp2.is_unit_unsharded(unit):
         register_unsharded(unit)
+
+
+def _refuse_second(group: Any) -> None:
+    """Raise for a backward with ``create_graph=True``, or a second one through a forward of TE. Local operation."""
+    if torch.is_grad_enabled():
+        if fsdp2_units.is_in_backward(group):  # not in a forward that recomputes activations
+            raise second_derivatives(fsdp2_units.name_of_group(group))
+    elif _te_modules.is_graph_consumed(current_node()):
+        raise second_backward(fsdp2_units.name_of_group(group))
 
 
 def register_shards(unit: nn.Module) -> None:

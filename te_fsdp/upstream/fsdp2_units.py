@@ -35,6 +35,9 @@ class GroupRecord:
     is_postponed: bool = False
     #: Versions of the shards while they are registered, although the group is unsharded (``modules/torch_units.py``).
     exposed: list[int] | None = None
+    backward: int = (
+        -1
+    )  #: Running backward (-1: none) when the group was last unsharded (``modules/torch_units.py``)
     flags: Any = None  #: Record that is reduced with the gradients (``fsdp2_unused.UseFlags``)
     gathers: Any = None  #: Object that all-gathers the group instead of FSDP2
     sends_without_copy: bool = False  #: Whether gradients are sent without a copy (``symmetric_memory.py``)
@@ -141,6 +144,21 @@ def after_methods(unit: nn.Module, call: Callable[..., None]) -> None:
 def shards_of(group: Any) -> list[torch.nn.Parameter]:
     """Return the sharded parameters of a group, even if it is unsharded (``FSDPParam.sharded_param``)."""
     return [managed.sharded_param for managed in group.fsdp_params]
+
+
+def is_in_backward(group: Any) -> bool:
+    """Return whether a group is unsharded for its backward (``FSDPParamGroup._training_state``)."""
+    return group._training_state.name == "PRE_BACKWARD"
+
+
+def name_of_group(group: Any) -> str:
+    """Return the name of a group's unit (``FSDPParamGroup._module_fqn``, empty for the root)."""
+    return group._module_fqn or "the root unit"
+
+
+def named_shards(unit: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the sharded parameters of a unit, with the names that they have since a forward (``_param_fqn``)."""
+    return [(one._param_fqn or "a parameter", one.sharded_param) for one in managed_fsdp_params(unit)]
 
 
 def free_group(group: Any) -> None:

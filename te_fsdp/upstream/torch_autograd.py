@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad
 
+from te_fsdp.errors import OrderError
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has gradient hooks (``Tensor.register_hook``, ``Tensor._backward_hooks``)."""
-    return bool(tensor._backward_hooks)
+
+def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = True) -> None:
+    """Raise OrderError for gradient hooks that FSDP2 would never run, or would lose. Local operation.
+
+    Before parameters are ``sharded``, post-accumulate hooks would be lost, too.
+    """
+    hooked = [
+        name
+        for name, p in named
+        if p._backward_hooks or (not sharded and getattr(p, "_post_accumulate_grad_hooks", None))
+    ]
+    if hooked:
+        raise OrderError(
+            f"{hooked[0]}: a gradient hook on a parameter that {'is' if sharded else 'is about to be'} sharded",
+            expected="register_post_accumulate_grad_hook, after fully_shard and te_fsdp.materialize",
+            got=f"{len(hooked)} parameter(s) with hooks"
+            + (" by register_hook" if sharded else " from before fully_shard"),
+            why="FSDP2 replaces each parameter, and autograd accumulates gradients on the unsharded parameters, so "
+            "the hook would never run",
+            fix="parameter.register_post_accumulate_grad_hook(hook), which sees the reduced gradient in parameter.grad",
+        )
+
+
+def second_backward(module: str) -> OrderError:
+    """Return the error for a second backward through modules of TransformerEngine."""
+    return OrderError(
+        f"{module}: second backward through one forward",
+        expected="one backward for each forward through modules of TransformerEngine",
+        got="a second backward, as by retain_graph=True or torch.autograd.functional.jacobian",
+        why="TransformerEngine frees in the first one what its forward has saved",
+        fix="add the losses and call backward() once, or run the forward again",
+    )
+
+
+def second_derivatives(unit: str) -> OrderError:
+    """Return the error for a backward with ``create_graph=True`` that reaches a sharded unit."""
+    return OrderError(
+        f"{unit}: backward with create_graph=True through sharded weights",
+        expected="first derivatives",
+        got="a graph for second derivatives, as for a gradient penalty or a Hessian",
+        why="FSDP2 releases the gathered weights after the first backward, and the second one reads them",
+        fix="keep the weights that the penalty reaches unsharded: strategy='no_shard', or "
+        "te_fsdp.fsdp_no_shard(module); compute the penalty with torch's own layers, because kernels of "
+        "TransformerEngine have no second derivatives",
+    )
 
 
 def copy_gradient_settings(old: torch.Tensor, new: torch.Tensor) -> None:

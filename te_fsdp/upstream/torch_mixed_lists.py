@@ -57,7 +57,7 @@ class MixedLists:
     def _handle_factor(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Return the factor of clip_grads_with_norm_ as a plain tensor, which multiplies gradients of any mesh."""
         result = run_stock(op, args, kwargs)
-        if result.ndim or not _is_clipping():
+        if result.ndim or clipping_arguments() is None:
             return result
         owners = list(self._owners.items())
         concerned = any(concerns(owner, "clamp", [result], True) for owner, concerns in owners)
@@ -166,16 +166,18 @@ def foreach_writes() -> ForeachWrites:
     return ForeachWrites()
 
 
-def _is_clipping() -> bool:
-    """Return whether torch's clip_grads_with_norm_ runs, which other code's factors must not be mistaken for."""
+def clipping_arguments() -> tuple[float, float] | None:
+    """Return max_norm and norm_type (0 if unknown) if torch's clip_grads_with_norm_ runs, not other code's factors."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_clip_grads_with_norm_" and frame.f_globals["__name__"].startswith(
             "torch."
         ):
-            return True
+            outer = frame.f_back and frame.f_back.f_back  # behind the decorator
+            norm_type = outer.f_locals.get("norm_type", 0.0) if outer is not None else 0.0
+            return frame.f_locals["max_norm"], norm_type
         frame = frame.f_back
-    return False
+    return None
 
 
 def _full(value: Any) -> Any:

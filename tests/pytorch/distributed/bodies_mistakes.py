@@ -46,13 +46,14 @@ def make_sharded(
     model: Any = None,
     precision: Any = None,
     mp_policy: Any = None,
+    checks: Any = None,
     **axes: int,
 ) -> nn.Module:
     import te_fsdp
 
     meshes = make_meshes(**axes)
     model = Model(meshes) if model is None else model
-    policies = {"precision": precision, "mp_policy": mp_policy}
+    policies = {"precision": precision, "mp_policy": mp_policy, "checks": checks}
     te_fsdp.fully_shard(model, meshes, units=["layer"], strategy=strategy, **policies)
     return te_fsdp.materialize(model, seed=0)
 
@@ -105,6 +106,13 @@ def gradient_hooks_after_sharding() -> None:
     model = make_sharded()
     model.layer.fc1_weight.register_hook(lambda gradient: 0 * gradient)
     model(draw_batch())
+
+
+def steps_in_hooks_of_replicated_parameters() -> None:
+    model = make_sharded("no_shard")
+    optimizer = make_sgd(model)
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    model(draw_batch()).square().mean().backward()
 
 
 def to_empty_in_place_of_materialize() -> None:
@@ -389,6 +397,7 @@ MISTAKES: list[Callable[..., None]] = [
     adapters_after_the_first_step,
     gradient_hooks_before_sharding,
     gradient_hooks_after_sharding,
+    steps_in_hooks_of_replicated_parameters,
     to_empty_in_place_of_materialize,
     seeds_by_rank_for_copies,
     seeds_by_rank_for_whole_weights,

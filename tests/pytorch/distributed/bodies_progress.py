@@ -66,6 +66,38 @@ def scale_gradients(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
         optimizer.zero_grad()
 
 
+def clip(
+    model: nn.Module, optimizer: Any, is_alone: bool, begin: int = 2, by_torch: bool = False, **changed: float
+) -> None:
+    import te_fsdp
+
+    clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ if by_torch else te_fsdp.clip_grad_norm_
+    for step in range(6):
+        _backward(model)
+        is_changed = step == begin and (dist.get_rank() == 1 or not is_alone)
+        arguments = {"max_norm": 1e-3, "norm_type": 2.0} | (changed if is_changed else {})
+        clip_grad_norm_(model.parameters(), **arguments)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clip_by_another_norm(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    clip(model, optimizer, is_alone, begin=0, norm_type=3.0)
+
+
+def change_the_clipping(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    """In one step only, before one whose arguments ranks compare."""
+    clip(model, optimizer, is_alone, max_norm=2e-3)
+
+
+def change_the_clipping_by_torch(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    clip(model, optimizer, is_alone, by_torch=True, max_norm=2e-3)
+
+
+def change_the_norm_by_torch(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    clip(model, optimizer, is_alone, by_torch=True, norm_type=3.0)
+
+
 def step_several_optimizers(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
     """Two steps for each backward, and two models."""
     other = make_sharded()

@@ -27,6 +27,10 @@ ERRORS = {
         "OrderError",
         "head.weight: a gradient hook on a parameter that is about to be sharded",
     ),
+    "steps_in_hooks_of_replicated_parameters": (
+        "OrderError",
+        "expected a call after backward, which reduces them when it ends, got a call within backward",
+    ),
     "gradient_hooks_after_sharding": (
         "OrderError",
         "layer.fc1_weight: a gradient hook on a parameter that is sharded",

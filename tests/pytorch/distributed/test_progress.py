@@ -15,6 +15,11 @@ STEPS = (
 OPTIONS = "MeshError", "SGD.step: the optimizers differ between ranks"
 GRADIENTS = "MeshError", "SGD.step: gradients that differ between ranks"
 COPIES = "InitError", "copies differ between ranks"
+CLIPPING = (
+    "MeshError",
+    "SGD.step: clip_grad_norm_ had different arguments on the ranks",
+    "got in the last call max_norm=0.001, norm_type=2 on rank 0; max_norm=0.001, norm_type=",
+)
 
 CASES = {
     ("skip_a_step", "optim_grads_params"): (*STEPS, "got 4 backwards on rank 0; 5 backwards on rank 1"),
@@ -27,6 +32,11 @@ CASES = {
     ("change_the_rate", "optim_grads_params"): OPTIONS,
     ("clear_a_gradient", "optim_grads_params"): GRADIENTS,
     ("scale_gradients", "no_shard"): COPIES,
+    ("clip_by_another_norm", "optim_grads_params"): CLIPPING,
+    ("change_the_clipping", "optim_grads_params"): CLIPPING,
+    ("change_the_clipping", "no_shard"): CLIPPING,
+    ("change_the_clipping_by_torch", "optim_grads_params"): CLIPPING,
+    ("change_the_norm_by_torch", "optim_grads_params"): CLIPPING,
 }
 
 
@@ -49,6 +59,17 @@ def test_on_all_ranks(pool, program, strategy):
     """The same loop on all ranks raises nothing."""
     first, second = pool.run(bodies.run, 2, program=program, is_alone=False, strategy=strategy)
     assert first == second
+
+
+@pytest.mark.ranks(2)
+def test_level(pool):
+    """With checks="full" the next step raises, with "setup" none."""
+    options = {"program": "change_the_clipping", "is_alone": True, "strategy": "no_shard", "every": 100}
+    for error in pool.run_expect_error(bodies.run, 2, **options, checks="full"):
+        assert (error.type_name, CLIPPING[1] in error.message) == ("MeshError", True)
+        assert "max_norm=0.001, norm_type=2 on rank 0; max_norm=0.002, norm_type=2 on rank 1" in error.message
+    for level in ("first_steps", "setup", "off"):
+        pool.run(bodies.run, 2, **options, checks=level)
 
 
 @pytest.mark.ranks(4)

@@ -75,6 +75,59 @@ def reused(library: str) -> dict[str, float]:
     return {"worst": max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in gradients)}
 
 
+def hooked(parameter: str, when: str) -> tuple[str, str, list[bool]]:
+    """Register gradient hooks on a parameter before or after torch's fully_shard; return the error and the calls."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model, called = Model(harness.device_type()), list[bool]()
+    te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+    try:
+        if when == "before":
+            model.get_parameter(parameter).register_hook(lambda gradient: 0 * gradient)
+        for unit in (*model.blocks, model):
+            fully_shard(unit, mesh=meshes.fsdp)
+        if when == "after":
+            model.get_parameter(parameter).register_hook(lambda gradient: 0 * gradient)
+        model.get_parameter(parameter).register_post_accumulate_grad_hook(
+            lambda p: called.append(p.grad is not None)
+        )
+        model(batch(0, meshes.data_size, 1)[0][meshes.data_rank]).square().mean().backward()
+    except te_fsdp.OrderError as error:
+        return type(error).__name__, str(error), called
+    return "", "", called
+
+
+def derived(program: str) -> tuple[str, float]:
+    """Return the error of a second backward, or of one with ``create_graph=True``, and the worst gradient without."""
+    from torch.utils.checkpoint import checkpoint
+
+    import te_fsdp
+
+    meshes, model, reference = _models()
+    x, worst = batch(0, meshes.data_size, 1)[0], 0.0
+    try:
+        for _ in range(2):
+            for each, inputs in ((model, x[meshes.data_rank]), (reference, x.flatten(0, 1))):
+                first, second = each(inputs), None
+                if program == "two forwards":
+                    second = each(2 * inputs)
+                elif program == "recomputed":
+                    first = each.head(checkpoint(each.blocks[0], inputs, use_reentrant=False))
+                first.square().mean().backward(
+                    create_graph=program == "create_graph", retain_graph=program == "retain_graph"
+                )
+                if second is not None or program == "retain_graph":
+                    (first if second is None else second).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            if theirs.grad is not None:
+                mine, wanted = harness.full(ours.grad), harness.full(theirs.grad)
+                worst = max(worst, float((mine - wanted).norm() / wanted.norm()))
+    except te_fsdp.OrderError as error:
+        return str(error), worst
+    return "", worst
+
+
 def evaluated(change: str, **options: Any) -> dict[str, Any]:
     """Change the root's head after an evaluation, and train: freeze or write it, or make an optimizer."""
     meshes, model, reference = _models(**options)
