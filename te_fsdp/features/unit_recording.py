@@ -191,7 +191,7 @@ class UnitRecording:
         self._output = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
         self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.trained = [tensor.requires_grad for tensor in tensors]
-        # What ``torch.autograd.grad`` needs of outputs, without their memory.
+        # ``torch.autograd.grad`` needs these edges of the outputs, not their memory.
         edge_of = torch.autograd.graph.get_gradient_edge
         self._edges = [t if t.is_leaf else edge_of(t) for t in tensors if t.requires_grad]
         return [tensor.detach() for tensor in tensors]

@@ -90,7 +90,7 @@ def _finish(
                 sources = {buffer.name: buffer.tensor for buffer in buffers_of_parts(source, "weight")}
                 for buffer in buffers_of_parts(target, "weight"):
                     written = sources.get(buffer.name, buffer.tensor)
-                    # Those that share their memory with the weight are already written.
+                    # Buffers that share their memory with the weight are already written.
                     if written.data_ptr() != buffer.tensor.data_ptr():
                         buffer.tensor.copy_(written)
             drop_derived_state(loaded)
