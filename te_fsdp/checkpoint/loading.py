@@ -54,7 +54,7 @@ from te_fsdp.checkpoint.shard_files import damaged_value, without_collector
 from te_fsdp.checkpoint.storage import absolute
 from te_fsdp.checkpoint.tensor_entries import TensorEntry, replicated_entry
 from te_fsdp.collectives.agreement import all_agree, gather, rank, through_rank_0, world_size
-from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.collectives.rendezvous import collective_call, errors_interrupt
 from te_fsdp.errors import CheckpointError, require_flags, require_kind, shorten
 from te_fsdp.features.main_weights import optimizers_with_stale_main_weights, set_main_weight
 from te_fsdp.layout import slices
@@ -153,7 +153,8 @@ def _joint_load(model: nn.Module) -> Iterator[None]:
     with collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")):
         if world_size() > 1:
             background().wait()  # a running save uses the same process group
-        with through_rank_0():
+        # The other ranks wait in the next agreement for a rank that raises between two of them, as MemoryError.
+        with through_rank_0(), errors_interrupt():
             yield
 
 

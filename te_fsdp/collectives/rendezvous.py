@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.liveness import Liveness
-from te_fsdp.errors import CollectiveError, message
+from te_fsdp.errors import CollectiveError, TeFsdpError, message
 from te_fsdp.upstream import torch_dtensor as _torch
 
 _log = logging.getLogger("te_fsdp")
@@ -171,6 +171,20 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
         running_call.set(None)
 
 
+@contextmanager
+def errors_interrupt() -> Iterator[None]:
+    """Let the other ranks of the running call raise if this rank raises an error that ranks have not agreed on."""
+    try:
+        yield
+    except TeFsdpError:
+        raise
+    except Exception as error:
+        running = running_call()
+        if running is not None and running.rendezvous is not None:
+            running.rendezvous.interrupt(error)
+        raise
+
+
 def ended_error(call: str, ended: list[int], size: int, own: Exception | None = None) -> CollectiveError:
     """Return the error for ranks that have ended. ``own`` is this rank's error, if the collective has raised one."""
     return _with_end(
@@ -300,7 +314,7 @@ class Rendezvous:
         text = message(
             f"te_fsdp.{self.call}: interrupted on rank {self.own_rank} by {type(error).__name__}",
             expected=f"the call to its end on all {len(self.ranks)} ranks",
-            got=f"{type(error).__name__} on rank {self.own_rank}, which the script has caught",
+            got=f"{type(error).__name__}{f'({error})':.200} on rank {self.own_rank}, which the script has caught",
             why="Ranks wait for each other in collectives of the call",
             fix="end the job on all ranks, and restart it from its last checkpoint",
         )

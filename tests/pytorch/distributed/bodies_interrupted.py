@@ -19,7 +19,7 @@ def _error(call: Any) -> str:
 
     try:
         call()
-    except (KeyboardInterrupt, te_fsdp.TeFsdpError) as error:
+    except (KeyboardInterrupt, MemoryError, te_fsdp.TeFsdpError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -87,8 +87,12 @@ def saving(folder: str, victim: int) -> list[str]:
 
 
 def loading(folder: str, moment: str) -> tuple[list[str], float]:
-    """Interrupt a rank that waits for a reply of two parts, or before it sends data that were read once."""
+    """Interrupt a rank that waits for a reply of two parts, or before it sends data that were read once.
+
+    The other moments are errors of rank 1, between two agreements and at the end.
+    """
     import te_fsdp
+    from te_fsdp.checkpoint import loading
     from te_fsdp.checkpoint.reading import ReadShare
     from te_fsdp.collectives import agreement, rendezvous
 
@@ -109,6 +113,8 @@ def loading(folder: str, moment: str) -> tuple[list[str], float]:
     owner, name, stock = {
         "reply": (agreement.RankMessenger, "_receive", interrupted),
         "exchange": (ReadShare, "exchange", lambda *args: signal.raise_signal(signal.SIGINT)),
+        "error": (loading, "for_rank", mock.Mock(side_effect=MemoryError("no memory"))),
+        "error at the end": (loading, "decode", mock.Mock(side_effect=MemoryError("no memory"))),
     }[moment]
     with mock.patch.object(rendezvous, "ASK_AFTER", 0.3), listening(timeout=20):
         if dist.get_rank() == 1:

@@ -40,3 +40,13 @@ def test_load(pool, tmp_path, moment):
     (first, seconds), (second, _) = pool.run(bodies.loading, 2, folder=str(tmp_path), moment=moment)
     assert second[0].startswith("KeyboardInterrupt") and TEXT in second[1]
     assert TEXT in first[0] and TEXT in first[1] and seconds < 15
+
+
+@pytest.mark.parametrize("moment", ["error", "error at the end"])
+def test_an_error_of_one_rank_in_load(pool, tmp_path, moment):
+    """The other rank waited in the next agreement. At the end, its next call raises."""
+    (first, seconds), (second, _) = pool.run(bodies.loading, 2, folder=str(tmp_path), moment=moment)
+    text = "te_fsdp.checkpoint.load: interrupted on rank 1 by MemoryError"
+    assert text in first[1] and text in second[1] and seconds < 15
+    assert first[0] == "" if moment == "error at the end" else text in first[0]
+    assert "MemoryError" in second[0] and "no memory" in second[0]
