@@ -138,12 +138,8 @@ def completion(arguments: Sequence[str]) -> int:
     if [*arguments] not in (["bash"], ["zsh"]):
         return fail(arguments, "completion: expected bash or zsh", 2)
     conf = tyro.conf
-    config = (
-        conf.FlagCreatePairsOff,
-        conf.PositionalMetavarFromFieldName,
-        conf.OmitArgPrefixes,
-        conf.OmitSubcommandPrefixes,
-    )
+    config: Any = (conf.FlagCreatePairsOff, conf.PositionalMetavarFromFieldName)
+    config += (conf.OmitArgPrefixes, conf.OmitSubcommandPrefixes)
     union = _one_of({name: _command(name) for name in _COMMANDS})
     with contextlib.suppress(SystemExit):
         tyro.cli(union, prog="te-fsdp", args=["--tyro-print-completion", arguments[0]], config=config)

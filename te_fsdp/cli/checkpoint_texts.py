@@ -43,17 +43,13 @@ def _readable(value: Any) -> str:
         return f"[{', '.join(map(_readable, value))}]"
     if not isinstance(value, dict):
         return repr(value)
-    kind: str = ""
-    inside: Any = None
-    if len(value) == 1:
-        ((kind, inside),) = value.items()
-    if kind == "te_fsdp.tuple":
-        return f"({', '.join(map(_readable, inside))})"
-    if kind == "te_fsdp.tensor":
-        shape = " x ".join(map(str, inside["shape"])) or "scalar"
-        return f"tensor ({shape}, {inside['dtype'].removeprefix('torch.')})"
-    if kind == "te_fsdp.per_rank":
-        return f"{counted(len(inside), 'value')}, one per rank"
-    if kind == "te_fsdp.value":
-        return f"{inside[0]}({', '.join(map(_readable, inside[1:]))})"
+    match value if len(value) == 1 else {}:
+        case {"te_fsdp.tuple": items}:
+            return f"({', '.join(map(_readable, items))})"
+        case {"te_fsdp.tensor": {"shape": shape, "dtype": dtype}}:
+            return f"tensor ({' x '.join(map(str, shape)) or 'scalar'}, {dtype.removeprefix('torch.')})"
+        case {"te_fsdp.per_rank": values}:
+            return f"{counted(len(values), 'value')}, one per rank"
+        case {"te_fsdp.value": [kind, *content]}:
+            return f"{kind}({', '.join(map(_readable, content))})"
     return f"{{{', '.join(f'{name}: {_readable(item)}' for name, item in value.items())}}}"

@@ -296,10 +296,8 @@ def inspect(
     """
     contents = open_any(path, Choices(key=key))
     manifest = contents.manifest
-    groups = {"model": "model.", "optimizer": "optimizer.", "delayed": "delayed.", "extra": "extra"}
-    sizes = {
-        g: sum(t.bytes for k, t in contents.tensors.items() if k.startswith(p)) for g, p in groups.items()
-    }
+    groups, tensors = ("model", "optimizer", "delayed", "extra"), contents.tensors.items()
+    sizes = {group: sum(t.bytes for key, t in tensors if key.startswith(group)) for group in groups}
     sizes |= {"total": contents.bytes, "files": _sum(manifest.files)}
     is_ours = contents.kind == CHECKPOINT
     summary = {
@@ -465,9 +463,5 @@ def diff(
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
-    "inspect": inspect,
-    "verify": verify,
-    "diff": diff,
-    "convert": convert,
-    "export": export,
+    command.__name__: command for command in (inspect, verify, diff, convert, export)
 }

@@ -92,18 +92,17 @@ class _Work:
 
     def job(self, model: str) -> Job:
         """Return the job of a model with these options."""
-        policy, default = None, MixedPrecisionPolicy()
-        if self.main_params or self.main_grads or self.grad_comm:
-            policy = MixedPrecisionPolicy(
-                main_params_dtype=_dtype(self.main_params, default.main_params_dtype),
-                main_grads_dtype=_dtype(self.main_grads, default.main_grads_dtype),
-                grad_comm_dtype=_dtype(self.grad_comm, default.grad_comm_dtype),
-            )
+        given = {name: getattr(self, name) for name in ("main_params", "main_grads", "grad_comm")}
+        dtypes: dict[str, Any] = {
+            f"{name}_dtype": None if dtype == "model" else getattr(torch, dtype)
+            for name, dtype in given.items()
+            if dtype is not None
+        }
         shared = {item.name for item in fields(Job)} & {item.name for item in fields(self)} - {"units"}
         return Job(
             model,
             units=self.units or None,
-            precision=policy,
+            precision=MixedPrecisionPolicy(**dtypes) if dtypes else None,
             sequence_parallel=not self.no_sequence_parallel,
             **{name: getattr(self, name) for name in shared},
         )
@@ -202,13 +201,6 @@ def _memory(text: str) -> int:
     return size
 
 
-def _dtype(name: str | None, absent: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a command line value; ``absent`` if it was not given, ``None`` for "model"."""
-    if name is None:
-        return absent
-    return None if name == "model" else getattr(torch, name)
-
-
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
@@ -246,7 +238,6 @@ def _show(estimate: Plan, limit: int | None) -> None:
 
 
 def _show_step(step: StepTime, estimate: Plan) -> None:
-    """Print the estimated time of a step."""
     rows = [("GEMMs and attention", step.compute), ("optimizer", step.optimizer)]
     rows += [(f"waiting for {axis}", seconds) for axis, seconds in step.exposed.items()]
     rows += [("slowdown by overlapped communication", step.contended)]
@@ -270,17 +261,13 @@ def _show_search(
     if as_json:
         candidates = []
         for candidate in meshes:
-            numbers: dict[str, Any] = {}
+            about: dict[str, Any] = {"sizes": asdict(candidate.sizes), "fits": not candidate.reason}
+            about["reason"] = candidate.reason
             if candidate.plan is not None:
-                numbers = {"peak": candidate.plan.peak.bytes, "held": candidate.plan.held_bytes}
-                numbers |= {n: getattr(candidate, n) for n in ("within", "between", "tokens", "cost")}
-                numbers |= {} if machine is None else {"seconds": _seconds(candidate, machine)}
-            fits = {
-                "sizes": asdict(candidate.sizes),
-                "fits": not candidate.reason,
-                "reason": candidate.reason,
-            }
-            candidates.append(fits | numbers)
+                about |= {"peak": candidate.plan.peak.bytes, "held": candidate.plan.held_bytes}
+                about |= {n: getattr(candidate, n) for n in ("within", "between", "tokens", "cost")}
+                about |= {} if machine is None else {"seconds": _seconds(candidate, machine)}
+            candidates.append(about)
         print_json({"memory": limit, "gpus": gpus, "candidates": candidates})
     else:
         columns = ["peak", "left", "in a node", "between nodes", "tokens", "bytes per token"]
@@ -304,7 +291,6 @@ def _show_search(
 
 
 def _seconds(candidate: Candidate, machine: Machine) -> float:
-    """Return the estimated seconds per step on a candidate mesh."""
     assert candidate.plan is not None
     return candidate.plan.time(machine).seconds
 

@@ -191,13 +191,8 @@ class LoraLinear(nn.Module, _LoraLayer):
             if split:  # its input is sequence parallel: te_fsdp sums its gradient over tp
                 half.weight.sequence_parallel = True
         if mode is not None:
-            parallel = {
-                **common,
-                "params_dtype": torch.float32,
-                "parallel_mode": mode,
-                "sequence_parallel": split,
-            }
-            parallel |= {"tp_group": base.tp_group, "tp_size": base.tp_size}
+            parallel = {**common, "params_dtype": torch.float32, "parallel_mode": mode}
+            parallel |= {"sequence_parallel": split, "tp_group": base.tp_group, "tp_size": base.tp_size}
             linear: Any = _te.module_class("Linear")
             # TE divides the given size by tp, so pass the global one.
             uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # as nn.Linear and LoRA do

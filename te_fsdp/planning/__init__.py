@@ -204,15 +204,8 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
     work = workload_of(job, sizes)
     stages, notes = stages_of(model, job, work, sizes.tp)
     flops = flops_of(model, job, work, sizes.tp)
-    fully_shard(
-        model,
-        meshes,
-        units=names,
-        strategy=job.strategy,
-        outer_strategy=job.outer_strategy,
-        precision=job.precision,
-        checks="off",
-    )
+    options: dict[str, Any] = {n: getattr(job, n) for n in ("strategy", "outer_strategy", "precision")}
+    fully_shard(model, meshes, units=names, checks="off", **options)
     weights = weights_of(model, job)
     resident, units = Counter[str](), Counter[str]()
     dtypes = {4: "float32", 2: "16 bits", 8: "float64"}

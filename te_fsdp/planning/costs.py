@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.features.reporting import bytes_of, cost_of, shard_in_training
 from te_fsdp.layout import GATED_ACTIVATIONS, Storage
 from te_fsdp.mesh import Meshes
-from te_fsdp.planning.job import OPTIMIZERS, Gating, Job, Sizes, Workload
+from te_fsdp.planning.job import OPTIMIZERS, RECIPE_ROWS, Gating, Job, Sizes, Workload
 from te_fsdp.quantized.components import empty_on_meta
 from te_fsdp.records import ParamOwner, first_owners, plan_of
 from te_fsdp.sharded_model import ShardedModel, require_sharded_model
@@ -245,16 +245,6 @@ class Stage:
     module: str = ""  #: FQN; empty for the loss
 
 
-#: Bytes per value in one direction, including scales. Two directions need twice as much. Float8 on Blackwell is
-#: an exception: its GEMMs accept any layout, so one copy serves both directions.
-VALUE_BYTES = {
-    "none": 0.0,
-    "delayed": 1.0,
-    "current": 1.0,
-    "block": 1 + 4 / 128,
-    "mxfp8": 1 + 1 / 32,
-    "nvfp4": 0.5 + 1 / 16,
-}
 #: Bytes of a high-precision activation (bf16).
 _E = 2
 
@@ -283,7 +273,7 @@ def stages_of(model: nn.Module, job: Job, work: Workload, tp: int) -> tuple[list
     ``model`` is the meta model, sharded for its mesh. ``work`` is the workload of a microbatch on one rank. Modules are
     assumed to run in registration order, embeddings first.
     """
-    value, float8 = VALUE_BYTES[job.recipe], job.recipe in ("delayed", "current")
+    value, float8 = RECIPE_ROWS[job.recipe].value_bytes, job.recipe in ("delayed", "current")
     both = value * (1 if float8 and _te_modules.supports_all_gemm_layouts() else 2)
     rows = value if float8 else both
     sizes = _Bytes(work, tp, value or _E, both or _E, rows, value > 0)
@@ -431,7 +421,7 @@ def sent_by(model: nn.Module, job: Job, sizes: Sizes, work: Workload) -> Sent:
     tp, cp, ep = sizes.tp, sizes.cp, sizes.ep
     # Recomputation in backward repeats the communication of forward.
     backwards, forwards = job.microbatches, job.microbatches * (2 if job.recompute else 1)
-    value, experts = VALUE_BYTES[job.recipe] or _E, 0
+    value, experts = RECIPE_ROWS[job.recipe].value_bytes or _E, 0
     modules: list[Any] = list(model.modules())
     for module in modules:
         kind = _te.kind_of(module)

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,23 +22,27 @@ from te_fsdp.plan import StrategySpec
 from te_fsdp.precision import MixedPrecisionPolicy
 from te_fsdp.upstream import te as _te
 
+
+class Recipe(NamedTuple):
+    """A recipe of TE."""
+
+    te_class: str = ""  #: In ``transformer_engine.common.recipe``
+    available: str = ""  #: TE's function that checks whether the device supports it
+    #: Bytes per value in one direction, including scales. Two directions need twice as much. Float8 on Blackwell is an
+    #: exception: its GEMMs accept any layout, so one copy serves both directions.
+    value_bytes: float = 0.0
+
+
+RECIPE_ROWS = {
+    "none": Recipe(),
+    "delayed": Recipe("DelayedScaling", "is_fp8_available", 1.0),
+    "current": Recipe("Float8CurrentScaling", "is_fp8_available", 1.0),
+    "block": Recipe("Float8BlockScaling", "is_fp8_block_scaling_available", 1 + 4 / 128),
+    "mxfp8": Recipe("MXFP8BlockScaling", "is_mxfp8_available", 1 + 1 / 32),
+    "nvfp4": Recipe("NVFP4BlockScaling", "is_nvfp4_available", 0.5 + 1 / 16),
+}
 #: Recipe name -> TE's class in ``transformer_engine.common.recipe``.
-RECIPES = {
-    "none": "",
-    "delayed": "DelayedScaling",
-    "current": "Float8CurrentScaling",
-    "block": "Float8BlockScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "nvfp4": "NVFP4BlockScaling",
-}
-#: Recipe name -> TE's function that checks whether the device supports it.
-_AVAILABLE = {
-    "delayed": "is_fp8_available",
-    "current": "is_fp8_available",
-    "block": "is_fp8_block_scaling_available",
-    "mxfp8": "is_mxfp8_available",
-    "nvfp4": "is_nvfp4_available",
-}
+RECIPES = {name: row.te_class for name, row in RECIPE_ROWS.items()}
 #: Optimizer name -> number of states of the parameter's shape, without main weights.
 OPTIMIZERS = {"adamw": 2, "fused-adam": 2, "sgd": 0}
 
@@ -213,9 +217,9 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
 def require_recipe(job: Job) -> None:
     """Check that the device supports the job's recipe with TE's own check; raise PrecisionError otherwise. Local."""
     # Training makes this check on entering ``te.autocast``, which a plan never enters.
-    if job.recipe not in _AVAILABLE:
+    if job.recipe == "none":
         return
-    supported, reason = getattr(_te.te(), _AVAILABLE[job.recipe])(return_reason=True)
+    supported, reason = getattr(_te.te(), RECIPE_ROWS[job.recipe].available)(return_reason=True)
     if not supported:
         raise PrecisionError(
             f"plan: recipe {job.recipe!r}",

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -285,8 +284,8 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
     """
     # A stock GroupedLinear has one weight for each expert, and loads them by name.
     contents = split_experts(contents)
-    objects: dict[str, Any]
-    objects = {portable_name(k): t for k, t in contents.tensors.items() if k.startswith("model.")}
+    optimizer, tensors = contents.manifest.optimizer, contents.tensors
+    objects: dict[str, Any] = {portable_name(k): t for k, t in tensors.items() if k.startswith("model.")}
     for name, first in contents.manifest.tied.items():
         same = {k: t for k, t in objects.items() if k.partition(":")[0] == first}
         objects |= {name + key.removeprefix(first): tensor for key, tensor in same.items()}
@@ -294,24 +293,20 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
     extras = [f"{module}._extra_state".lstrip(".") for module in contents.manifest.extra_states]
     # A strict load needs the entries. TE reads an empty one as no state.
     objects |= {name: InMemory(empty) for name in extras}
-    if contents.manifest.optimizer is not None:
-        names = chain.from_iterable(group["parameters"] for group in contents.manifest.optimizer["groups"])
+    if optimizer is not None:
+        names = (name for group in optimizer["groups"] for name in group["parameters"])
         numbers = {name: number for number, name in enumerate(names)}
         groups = []
-        for group in contents.manifest.optimizer["groups"]:
-            named = {
-                "params": [numbers[n] for n in group["parameters"]],
-                "param_names": [*group["parameters"]],
-            }
+        for group in optimizer["groups"]:
+            own = [*group["parameters"]]
+            named = {"params": [numbers[name] for name in own], "param_names": own}
             groups.append(decode(group["options"], {}) | named)
         state: dict[int, dict[str, Any]] = {}
-        for name, values in contents.manifest.optimizer["state"].items():
+        for name, values in optimizer["state"].items():
             if name not in numbers:
                 raise CheckpointError(f"optimizer state of {name}", expected="a parameter of a group")
             state[numbers[name]] = {
-                key: contents.tensors[f"optimizer.state.{name}.{key}"]
-                if "dtype" in d
-                else decode(d["value"], {})
+                key: tensors[f"optimizer.state.{name}.{key}"] if "dtype" in d else decode(d["value"], {})
                 for key, d in values.items()
             }
         objects = {"model": objects, "optimizer": {"state": state, "param_groups": groups}}

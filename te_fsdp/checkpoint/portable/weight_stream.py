@@ -25,7 +25,6 @@ from te_fsdp.checkpoint.portable.huggingface_map import ROUNDED, Group
 from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, given_or_default
 from te_fsdp.checkpoint.portable.weight_transfer import (
     BLOCK,
-    TransferPlan,
     assemble,
     block_shares,
     checksums_of,
@@ -99,8 +98,7 @@ def iter_weights(
     with collective_call("huggingface.iter_weights"):
         options = (config, names, blocks, format, receiver, bucket_bytes, since)
         stream = all_agree(lambda: WeightStream(model, optimizer, *options))
-        given = {"format": format, "receiver": receiver, "bucket_bytes": bucket_bytes}
-        _compare_options({**given, "since": since is not None})
+        _compare_options(format=format, receiver=receiver, bucket_bytes=bucket_bytes, since=since is not None)
         stream.start()
     return stream
 
@@ -245,7 +243,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                 own = {name: tensors.pop(name) for name in tensors_of(group, plan)} if receives else {}
                 remaining = self.names_of(group)
                 try:
-                    for name, tensor in self._converted(plan, group, own) if receives else ():
+                    for name, tensor in self._converted(group, own) if receives else ():
                         yield name, tensor
                         remaining.remove(name)
                         del tensor
@@ -273,11 +271,11 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         )
 
     def _converted(
-        self, plan: TransferPlan, group: Group, tensors: dict[str, torch.Tensor]
+        self, group: Group, tensors: dict[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a group's tensors under Hugging Face's names. Local operation."""
         names, is_fp8 = group.names(te=False, tied=False), self._is_fp8(group)
-        if is_fp8 and plan.exact.issuperset(group.te.names):
+        if is_fp8 and self._plan.exact.issuperset(group.te.names):
             values = repack(group, {n: tensors[f"{n}:data"] for n in group.te.names}, 1)
             scales = repack(group, {n: tensors[f"{n}:scale"] for n in group.te.names}, BLOCK)
             for name in names:
@@ -326,7 +324,7 @@ def _check_options(format: object, receiver: object, bucket_bytes: object, since
     )
 
 
-def _compare_options(options: dict[str, object]) -> None:
+def _compare_options(**options: object) -> None:
     """Raise CheckpointError on all ranks if an option differs between ranks. Collective over the world."""
     by_rank = gather(options)
     if differing := [name for name in options if any(given[name] != by_rank[0][name] for given in by_rank)]:

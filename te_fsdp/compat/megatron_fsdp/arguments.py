@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.collectives.agreement import on_any_rank
 from te_fsdp.errors import MeshError, PlacementError, require_flag_fields, require_kind
+from te_fsdp.layout import STRATEGIES
 from te_fsdp.mesh import Meshes, default_device_type
 from te_fsdp.precision import MixedPrecisionPolicy as NativePolicy
 from te_fsdp.upstream import torch_dtensor as _torch
 
 _log = logging.getLogger("te_fsdp")
 
-_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _BUFFERS = (
     "torch's allocator reuses buffers; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation"
 )
@@ -145,7 +145,7 @@ def warn_about_unused(options: Any, table: Mapping[str, str]) -> None:
             _log.warning("megatron_fsdp: %s=%r has no effect: %s", field.name, value, table[field.name])
 
 
-def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STRATEGIES) -> str:
+def native_strategy(value: str | int, argument: str, names: Sequence[str] = STRATEGIES) -> str:
     """Return the name of a strategy given by name or number; raise PlacementError if there is none."""
     if value in names:
         return str(value)

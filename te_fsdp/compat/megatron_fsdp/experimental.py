@@ -35,12 +35,10 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
     FSDPDistributedIndex,
     MixedPrecisionPolicy,
 )
-from te_fsdp.compat.megatron_fsdp.sharding import (
-    BRIDGED,
-    fully_shard_optimizer as first_fully_shard_optimizer,
-)
+from te_fsdp.compat.megatron_fsdp.sharding import BRIDGED, fully_shard_optimizer as prepare_optimizer
 from te_fsdp.errors import OrderError, PlacementError, require_flags, require_kind
 from te_fsdp.gradient_sync import microbatch as native_microbatch
+from te_fsdp.layout import OUTER_STRATEGIES
 from te_fsdp.materialization import materialize
 from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import get_sharded_model
@@ -118,7 +116,7 @@ _INNER: Mapping[tuple[type, type, type], str] = {
     (Replicate, Flat, Flat): "optim_grads",
     (Flat, Flat, Flat): "optim_grads_params",
 }
-_OUTER = {kinds: name for kinds, name in _INNER.items() if name in ("no_shard", "optim")}
+_OUTER = {kinds: name for kinds, name in _INNER.items() if name in OUTER_STRATEGIES}
 
 
 @dataclass(eq=False)
@@ -245,7 +243,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
         replaced = [p.__dict__.get(BRIDGED) for p in group["params"]]
         pairs = zip(group["params"], replaced, strict=True)
         group["params"][:] = [new if isinstance(new, nn.Parameter) else p for p, new in pairs]
-    first_fully_shard_optimizer(optimizer)
+    prepare_optimizer(optimizer)
 
 
 def _shard(root: _Note) -> None:

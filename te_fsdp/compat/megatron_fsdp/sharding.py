@@ -325,9 +325,8 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
 
 def _show_arguments(function: Callable[..., Any], more: int) -> None:
     """Set a function's signature so that ``help`` and editors show :class:`Arguments` after ``more`` arguments."""
-    leading = list(inspect.signature(function).parameters.values())[:more]
-    megatron_arguments = list(inspect.signature(Arguments).parameters.values())
-    function.__signature__ = inspect.Signature([*leading, *megatron_arguments])  # type: ignore[attr-defined]
+    own, added = (list(inspect.signature(of).parameters.values()) for of in (function, Arguments))
+    function.__signature__ = inspect.Signature([*own[:more], *added])  # type: ignore[attr-defined]
 
 
 def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> Optimizer:
