@@ -179,7 +179,7 @@ def errors_interrupt() -> Iterator[None]:
     except TeFsdpError:
         raise
     except Exception as error:
-        running = running_call()
+        running = running_call.get()
         if running is not None and running.rendezvous is not None:
             running.rendezvous.interrupt(error)
         raise
