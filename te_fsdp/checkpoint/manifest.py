@@ -52,10 +52,6 @@ _DEEPEST = 200
 _DAMAGED = "the checkpoint is damaged, load an earlier one"
 
 
-class InvalidError(ValueError):
-    """A value that violates the rules of the manifest. The text names its place."""
-
-
 class Kind(NamedTuple):
     """A rule for values without parts: a description, and a test."""
 
@@ -95,8 +91,8 @@ def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
             _check(item, rules[name], f"{where}.{name}".lstrip("."), depth + 1)
 
 
-def _refuse(where: str, expected: str, value: Any) -> InvalidError:
-    return InvalidError(f"{where}: expected {expected}, got {value!a:.80}")
+def _refuse(where: str, expected: str, value: Any) -> DamagedFileError:
+    return DamagedFileError(f"{where}: expected {expected}, got {value!a:.80}")
 
 
 def _encodes(value: Any) -> bool:
@@ -287,7 +283,7 @@ def read_manifest(directory: Path) -> Manifest:
         encoded = path.read_bytes()
         body = json.loads(encoded)
         if type(body) is not dict or type(body.get("format_version")) is not int:
-            raise InvalidError("no object with a format_version")
+            raise DamagedFileError("no object with a format_version")
         if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
             raise CheckpointError(
                 f"{path}: written by another te_fsdp, {body.get('versions')!a:.200}",
@@ -299,19 +295,21 @@ def read_manifest(directory: Path) -> Manifest:
         digest = str(body.pop("digest", None))
         computed = _digest(encoded.replace(digest.encode(), _NO_DIGEST.encode(), 1))
         if digest != computed:
-            raise InvalidError(f"expected digest {digest!a:.40}, got {computed}")
+            raise DamagedFileError(f"expected digest {digest!a:.40}, got {computed}")
         manifest = parse_manifest(body)
         exempt = (DCP_METADATA, INDEX)  # their readers check them
         unlisted = [n for n, listed in manifest.files.items() if len(listed) != 3 and n not in exempt]
         if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
             raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
         if unlisted and manifest.save_id:
-            raise InvalidError(f"files.{unlisted[0]}: expected where its table of checksums begins, got none")
+            raise DamagedFileError(
+                f"files.{unlisted[0]}: expected where its table of checksums begins, got none"
+            )
         return manifest
 
 
 def parse_manifest(body: dict[str, Any]) -> Manifest:
-    """Return a manifest from its fields; raise InvalidError, which names the place. Local operation."""
+    """Return a manifest from its fields; raise DamagedFileError, which names the place. Local operation."""
     rules, hints = {}, get_type_hints(Manifest, include_extras=True)
     for f in fields(Manifest):
         is_required = f.default is MISSING and f.default_factory is MISSING
@@ -326,7 +324,7 @@ def unreadable(path: Path | str, name: str, fix: str = _DAMAGED) -> Iterator[Non
     try:
         yield
     except Exception as error:
-        is_damage = isinstance(error, DamagedFileError | InvalidError)
+        is_damage = isinstance(error, DamagedFileError)
         if isinstance(error, CheckpointError) and not is_damage:
             raise
         raise CheckpointError(

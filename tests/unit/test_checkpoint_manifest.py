@@ -214,8 +214,8 @@ def test_shared_values_are_validated_once(saves: tuple[Path, Path], monkeypatch:
         {"size": 1},
     ):
         manifest.parameters["900.weight"] = {**_WEIGHT, "shape": [2, 1], **bad}
-        with pytest.raises(manifests.InvalidError, match=r"^parameters\.900\.weight"):
+        with pytest.raises(manifests.DamagedFileError, match=r"^parameters\.900\.weight"):
             manifests.parse_manifest(json.loads(json.dumps(manifest.body)))
     manifest.parameters = {f"{n}.weight": {**_WEIGHT, "shape": [1]} for n in range(20)} | {"\ud800": _WEIGHT}
-    with pytest.raises(manifests.InvalidError, match="a name in parameters: expected text"):
+    with pytest.raises(manifests.DamagedFileError, match="a name in parameters: expected text"):
         manifests.parse_manifest(manifest.body)
