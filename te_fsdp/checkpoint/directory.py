@@ -97,7 +97,7 @@ def _remove_abandoned(folder: Path, owner: Owner, created: Path) -> None:
     """
     is_alive = owner.is_alive()
     # A process has one save at a time, so its other folders are those of failed saves.
-    is_abandoned = not is_alive or (is_remote(folder) and owner.is_this_process)
+    is_abandoned = not is_alive or (is_remote(folder) and owner.pid == os.getpid())
     if is_alive is None:
         written = last_written(folder)
         is_abandoned = written is not None and (last_written(created) or 0.0) - written > _ABANDONED
@@ -264,11 +264,6 @@ class Owner(NamedTuple):
 
     def __str__(self) -> str:
         return ".".join(map(str, self))
-
-    @property
-    def is_this_process(self) -> bool:
-        """Return whether it is this process."""
-        return self.pid == os.getpid() and self.is_alive() is True
 
     def is_alive(self) -> bool | None:
         """Return whether the process is alive; ``None`` if it runs on another machine, or ran before this boot."""

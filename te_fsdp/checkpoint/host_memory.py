@@ -43,14 +43,9 @@ class Block(Generic[K]):
         return len(self.tensors) * self.tensors[0].nbytes
 
     @property
-    def device(self) -> torch.device:
-        """Return the device of the tensors."""
-        return self.tensors[0].device
-
-    @property
     def is_on_host(self) -> bool:
         """Return whether the tensors are in host memory."""
-        return self.device.type == "cpu"
+        return self.tensors[0].is_cpu
 
     def rows(self) -> torch.Tensor:
         """Return the tensors as rows of one tensor on their device; a view for a single tensor."""
@@ -131,7 +126,7 @@ class Staging:
         Copies from a device are queued on its current stream, after the kernels that compute the values. Local
         operation.
         """
-        devices = {block.device for block in blocks if not block.is_on_host}
+        devices = {block.tensors[0].device for block in blocks if not block.is_on_host}
         # Page-locked memory is slow to allocate, and useless for tensors that are on the host.
         if self._pinned != bool(devices):
             self.slabs, self._pinned = [], bool(devices)

@@ -115,10 +115,6 @@ class Lazy:
         for first in range(0, self.height, step):
             yield first, min(first + step, self.height)
 
-    def shape_of(self, first: int, last: int) -> tuple[int, ...]:
-        """Return the shape of a range of rows."""
-        return (last - first, *self.shape[1:]) if self.shape else ()
-
 
 def total_bytes(tensors: Mapping[str, Lazy]) -> int:
     """Return the size of all tensors in bytes."""
@@ -312,7 +308,7 @@ class Chunked(Lazy):
         # The usual case of a file of one process: no copy.
         if len(self.chunks) == 1:
             return self.chunks[0][1].rows(first, last)
-        result = torch.empty(self.shape_of(first, last), dtype=self.dtype, device="cpu")
+        result = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype, device="cpu")
         for (start, *other_offsets), piece in self.chunks:
             begin, end = max(first, start), min(last, start + piece.shape[0])
             if begin < end and math.prod(piece.shape):

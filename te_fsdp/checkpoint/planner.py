@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +73,10 @@ class RankWriter:
     path: Path
     manifest: Manifest  #: Of all files; complete on rank 0 alone, when they are written
     plan: WritePlan  #: For this save; or of one before, if it has places in the files: they must be the same again
-    #: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept
-    tensors: InitVar[list[torch.Tensor]]
+    own: list[Block[int]]  #: The model's tensors that this rank writes, by the numbers that pieces have
     #: Written instead: numbers of pieces with their rows on the host
     copies: Iterable[tuple[list[int], torch.Tensor]] | None = None
     problem: Exception | None = None  #: Error of :meth:`copy`
-
-    def __post_init__(self, tensors: list[torch.Tensor]) -> None:
-        self.own = [Block(numbers, [tensors[number] for number in numbers]) for numbers in self.plan.blocks]
-
-    @property
-    def bytes(self) -> int:
-        """Return the number of bytes that this rank writes."""
-        return sum(block.bytes for block in self.own)
 
     @torch.no_grad()  # which takes less than to detach many small tensors one by one
     def copy(self, staging: Staging) -> None:
@@ -219,8 +210,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
     entries: dict[str, TensorEntry] = {}
     for tensor, first, last, key in blocks:
-        piece = torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta")
-        offsets = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
+        shape = (last - first, *tensor.shape[1:]) if tensor.shape else ()
+        piece = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        offsets = (first, *(0 for _ in tensor.shape))[: piece.ndim]
         add_entry(entries, key, TensorEntry(tensor.shape, tensor.dtype, (Piece(offsets, piece),)))
     # The same code as for a job, so that converted and saved files have one format.
     alone = RankMessenger(0, 1, None)
@@ -228,7 +220,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
     # Generators: one block of rows is in memory at a time.
     copies = (([number], stacked) for number, stacked in enumerate(rows))
-    writer = RankWriter(alone, path, manifest, plan, tensors_of(entries), copies)
+    writer = RankWriter(alone, path, manifest, plan, [], copies)
     writer.finish([writer.write(tick)])
     return manifest
 

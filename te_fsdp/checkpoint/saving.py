@@ -22,6 +22,7 @@ from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.async_save import SaveHandle, background
 from te_fsdp.checkpoint.compare import PROGRESS, check_same_model, check_spans_world, join
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
+from te_fsdp.checkpoint.host_memory import Block
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     JoinedModules,
@@ -134,7 +135,7 @@ def save(
         # One save at a time: two would compete for the disk, and their order decides which is the newest.
         background().wait()
         writer = _prepare(rank_messenger(), handle.path, model, optimizer, extra, keep_last, shared)
-        handle.bytes = writer.bytes
+        handle.bytes = sum(block.bytes for block in writer.own)
         complete = partial(_complete, handle, writer, keep_last, progress, began)
         if asynchronous:
             writer.copy(background().staging)
@@ -161,12 +162,10 @@ def refuse_pending_gradients(model: nn.Module) -> None:
         if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.sync.completed:
             pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
         units.update(state.modules.values())
-    torch_units = [
-        module for module in model.modules() if fsdp2_units.is_fsdp_module(module) and module not in units
-    ]
     records = [
         _fsdp2.sharded_param_of(record)
-        for unit in torch_units
+        for unit in model.modules()
+        if fsdp2_units.is_fsdp_module(unit) and unit not in units
         for record in _fsdp2_gradients.params_with_unreduced_gradients(unit)
     ]
     names = {id(parameter): name for name, parameter in model.named_parameters()} if records else {}
@@ -405,7 +404,8 @@ def _prepare(
         tensors = collected.tensors()
         # Before the copy: an asynchronous save must raise in the call, not in its thread.
         check_replicas(ranks, plan, tensors)
-        writer = RankWriter(ranks, temporary, manifest, plan, tensors)
+        own = [Block(numbers, [tensors[number] for number in numbers]) for numbers in plan.blocks]
+        writer = RankWriter(ranks, temporary, manifest, plan, own)
         # After the checks: a save that raised leaves no plan behind.
         cache.plan = plan
         background().plans[anchor] = cache

@@ -144,13 +144,9 @@ class Frame(NamedTuple):
     """
 
     head: bytes
-    size: int
+    size: int  #: Of the elements in bytes
     tail: bytes
-
-    @property
-    def length(self) -> int:
-        """Return the size of the file in bytes."""
-        return len(self.head) + self.size + len(self.tail)
+    length: int  #: Of the file in bytes
 
 
 class _Gaps(io.BytesIO):
@@ -174,7 +170,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
     assert len(file.found) == 1 or not size, "torch leaves the elements out in one place"
     begin, frame = [*file.found, 0][0], file.getvalue()
-    return Frame(frame[:begin], size, frame[begin:])
+    return Frame(frame[:begin], size, frame[begin:], len(frame) + size)
 
 
 def elements_of(
