@@ -211,11 +211,8 @@ class Index:
 def read_index(path: Path, manifest: Manifest) -> Index:
     """Read the index of a checkpoint, from DCP's metadata if it has no index. Local operation.
 
-    Raise CheckpointError if it is unreadable, has changed, or is of another save.
+    Raise CheckpointError if it is unreadable, has changed, is of another save, or lacks a tensor of the manifest.
     """
-    if INDEX not in manifest.files:
-        with unreadable(path, DCP_METADATA):
-            return Index.of(read_metadata(path, manifest))
 
     def rows(keys: Iterable[str]) -> Iterator[tuple[str, Rows]]:
         required = set(keys)
@@ -229,16 +226,29 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                         raise DamagedFileError(f"{key} is in a file that it does not name")
                     yield key, table
 
-    file, listed = manifest.data_folder(path) / INDEX, manifest.files[INDEX]
-    with unreadable(path, INDEX), open_checked(file, listed, manifest.save_id) as stream:
-        lengths = [length for length, _ in (stream.pieces or {}).values()]
-        data = stream.read(0, lengths, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))
-        *packed, head = map(view_of, data.split(lengths))
-        body = json.loads(bytes(head))
-        heads = [[(k, tuple(s), getattr(torch, d), n) for k, s, d, n in block] for block in body["blocks"]]
-        blocks = list(zip(packed, heads, strict=True))
-        files = list(body["files"])
-        return Index({k: (s, d) for block in heads for k, s, d, _ in block}, files, rows)
+    if INDEX not in manifest.files:
+        with unreadable(path, DCP_METADATA):
+            index = Index.of(read_metadata(path, manifest))
+    else:
+        file, listed = manifest.data_folder(path) / INDEX, manifest.files[INDEX]
+        with unreadable(path, INDEX), open_checked(file, listed, manifest.save_id) as stream:
+            lengths = [length for length, _ in (stream.pieces or {}).values()]
+            data = stream.read(0, lengths, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))
+            *packed, head = map(view_of, data.split(lengths))
+            body = json.loads(bytes(head))
+            heads = [
+                [(k, tuple(s), getattr(torch, d), n) for k, s, d, n in block] for block in body["blocks"]
+            ]
+            blocks = list(zip(packed, heads, strict=True))
+            files = list(body["files"])
+            index = Index({k: (s, d) for block in heads for k, s, d, _ in block}, files, rows)
+    if problems := problems_of_tensors(manifest, index.tensors):
+        raise CheckpointError(
+            f"{path}: damaged checkpoint: {shorten(problems)}",
+            why="Its manifest and its tensors are not of one save",
+            fix="load an earlier checkpoint, or copy this one again",
+        )
+    return index
 
 
 def files_in(path: Path) -> Callable[[str], Path]:
@@ -258,24 +268,14 @@ def files_in(path: Path) -> Callable[[str], Path]:
     return file_of
 
 
-def check_index(path: Path, manifest: Manifest) -> Index:
-    """Return the index; raise CheckpointError unless it has every tensor of the manifest. Local operation."""
-    index = read_index(path, manifest)
-    if problems := problems_of_tensors(manifest, index.tensors):
-        raise CheckpointError(
-            f"{path}: damaged checkpoint: {shorten(problems)}",
-            why="Its manifest and its tensors are not of one save",
-            fix="load an earlier checkpoint, or copy this one again",
-        )
-    return index
-
-
 def problems_of_tensors(
     manifest: Manifest, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> list[str]:
     """Return the manifest's tensors that ``tensors`` lacks, or has with another shape or dtype. Local operation."""
     problems = []
-    for key, shape, dtype in stored_tensors(manifest):
+    for key, shape, dtype in described_tensors(manifest):
+        if shape is not None and not math.prod(shape):
+            continue  # DCP stores no chunk for a tensor without elements
         actual_shape, actual_dtype = tensors.get(key, (None, None))
         if actual_shape is None or actual_dtype is None:
             problems.append(f"{key} is missing")
@@ -285,30 +285,22 @@ def problems_of_tensors(
     return problems
 
 
-def stored_tensors(
-    manifest: Manifest, *, empty: bool = False
-) -> Iterator[tuple[str, list[int] | None, str | None]]:
-    """Yield key, shape and dtype of the tensors that a manifest lists and files contain; no shape for components.
-
-    With ``empty``, yield tensors without elements instead, which are not stored.
-    """
-    plain: list[tuple[str, list[int], str]] = []
+def described_tensors(manifest: Manifest) -> Iterator[tuple[str, list[int] | None, str | None]]:
+    """Yield key, shape and dtype of the tensors that a manifest lists, also of empty ones; no shape for components."""
     for name, described in {**manifest.parameters, **manifest.buffers}.items():
         if described.get("format") is None:
-            plain.append((f"model.{name}", described["shape"], described["dtype"]))
-        elif not empty:
+            yield f"model.{name}", described["shape"], described["dtype"]
+        else:
             yield from ((f"model.{name}:{part}", None, None) for part in described["components"])
-    for name in manifest.delayed if not empty else ():
+    for name in manifest.delayed:
         for key in ("scaling_fwd", "scaling_bwd"):
             yield from ((f"delayed.{name}:{key}.{part}", None, None) for part in ("scale", "amax_history"))
     for name, states in (manifest.optimizer or {"state": {}})["state"].items():
         for key, described in states.items():
             if "dtype" in described:
-                plain.append((f"optimizer.state.{name}.{key}", described["shape"], described["dtype"]))
+                yield f"optimizer.state.{name}.{key}", described["shape"], described["dtype"]
     for described in references(manifest.extra):
-        plain.append((described["key"], described["shape"], described["dtype"].removeprefix("torch.")))
-    # DCP stores no chunk for a tensor without elements, so such tensors are only in the manifest.
-    yield from (item for item in plain if empty != bool(math.prod(item[1])))
+        yield described["key"], described["shape"], described["dtype"].removeprefix("torch.")
 
 
 # ------------------------------------------------------------------------------------------------ DCP's metadata

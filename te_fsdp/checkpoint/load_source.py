@@ -14,13 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
-from te_fsdp.checkpoint.index import Index, check_index
+from te_fsdp.checkpoint.index import Index, read_index
 from te_fsdp.checkpoint.lazy_tensors import Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
@@ -65,6 +64,9 @@ from te_fsdp.upstream.te_formats import NVFP4_ROWS, NVFP4_SQUARES
 _log = logging.getLogger("te_fsdp")
 #: Components of an NVFP4 weight with scales of blocks -> the dim in which equal scales make 16 x 16 blocks.
 _SCALES = {"rowwise_scale_inv": -2, "columnwise_scale_inv": -1}
+#: A name of a checkpoint that has to change: a further name of a tied tensor, with its first name in the model; or the
+#: name of the tensor of all experts, with ``None``, under which the experts are stacked.
+_Change = tuple[str, str | None]
 
 
 @dataclass
@@ -97,14 +99,8 @@ class Source(Contents):
             return
         dtypes = all_agree(lambda: {key: dtype for key, (_, dtype) in self.described().items()})
         share = ReadShare.of(self.ranks, required, dtypes)
-
-        def read() -> None:
-            share.provide(self.staged)
-            self._read(share.own)
-            share.join_parts(self.staged)
-
         # No rank sends before all have read and checked: damage must be found before anything is used.
-        all_agree(read)
+        all_agree(lambda: share.read(self.staged, self._read))
         # All ranks name a rank that ends here, also those that do not exchange data with it.
         all_agree(lambda: run_while_all_live(lambda: share.exchange(self.staged)))
         _log.info("%s: read shared with rank(s) %s", self.source, shorten(list(map(str, share.members)), 8))
@@ -203,7 +199,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
 
 def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified: bool) -> Source:
     """Return the source of a te_fsdp checkpoint, its names fitted if it was converted. Collective over the world."""
-    index = all_agree(lambda: check_index(path, manifest))
+    index = all_agree(lambda: read_index(path, manifest))
     # A save records the settings of modules, and with them the model's own names.
     is_converted = not (manifest.semantics or {}).get("modules")
     # A conversion does not know the model's names, as of tied weights, so they are fitted.
@@ -243,48 +239,39 @@ def _name_rows(source: Source) -> None:
         parameters[name] = described | {"format": described["format"].replace(NVFP4_SQUARES, NVFP4_ROWS, 1)}
 
 
-def _changes(manifest: Manifest, model: nn.Module) -> list[Change]:
-    """Return the changes of names that any rank's model needs, in one order on all ranks. Collective over the world."""
-    gathered = gather_if_any(all_agree(lambda: changes_for(manifest, model)))
-    return [*dict.fromkeys(Change(*change) for changes in gathered for change in changes)]
-
-
-def _fit(contents: Contents, changes: list[Change]) -> None:
-    """Change names and stack experts; rank 0 compares the values of ties. Collective over the world."""
-    if experts := {change.name for change in changes if change.first is None}:
-        all_agree(lambda: stack_experts(contents, experts))
-    ties = [(c.name, c.first) for c in changes if c.first is not None and c.name in contents.names]
-    # Where the value of a first name is stored: files may have only further names of a tied tensor.
-    stored_name = {first: first if first in contents.names else name for name, first in reversed(ties)}
-    equal = from_rank_0(lambda: [_is_equal(contents, name, stored_name[first]) for name, first in ties])
-    for (name, first), is_equal in zip(ties, equal, strict=True):
-        tie(contents, name, first, is_equal=is_equal)
-
-
 # --- names
 
 
 # State dicts and safetensors do not record which names a model ties, nor whether ``weight0`` belongs to an expert. Only
 # the model does. So the names of files that te_fsdp.checkpoint.save did not write are fitted to the model.
-class Change(NamedTuple):
-    """One name of a checkpoint that has to change."""
+def _changes(manifest: Manifest, model: nn.Module) -> list[_Change]:
+    """Return the changes of names that any rank's model needs, in one order on all ranks. Collective over the world."""
 
-    name: str  #: A further name of a tied tensor, or the name of the tensor of all experts
-    first: str | None  #: The tied tensor's first name in the model; ``None``: stack experts under ``name``
+    def changes() -> list[_Change]:
+        names = manifest.parameters.keys() | manifest.buffers.keys()
+        grouped = {o.key for o in owned_parameters(model) if o.expert is not None or o.is_grouped}
+        ties = tied_names(model)
+        for name, first in list(ties.items()):
+            if stacked_name(first) in grouped and stacked_name(name) != stacked_name(first):
+                grouped.add(stacked_name(name))
+                ties[stacked_name(name)] = stacked_name(first)
+        experts = [name for name in sorted(grouped) if name not in names and f"{name}0" in names]
+        tied = [(name, first) for name, first in ties.items() if name in names | {*experts}]
+        return [*((name, None) for name in experts), *tied]
+
+    return [*dict.fromkeys(chain.from_iterable(gather_if_any(all_agree(changes))))]
 
 
-def changes_for(manifest: Manifest, model: nn.Module) -> list[Change]:
-    """Return the names in a manifest that differ from a model's by ties or experts. Local operation."""
-    names = manifest.parameters.keys() | manifest.buffers.keys()
-    grouped = {o.key for o in owned_parameters(model) if o.expert is not None or o.is_grouped}
-    ties = tied_names(model)
-    for name, first in list(ties.items()):
-        if stacked_name(first) in grouped and stacked_name(name) != stacked_name(first):
-            grouped.add(stacked_name(name))
-            ties[stacked_name(name)] = stacked_name(first)
-    experts = [name for name in sorted(grouped) if name not in names and f"{name}0" in names]
-    tied = [Change(name, first) for name, first in ties.items() if name in names | {*experts}]
-    return [*(Change(name, None) for name in experts), *tied]
+def _fit(contents: Contents, changes: list[_Change]) -> None:
+    """Change names and stack experts; rank 0 compares the values of ties. Collective over the world."""
+    if experts := {name for name, first in changes if first is None}:
+        all_agree(lambda: stack_experts(contents, experts))
+    ties = [(name, first) for name, first in changes if first is not None and name in contents.names]
+    # Where the value of a first name is stored: files may have only further names of a tied tensor.
+    stored_name = {first: first if first in contents.names else name for name, first in reversed(ties)}
+    equal = from_rank_0(lambda: [_is_equal(contents, name, stored_name[first]) for name, first in ties])
+    for (name, first), is_equal in zip(ties, equal, strict=True):
+        tie(contents, name, first, is_equal=is_equal)
 
 
 def _is_equal(contents: Contents, name: str, other: str) -> bool:
@@ -355,7 +342,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     source = absolute(path)
     manifest = open_checkpoint(source)
     damaged(source, check_files(source, manifest, checksums=True))
-    check_index(source, manifest)
+    read_index(source, manifest)
 
 
 def problems_of(path: Path, tick: Tick) -> list[str]:
@@ -363,7 +350,7 @@ def problems_of(path: Path, tick: Tick) -> list[str]:
     try:
         problems = check_files(path, read_manifest(path), checksums=True, tick=tick)
         if not problems:
-            check_index(path, open_checkpoint(path))
+            read_index(path, open_checkpoint(path))
     except CheckpointError as error:
         return [str(error)]
     return problems

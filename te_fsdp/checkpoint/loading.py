@@ -210,6 +210,9 @@ class ModelLoader:
         differing = {name for _, name in diff.optimizer}
         taken = bool(optimizers) and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
+        saved_parts = {} if self.saved_optimizer is None else split(self.saved_optimizer)
+        #: The optimizers that are loaded, each with its part of the manifest
+        self.loaded_optimizers = [(optimizers[n], saved_parts[n]) for n in optimizers if n in saved_parts]
         self.left_states = differing | (state.members.keys() - set(self.names))
         self.mains: set[str] = set()  #: Parameters whose main weight is loaded
         self.others = optimizers_with_stale_main_weights(
@@ -260,7 +263,7 @@ class ModelLoader:
                 owned.drop_derived_state()
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
-        for optimizer, description in self._given():
+        for optimizer, description in self.loaded_optimizers:
             loaded = self.state.members.keys() - self.left_states
             left = restore_groups(optimizer, description, self.state.owned, loaded)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
@@ -297,18 +300,13 @@ class ModelLoader:
                 _log.warning("%s: %s", path, note)
         return loaded
 
-    def _given(self) -> list[tuple[Optimizer, dict[str, Any]]]:
-        """Return the optimizers that are loaded, each with its part of the manifest."""
-        saved_parts = {} if self.saved_optimizer is None else split(self.saved_optimizer)
-        return [(self.optimizers[name], saved_parts[name]) for name in self.optimizers if name in saved_parts]
-
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]
     ) -> tuple[dict[str, TensorEntry], list[Rectangle]]:
         """Return entries to copy directly, allocated where the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         weights = self.manifest.parameters
-        for optimizer, saved in self._given():
+        for optimizer, saved in self.loaded_optimizers:
             states, mains = prepare_loading(optimizer, saved, weights, self.state.owned, self.left_states)
             entries, self.mains = entries | states, self.mains | mains
         planned = (conversion for members in conversions.values() for conversion in members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.directory import open_checkpoint
-from te_fsdp.checkpoint.index import check_index, problems_of_tensors, stored_tensors
+from te_fsdp.checkpoint.index import described_tensors, problems_of_tensors, read_index
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, Stack, dequantized, mapped, total_bytes
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
-from te_fsdp.checkpoint.plain_dcp import tensors_of
+from te_fsdp.checkpoint.plain_dcp import Quantized, tensors_of
 from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
@@ -146,15 +147,15 @@ def empty_manifest() -> Manifest:
     return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {}, semantics=dict(NOTHING))
 
 
-def describe(tensor: Lazy) -> dict[str, Any]:
-    """Return the manifest's description of a high-precision parameter of unknown layout."""
+def describe(tensor: Lazy | Quantized) -> dict[str, Any]:
+    """Return the manifest's description of a parameter of unknown layout, as one in high precision."""
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "layout": None, "format": None}
 
 
 def open_checkpoint_contents(path: Path) -> Contents:
     """Open a checkpoint of te_fsdp; raise CheckpointError if it is incomplete or damaged. Local operation."""
     manifest = open_checkpoint(path)
-    tensors = tensors_of(manifest.data_folder(path), check_index(path, manifest))
+    tensors = tensors_of(manifest.data_folder(path), read_index(path, manifest))
     return Contents(path, CHECKPOINT, manifest, tensors | _empty(manifest))
 
 
@@ -162,8 +163,8 @@ def _empty(manifest: Manifest) -> dict[str, Lazy]:
     """Return the tensors without elements. The manifest describes them, and files do not store them."""
     return {
         key: InMemory(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
-        for key, shape, dtype in stored_tensors(manifest, empty=True)
-        if shape is not None and dtype is not None and key.startswith(("model.", "optimizer."))
+        for key, shape, dtype in described_tensors(manifest)
+        if shape is not None and dtype is not None and not math.prod(shape) and not key.startswith("extra")
     }
 
 

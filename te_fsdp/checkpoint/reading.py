@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, zip_longest
@@ -255,15 +255,16 @@ class ReadShare:
         own = [rectangle for rectangle in required if rectangle in parts[index] or rectangle not in shared]
         return cls(ranks, members, parts, index, own)
 
-    def provide(self, staged: Staged) -> None:
-        """Allocate memory for the other ranks' parts. Local. It may fail: share the error with all ranks."""
-        others = self.parts[: self.index] + self.parts[self.index + 1 :]
-        for rectangle, dtype in chain(*(part.items() for part in others)):
-            values = torch.empty(rectangle[2], dtype=dtype, device="cpu")
-            staged.parts[rectangle] = [((0,) * values.ndim, values)]
+    def read(self, staged: Staged, read: Callable[[list[Rectangle]], None]) -> None:
+        """Read this rank's data, each rectangle to send as one tensor, and allocate memory for the other ranks' parts.
 
-    def join_parts(self, staged: Staged) -> None:
-        """Copy each rectangle to send into one tensor. Local. It may fail: share the error with all ranks."""
+        Local operation. It may fail: share the error with all ranks.
+        """
+        for rectangle, dtype in chain(*(part.items() for part in self.parts)):
+            if rectangle not in self.parts[self.index]:
+                values = torch.empty(rectangle[2], dtype=dtype, device="cpu")
+                staged.parts[rectangle] = [((0,) * values.ndim, values)]
+        read(self.own)
         for rectangle in self.parts[self.index]:
             staged.parts[rectangle] = [((0,) * len(rectangle[2]), staged.new(rectangle, torch.device("cpu")))]
 

@@ -236,14 +236,10 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             manifest.tied[name] = first[identity]
         elif isinstance(value, Quantized):
             # TE's float8 tensor does not record the origin of its scale; the module's state does.
-            is_delayed = name.rpartition(".")[0] in contents.manifest.delayed
-            contents.manifest.parameters[name] = {
-                "shape": list(value.shape),
-                "dtype": dtype_name(value.dtype),
-                "layout": None,
-                "format": value.format.replace(" current ", " delayed ") if is_delayed else value.format,
-                "components": sorted(value.components),
-            }
+            is_delayed = name.rpartition(".")[0] in manifest.delayed
+            format_ = value.format.replace(" current ", " delayed ") if is_delayed else value.format
+            quantized = {"format": format_, "components": sorted(value.components)}
+            manifest.parameters[name] = describe(value) | quantized
             contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in value.components.items()}
         elif isinstance(value, Lazy):
             manifest.parameters[name] = describe(value)
