@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
@@ -26,8 +26,8 @@ from te_fsdp.checkpoint.model_state import (
     meshes_of,
     modules_of,
     of_all_gemms,
+    owned_buffers,
     owned_parameters,
-    owned_tensors,
     stage_of,
     tied_names,
 )
@@ -68,9 +68,9 @@ class Differences:
     #: Settings of modules by name (``<module>.<setting>``), including harmless ones.
     settings: dict[str, Difference] = field(default_factory=dict)
 
-    def add_optimizer(self, text: str, name: str = WHOLE_OPTIMIZER) -> None:
+    def add_optimizer(self, text: str, name: str = WHOLE_OPTIMIZER, label: str = "") -> None:
         """Add a difference of one parameter's optimizer state, of :data:`GROUPS`, or of the entire optimizer."""
-        self.optimizer[text, name] = None
+        self.optimizer[label + text, name] = None
 
     def names(self) -> set[str]:
         """Return the tensors that differ."""
@@ -84,15 +84,14 @@ class Differences:
             is_allowed = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
             return (strict or always) and not is_allowed
 
-        result = Differences()
+        result = Differences({tensor: text for tensor, text in self.tensors.items() if is_open(tensor[1])})
         for name, setting in self.settings.items():
             # With a dot in front too, so that "*.eps" names the setting of a root module.
             if setting.effect != "note" and is_open(name, f".{name}", always=setting.effect == "error"):
                 result.settings[name] = setting
-        result.tensors = {tensor: detail for tensor, detail in self.tensors.items() if is_open(tensor[1])}
         for text, name in self.optimizer:
             if is_open(name, f"optimizer.state.{name}", WHOLE_OPTIMIZER):
-                result.optimizer[text, name] = None
+                result.add_optimizer(text, name)
         return result
 
     def over_all_ranks(self, *, convert: bool) -> Differences:
@@ -288,15 +287,14 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
     """
     # Taken out first: all ranks have one path, while the other digests are compared within a stage.
     paths = [os.fsdecode(seen.pop("path")) for seen in digests]
-    for path in paths:
-        if path != paths[0]:
-            raise CheckpointError(
-                "save: the ranks were given different paths",
-                expected="one path",
-                got=f"{paths[0]} on rank 0, {path} on rank {paths.index(path)}",
-                why="A checkpoint holds the parts of all ranks",
-                fix="pass the same path on all ranks, without the rank's number",
-            )
+    if differing := [f"{path} on rank {r}" for r, path in enumerate(paths) if path != paths[0]]:
+        raise CheckpointError(
+            "save: the ranks were given different paths",
+            expected="one path",
+            got=f"{paths[0]} on rank 0, {differing[0]}",
+            why="A checkpoint holds the parts of all ranks",
+            fix="pass the same path on all ranks, without the rank's number",
+        )
     # Stages have different models. Each rank is compared with the first rank of its stage.
     first = {stage: stages.index(stage) for stage in set(stages)}
     for name in digests[0]:
@@ -409,27 +407,19 @@ def take_own_part(source: Source, model: nn.Module) -> None:
     if stage is None:
         return
 
-    def own_names() -> set[str]:
-        # Modules' names as well: in the unsplit model no tensor has the name of a module.
-        tensors = [*owned_parameters(model), *owned_tensors(model, "_buffers")]
-        return {owned.key for owned in tensors} | modules_of(model).keys()
-
-    own, manifest = all_agree(own_names), source.manifest
+    owned, manifest = all_agree(lambda: [*owned_parameters(model), *owned_buffers(model)]), source.manifest
+    # Modules' names as well: in the unsplit model no tensor has the name of a module.
+    own = {tensor.key for tensor in owned} | modules_of(model).keys()
     # A tensor that no stage has stays in the manifest, and is a difference on all stages.
     elsewhere = set().union(*gather(own, stage.across)) - own
 
-    def kept(named: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in named.items() if name not in elsewhere}
-
-    named = ("parameters", "buffers", "delayed")
-    fields: dict[str, Any] = {name: kept(getattr(manifest, name)) for name in named}
+    tables = [manifest.parameters, manifest.buffers, manifest.delayed]
     if manifest.optimizer is not None:
-        groups = [
-            {**group, "parameters": [n for n in group["parameters"] if n not in elsewhere]}
-            for group in manifest.optimizer["groups"]
-        ]
-        state = kept(manifest.optimizer["state"])
-        fields["optimizer"] = {**manifest.optimizer, "groups": groups, "state": state}
+        tables.append(manifest.optimizer["state"])
+        for group in manifest.optimizer["groups"]:
+            group["parameters"] = [name for name in group["parameters"] if name not in elsewhere]
     if manifest.semantics:
-        fields["semantics"] = {**manifest.semantics, "modules": kept(manifest.semantics["modules"])}
-    source.manifest = replace(manifest, **fields)
+        tables.append(manifest.semantics["modules"])
+    for table in tables:
+        for name in table.keys() & elsewhere:
+            del table[name]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ from te_fsdp.quantized.components import (
     needed_components,
 )
 from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
-from te_fsdp.records import binding_of
+from te_fsdp.records import binding_of, first_owners
 from te_fsdp.shard_info import ShardInfo, shard_info
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.upstream import fsdp2_units, te as _te, te_modules as _te_modules, torch_dtensor as _torch
@@ -232,24 +232,22 @@ def wait_and_reshard(model: nn.Module) -> None:
 def owned_parameters(model: nn.Module) -> list[OwnedTensor]:
     """Return every parameter once, under its first name, after :func:`wait_and_reshard`. Local operation."""
     wait_and_reshard(model)
-    return owned_tensors(model, "_parameters")
+    # Files do not have the parts that torch.compile and activation checkpointing insert into names.
+    return [
+        OwnedTensor(_torch.without_wrappers(label), module, name, parameter, _expert_of(module, name))
+        for label, module, name, parameter in first_owners(model).values()
+    ]
 
 
-def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[OwnedTensor]:
-    """Return every parameter, or persistent buffer, once, under its first name. Local operation."""
-    tensors: dict[int, OwnedTensor] = {}
+def owned_buffers(model: nn.Module) -> list[OwnedTensor]:
+    """Return every persistent buffer once, under its first name. Local operation."""
+    owned: dict[int, OwnedTensor] = {}
     for prefix, module in model.named_modules():
-        for name, tensor in getattr(module, kind).items():
-            # A tied parameter is stored once, under its first name.
-            if tensor is None or id(tensor) in tensors:
-                continue
-            # Files do not have the parts that torch.compile and activation checkpointing insert into names.
-            fqn = _torch.without_wrappers(f"{prefix}.{name}")
-            if kind == "_parameters":
-                tensors[id(tensor)] = OwnedTensor(fqn, module, name, tensor, _expert_of(module, name))
-            elif _torch.is_persistent(module, name):
-                tensors[id(tensor)] = OwnedTensor(fqn, module, name, tensor)
-    return list(tensors.values())
+        for name, buffer in module._buffers.items():
+            if buffer is not None and _torch.is_persistent(module, name):
+                fqn = _torch.without_wrappers(f"{prefix}.{name}")
+                owned.setdefault(id(buffer), OwnedTensor(fqn, module, name, buffer))
+    return list(owned.values())
 
 
 def _expert_of(module: nn.Module, name: str) -> ExpertPlace | None:
@@ -274,9 +272,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def modules_with_extra_state(model: nn.Module) -> list[str]:
     """Return the names of modules with an ``_extra_state`` entry, as all of TE's with parameters."""
-    stock = torch.nn.Module.get_extra_state
-    modules = model.named_modules(remove_duplicate=False)
-    return [_torch.without_wrappers(name) for name, m in modules if type(m).get_extra_state is not stock]
+    stock = nn.Module.get_extra_state
+    return [name for name, m in modules_of(model).items() if type(m).get_extra_state is not stock]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -316,7 +313,7 @@ def model_state(
     Raise CheckpointError for tensors on meta, PlacementError for a shard whose place in the original is unknown.
     """
     state = ModelState({id(owned.parameter): owned for owned in owned_parameters(model)})
-    buffers = owned_tensors(model, "_buffers")
+    buffers = owned_buffers(model)
     stages = "the stages of one rank" if isinstance(model, JoinedModules) else None
     if shared is not None or stages is None:
         refuse_equal_names([o.fqn for o in (*state.owned.values(), *buffers)], shared or (), stages)

@@ -8,6 +8,7 @@ Several optimizers are one in the manifest, whose groups have the name of theirs
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,12 +49,12 @@ def optimizers_of(optimizer: Any) -> Optimizers:
     """Return optimizers by name, within their wrappers; one without a name has ``""``. CheckpointError for others."""
     if optimizer is None:
         return {}
-    if not isinstance(optimizer, Mapping):
-        require_optimizer(optimizer, "checkpoint: model, optimizer")
-        return {"": unwrap_optimizer(optimizer)}
-    check_names(optimizer, "optimizer")
+    if isinstance(optimizer, Mapping):
+        check_names(optimizer, "optimizer")
+    else:
+        optimizer = {"": optimizer}
     for name, value in optimizer.items():
-        require_optimizer(value, f"checkpoint: model, optimizer {name!r}")
+        require_optimizer(value, "checkpoint: model, optimizer" + (f" {name!r}" if name else ""))
     return {name: unwrap_optimizer(value) for name, value in optimizer.items()}
 
 
@@ -263,12 +264,7 @@ def compare_optimizers(
         diff.add_optimizer(f"optimizer: saved {names[0]}, here {names[1]}")
         return
     for name in sorted(by_name.keys() & optimizers.keys()):
-        # Collected separately, so that each text can begin with the name of the optimizer.
-        part_diff = Differences()
-        compare_optimizer(part_diff, optimizers[name], by_name[name], owned)
-        for text, parameter in part_diff.optimizer:
-            diff.add_optimizer(f"{name}: {text}" if name else text, parameter)
-        diff.converted |= part_diff.converted
+        compare_optimizer(diff, optimizers[name], by_name[name], owned, f"{name}: " if name else "")
     for name in sorted(by_name.keys() - optimizers.keys()):
         for key in sorted({key for group in by_name[name]["groups"] for key in group["parameters"]}):
             diff.add_optimizer(f"optimizer {name!r} is only in the checkpoint", key)
@@ -279,24 +275,24 @@ def compare_optimizers(
 
 
 def compare_optimizer(
-    diff: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor]
+    diff: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor], label: str
 ) -> None:
-    """Add the differences between a saved optimizer and this one. Local operation; changes nothing."""
-    kind = type(optimizer).__name__
+    """Add the differences between a saved optimizer and this one, in texts that begin with ``label``. Local."""
+    add, kind = functools.partial(diff.add_optimizer, label=label), type(optimizer).__name__
     # Different classes may still have equal state, so the comparison goes on and reports all differences.
     if saved["class"] != kind:
-        diff.add_optimizer(f"optimizer: saved {saved['class']}, this one is {kind}")
+        add(f"optimizer: saved {saved['class']}, this one is {kind}")
     groups = [{owned[id(p)].key for p in group["params"]} for group in optimizer.param_groups]
     saved_groups = [set(group["parameters"]) for group in saved["groups"]]
     if len(groups) != len(saved_groups):
-        diff.add_optimizer(f"optimizer: {len(saved_groups)} groups saved, here {len(groups)}", GROUPS)
+        add(f"optimizer: {len(saved_groups)} groups saved, here {len(groups)}", GROUPS)
         # Groups cannot be paired then, but missing parameters are still reported.
         groups, saved_groups = [set().union(*groups)], [set().union(*saved_groups)]
     for index, (current, before) in enumerate(zip(groups, saved_groups, strict=True)):
         # By name: the order of parameters may differ between versions of a script.
         for verb, names in ("missing in", current - before), ("only in", before - current):
             for name in sorted(names):
-                diff.add_optimizer(f"optimizer group {index}: {len(names)} {verb} the checkpoint", name)
+                add(f"optimizer group {index}: {len(names)} {verb} the checkpoint", name)
     for target in owned.values():
         name, states = target.key, _own_states(saved, target)
         expected = _expected_dtypes(optimizer, target.parameter, states) if states else {}
@@ -306,22 +302,22 @@ def compare_optimizer(
         for key in sorted(states.keys() ^ expected.keys()):
             where = "only in the checkpoint" if key in states else "not in the checkpoint"
             if key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
-                diff.add_optimizer(f"optimizer state {key!r} is {where}", name)
+                add(f"optimizer state {key!r} is {where}", name)
             else:
                 result = "left out" if key in states else "made from the loaded weights"
                 diff.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {result}"
         for key, described in states.items():
             if "dtype" not in described:
                 continue
-            label, dtype, wanted = f"optimizer state {key!r}", described["dtype"], expected.get(key)
+            dtype, wanted = described["dtype"], expected.get(key)
             if wanted is not None and dtype != wanted:
                 if all(getattr(torch, d).is_floating_point for d in (dtype, wanted)):
                     diff.converted[f"optimizer.state.{name}.{key}"] = f"{dtype} -> {wanted}"
                 else:
-                    diff.add_optimizer(f"{label}: saved {dtype}, this optimizer keeps {wanted}", name)
+                    add(f"optimizer state {key!r}: saved {dtype}, this optimizer keeps {wanted}", name)
             shape = tuple(described["shape"])
             if shape not in ((), (1,), target.info.original_shape):
-                diff.add_optimizer(f"{label}: saved shape {shape}", name)
+                add(f"optimizer state {key!r}: saved shape {shape}", name)
 
 
 def _own_states(saved: dict[str, Any], owned: OwnedTensor) -> States:
