@@ -210,8 +210,9 @@ def test_dims_of_strided_shards(monkeypatch):
     rules, transposed = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs, torch.ops.aten.t.default
     monkeypatch.setitem(rules, transposed, lambda schema: SimpleNamespace(strategies=[rule]))
     for name in ("insert", "remove"):
+        # torch 2.15 has the second one elsewhere.
         monkeypatch.setattr(
-            _tensor_ops, f"shift_shard_dims_after_{name}", lambda placements, dim=0: placements
+            _tensor_ops, f"shift_shard_dims_after_{name}", lambda placements, dim=0: placements, raising=False
         )
     move_strided_shards.__wrapped__()
     kept, moved = [strided, Shard(0), Replicate()], [strided_shard(1, 2), Shard(1), Replicate()]
