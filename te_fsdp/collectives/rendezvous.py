@@ -314,7 +314,7 @@ class Rendezvous:
         text = message(
             f"te_fsdp.{self.call}: interrupted on rank {self.own_rank} by {type(error).__name__}",
             expected=f"the call to its end on all {len(self.ranks)} ranks",
-            got=f"{type(error).__name__}{f'({error})':.200} on rank {self.own_rank}, which the script has caught",
+            got=f"{error!r:.200} on rank {self.own_rank}, which the script has caught",
             why="Ranks wait for each other in collectives of the call",
             fix="end the job on all ranks, and restart it from its last checkpoint",
         )
