@@ -59,9 +59,10 @@ class MixedLists:
         result = run_stock(op, args, kwargs)
         if result.ndim or clipping_arguments() is None:
             return result
+        # All of them: several models may have equal meshes.
         owners = list(self._owners.items())
-        concerned = any(concerns(owner, "clamp", [result], True) for owner, concerns in owners)
-        return _full(result) if concerned else result
+        concerned = [concerns(owner, "clamp", [result], True) for owner, concerns in owners]
+        return _full(result) if any(concerned) else result
 
     def _handle(self, op: Any, args: Any, kwargs: Any) -> Any:
         tensors = [*args[0], *(value for value in args[1:] if isinstance(value, DTensor))]

@@ -112,13 +112,15 @@ def step_several_optimizers(model: nn.Module, optimizer: Any, is_alone: bool) ->
 
 
 def run(program: str, is_alone: bool, strategy: str, every: int = 2, **options: Any) -> list[float]:
-    """Run a program on all ranks. Return the sum of each parameter, over all ranks."""
+    """Run a program beside an older model. Return the sum of each parameter, over all ranks."""
     from te_fsdp.checks import progress
 
     before, progress.EVERY = progress.EVERY, every
     try:
+        older = make_sharded(strategy, **options)
         model = make_sharded(strategy, **options)
         globals()[program](model, make_sgd(model), is_alone)
+        del older
     finally:
         progress.EVERY = before
     return [float(torch.sum(getattr(p, "full_tensor", p.detach)())) for p in model.parameters()]
