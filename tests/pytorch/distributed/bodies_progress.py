@@ -112,7 +112,7 @@ def step_several_optimizers(model: nn.Module, optimizer: Any, is_alone: bool) ->
 
 
 def run(program: str, is_alone: bool, strategy: str, every: int = 2, **options: Any) -> list[float]:
-    """Run a program beside an older model. Return the sum of each parameter, over all ranks."""
+    """Run a program next to an older model. Return the sum of each parameter, over all ranks."""
     from te_fsdp.checks import progress
 
     before, progress.EVERY = progress.EVERY, every
