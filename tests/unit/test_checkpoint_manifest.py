@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
@@ -178,8 +179,11 @@ def test_a_tensor_of_extra_that_is_not_there(formats: dict[int, tuple[Path, Any]
     (path / MANIFEST).write_bytes(
         sealed(put(body, way, lambda holder, key: holder.__setitem__(key, "extra/x")))
     )
-    with pytest.raises(CheckpointError, match="extra/x is missing"):
-        checkpoint.load(path, *training(1))
+    model, optimizer = training(1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match="extra/x is missing. Its manifest and its tensors"):
+        checkpoint.load(path, model, optimizer)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
 
 def test_unreadable_values_are_not_written(tmp_path: Path) -> None:

@@ -87,5 +87,5 @@ def trained(
             mine, wanted = model(data[0][0]), reference(data[0][0])
         errors[f"output of step {step}"] = float((mine - wanted).norm() / wanted.norm())
     for (name, p), r in zip(model.named_parameters(), reference.parameters(), strict=True):
-        errors[name] = float(((harness.full(p.detach()) - r).norm() / r.norm()).detach())
+        errors[name] = float((harness.full(p.detach()) - harness.full(r)).norm() / harness.full(r).norm())
     return errors
