@@ -14,9 +14,9 @@ FusedAdam. megatron-fsdp has its own main weights, under torch's AdamW. DDP repl
 the update of one rank's shard of the parameters, with the communication of tp and ep only. With tp, plain FSDP2 and
 megatron-fsdp do not sum the gradients of norms over tp, as te_fsdp does.
 
-Rows are measured one after the other in the same processes: each is built, warmed up, timed and freed. Every second
-round runs in reverse order, because a machine's speed drifts. megatron-fsdp runs in separate processes, because it
-does not free all of its memory. Steps follow each other without waiting for the device: `ms` is the median over all
+Rows are measured one after the other: each is built, warmed up, timed and freed. te_fsdp, FSDP2 and megatron-fsdp run
+in processes of their own, because te_fsdp replaces methods of DTensor and megatron-fsdp does not free all of its
+memory. Every second round runs in reverse order, because a machine's speed drifts. Steps follow each other without waiting for the device: `ms` is the median over all
 steps of the slowest rank, `best_ms` the fastest. `host_ms` is the time to issue a step from an idle device,
 `peak_gib` the peak of allocated memory above the memory allocated before. A row that fails records the reason. A row
 that exceeds --row-seconds is ended, and the others continue. After --seconds no further row starts. The file is
@@ -157,8 +157,8 @@ SHAPE = (
 )
 #: Options with the name of a file.
 FILES = ("out", "plot", "profile")
-#: Rows of a group share processes.
-GROUPS = (("te_fsdp", "te_fsdp graph", "te_fsdp units", "FSDP2", "limit"), ("megatron-fsdp",))
+#: Rows of a group share processes. te_fsdp replaces methods of DTensor in its process, which plain FSDP2 calls.
+GROUPS = (("te_fsdp", "te_fsdp graph", "te_fsdp units"), ("FSDP2", "limit"), ("megatron-fsdp",))
 
 
 @dataclass(frozen=True)
@@ -318,34 +318,38 @@ class Run:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("steps", total=len(self.rows) * self.options.rounds)
-            for group in GROUPS:
+            begun = 0
+            for number, group in self._parts():
                 members = [n for n, variant in enumerate(self.rows) if variant.library in group]
                 if "megatron-fsdp" in group and find_spec("megatron_fsdp") is None:
                     for n in members:
                         self.found[n] = [{"reason": "megatron-fsdp is not installed"}]
-                queue = [(n, r) for r in range(self.options.rounds) for n in members[:: -1 if r % 2 else 1]]
-                queue = [(n, r) for n, r in queue if not self._hopeless(n)]
-                while queue and time.time() < self.deadline(group):
-                    done = self._part(queue, self.deadline(group), progress, task)
-                    queue = [(n, r) for n, r in queue[done:] if not self._hopeless(n)]
-                    if not done and time.time() < self.deadline(group):
+                begun += len(members)
+                deadline = self._deadline(begun)
+                queue = [n for n in members[:: -1 if number % 2 else 1] if not self._hopeless(n)]
+                while queue and time.time() < deadline:
+                    done = self._part(queue, deadline, progress, task)
+                    queue = [n for n in queue[done:] if not self._hopeless(n)]
+                    if not done and time.time() < deadline:
                         for n in members:
                             self.found[n] = self.found[n] or [{"reason": "its processes did not start"}]
                         break
 
-    def deadline(self, group: tuple[str, ...]) -> float:
-        """Time after which a group starts no rows. Earlier groups leave time for later ones."""
-        share = 1.0
-        if group is GROUPS[0]:
-            share = sum(v.library in group for v in self.rows) / len(self.rows)
-        return self.began + self.options.seconds * share
+    def _parts(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Return rounds and groups in the order in which they are measured."""
+        rounds = range(self.options.rounds)
+        return [(number, group) for number in rounds for group in GROUPS[:: -1 if number % 2 else 1]]
+
+    def _deadline(self, begun: int) -> float:
+        """Return the time after which none of the first ``begun`` rows of all rounds starts: later ones need the rest."""
+        return self.began + self.options.seconds * begun / max(1, len(self.rows) * self.options.rounds)
 
     def _hopeless(self, place: int) -> bool:
         return any("reason" in item for item in self.found[place])
 
-    def _part(self, queue: list[tuple[int, int]], deadline: float, progress: Progress, task: Any) -> int:
+    def _part(self, queue: list[int], deadline: float, progress: Progress, task: Any) -> int:
         """Measure rows in new processes. Return the number of finished rows."""
-        rows = [(r, self.rows[n].library, self.rows[n].weights, self.rows[n].setting) for n, r in queue]
+        rows = [(self.rows[n].library, self.rows[n].weights, self.rows[n].setting) for n in queue]
         given = {k: v for k, v in vars(self.options).items() if k not in FILES}
         given |= {"profiled": self.options.profile is not None, "rows": rows, "deadline": deadline}
         worker = Path(__file__).with_name("step_worker.py")
@@ -365,7 +369,7 @@ class Run:
                     process.wait()
 
     def _follow(
-        self, process: subprocess.Popen[bytes], file: Path, queue: list[Any], progress: Progress, task: Any
+        self, process: subprocess.Popen[bytes], file: Path, queue: list[int], progress: Progress, task: Any
     ) -> int:
         """Take rows as they come, until the processes end or a row takes too long."""
         seen, begun, since = 0, -1, time.time()
@@ -376,10 +380,10 @@ class Run:
                 result, since = json.loads(line), time.time()
                 if "begins" in result:
                     begun = result["begins"]
-                    words = self.rows[queue[begun][0]].row().values()
+                    words = self.rows[queue[begun]].row().values()
                     progress.update(task, description=" ".join(words))
                     continue
-                self.found[queue[result.pop("place")][0]].append(result)
+                self.found[queue[result.pop("place")]].append(result)
                 begun = -1
                 progress.advance(task)
                 self.write()
@@ -391,7 +395,7 @@ class Run:
                     why = (
                         f"took more than {self.options.row_seconds:.0f} s" if late else "ended its processes"
                     )
-                    self.found[queue[begun][0]].append({"reason": why})
+                    self.found[queue[begun]].append({"reason": why})
                     self.write()
                     return behind + 1
                 return behind

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N benchmarks/step_worker.py OPTIONS RESULTS
 
-OPTIONS is a JSON object with the driver's options, `rows` (round, library, weights, setting of each) and `deadline`
+OPTIONS is a JSON object with the driver's options, `rows` (library, weights, setting of each) and `deadline`
 (seconds since 1970 after which no row begins). Rank 0 appends JSON lines to RESULTS: {"begins": place} before and
 {"place": place, ...} after each row.
 """
@@ -197,7 +197,7 @@ def main() -> None:
             with Path(sys.argv[2]).open("a", encoding="utf-8") as results:
                 print(json.dumps(line), file=results)
 
-    for place, (_, *words) in enumerate(options.rows):
+    for place, words in enumerate(options.rows):
         late = [time.time() > options.deadline]
         dist.broadcast_object_list(late, src=0)
         if late[0]:
