@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ def weight_of(te: Any, recipe: str, seed: int) -> torch.Tensor:
         "nvfp4": recipes.NVFP4BlockScaling,
     }[recipe]
     torch.manual_seed(seed)
+    init = functools.partial(torch.nn.init.normal_, std=0.02 * 2**seed)  # the largest values differ in any case
     with te.quantized_model_init(recipe=kind()):
-        return te.Linear(SHAPE[1], SHAPE[0], bias=False, params_dtype=torch.bfloat16).weight.detach()
+        linear = te.Linear(SHAPE[1], SHAPE[0], bias=False, params_dtype=torch.bfloat16, init_method=init)
+    return linear.weight.detach()
 
 
 def chunked(folder: Path, pieces: list[torch.Tensor], *, offsets: Any = HALVES) -> Chunked:
