@@ -16,11 +16,11 @@ megatron-fsdp do not sum the gradients of norms over tp, as te_fsdp does.
 
 Rows are measured one after the other: each is built, warmed up, timed and freed. te_fsdp, FSDP2 and megatron-fsdp run
 in processes of their own, because te_fsdp replaces methods of DTensor and megatron-fsdp does not free all of its
-memory. Every second round runs in reverse order, because a machine's speed drifts. Steps follow each other without waiting for the device: `ms` is the median over all
-steps of the slowest rank, `best_ms` the fastest. `host_ms` is the time to issue a step from an idle device,
-`peak_gib` the peak of allocated memory above the memory allocated before. A row that fails records the reason. A row
-that exceeds --row-seconds is ended, and the others continue. After --seconds no further row starts. The file is
-written after each row.
+memory. Every second round runs in reverse order, because a machine's speed drifts. Steps follow each other without
+waiting for the device: `ms` is the median over all steps of the slowest rank, `best_ms` the fastest. `host_ms` is the
+time to issue a step from an idle device, `peak_gib` the peak of allocated memory above the memory allocated before. A
+row that fails records the reason. A row that exceeds --row-seconds is ended, and the others continue. After --seconds
+no further row starts. The file is written after each row.
 
 On two ranks hsdp is 2 x 1, where FSDP2 copies each weight in every all-gather, so measure it on at least four ranks.
 
@@ -314,12 +314,12 @@ class Run:
             self.options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def measure(self) -> None:
-        """Return all rounds, group by group; processes that hang or die are begun again after the row at fault."""
+        """Measure all rounds, group by group; processes that hang or die are begun again after the row at fault."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("steps", total=len(self.rows) * self.options.rounds)
-            begun = 0
-            for number, group in self._parts():
+            begun, rounds = 0, range(self.options.rounds)
+            for number, group in [(r, group) for r in rounds for group in GROUPS[:: -1 if r % 2 else 1]]:
                 members = [n for n, variant in enumerate(self.rows) if variant.library in group]
                 if "megatron-fsdp" in group and find_spec("megatron_fsdp") is None:
                     for n in members:
@@ -335,13 +335,8 @@ class Run:
                             self.found[n] = self.found[n] or [{"reason": "its processes did not start"}]
                         break
 
-    def _parts(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Return rounds and groups in the order in which they are measured."""
-        rounds = range(self.options.rounds)
-        return [(number, group) for number in rounds for group in GROUPS[:: -1 if number % 2 else 1]]
-
     def _deadline(self, begun: int) -> float:
-        """Return the time after which none of the first ``begun`` rows of all rounds starts: later ones need the rest."""
+        """Return the time after which none of the first ``begun`` rows of all rounds starts."""
         return self.began + self.options.seconds * begun / max(1, len(self.rows) * self.options.rounds)
 
     def _hopeless(self, place: int) -> bool:
