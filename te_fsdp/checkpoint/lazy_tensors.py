@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint.host_memory import batches
+from te_fsdp.checkpoint.host_memory import batches, host_memory
 from te_fsdp.checkpoint.manifest import Tick, unreadable
 from te_fsdp.checkpoint.shard_files import DamagedFileError, damaged_value, elements_of
 from te_fsdp.checkpoint.storage import is_remote
@@ -145,8 +145,8 @@ class InMemory(Lazy):
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        part = self.tensor[first:last] if self.shape else self.tensor
-        return part.detach().cpu().clone(memory_format=torch.contiguous_format)
+        part = (self.tensor[first:last] if self.shape else self.tensor).detach()
+        return host_memory(part.nbytes).view(part.dtype).view(part.shape).copy_(part)
 
     def on_device(self) -> torch.Tensor:
         """See :meth:`Lazy.on_device`."""
@@ -305,15 +305,20 @@ class Chunked(Lazy):
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        # The usual case of a file of one process: no copy.
-        if len(self.chunks) == 1:
-            return self.chunks[0][1].rows(first, last)
-        result = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype, device="cpu")
+        if not self.shape:
+            return self.chunks[0][1].full()
+        parts = []
         for (start, *other_offsets), piece in self.chunks:
             begin, end = max(first, start), min(last, start + piece.shape[0])
             if begin < end and math.prod(piece.shape):
                 slices_in_rows = (slice(begin - first, end - first), *slices(other_offsets, piece.shape[1:]))
-                result[slices_in_rows] = piece.rows(begin - start, end - start)
+                parts.append((slices_in_rows, piece, begin - start, end - start))
+        # The usual case of a load onto the same mesh. Pieces tile the tensor, so that this one has all columns.
+        if len(parts) == 1:
+            return parts[0][1].rows(*parts[0][2:])
+        result = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype, device="cpu")
+        for slices_in_rows, piece, begin, end in parts:
+            result[slices_in_rows] = piece.rows(begin, end)
         return result
 
 

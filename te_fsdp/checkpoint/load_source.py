@@ -42,7 +42,14 @@ from te_fsdp.checkpoint.reader import (
     open_checkpoint_contents,
     stack_experts,
 )
-from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, rectangle_of
+from te_fsdp.checkpoint.reading import (
+    ReadShare,
+    Rectangle,
+    Staged,
+    read_stored,
+    reading_threads,
+    rectangle_of,
+)
 from te_fsdp.checkpoint.shard_files import crc32_of
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.storage import absolute, is_remote
@@ -119,9 +126,10 @@ class Source(Contents):
         if self.index is not None:
             read_stored(self.source, self.manifest, self.index, required, self.staged)
             return
-        for key, offsets, shape in required:
-            values = _values(self.tensors[key], offsets, shape)
-            self.staged.parts[key, offsets, shape] = [((0,) * len(shape), values)]
+        read = lambda area: _values(self.tensors[area[0]], *area[1:])  # noqa: E731
+        with reading_threads() as pool:
+            for area, values in zip(required, pool.map(read, required), strict=True):
+                self.staged.parts[area] = [((0,) * len(area[2]), values)]
 
 
 def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

@@ -107,9 +107,7 @@ def read_stored(
     """
     by_file = pieces_to_read(path, manifest, index, required)
     path, memory = manifest.data_folder(path), HostMemory(background().spare())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores_of_process = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
-    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores_of_process)), "te_fsdp load") as pool:
+    with reading_threads() as pool:
         for name, pieces in by_file.items():
             try:
                 with open_checked(path / name, manifest.files.get(name), manifest.save_id) as file:
@@ -126,6 +124,13 @@ def read_stored(
                 begin = getattr(error, "begin", None)
                 keys = [f", of {piece.key}" for piece, _ in pieces if piece.offset == begin]
                 damaged(path, [f"{name}: {error}{''.join(keys)}"])
+
+
+def reading_threads() -> ThreadPoolExecutor:
+    """Return threads that read: a few, as this process has cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores_of_process = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
+    return ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores_of_process)), "te_fsdp load")
 
 
 def pieces_to_read(
