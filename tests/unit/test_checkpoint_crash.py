@@ -15,10 +15,11 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.errors import CheckpointError
+from tests.unit.commands import python_path
 
 SCRIPT = Path(__file__).with_name("crash_worker.py")
 #: The te_fsdp of this tree, whichever is installed.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 SEED = int(os.environ.get("TE_FSDP_CRASH_SEED", "20"))
 #: Half of them of synchronous saves, half of asynchronous ones.
 TRIALS = int(os.environ.get("TE_FSDP_CRASH_TRIALS", "24"))

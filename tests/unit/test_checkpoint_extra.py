@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,24 @@ from te_fsdp.errors import CheckpointError
 def test_strided_nested_tensors(tmp_path: Path) -> None:
     """They have no sizes (kind: torch's internal error without the name of the value)."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
+    if not _is_read_weights_only(nested):  # torch 2.15
+        with pytest.raises(CheckpointError, match="extra/nested: cannot be stored"):
+            checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"nested": nested})
+        return
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"nested": nested})
     result = checkpoint.load(tmp_path / "a", nn.Linear(2, 2))["nested"]
     assert all(torch.equal(*pair) for pair in zip(result.unbind(), nested.unbind(), strict=True))
+
+
+def _is_read_weights_only(value: Any) -> bool:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
 
 
 def test_containers_in_themselves(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from te_fsdp.checkpoint.directory import Owner
 from te_fsdp.checkpoint.storage import resolve_path
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
+from tests.unit.commands import python_path
 
 SCRIPT = Path(__file__).with_name("neighbour_worker.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 #: Above the largest process id of a Linux kernel.
 DEAD = 2**22 + 1
 

@@ -26,6 +26,7 @@ from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.planner import checksum
 from te_fsdp.errors import CheckpointError
 from te_fsdp.tensor_checksums import _PIECE, row_checksums
+from tests.unit.commands import python_path
 from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
 
 
@@ -203,7 +204,7 @@ raise SystemExit(3)
 """
     command = [python, "-c", code, str(tmp_path)]
     # The te_fsdp of this tree, whichever is installed.
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 3 and ran.stdout.count("running True") == 2, ran.stderr
     checkpoint.verify(tmp_path / "a")
@@ -230,7 +231,7 @@ checkpoint.save(f"{sys.argv[1]}/a", torch.nn.Linear(2, 2), asynchronous=True)
 if child:
     print(child, flush=True)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     with subprocess.Popen(
         [python, "-c", code, str(tmp_path)],
         env=environment,

@@ -17,7 +17,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.cli import ckpt, main
 from tests.unit import documented
-from tests.unit.commands import ROOT, start
+from tests.unit.commands import ROOT, python_path, start
 
 
 def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False, **extra: Any) -> Path:
@@ -84,7 +84,7 @@ def test_a_reader_of_stdout_may_exit(tmp_path: Path, python: str) -> None:
         done = subprocess.run(
             args,
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdout=stdout,
             stderr=subprocess.PIPE,
             check=False,

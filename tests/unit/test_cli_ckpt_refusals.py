@@ -26,6 +26,7 @@ from te_fsdp.checkpoint.lazy_tensors import Chunked, DcpRecord, InMemory
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
+from tests.unit.commands import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -412,7 +413,7 @@ def test_memory_stays_far_below_the_checkpoint(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "big").iterdir()) >= MEGABYTES * 10**6
     done = subprocess.run(
         [sys.executable, "-c", PROBE, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

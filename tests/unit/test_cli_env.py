@@ -17,7 +17,7 @@ from te_fsdp.cli import env, environment, main
 from te_fsdp.cli.env import faults
 from te_fsdp.cli.environment import Environment, Gpu
 from te_fsdp.upstream import patches as _patches
-from tests.unit.commands import ROOT, start
+from tests.unit.commands import python_path, start
 
 GPU = Gpu("NVIDIA H200", "9.0", 141 * 2**30)
 TE = {
@@ -261,8 +261,7 @@ def site(tmp_path, monkeypatch):
     """A folder in front of the path, for this process and those that it starts; nothing else of CUDA's is found."""
     for variable in ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 

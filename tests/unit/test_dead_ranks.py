@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.commands import python_path
+
 WORKER = Path(__file__).with_name("dead_rank_worker.py")
 #: Seconds in which a dead rank must be named.
 LIMIT = 15.0
@@ -20,7 +22,7 @@ def ran(tmp_path: Path, python: str, kind: str, victim: int) -> list[dict[str, A
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(WORKER.parents[2]),
+        "PYTHONPATH": python_path(),
         "CUDA_VISIBLE_DEVICES": "",
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

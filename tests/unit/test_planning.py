@@ -17,7 +17,7 @@ from te_fsdp.cli import bytes_of, main
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError
 from te_fsdp.planning import Job, Plan, Sizes, plan, search
 from tests.unit import documented
-from tests.unit.commands import ROOT, start
+from tests.unit.commands import ROOT, python_path, start
 
 HIDDEN, FFN, LAYERS, HEADS, GROUPS, VOCABULARY = 256, 512, 3, 8, 4, 1024
 CONFIG = {
@@ -169,8 +169,7 @@ def test_405_billion_parameters_on_1024_ranks(tmp_path):
         "8192",
         "--json",
     ]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     with (tmp_path / "plan.json").open("w") as out:
         planning = subprocess.Popen(
             [sys.executable, "-m", "te_fsdp.cli", *args], cwd=tmp_path, env=env, stdout=out

@@ -31,7 +31,8 @@ def weight_of(te: Any, recipe: str, seed: int) -> torch.Tensor:
         "nvfp4": recipes.NVFP4BlockScaling,
     }[recipe]
     torch.manual_seed(seed)
-    init = functools.partial(torch.nn.init.normal_, std=0.02 * 2**seed)  # the largest values differ in any case
+    # The largest values, and with them the scales, differ in any case.
+    init = functools.partial(torch.nn.init.normal_, std=0.02 * 2**seed)
     with te.quantized_model_init(recipe=kind()):
         linear = te.Linear(SHAPE[1], SHAPE[0], bias=False, params_dtype=torch.bfloat16, init_method=init)
     return linear.weight.detach()

@@ -9,13 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.unit.commands import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_small_model_on_few_and_on_many_ranks(python):
     worker = str(ROOT / "benchmarks/scale_worker.py")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TE_FSDP_EMULATION": "9.0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        "TE_FSDP_EMULATION": "9.0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(),
+    }
     running = [
         subprocess.Popen(
             [python, worker, "step", ranks, "te_fsdp"], env=environment, stdout=subprocess.PIPE, text=True
@@ -33,8 +39,12 @@ def test_a_small_model_on_few_and_on_many_ranks(python):
 
 
 def test_real_processes(python, tmp_path):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TE_FSDP_EMULATION": "9.0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        "TE_FSDP_EMULATION": "9.0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(),
+    }
     command = [python, str(ROOT / "benchmarks/many_ranks.py"), "--ranks", "4", "--loading", "2"]
     command += ["--meshes", "0", "--out", str(tmp_path / "rows.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -12,6 +12,7 @@ import torch
 
 from te_fsdp import emulation
 from te_fsdp.emulation import _patches
+from tests.unit.commands import python_path
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -24,7 +25,7 @@ def run(python):
 
 def run_with(python, *arguments, cwd=None, path=(), **environment):
     env = {name: value for name, value in os.environ.items() if not name.startswith("TE_FSDP_")}
-    env.update(PYTHONPATH=os.pathsep.join([str(ROOT), *map(str, path)]), OMP_NUM_THREADS="1", **environment)
+    env.update(PYTHONPATH=python_path(*path), OMP_NUM_THREADS="1", **environment)
     command = [python, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
 
