@@ -200,34 +200,31 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         result.tensors["only in the checkpoint", name] = ""
     for name in sorted(all_current.keys() & all_saved.keys()):
         pair = saved, current = all_saved[name], all_current[name]
-        layouts, formats = ([described.get(key) for described in pair] for key in ("layout", "format"))
-        dtypes = [described["dtype"] for described in pair if described.get("format") is None]
-        kinds = [described.get("format") or described["dtype"] for described in pair]
+        layouts = saved.get("layout"), current.get("layout")
+        formats = saved.get("format"), current.get("format")
+        kinds = formats[0] or saved["dtype"], formats[1] or current["dtype"]
         # Components that only the checkpoint has, such as transposes, are not read.
         lacking = set(current.get("components", ())) - set(saved.get("components", ()))
         if saved["shape"] != current["shape"]:
-            shapes = [str(tuple(described["shape"])) for described in pair]
-            for index, described in enumerate(pair):
-                if described.get("layout") == GROUPED and described["shape"]:
-                    shapes[index] += f" of {described['shape'][0]} experts"
+            experts = [d["shape"][:1] if d.get("layout") == GROUPED else [] for d in pair]
+            texts = [f" of {count[0]} experts" if count else "" for count in experts]
+            shapes = [f"{tuple(d['shape'])}{text}" for d, text in zip(pair, texts, strict=True)]
             result.tensors["with another shape", name] = _saved_and_current(*shapes)
         # Converted files and foreign modules may not record their layouts.
         elif layouts[0] != layouts[1] and None not in layouts:
             result.tensors["with another layout", name] = _saved_and_current(*layouts)
-        elif kinds[0] == kinds[1] and not lacking and name not in state.cut_blocks:
-            continue
         # Integers and bools are not rounded or quantized: a difference that no conversion removes.
-        elif not all(getattr(torch, dtype).is_floating_point for dtype in dtypes):
-            property_name, values = ("dtype", kinds) if formats == [None, None] else ("format", formats)
+        elif kinds[0] != kinds[1] and not all(
+            d.get("format") or getattr(torch, d["dtype"]).is_floating_point for d in pair
+        ):
+            property_name, values = ("dtype", kinds) if formats == (None, None) else ("format", formats)
             result.tensors[f"with another {property_name}", name] = _saved_and_current(*values)
-        else:
-            reason = ""
-            if formats[0] is not None and formats[0] == formats[1]:
-                cause = (
-                    f"{', '.join(sorted(lacking))} not saved" if lacking else "this mesh cuts through blocks"
-                )
-                reason = f" ({cause})"
-            result.converted[name] = f"{kinds[0]} -> {kinds[1]}{reason}"
+        elif kinds[0] != kinds[1]:
+            result.converted[name] = f"{kinds[0]} -> {kinds[1]}"
+        elif lacking:
+            result.converted[name] = f"{kinds[0]} -> {kinds[1]} ({', '.join(sorted(lacking))} not saved)"
+        elif name in state.cut_blocks:
+            result.converted[name] = f"{kinds[0]} -> {kinds[1]} (this mesh cuts through blocks)"
     return result
 
 

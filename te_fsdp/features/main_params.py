@@ -328,7 +328,7 @@ class MainParameters:
         if self.kept_by_fused_adam:
             parameters = {id(pair.main): pair.parameter for pair in pairs}
             for group in optimizer.param_groups:
-                set_fused_adam_gradients(optimizer, group["params"], parameters)
+                _set_fused_adam_gradients(optimizer, group["params"], parameters)
         else:
             mains, gradients = [pair.main for pair in pairs], gradients_of([pair.parameter for pair in pairs])
             assign_main_gradients(mains, _torch.in_dtypes_of(gradients, mains))
@@ -418,7 +418,7 @@ class MainParameters:
         return [(key, self.of(parameter)) for key, parameter in zip(keys, params, strict=True)]
 
 
-def set_fused_adam_gradients(
+def _set_fused_adam_gradients(
     optimizer: Any, members: Iterable[torch.Tensor], parameters: Mapping[int, torch.Tensor]
 ) -> None:
     """Set gradients of the main weights of a FusedAdam group. ``parameters``: ``id`` of a main weight -> parameter.

@@ -151,7 +151,10 @@ class UseFlags:
             if group._post_reduce_event is not None:
                 group._post_reduce_event.wait()
             counts = zip(trained, reduced.tolist(), strict=True)
-            _call_hooks(hooks, {id(m.sharded_param) for m, n in counts if n == 0 and m in filled})
+            unused = {id(m.sharded_param) for m, n in counts if n == 0 and m in filled}
+            for parameter, calls in hooks:
+                for call in () if id(parameter) in unused else calls.values():
+                    call(parameter)
 
     def _set_own(self, filled: set[Any], trained: list[Any], group: Any, dtype: torch.dtype) -> None:
         """Set this rank's flags, of shape (ranks x parameters,), in the dtype of the gradients. Local operation."""
@@ -197,13 +200,6 @@ class UseFlags:
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of the reduced flags."""
         return tensor
-
-
-def _call_hooks(hooks: list[tuple[nn.Parameter, dict[int, Any]]], unused: set[int]) -> None:
-    """Call the post-accumulate gradient hooks of parameters, except for those with the ids ``unused``."""
-    for parameter, calls in hooks:
-        for call in () if id(parameter) in unused else calls.values():
-            call(parameter)
 
 
 def _gradient_dtype(managed: Any) -> torch.dtype | None:
