@@ -267,7 +267,7 @@ def check_spans_world(model: nn.Module, stage: Stage | None) -> None:
                 f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
                 expected="one model on all ranks",
                 got="the mesh of one stage, a slice of a mesh with another axis",
-                why="Stages are different models, and a checkpoint of te_fsdp holds one",
+                why="Stages are different models, and a checkpoint of te_fsdp contains one",
                 fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages; "
                 'for stages of one model, Meshes.build(pp=...) or from_device_mesh(mesh, pp=full_mesh["pp"])',
             )
@@ -289,7 +289,7 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
             "save: the ranks were given different paths",
             expected="one path",
             got=f"{paths[0]} on rank 0, {differing[0]}",
-            why="A checkpoint holds the parts of all ranks",
+            why="A checkpoint contains the parts of all ranks",
             fix="pass the same path on all ranks, without the rank's number",
         )
     # Stages have different models. Each rank is compared with the first rank of its stage.
@@ -329,13 +329,13 @@ def join(
         return None
     if absent:
         raise CheckpointError(
-            f"save: rank(s) {shorten(absent)} hold no pipeline stage, but other ranks do",
+            f"save: rank(s) {shorten(absent)} have no pipeline stage, but other ranks have one",
             expected="a stage that te_fsdp.fully_shard was called on, on every rank",
             fix="shard every stage",
         )
     by_stage = {number: part for number, part in filter(None, seen) if part is not None}
     fields = [by_stage[number] for number in sorted(by_stage)]
-    # Fields whose names are those of tensors or modules, of which each stage has its own.
+    # Fields keyed by names of tensors or modules, which differ between stages.
     united = ("parameters", "buffers", "delayed", "tied")
     joined: dict[str, Any] = {name: _union([part[name] for part in fields], name) for name in united}
     refuse_equal_names(chain(*(part["parameters"] for part in fields)), shared, "several stages")
@@ -363,7 +363,7 @@ def _union(parts: list[dict[str, Any]], label: str) -> dict[str, Any]:
                     f"save: {label}: {name} in stage {stage}",
                     expected=f"as in an earlier stage, {shown[0]}",
                     got=shown[1],
-                    why="The files hold one tensor under each name",
+                    why="The files store one tensor per name",
                     fix="register each layer under the name that it has in the unsplit model; build parameters that "
                     "several stages share equally, and name them in save(..., shared=[...])",
                 )

@@ -250,7 +250,8 @@ class Manifest:
         expected = self.identity if self.save_id else None
         if mark != expected and (expected or is_ours(mark)):
             raise DamagedFileError(
-                f"it and {FILE_NAME} are not of one save, or {FILE_NAME} was changed: expected {expected}, got {mark}"
+                f"it and {FILE_NAME} are from different saves, or {FILE_NAME} was changed: expected {expected}, "
+                f"got {mark}"
             )
 
 

@@ -1,7 +1,7 @@
 """Checks that compare ranks or refuse a use that would train wrong.
 
 The core calls the functions of a level at its points (:mod:`te_fsdp.check_points`). A new check is a function in this
-package and a row of :data:`CHECKS`. docs/checks.md prints the table, and what each level costs.
+package and a row of :data:`CHECKS`. docs/checks.md prints the table, and the cost of each level.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def watch_mixed_lists(state: ShardedModel) -> None:
 
 
 def _is_local_expert(parameter: torch.Tensor) -> bool:
-    """Return whether other ranks of ``ep`` have other experts, of which the parameter's own mesh has none."""
+    """Return whether other ranks of ``ep`` have different experts that are not on the parameter's own mesh."""
     record = get_record(parameter)
     ep_mesh = None if record is None else record.ep_mesh
     if ep_mesh is None or ep_mesh.size() == 1:
@@ -385,7 +385,7 @@ def _watch(model: nn.Module, tp: DeviceMesh, *, every: bool = False) -> _HeadGra
         and _te.kind_of(module) in ("Linear", "LayerNormLinear")
         and getattr(module, "parallel_mode", None) == "column"
     }
-    # Only a column-parallel layer at the end has an output of which each tp rank computes a part.
+    # Each tp rank computes a part of the output only if the last layer is column-parallel.
     if heads and not is_simulated():
         for name, module in outermost.items():
             after = _torch.disable_compile(functools.partial(check.after_forward, name, name in heads))

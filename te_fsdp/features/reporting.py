@@ -49,7 +49,7 @@ class Report:
     """Table of a model's parameters; iterate over :attr:`rows`, or print it."""
 
     rows: tuple[Row, ...]  #: One per parameter, or per module's experts
-    #: Further memory on this rank due to the model's precision policy: what it is used for, and bytes.
+    #: Further memory on this rank due to the model's precision policy: its use, and bytes.
     costs: tuple[tuple[str, int], ...] = ()
     #: How units are all-gathered (``"copy_engine"``, or a different transport with the reason), and their names.
     transports: tuple[tuple[str, tuple[str, ...]], ...] = ()

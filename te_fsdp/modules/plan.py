@@ -299,7 +299,7 @@ def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> Non
         f"{label}: set_device_mesh {problem}",
         expected=_format_meshes(bound),
         got=_format_meshes(meshes),
-        why="The parameters are placed already",
+        why="The parameters already have placements",
         fix=fix,
     )
 
