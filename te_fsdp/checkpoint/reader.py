@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
         states = {name: own for name, own in saved.items() if name not in stacked_of}
         for stacked, members in layers.items():
             shape = manifest.parameters[stacked]["shape"][1:]
-            if joined := _stack_states(tensors, stacked, members, [saved.get(n, {}) for n in members], shape):
+            if joined := _stack_states(tensors, stacked, members, saved, shape):
                 states[stacked] = joined
         manifest.optimizer = {**manifest.optimizer, "state": states, "groups": groups}
     modules = {stacked.rpartition(".")[0] for stacked in layers}
@@ -234,19 +234,12 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
 
 
 def _stack_states(
-    tensors: dict[str, Lazy],
-    stacked: str,
-    members: Sequence[str],
-    saved: Sequence[Mapping[str, Any]],
-    shape: Sequence[int],
+    tensors: dict[str, Lazy], stacked: str, members: list[str], saved: Mapping[str, Any], shape: list[int]
 ) -> dict[str, dict[str, Any]]:
-    """Stack the optimizer state of some experts in ``tensors``; return its description, empty without state.
-
-    ``members`` are the names of the experts' weights, of one ``shape``, and ``saved`` the descriptions of their state.
-    """
+    """Stack the optimizer state of the experts ``members``, with weights of one shape; return its description."""
     joined: dict[str, dict[str, Any]] = {}
-    for index, states in enumerate(saved):
-        expert = ExpertPlace(index, len(members))
+    for index, name in enumerate(members):
+        expert, states = ExpertPlace(index, len(members)), saved.get(name, {})
         join_experts(joined, {k: of_all_experts(d, expert, shape) for k, d in states.items()}, stacked)
     for key, described in joined.items():
         if "dtype" in described:
