@@ -99,7 +99,7 @@ CHECKS: tuple[Check, ...] = (
     Check("opaque outputs", "output", "", forward.refuse_opaque_output, PlacementError),
     # backward
     Check("start of backward", "trained", "", backward.check_backward_start, OrderError),
-    Check("second derivatives", "backward", "", backward.refuse_second_derivatives_of_te, OrderError),
+    Check("second derivatives of TE", "backward", "", backward.refuse_second_derivatives_of_te, OrderError),
     # step
     Check("arguments of clipping", "clipping", "model", progress.record_clipping, MeshError),
     Check("replaced parameters", "bound_step", "", optimizer.refuse_replaced, OrderError),

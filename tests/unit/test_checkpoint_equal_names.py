@@ -81,7 +81,9 @@ def test_two_tensors_of_a_model_under_one_name_are_refused(tmp_path: Path, kind:
         inner.register_buffer("w", torch.ones(2))
     else:
         inner.w = nn.Parameter(torch.ones(2))
-    with pytest.raises(CheckpointError, match=r"1 name\(s\) shared by several tensors of the model: (a\.)?w:"):
+    with pytest.raises(
+        CheckpointError, match=r"1 name\(s\) shared by several tensors of the model: (a\.)?w:"
+    ):
         checkpoint.save(tmp_path / "a", model)
     assert os.listdir(tmp_path) == []
 
