@@ -129,13 +129,13 @@ def _exists(test: str, root: Path) -> bool:
     )
 
 
-def rows(rooms: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
+def rows(tables: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
     """Return all rows, or those of some tables, in the order of the tables.
 
     Raises:
         SystemExit: There is no such table, or a row has other keys than the ones above.
     """
-    wanted = list(rooms)
+    wanted = list(tables)
     unknown = [area for area in wanted if not (folder / f"{area}.toml").is_file()]
     if unknown:
         raise SystemExit(f"mutants: no table {', '.join(unknown)}; there are {', '.join(_areas(folder))}")
@@ -294,7 +294,7 @@ def _reason(output: str) -> str:
 class Options:
     """Break one line after the other and see whether its tests notice."""
 
-    rooms: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    tables: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Tables to take; all by default."""
     k: str = ""
     """Only rows whose fault or file has this text."""
@@ -310,7 +310,7 @@ class Options:
 
 def main(options: Options) -> int:
     """Run what the options say; the exit status."""
-    chosen = [m for m in rows(options.rooms) if options.k.lower() in f"{m.fault} {m.file}".lower()]
+    chosen = [m for m in rows(options.tables) if options.k.lower() in f"{m.fault} {m.file}".lower()]
     console = Console()
     if options.list:
         results = [Result(m, STALE if m.problem() else "ok", detail=m.problem()) for m in chosen]

@@ -281,7 +281,7 @@ class BoxedDTensor(DTensor):
         ForkingPickler.register(cls, _reduce_for_process)
 
     def for_process(self) -> BoxedDTensor:
-        """Return what a pickle for another process has. Local operation."""
+        """Return the contents of a pickle for another process. Local operation."""
         return self
 
     def __reduce_ex__(self, proto: Any) -> Any:

@@ -37,7 +37,7 @@ class Component:
         """Run first when the model recovers from an exception."""
 
     def recover(self) -> bool:
-        """Drop what a backward that raised has left. Return whether it has left gradients of some parameters only."""
+        """Drop the results of a backward that raised. Return whether it has left gradients of some parameters only."""
         return False
 
     def set_gradient_sync(self, enabled: bool) -> None:

@@ -16,10 +16,7 @@ from te_fsdp.errors import OrderError
 from te_fsdp.lifecycle import Step
 from te_fsdp.modules.torch_units import register_shards, register_unsharded
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params
-from te_fsdp.upstream import (
-    fsdp2_state as _fsdp2,
-    torch_dtensor as _torch,
-)
+from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 

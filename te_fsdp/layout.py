@@ -288,8 +288,7 @@ def shard_boxes(
     size 1).
     """
     shape = local_shape = tuple(original_shape)
-    zeros = (0,) * len(shape)
-    cut: tuple[Box, ...] = (Box(zeros, zeros, shape),)
+    zeros, boxes = (0,) * len(shape), None
     if rule.shard_dim is not None and at.tp_size > 1:
         dim, rows, boxes, block_start, local_start = rule.shard_dim, shape[rule.shard_dim], [], 0, 0
         # tp must divide each block: a rank with a part of gate and a different part of up would compute neither.
@@ -306,24 +305,21 @@ def shard_boxes(
             original = _set(zeros, dim, block_start + at.tp_rank * part)
             boxes.append(Box(original, _set(zeros, dim, local_start), _set(shape, dim, part)))
             block_start, local_start = block_start + height, local_start + part
-        local_shape, cut = _set(shape, dim, local_start), tuple(boxes)
-    for dim, size, rank in ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank)):
-        if size > 1 and local_shape:
-            low, high = chunk_range(local_shape[dim], size, rank)
-            local_shape, cut = _set(local_shape, dim, high - low), cut_boxes(cut, dim, low, high)
-    return local_shape, [box for box in cut if 0 not in box.sizes]
+        local_shape = _set(shape, dim, local_start)
+    cuts = ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank))
+    return chunk_boxes(local_shape, [cut for cut in cuts if cut[1] > 1 and local_shape], boxes)
 
 
 def chunk_boxes(
-    original_shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]
+    shape: Sequence[int], cuts: Iterable[tuple[int, int, int]], boxes: Iterable[Box] | None = None
 ) -> tuple[tuple[int, ...], list[Box]]:
     """Return the local shape and the boxes after consecutive cuts, each a dim, a number of chunks and an index.
 
-    The box list is empty for an empty shard.
+    ``boxes`` are those of the tensor of ``shape`` that is cut; by default it is the original. An empty shard has none.
     """
-    shape = tuple(original_shape)
+    shape = tuple(shape)
     zeros = (0,) * len(shape)
-    boxes: tuple[Box, ...] = (Box(zeros, zeros, shape),)
+    boxes = (Box(zeros, zeros, shape),) if boxes is None else boxes
     for dim, chunks, index in cuts:
         low, high = chunk_range(shape[dim], chunks, index)
         shape, boxes = _set(shape, dim, high - low), cut_boxes(boxes, dim, low, high)

@@ -82,7 +82,7 @@ class ModelPlan:
     request: ShardRequest
     #: Name -> storage of each unit, outer before inner; ``""`` is the root with the remaining parameters.
     units: dict[str, Storage]
-    #: Names of modules with parameters, in them or in submodules, all of which are replicated.
+    #: Names of modules whose parameters (at least one, in submodules too) are all replicated.
     replicated_modules: frozenset[str]
     #: Every owner of a parameter, by the id of the module and the name there before binding.
     parameters: dict[Key, ParameterPlan]
@@ -291,7 +291,7 @@ def _check_tied(entries: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
 
 
 def _replicated_modules(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
-    """Return the names of modules with parameters, in them or in submodules, all of which are replicated."""
+    """Return the names of modules whose parameters (at least one, in submodules too) are all replicated."""
     around: dict[bool, set[str]] = {True: set(), False: set()}
     for owner in iter_param_owners(model, remove_duplicate=False):
         prefixes = around[rows[id(owner.module), owner.name].storage.is_replicated]

@@ -149,7 +149,7 @@ class ShardedModel:
         return {id(parameter): name for name, parameter in self.parameters().items()}
 
     def is_expert(self, name: str) -> bool:
-        """Return whether a parameter belongs to experts, of which each rank of ``ep`` has different ones."""
+        """Return whether a parameter belongs to experts, which differ between ranks of ``ep``."""
         plan = self.plans.get(name)
         return plan is not None and plan.experts
 

@@ -52,7 +52,7 @@ def _sum(group: Any) -> None:
 def place_gradient(parameter: torch.Tensor) -> None:
     """Give a gradient the placements of its parameter; it must not be that of stacked rows. Collective if they differ.
 
-    DTensor chooses the placements of what a script assigns, such as ``a + (a * b).sum() * b``: of a parameter that is
+    DTensor chooses the placements of an assigned gradient such as ``a + (a * b).sum() * b``. For a parameter that is
     replicated over tp, a rank may have a part of the gradient.
     """
     gradient = parameter.grad

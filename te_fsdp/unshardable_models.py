@@ -36,7 +36,7 @@ def check_order(model: nn.Module) -> None:
             )
         if fsdp2_units.is_fsdp_module(module):
             raise OrderError(
-                f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
+                f"{name or type(model).__name__}: fully_shard on a module that is already sharded",
                 expected="a model without FSDP2",
                 got=type(module).__name__,
                 why="The tensor-parallel placements must be set before FSDP2 shards the parameters",
@@ -47,7 +47,7 @@ def check_order(model: nn.Module) -> None:
         state = sharded_model_of(parameter)
         if state is not None:
             raise OrderError(
-                f"{name}: fully_shard on a parameter that is sharded already",
+                f"{name}: fully_shard on a parameter that is already sharded",
                 expected="a model that fully_shard was not called on",
                 got=f"a parameter of a sharded {type(state.model).__name__}",
                 why="Its gradients would be averaged twice",
@@ -55,7 +55,7 @@ def check_order(model: nn.Module) -> None:
             )
         if isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ()):
             raise OrderError(
-                f"{name}: fully_shard on a parameter that is sharded already",
+                f"{name}: fully_shard on a parameter that is already sharded",
                 expected="a plain parameter or a DTensor over ep, tp, or both",
                 got=f"placements {tuple(parameter.placements)}",
                 fix="build a new model",

@@ -200,34 +200,31 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         result.tensors["only in the checkpoint", name] = ""
     for name in sorted(all_current.keys() & all_saved.keys()):
         pair = saved, current = all_saved[name], all_current[name]
-        layouts, formats = ([described.get(key) for described in pair] for key in ("layout", "format"))
-        dtypes = [described["dtype"] for described in pair if described.get("format") is None]
-        kinds = [described.get("format") or described["dtype"] for described in pair]
+        layouts = saved.get("layout"), current.get("layout")
+        formats = saved.get("format"), current.get("format")
+        kinds = formats[0] or saved["dtype"], formats[1] or current["dtype"]
         # Components that only the checkpoint has, such as transposes, are not read.
         lacking = set(current.get("components", ())) - set(saved.get("components", ()))
         if saved["shape"] != current["shape"]:
-            shapes = [str(tuple(described["shape"])) for described in pair]
-            for index, described in enumerate(pair):
-                if described.get("layout") == GROUPED and described["shape"]:
-                    shapes[index] += f" of {described['shape'][0]} experts"
+            experts = [d["shape"][:1] if d.get("layout") == GROUPED else [] for d in pair]
+            texts = [f" of {count[0]} experts" if count else "" for count in experts]
+            shapes = [f"{tuple(d['shape'])}{text}" for d, text in zip(pair, texts, strict=True)]
             result.tensors["with another shape", name] = _saved_and_current(*shapes)
         # Converted files and foreign modules may not record their layouts.
         elif layouts[0] != layouts[1] and None not in layouts:
             result.tensors["with another layout", name] = _saved_and_current(*layouts)
-        elif kinds[0] == kinds[1] and not lacking and name not in state.cut_blocks:
-            continue
         # Integers and bools are not rounded or quantized: a difference that no conversion removes.
-        elif not all(getattr(torch, dtype).is_floating_point for dtype in dtypes):
-            property_name, values = ("dtype", kinds) if formats == [None, None] else ("format", formats)
+        elif kinds[0] != kinds[1] and not all(
+            d.get("format") or getattr(torch, d["dtype"]).is_floating_point for d in pair
+        ):
+            property_name, values = ("dtype", kinds) if formats == (None, None) else ("format", formats)
             result.tensors[f"with another {property_name}", name] = _saved_and_current(*values)
-        else:
-            reason = ""
-            if formats[0] is not None and formats[0] == formats[1]:
-                cause = (
-                    f"{', '.join(sorted(lacking))} not saved" if lacking else "this mesh cuts through blocks"
-                )
-                reason = f" ({cause})"
-            result.converted[name] = f"{kinds[0]} -> {kinds[1]}{reason}"
+        elif kinds[0] != kinds[1]:
+            result.converted[name] = f"{kinds[0]} -> {kinds[1]}"
+        elif lacking:
+            result.converted[name] = f"{kinds[0]} -> {kinds[1]} ({', '.join(sorted(lacking))} not saved)"
+        elif name in state.cut_blocks:
+            result.converted[name] = f"{kinds[0]} -> {kinds[1]} (this mesh cuts through blocks)"
     return result
 
 
@@ -270,7 +267,7 @@ def check_spans_world(model: nn.Module, stage: Stage | None) -> None:
                 f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
                 expected="one model on all ranks",
                 got="the mesh of one stage, a slice of a mesh with another axis",
-                why="Stages are different models, and a checkpoint of te_fsdp holds one",
+                why="Stages are different models, and a checkpoint of te_fsdp contains one",
                 fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages; "
                 'for stages of one model, Meshes.build(pp=...) or from_device_mesh(mesh, pp=full_mesh["pp"])',
             )
@@ -292,7 +289,7 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
             "save: the ranks were given different paths",
             expected="one path",
             got=f"{paths[0]} on rank 0, {differing[0]}",
-            why="A checkpoint holds the parts of all ranks",
+            why="A checkpoint contains the parts of all ranks",
             fix="pass the same path on all ranks, without the rank's number",
         )
     # Stages have different models. Each rank is compared with the first rank of its stage.
@@ -332,13 +329,13 @@ def join(
         return None
     if absent:
         raise CheckpointError(
-            f"save: rank(s) {shorten(absent)} hold no pipeline stage, but other ranks do",
+            f"save: rank(s) {shorten(absent)} have no pipeline stage, but other ranks have one",
             expected="a stage that te_fsdp.fully_shard was called on, on every rank",
             fix="shard every stage",
         )
     by_stage = {number: part for number, part in filter(None, seen) if part is not None}
     fields = [by_stage[number] for number in sorted(by_stage)]
-    # Fields whose names are those of tensors or modules, of which each stage has its own.
+    # Fields keyed by names of tensors or modules, which differ between stages.
     united = ("parameters", "buffers", "delayed", "tied")
     joined: dict[str, Any] = {name: _union([part[name] for part in fields], name) for name in united}
     refuse_equal_names(chain(*(part["parameters"] for part in fields)), shared, "several stages")
@@ -366,7 +363,7 @@ def _union(parts: list[dict[str, Any]], label: str) -> dict[str, Any]:
                     f"save: {label}: {name} in stage {stage}",
                     expected=f"as in an earlier stage, {shown[0]}",
                     got=shown[1],
-                    why="The files hold one tensor under each name",
+                    why="The files store one tensor per name",
                     fix="register each layer under the name that it has in the unsplit model; build parameters that "
                     "several stages share equally, and name them in save(..., shared=[...])",
                 )

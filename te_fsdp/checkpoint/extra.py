@@ -265,7 +265,7 @@ def join_ranks(encoded: Any, ranks: list[tuple[dict[str, Any], dict[str, Any]]])
             if mark != of_first.setdefault(where, mark):
                 raise CheckpointError(
                     f"{where}: different DTensors",
-                    expected=f"{of_first[where][_TENSOR]}, as on the ranks before",
+                    expected=f"{of_first[where][_TENSOR]}, as on the previous ranks",
                     got=f"{mark[_TENSOR]} on rank {rank}",
                     fix="give different tensors different names in extra",
                 )

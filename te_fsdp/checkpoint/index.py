@@ -245,7 +245,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     if problems := problems_of_tensors(manifest, index.tensors):
         raise CheckpointError(
             f"{path}: damaged checkpoint: {shorten(problems)}",
-            why="Its manifest and its tensors are not of one save",
+            why="Its manifest and its tensors are from different saves",
             fix="load an earlier checkpoint, or copy this one again",
         )
     return index

@@ -371,7 +371,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         with unreadable(path / INDEX, "index", _COPY):
             file_of = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
             if not file_of:
-                raise DamagedFileError("it names no tensor and no file")
+                raise DamagedFileError("it names neither tensors nor files")
             if (path / _SINGLE).exists() and _SINGLE not in file_of.values():
                 raise CheckpointError(
                     f"{path}: weights of two models",
@@ -399,7 +399,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
             f"{path}: a folder without weights",
             expected=f"*.safetensors files, of several {INDEX} too",
             got=f"no *.safetensors file{f', but {shorten(weight_files, 3)}' if weight_files else ''}",
-            fix="download the weights into it (hf download NAME --local-dir FOLDER), or name the folder that holds "
+            fix="download the weights into it (hf download NAME --local-dir FOLDER), or name the folder that contains "
             "them; te-fsdp ckpt convert makes safetensors of torch.save files",
         )
     if len(files) == 1:

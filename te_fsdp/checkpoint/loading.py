@@ -149,7 +149,7 @@ def load(
 @contextmanager
 def _joint_load(model: nn.Module) -> Iterator[None]:
     """Enter the load on all ranks, with rank 0 as coordinator of all agreements. Collective over the world."""
-    # Of a stage another name, lest ranks with and without one wait.
+    # Under a different name for a stage, ranks with and without one raise instead of waiting for each other.
     with collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")):
         if world_size() > 1:
             background().wait()  # a running save uses the same process group

@@ -189,7 +189,8 @@ _OPTIMIZER = {
 class Manifest:
     """Contents of ``te_fsdp.json``. Each field's annotation has the rule for its values.
 
-    A new field needs a default if older checkpoints lack it.
+    A new field needs a default, which :attr:`body` omits because the :attr:`identity` of older checkpoints lacks it,
+    and a new format version, because older readers refuse unknown fields.
     """
 
     #: Of te_fsdp, torch and TransformerEngine that wrote it
@@ -250,7 +251,8 @@ class Manifest:
         expected = self.identity if self.save_id else None
         if mark != expected and (expected or is_ours(mark)):
             raise DamagedFileError(
-                f"it and {FILE_NAME} are not of one save, or {FILE_NAME} was changed: expected {expected}, got {mark}"
+                f"it and {FILE_NAME} are from different saves, or {FILE_NAME} was changed: expected {expected}, "
+                f"got {mark}"
             )
 
 

@@ -389,7 +389,7 @@ def _add_parameter(
             f"{name}: {owned.fqn} differs from the tensors of the other experts",
             expected=", ".join(f"{key} {first[key]}" for key in differing),
             got=", ".join(f"{key} {described.get(key)}" for key in differing),
-            why="A checkpoint holds the weights of all experts of a layer as one tensor",
+            why="A checkpoint stores the weights of all experts of a layer as one tensor",
             fix="build all experts of one layer with the same options",
         )
 

@@ -120,7 +120,7 @@ def optimizer_state(
                 raise CheckpointError(
                     f"save: {key} is in two optimizers, {holders[key]!r} and {name!r}",
                     expected="one optimizer for each parameter",
-                    why="The files hold the state of a parameter under its name",
+                    why="The files store the state of a parameter under its name",
                     fix="give the parameter, or all experts of a layer, to one of them",
                 )
         for parameter, state in optimizer.state.items():
@@ -167,7 +167,7 @@ def describe_groups(optimizers: Optimizers, names: dict[int, str]) -> list[dict[
                 raise CheckpointError(
                     f"optimizer: experts of {divided[0]} in the groups {group_of[divided[0]]} and {index}",
                     expected="all experts of a layer in one group",
-                    why="A checkpoint holds the weights of all experts as one tensor",
+                    why="A checkpoint stores the weights of all experts as one tensor",
                     fix="give them one group",
                 )
             groups.append(
@@ -227,7 +227,7 @@ def check_scaled_state(optimizer: Optimizer) -> None:
 
 
 def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what a manifest says of each optimizer, by its name."""
+    """Return the manifest's entry of each optimizer, by its name."""
     names = dict.fromkeys(group.get("optimizer", "") for group in saved["groups"])
     # A single optimizer without a name, as all checkpoints had before several were supported.
     if set(names) <= {""}:

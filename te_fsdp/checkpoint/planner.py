@@ -1,6 +1,6 @@
 """Steps of a save: plan, compare replicas, copy, write, describe.
 
-DCP's planner describes one contiguous box per rank with several objects each, of which a large job has millions. Here a
+DCP's planner describes one contiguous box per rank with several objects each: millions in a large job. Here a
 rank sends its boxes as tuples, and rank 0 assigns the writers and returns only the numbers of a rank's own pieces.
 Planning communicates with the other ranks. Writing does not, so the tensors can be copied in between. Converted tensors
 are written the same way by one process, in blocks of rows.
@@ -262,7 +262,7 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
             deviations = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
             formatted.append(f"{name} ({', '.join(deviations[:2])}{', ...' if len(deviations) > 2 else ''})")
         raise CheckpointError(
-            f"save: {len(formatted)} tensor(s) differ between ranks that must hold the same: {shorten(formatted)}",
+            f"save: {len(formatted)} tensor(s) differ between ranks that must have the same: {shorten(formatted)}",
             expected="equal values on all ranks",
             got="different values",
             why="The files contain one of them, and the others would be lost",

@@ -24,7 +24,7 @@ def bytes_bar(description: str, total: int, enabled: bool | None) -> Iterator[Ca
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    named = TextColumn("{task.description}", markup=False)  # directories' names may hold brackets
+    named = TextColumn("{task.description}", markup=False)  # names of directories may contain brackets
     columns = (named, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # Drawn by the thread that moves the bytes: no thread can be started while the interpreter ends.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:

@@ -222,27 +222,33 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
             {**group, "parameters": [*dict.fromkeys(stacked_of.get(n, n) for n in group["parameters"])]}
             for group in manifest.optimizer["groups"]
         ]
-        saved_states, stacked_states = manifest.optimizer["state"], dict[str, dict[str, Any]]()
+        saved = manifest.optimizer["state"]
+        states = {name: own for name, own in saved.items() if name not in stacked_of}
         for stacked, members in layers.items():
             shape = manifest.parameters[stacked]["shape"][1:]
-            joined: dict[str, dict[str, Any]] = {}
-            for index, name in enumerate(members):
-                expert, states = ExpertPlace(index, len(members)), saved_states.get(name, {})
-                described_states = {k: of_all_experts(d, expert, shape) for k, d in states.items()}
-                join_experts(joined, described_states, stacked)
-            for key, described in joined.items():
-                if "dtype" in described:
-                    # For an expert without the state: one expanded zero.
-                    zero = torch.zeros((), dtype=getattr(torch, described["dtype"]), device="cpu")
-                    zeros = InMemory(zero.expand(described["shape"][1:]))
-                    parts = [tensors.pop(f"optimizer.state.{n}.{key}", zeros) for n in members]
-                    tensors[f"optimizer.state.{stacked}.{key}"] = Stack(parts)
-            if joined:
-                stacked_states[stacked] = joined
-        states = {n: own for n, own in saved_states.items() if n not in stacked_of} | stacked_states
+            if joined := _stack_states(tensors, stacked, members, saved, shape):
+                states[stacked] = joined
         manifest.optimizer = {**manifest.optimizer, "state": states, "groups": groups}
     modules = {stacked.rpartition(".")[0] for stacked in layers}
     contents.notes.append(f"experts: the weights of {len(modules)} layer(s) taken as one tensor each")
+
+
+def _stack_states(
+    tensors: dict[str, Lazy], stacked: str, members: list[str], saved: Mapping[str, Any], shape: list[int]
+) -> dict[str, dict[str, Any]]:
+    """Stack the optimizer state of the experts ``members``, with weights of one shape; return its description."""
+    joined: dict[str, dict[str, Any]] = {}
+    for index, name in enumerate(members):
+        expert, states = ExpertPlace(index, len(members)), saved.get(name, {})
+        join_experts(joined, {k: of_all_experts(d, expert, shape) for k, d in states.items()}, stacked)
+    for key, described in joined.items():
+        if "dtype" in described:
+            # For an expert without the state: one expanded zero.
+            zero = torch.zeros((), dtype=getattr(torch, described["dtype"]), device="cpu")
+            zeros = InMemory(zero.expand(described["shape"][1:]))
+            parts = [tensors.pop(f"optimizer.state.{name}.{key}", zeros) for name in members]
+            tensors[f"optimizer.state.{stacked}.{key}"] = Stack(parts)
+    return joined
 
 
 def key_ends(described: Mapping[str, Any]) -> list[str]:

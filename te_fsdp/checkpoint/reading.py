@@ -360,7 +360,7 @@ class Conversion:
         value = torch.empty(self.owned.local.shape, dtype=torch.float32, device=self.owned.local.device)
         for part, box, rectangles in self._boxes():
             read = {name: staged.new(rectangle, value.device) for name, rectangle in rectangles.items()}
-            # Files have a leading dim of experts, of which each part is one.
+            # Files have a leading dim of experts, and each part is one expert.
             if part.expert is not None:
                 read = {name: own[0] for name, own in read.items()}
             weight = value if part.index is None else value[part.index]

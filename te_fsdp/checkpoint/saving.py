@@ -177,7 +177,7 @@ def refuse_pending_gradients(model: nn.Module) -> None:
         f"{next(iter(pending.values()))}",
         expected="a call between two steps",
         got="a call after a microbatch that was not the last one, before optimizer.step()",
-        why="A checkpoint holds no gradients: a resumed run would lack these microbatches",
+        why="A checkpoint contains no gradients: a resumed run would lack these microbatches",
         fix="save after optimizer.step(), or discard the microbatches first (te_fsdp.zero_grad(model))",
     )
 

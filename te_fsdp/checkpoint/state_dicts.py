@@ -91,7 +91,7 @@ def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
         return from_portable(path, tensors, metadata[MANIFEST_KEY])
     if te_fsdp_names := [name for name in tensors if name.startswith(OTHER)]:
         raise CheckpointError(
-            f"{path}: unreadable description by te_fsdp (none, but {te_fsdp_names[0]})",
+            f"{path}: no description by te_fsdp, although it has tensors such as {te_fsdp_names[0]}",
             fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
     contents = Contents(path, "safetensors", empty_manifest())

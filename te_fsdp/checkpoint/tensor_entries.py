@@ -60,7 +60,7 @@ class TensorEntry:
 
 
 def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> TensorEntry:
-    """Return the entry of an unsharded tensor of a shape, of which a plain local tensor has the given boxes."""
+    """Return the entry of an unsharded tensor of a shape; a plain local tensor contains the given boxes of it."""
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
     if local.shape == torch.Size(shape):
         return replicated_entry(local)
@@ -113,17 +113,17 @@ def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str 
     repeated = [name for name in repeated if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not repeated:
         return
-    why = "The files hold one tensor under each name, so that all others would be lost"
+    why = "The files store one tensor per name, so that all others would be lost"
     if stages is None:
         raise CheckpointError(
-            f"checkpoint: {len(repeated)} name(s) of several tensors of the model: {shorten(repeated)}",
+            f"checkpoint: {len(repeated)} name(s) shared by several tensors of the model: {shorten(repeated)}",
             expected="a name of its own for each, without the parts that torch.compile and activation checkpointing "
             "insert",
             why=why,
             fix="rename a module: leave out dots, _orig_mod and _checkpoint_wrapped_module",
         )
     raise CheckpointError(
-        f"save: {len(repeated)} tensor(s) of one name in {stages}: {shorten(repeated)}",
+        f"save: {len(repeated)} tensor name(s) are repeated in {stages}: {shorten(repeated)}",
         expected="every name in one stage",
         got="layers that each stage numbers from 0, or tensors that stages share",
         why=why,

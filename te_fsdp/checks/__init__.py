@@ -1,7 +1,7 @@
 """Checks that compare ranks or refuse a use that would train wrong.
 
 The core calls the functions of a level at its points (:mod:`te_fsdp.check_points`). A new check is a function in this
-package and a row of :data:`CHECKS`. docs/checks.md prints the table, and what each level costs.
+package and a row of :data:`CHECKS`. docs/checks.md prints the table, and the cost of each level.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ CHECKS: tuple[Check, ...] = (
     Check("opaque outputs", "output", "", forward.refuse_opaque_output, PlacementError),
     # backward
     Check("start of backward", "trained", "", backward.check_backward_start, OrderError),
-    Check("second derivatives", "backward", "", backward.refuse_second_derivatives_of_te, OrderError),
+    Check("second derivatives of TE", "backward", "", backward.refuse_second_derivatives_of_te, OrderError),
     # step
     Check("arguments of clipping", "clipping", "model", progress.record_clipping, MeshError),
     Check("replaced parameters", "bound_step", "", optimizer.refuse_replaced, OrderError),

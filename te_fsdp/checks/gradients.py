@@ -61,62 +61,60 @@ def require_complete_gradients(step: Step) -> None:
 
 def watch_mixed_lists(state: ShardedModel) -> None:
     """Let torch's clipping take gradients on several meshes, but refuse experts, from now on. Local operation."""
+    mixed_lists().watch(state, _check_list)
 
-    def check_list(
-        state: ShardedModel, operator: str, tensors: Sequence[torch.Tensor], is_mixed: bool
-    ) -> bool:
-        """Return whether tensors of an operator are on meshes of the model; raise if the result would be wrong."""
-        scalars = operator == "stack" and all(tensor.ndim == 0 for tensor in tensors)
-        if not is_mixed and operator != "_foreach_norm" and not scalars:
-            return False
-        parameters = state.parameters()
-        meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
-        if meshes.isdisjoint(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)):
-            return False  # DTensors of other code get torch's own error
-        experts = {name: p for name, p in parameters.items() if _is_local_expert(p)}
-        ids, normed = set(map(id, tensors)), list[str]()
-        if operator == "_foreach_norm":
-            normed = [name for name, p in experts.items() if id(p.grad) in ids]
-        elif scalars:
-            # Norms of plain tensors are those of this rank, too.
-            partial = {
-                getattr(tensor, "device_mesh", None)
-                for tensor in tensors
-                if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements)
-            }
-            normed = [name for name, p in experts.items() if getattr(p, "device_mesh", None) in partial]
-        if normed:
-            raise PlacementError(
-                f"{shorten(normed, 3)}: torch's norm of experts' gradients",
-                expected="a norm over all ranks of ep",
-                got="the experts of this rank",
-                why="Each rank of ep would clip all other gradients by a different factor",
-                fix="te_fsdp.clip_grad_norm_(model, max_norm)",
-            )
-        if operator == "cat" or (operator == "stack" and any(tensor.requires_grad for tensor in tensors)):
-            ids |= {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None}
-            names = [name for name, p in parameters.items() if not ids.isdisjoint((id(p), id(p.grad)))]
-            plain = sum(not isinstance(tensor, DTensor) for tensor in tensors)
-            raise PlacementError(
-                f"{shorten(names, 3) or 'tensors of a sharded model'}: in one torch.{operator} with tensors "
-                "of other meshes",
-                expected="tensors on one mesh",
-                got=f"{len(tensors) - plain} sharded and {plain} plain tensors",
-                why="torch cannot join them, as in torch.nn.utils.parameters_to_vector",
-                fix="torch.cat([p.full_tensor().flatten() if isinstance(p, DTensor) else p.flatten() "
-                "for p in model.parameters()])",
-            )
-        arguments = clipping_arguments() if operator == "clamp" else None
-        if arguments is not None:
-            for record_arguments in state.checks.clipping:
-                record_arguments(state, *arguments)
-        return operator != "stack" or scalars
 
-    mixed_lists().watch(state, check_list)
+def _check_list(state: ShardedModel, operator: str, tensors: Sequence[torch.Tensor], is_mixed: bool) -> bool:
+    """Return whether tensors of an operator are on meshes of the model; raise if the result would be wrong."""
+    scalars = operator == "stack" and all(tensor.ndim == 0 for tensor in tensors)
+    if not is_mixed and operator != "_foreach_norm" and not scalars:
+        return False
+    parameters = state.parameters()
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    if meshes.isdisjoint(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)):
+        return False  # DTensors of other code get torch's own error
+    experts = {name: p for name, p in parameters.items() if _is_local_expert(p)}
+    ids, normed = set(map(id, tensors)), list[str]()
+    if operator == "_foreach_norm":
+        normed = [name for name, p in experts.items() if id(p.grad) in ids]
+    elif scalars:
+        # Norms of plain tensors are those of this rank, too.
+        partial = {
+            getattr(tensor, "device_mesh", None)
+            for tensor in tensors
+            if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements)
+        }
+        normed = [name for name, p in experts.items() if getattr(p, "device_mesh", None) in partial]
+    if normed:
+        raise PlacementError(
+            f"{shorten(normed, 3)}: torch's norm of experts' gradients",
+            expected="a norm over all ranks of ep",
+            got="the experts of this rank",
+            why="Each rank of ep would clip all other gradients by a different factor",
+            fix="te_fsdp.clip_grad_norm_(model, max_norm)",
+        )
+    if operator == "cat" or (operator == "stack" and any(tensor.requires_grad for tensor in tensors)):
+        ids |= {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None}
+        names = [name for name, p in parameters.items() if not ids.isdisjoint((id(p), id(p.grad)))]
+        plain = sum(not isinstance(tensor, DTensor) for tensor in tensors)
+        raise PlacementError(
+            f"{shorten(names, 3) or 'tensors of a sharded model'}: in one torch.{operator} with tensors "
+            "on different meshes",
+            expected="tensors on one mesh",
+            got=f"{len(tensors) - plain} sharded and {plain} plain tensors",
+            why="torch cannot join them, as in torch.nn.utils.parameters_to_vector",
+            fix="torch.cat([p.full_tensor().flatten() if isinstance(p, DTensor) else p.flatten() "
+            "for p in model.parameters()])",
+        )
+    arguments = clipping_arguments() if operator == "clamp" else None
+    if arguments is not None:
+        for record_arguments in state.checks.clipping:
+            record_arguments(state, *arguments)
+    return operator != "stack" or scalars
 
 
 def _is_local_expert(parameter: torch.Tensor) -> bool:
-    """Return whether other ranks of ``ep`` have other experts, of which the parameter's own mesh has none."""
+    """Return whether other ranks of ``ep`` have different experts that are not on the parameter's own mesh."""
     record = get_record(parameter)
     ep_mesh = None if record is None else record.ep_mesh
     if ep_mesh is None or ep_mesh.size() == 1:
@@ -385,7 +383,7 @@ def _watch(model: nn.Module, tp: DeviceMesh, *, every: bool = False) -> _HeadGra
         and _te.kind_of(module) in ("Linear", "LayerNormLinear")
         and getattr(module, "parallel_mode", None) == "column"
     }
-    # Only a column-parallel layer at the end has an output of which each tp rank computes a part.
+    # Each tp rank computes a part of the output only if the last layer is column-parallel.
     if heads and not is_simulated():
         for name, module in outermost.items():
             after = _torch.disable_compile(functools.partial(check.after_forward, name, name in heads))

@@ -81,7 +81,7 @@ def compare_models(plan: ModelPlan) -> None:
         count = sum(map(len, described.values()))
         first = next((f"{about[0]} {about[1]}" for about in described[False]), None)
         raise MeshError(
-            f"{type(model).__name__}: the ranks of the mesh hold different models",
+            f"{type(model).__name__}: the ranks of the mesh have different models",
             expected="the same names, shapes, dtypes and devices on all ranks",
             got=f"here {count} parameters, the first {first}",
             fix="build the model from the same configuration on all ranks",
@@ -134,7 +134,7 @@ def _require_equal(
         bad += _differing(checksums[True], meshes.expert_mesh or meshes.device_mesh)
         if bad:
             raise InitError(
-                f"{shorten(bad)}: values differ between ranks that must hold the same",
+                f"{shorten(bad)}: values differ between ranks that must have the same",
                 expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
                 got=f"{len(bad)} of {sum(map(len, checksums.values()))} parameters differ",
                 why="FSDP2 would shard a different initialization on each rank",
@@ -387,7 +387,7 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
                 f"{shorten(labels, 3)}: written to in forward",
                 expected="a forward that only reads weights",
                 got="an in-place write, as by nn.Embedding(max_norm=...) or weight.clamp_() in a module's forward",
-                why="It changes only the gathered copy, which is released: the sharded weight stays as it was",
+                why="It changes only the gathered copy, which is released: the sharded weight does not change",
                 fix="write to the parameters after the optimizer's step, under torch.no_grad()",
             )
 

@@ -189,7 +189,7 @@ def compare_copies(state: ShardedModel, where: str) -> None:
             first = "before the first step" if not state.checked.optimizers else "before each step"
             raise InitError(
                 f"{shorten(bad)}: copies differ between ranks",
-                expected=f"equal values on all ranks that hold a weight's copies, {first}",
+                expected=f"equal values on all ranks with a copy of the weight, {first}",
                 got=f"{len(bad)} parameter(s) that differ",
                 why="Different values were written on different ranks, as by nn.init with a different seed per rank, "
                 "or some ranks have clipped, scaled or stepped differently",

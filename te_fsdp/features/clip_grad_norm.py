@@ -114,7 +114,7 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
             module, name = next(iter(registered_at({id(parameter)})), (None, ""))
             kind = "a parameter" if module is None else f"{name_of(module)}.{name}, a parameter"
             raise PlacementError(
-                f"grad_norm: gradient of {label_of(parameter, kind)}",
+                f"clip_grad_norm_: gradient of {label_of(parameter, kind)}",
                 expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
                 got=f"{tuple(gradient.placements)}",
                 why="The terms of the ranks are not summed yet",
@@ -189,7 +189,7 @@ def _stages(parameters: Sequence[torch.Tensor], stages: DeviceMesh | bool) -> De
     """Return the mesh of the pipeline stages to include, even for a stage that trains nothing; ``None`` without one."""
     if isinstance(stages, DeviceMesh):
         return stages
-    require_flags("grad_norm", pp_mesh=stages)
+    require_flags("clip_grad_norm_", pp_mesh=stages)
     states = (sharded_model_of(parameter) for parameter in parameters) if stages else ()
     return next((state.meshes.pp for state in states if state is not None), None)
 
@@ -202,7 +202,7 @@ def _parameters(chosen: Sequence[torch.Tensor], max_norm: float, norm_type: floa
             name, by = record.replaced_by
             copied = by == COPIED
             raise OrderError(
-                f"grad_norm: {name or label_of(parameter)}",
+                f"clip_grad_norm_: {name or label_of(parameter)}",
                 expected="current parameters of the model",
                 got=f"a copy created by {by}" if copied else f"a parameter that {by} has replaced",
                 why="Only the model's current parameters have gradients, so nothing would be clipped",
@@ -210,7 +210,7 @@ def _parameters(chosen: Sequence[torch.Tensor], max_norm: float, norm_type: floa
             )
     states = {id(state): state for state in map(sharded_model_of, chosen) if state is not None}
     for state in states.values():
-        require_reduced(state, "grad_norm", chosen)
+        require_reduced(state, "clip_grad_norm_", chosen)
         for record_arguments in state.checks.clipping:
             record_arguments(state, max_norm, norm_type)
         for check in state.components.check_gradients:

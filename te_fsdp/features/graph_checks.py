@@ -212,7 +212,7 @@ def require_microbatches(leaves: Sequence[Any], microbatches: int) -> None:
 
 
 def addresses_between_microbatches(state: ShardedModel) -> dict[str, tuple[int, ...]]:
-    """Return the addresses of what a microbatch leaves to the next one: gradients and unsharded weights.
+    """Return the addresses of the tensors that a microbatch leaves to the next one: gradients, unsharded weights.
 
     Local operation. A unit's unsharded and partially reduced gradients have the unit's name and a number.
     """

@@ -194,11 +194,8 @@ class _Shared:
         """Let the counts of forwards start from zero when the running backward has ended."""
         if self._backward_id != _torch.backward_id():
             self._backward_id = _torch.backward_id()
-            _autograd.at_end_of_backward(self._clear_forwards)
-
-    def _clear_forwards(self) -> None:
-        if not self.pending():  # a later backward may contain pending forwards, and other ones of their units
-            self.forwards.clear()
+            # A later backward may contain pending forwards, and other ones of their units.
+            _autograd.at_end_of_backward(lambda: None if self.pending() else self.forwards.clear())
 
     def is_recording(self) -> bool:
         """Return whether a unit or a full step is being recorded."""

@@ -25,7 +25,7 @@ def refuse_unloadable_states(
     """Raise CheckpointError for main weights of another shape, or that DCP has loaded alone. Local operation.
 
     ``state_dict`` has the form of ``optimizer.state_dict()``, with equal groups. ``main`` is the name of the main
-    weight in a state. ``cut``: the optimizer's states are rows, of which the caller compares the shapes.
+    weight in a state. ``cut``: the optimizer's states are rows, whose shapes the caller compares.
     """
     states = state_dict["state"]
     # Without momentum the main weight is all that SGD has.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -327,30 +327,8 @@ class MainParameters:
         pairs = [pair for pair in self.pairs if pair.shard is None]
         if self.kept_by_fused_adam:
             parameters = {id(pair.main): pair.parameter for pair in pairs}
-            fused: Any = optimizer
-            name = "decoupled_grad" if fused.use_decoupled_grad else "grad"
             for group in optimizer.param_groups:
-                # Attributes of DTensors are then read and set without Python calls.
-                with without_subclasses():
-                    mains, gradients, dtypes = [], list[Any](), set[torch.dtype]()
-                    for member in group["params"]:
-                        if member.dtype != torch.float32:
-                            continue
-                        parameter = parameters.get(id(member))
-                        gradient = getattr(member if parameter is None else parameter, name, None)
-                        if gradient is not None:
-                            dtypes.add(gradient.dtype)
-                        if parameter is not None:
-                            mains.append(member)
-                            gradients.append(gradient)
-                if len(dtypes) > 1 or fused.capturable:
-                    gradients = _torch.in_dtypes_of(gradients, mains)
-                with without_subclasses():
-                    for main, gradient in zip(mains, gradients, strict=True):
-                        if gradient is not None:
-                            main.grad = None  # grad_dtype cannot change while there is a gradient
-                            main.grad_dtype = gradient.dtype
-                    assign_main_gradients(mains, gradients)
+                _set_fused_adam_gradients(optimizer, group["params"], parameters)
         else:
             mains, gradients = [pair.main for pair in pairs], gradients_of([pair.parameter for pair in pairs])
             assign_main_gradients(mains, _torch.in_dtypes_of(gradients, mains))
@@ -438,6 +416,36 @@ class MainParameters:
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in optimizer.param_groups for p in group["params"]]
         return [(key, self.of(parameter)) for key, parameter in zip(keys, params, strict=True)]
+
+
+def _set_fused_adam_gradients(
+    optimizer: Any, members: Iterable[torch.Tensor], parameters: Mapping[int, torch.Tensor]
+) -> None:
+    """Set gradients of the main weights of a FusedAdam group. ``parameters``: ``id`` of a main weight -> parameter.
+
+    Gradients are cast to fp32 if those of the group have several dtypes, or for ``capturable``. Local operation.
+    """
+    name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
+    mains, gradients, dtypes = [], list[Any](), set[torch.dtype]()
+    with without_subclasses():  # reads and sets attributes of DTensors without Python calls
+        for member in members:
+            if member.dtype != torch.float32:
+                continue
+            parameter = parameters.get(id(member))
+            gradient = getattr(member if parameter is None else parameter, name, None)
+            if gradient is not None:
+                dtypes.add(gradient.dtype)
+            if parameter is not None:
+                mains.append(member)
+                gradients.append(gradient)
+    if len(dtypes) > 1 or optimizer.capturable:
+        gradients = _torch.in_dtypes_of(gradients, mains)
+    with without_subclasses():
+        for main, gradient in zip(mains, gradients, strict=True):
+            if gradient is not None:
+                main.grad = None  # grad_dtype cannot change while there is a gradient
+                main.grad_dtype = gradient.dtype
+        assign_main_gradients(mains, gradients)
 
 
 def rekey_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ class Report:
     """Table of a model's parameters; iterate over :attr:`rows`, or print it."""
 
     rows: tuple[Row, ...]  #: One per parameter, or per module's experts
-    #: Further memory on this rank due to the model's precision policy: what it is used for, and bytes.
+    #: Further memory on this rank due to the model's precision policy: its use, and bytes.
     costs: tuple[tuple[str, int], ...] = ()
     #: How units are all-gathered (``"copy_engine"``, or a different transport with the reason), and their names.
     transports: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -147,38 +147,14 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
         experts: dict[str, list[Row]] = {}
         for name, parameter in module._parameters.items():
             # A tied parameter is reported once, because it has memory once.
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                label = f"{prefix}.{name}" if prefix else name
-                local = _torch.local_of(parameter)
-                # Planning reports the memory of training, in which the parameter is no longer on meta.
-                if settled and local.is_meta:
-                    local = shard_in_training(module, name, parameter)
-                binding = binding_of(module)
-                rule = None if binding is None else binding.rules.get(name)
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                fmt = _te.format_of(local)
-                if fmt is not None:
-                    dtype = f"{fmt} ({dtype})"
-                elif (quantizer := _te.weight_quantizer(module, name)) is not None:
-                    fmt = _te.format_of_quantizer(quantizer)
-                    dtype = f"{dtype}, will be {fmt}"
-                if local.is_meta and not settled:
-                    dtype += ", on meta"
-                row = Row(
-                    label,
-                    tuple(parameter.shape),
-                    "plain" if rule is None else str(rule.layout),
-                    _placements(parameter),
-                    tuple(local.shape),
-                    dtype,
-                    0 if local.is_meta and not settled else bytes_of(local),
-                    _note(module, name, parameter, fmt),
-                )
-                if _te.kind_of(module) == "GroupedLinear" and expert_index(name) is not None:
-                    experts.setdefault(label.rstrip("0123456789"), []).append(row)
-                else:
-                    rows.append(row)
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            row = _row(f"{prefix}.{name}" if prefix else name, module, name, parameter, settled)
+            if _te.kind_of(module) == "GroupedLinear" and expert_index(name) is not None:
+                experts.setdefault(row.name.rstrip("0123456789"), []).append(row)
+            else:
+                rows.append(row)
         rows += [_as_grouped_tensor(label, module, parts) for label, parts in experts.items()]
     state = get_sharded_model(model)
     if state is None:
@@ -190,6 +166,33 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
     remarks = tuple(filter(None, (line() for line in state.components.report_line)))
     return Report(
         tuple(rows), costs, _group_by_value(gathers), transports.shared_bytes, copied, level, remarks
+    )
+
+
+def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, settled: bool) -> Row:
+    """Return the row of a module's direct parameter, as :func:`describe` reports it. Local operation."""
+    local, binding = _torch.local_of(parameter), binding_of(module)
+    rule = None if binding is None else binding.rules.get(name)
+    # Planning reports the memory of training, in which the parameter is no longer on meta.
+    if settled and local.is_meta:
+        local = shard_in_training(module, name, parameter)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    fmt = _te.format_of(local)
+    if fmt is not None:
+        dtype = f"{fmt} ({dtype})"
+    elif (quantizer := _te.weight_quantizer(module, name)) is not None:
+        fmt = _te.format_of_quantizer(quantizer)
+        dtype = f"{dtype}, will be {fmt}"
+    is_empty = local.is_meta and not settled
+    return Row(
+        label,
+        tuple(parameter.shape),
+        "plain" if rule is None else str(rule.layout),
+        _placements(parameter),
+        tuple(local.shape),
+        f"{dtype}, on meta" if is_empty else dtype,
+        0 if is_empty else bytes_of(local),
+        _note(module, name, parameter, fmt),
     )
 
 

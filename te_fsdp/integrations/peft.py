@@ -69,7 +69,7 @@ def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default"
     :func:`te_fsdp.materialize`: A as in ``nn.Linear``, B with zeros.
 
     Raises:
-        OrderError: The model is bound to meshes or sharded already.
+        OrderError: The model is bound to meshes or already sharded.
         PlacementError: A layer or an option is not supported. Nothing was changed.
     """
     fix = "peft.LoraConfig(r=8, target_modules=[...])"

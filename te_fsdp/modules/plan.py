@@ -299,7 +299,7 @@ def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> Non
         f"{label}: set_device_mesh {problem}",
         expected=_format_meshes(bound),
         got=_format_meshes(meshes),
-        why="The parameters are placed already",
+        why="The parameters already have placements",
         fix=fix,
     )
 
@@ -308,11 +308,7 @@ def _format_meshes(meshes: ModuleMeshes) -> str:
     """Format the arguments of ``set_device_mesh`` for one module by ranks, which the repr of a mesh omits."""
     named = {"tp_mesh": meshes.tp_mesh, "weight_mesh": meshes.weight_mesh}
     if meshes.ep_mesh is not None:
-        named = {
-            "tp_mesh": meshes.tp_mesh,
-            "ep_mesh": meshes.ep_mesh,
-            "expert_weight_mesh": meshes.weight_mesh,
-        }
+        named |= {"ep_mesh": meshes.ep_mesh, "expert_weight_mesh": named.pop("weight_mesh")}
     texts = {name: "None" if mesh is None else f"ranks {mesh.mesh.tolist()}" for name, mesh in named.items()}
     return ", ".join(f"{name}={text}" for name, text in texts.items())
 

@@ -134,7 +134,7 @@ def dim_to_shard(label: str, parameter: DTensor, placed: UserDTensor, ranks: int
                 lengths = {high - low for low, high in ends}
         if length and 0 in lengths and parameter.requires_grad:
             raise PlacementError(
-                f"{label}: a DTensor parameter of which some ranks have no elements",
+                f"{label}: a DTensor parameter without elements on some ranks",
                 expected=f"dim {dim} with an index for each rank of the axes that shard it",
                 got=f"shape {tuple(parameter.shape)}, placements {placed.placements} on {placed.mesh}",
                 why="FSDP2 cannot reduce an empty gradient",

@@ -31,14 +31,7 @@ from te_fsdp.checkpoint.portable.huggingface_config import read_config
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, TeFsdpError
 from te_fsdp.features.reporting import Report, Row, describe
 from te_fsdp.mesh import Meshes
-from te_fsdp.planning.costs import (
-    checkpoint_bytes,
-    flops_of,
-    optimizer_bytes,
-    stages_of,
-    sum_of,
-    weights_of,
-)
+from te_fsdp.planning.costs import checkpoint_bytes, flops_of, optimizer_bytes, stages_of, sum_of, weights_of
 from te_fsdp.planning.job import (
     OPTIMIZERS,
     RECIPES,

@@ -270,7 +270,7 @@ class QuantizedSlice(torch.Tensor):
         *,
         waits: bool = False,
     ) -> QuantizedSlice:
-        """Make the slice; nothing is copied."""
+        """Create the slice without a copy."""
         slice_ = wrapper(cls, (1, *sizes) if is_stacked else sizes, base)
         slice_.base, slice_.box, slice_.is_stacked = base, (tuple(offsets), tuple(sizes)), is_stacked
         slice_.waits = waits

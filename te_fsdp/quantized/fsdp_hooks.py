@@ -226,7 +226,7 @@ def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBindi
         raise PlacementError(
             f"{binding.name or 'model'}: quantized weights with an integer reshard_after_forward",
             expected="reshard_after_forward=True or False",
-            why="FSDP2 makes a parameter of what it has gathered, which are the bytes of a quantized weight",
+            why="FSDP2 would make a parameter of the gathered buffers, but these are bytes of a quantized weight",
             fix="pass a bool to fully_shard of units with quantized weights",
         )
     return row

@@ -418,7 +418,7 @@ def grouped_shard_dim(
     return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0 and fits(dim)), 0)
 
 
-# --- what a gather sends
+# --- input of an all-gather
 
 
 def _buffers_sent_by_shard(grouped: Any, expert: Any) -> dict[str, Component]:

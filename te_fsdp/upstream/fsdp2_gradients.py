@@ -64,7 +64,7 @@ def drop_unreduced_gradient(managed: Any, group: Any) -> None:
 
 
 def tensors_between_microbatches(unit: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Yield for each ``FSDPParam`` of a unit what a microbatch leaves to the next one, except ``.grad`` of the shard.
+    """Yield the tensors that a microbatch leaves to the next one for each ``FSDPParam``, except the shard's ``.grad``.
 
     These are unreduced gradients, the partial reduction of its group, and the unsharded parameter.
     """

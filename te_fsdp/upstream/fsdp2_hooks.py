@@ -47,7 +47,7 @@ def profiler_range(name: str) -> Any:
 
 @functools.cache
 def _substitutes() -> dict[str, Callable[..., Any]]:
-    """Return what the hooks use in place of these names of their modules."""
+    """Return replacements for these names in the hooks' modules."""
     found: dict[str, Callable[..., Any]] = {"record_function": profiler_range}
     if getattr(torch.distributed, "_is_spmd_types_available", bool)():
         return found

@@ -110,24 +110,19 @@ class UseFlags:
         if dtype is None:
             stock(*args)
             return
-        ranks, count = group.mesh_info.shard_mesh_size, len(trained)
-        key = ranks, count, dtype
-        self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
-        if self.filled:
-            # The reduce-scatter gives each rank one copy of the sums, because each part is the same.
-            flags = [0.0 if managed in self.filled else 1.0 for managed in trained]
-            self.unsharded_param.grad = torch.tensor(flags * ranks, dtype=dtype, device=group.device)
-        else:
-            if self._all_used is None or self._all_used[0] != key:
-                self._all_used = key, torch.ones(ranks * count, dtype=dtype, device=group.device)
-            self.unsharded_param.grad = self._all_used[1]
-        without = {m for m in self.filled if m.sharded_param.grad is None}
-        may_be_zeros = self.filled & self.undecided.keys()
+        filled, self.filled = self.filled, set()
+        self._set_own(filled, trained, group, dtype)
+        # Gradients that may consist of zeros alone after this reduction, with their earlier flags. There are none for
+        # a missing gradient, even if one of an earlier microbatch was dropped.
+        earlier: dict[Any, list[torch.Tensor]] = {
+            m: [] if m.sharded_param.grad is None else self.undecided[m]
+            for m in filled
+            if m.sharded_param.grad is None or m in self.undecided
+        }
         if group.reshard_after_backward:
             group._to_sharded()  # otherwise FSDP2 would call it with the record of the flags in the list
         # FSDP2 calls the post-accumulate gradient hooks of sharded parameters during the reduction, also for parameters
         # that no rank used. An optimizer step in a hook would then decay such a weight.
-        filled = set(self.filled)
         hooked = [m.sharded_param for m in trained] if filled else []
         hooks = [(p, calls) for p in hooked if (calls := p._post_accumulate_grad_hooks)]
         for parameter, _ in hooks:
@@ -142,24 +137,38 @@ class UseFlags:
             group.fsdp_params = records
             if order is not None:
                 group._reduce_scatter_param_indices = order
-            self.filled.clear()
             for parameter, calls in hooks:
                 parameter._post_accumulate_grad_hooks = calls
         reduced, self.sharded_param.grad = self.sharded_param.grad, None
         if reduced is None:
             return  # HSDP keeps the sums over dp_shard until it reduces them over dp_replicate
-        for number, managed in enumerate(trained):
-            if managed in without:  # also if gradients of an earlier microbatch were dropped
-                self.undecided[managed] = [reduced[number]]
-            elif managed in may_be_zeros:
-                self.undecided[managed].append(reduced[number])
-            elif self.undecided:
+        for number, managed in enumerate(trained) if earlier or self.undecided else ():
+            if managed in earlier:
+                self.undecided[managed] = [*earlier[managed], reduced[number]]
+            else:  # its gradient does not consist of zeros alone
                 self.undecided.pop(managed, None)
         if hooks:
             if group._post_reduce_event is not None:
                 group._post_reduce_event.wait()
             counts = zip(trained, reduced.tolist(), strict=True)
-            _call_hooks(hooks, {id(m.sharded_param) for m, n in counts if n == 0 and m in filled})
+            unused = {id(m.sharded_param) for m, n in counts if n == 0 and m in filled}
+            for parameter, calls in hooks:
+                for call in () if id(parameter) in unused else calls.values():
+                    call(parameter)
+
+    def _set_own(self, filled: set[Any], trained: list[Any], group: Any, dtype: torch.dtype) -> None:
+        """Set this rank's flags, of shape (ranks x parameters,), in the dtype of the gradients. Local operation."""
+        ranks, count = group.mesh_info.shard_mesh_size, len(trained)
+        self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
+        # The reduce-scatter gives each rank one copy of the sums, because each part is the same.
+        if filled:
+            flags = [0.0 if managed in filled else 1.0 for managed in trained]
+            self.unsharded_param.grad = torch.tensor(flags * ranks, dtype=dtype, device=group.device)
+            return
+        key = ranks, count, dtype
+        if self._all_used is None or self._all_used[0] != key:
+            self._all_used = key, torch.ones(ranks * count, dtype=dtype, device=group.device)
+        self.unsharded_param.grad = self._all_used[1]
 
     def decide(self, group: Any) -> None:
         """Remove the gradients of parameters that no rank used. Waits for the device."""
@@ -191,13 +200,6 @@ class UseFlags:
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of the reduced flags."""
         return tensor
-
-
-def _call_hooks(hooks: list[tuple[nn.Parameter, dict[int, Any]]], unused: set[int]) -> None:
-    """Call the post-accumulate gradient hooks of parameters, except for those with the ids ``unused``."""
-    for parameter, calls in hooks:
-        for call in () if id(parameter) in unused else calls.values():
-            call(parameter)
 
 
 def _gradient_dtype(managed: Any) -> torch.dtype | None:

@@ -22,13 +22,7 @@ import torch
 from torch import nn
 
 from te_fsdp.errors import PrecisionError
-from te_fsdp.upstream.te_formats import (
-    FORMATS,
-    SCALE_SOURCES,
-    Format,
-    row_for,
-    unknown_format,
-)
+from te_fsdp.upstream.te_formats import FORMATS, SCALE_SOURCES, Format, row_for, unknown_format
 
 #: Module kinds with placement rules, derived classes first.
 KINDS = (

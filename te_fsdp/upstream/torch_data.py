@@ -20,7 +20,7 @@ assignments: list[int] = [0]
 # [Note: writes through data] ``p.data.clamp_()`` changes the values of ``p``, but torch gives ``p.data`` a version of
 # its own. Weights that are kept for further forwards, main weights and checks compare versions of ``p``. A detached
 # tensor has the same values, and the version of ``p``. Of DTensors, ``detach`` copies the local tensor with a new
-# version, so the result gets that of ``p``. It is the same object, of which a quantized weight is written at once.
+# version, so the result gets that of ``p``. It is the same object, so writes to a quantized weight take effect at once.
 @functools.cache
 def count_writes_to_data(record: str) -> None:
     """Count writes through ``.data`` of DTensors with the attribute ``record``; once per process. Local operation."""

@@ -68,7 +68,7 @@ local_of_dtensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_loca
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor of which this one is a view, or ``None`` (``Tensor._base``)."""
+    """Return the base of a view, or ``None`` for other tensors (``Tensor._base``)."""
     return tensor._base
 
 

@@ -67,7 +67,7 @@ def is_in_place(func: Any) -> bool:
 
 
 def part_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """Return the dims of which a function of :data:`PARTS` takes parts."""
+    """Return the dims along which a function of :data:`PARTS` returns a part of its input."""
     tensor, place = args[0], PARTS[func]
     if func is not torch.Tensor.__getitem__:
         dim = kwargs.get("dim", args[place] if len(args) > place else 0)

@@ -19,7 +19,7 @@ from te_fsdp.upstream.torch_dtensor import memory_id
 from te_fsdp.upstream.torch_mixed_lists import run_stock
 
 _aten = torch.ops.aten
-#: Views of which torch gathers sharded rows. Other views of sharded rows raise.
+#: Views for which torch gathers sharded rows. Other views of sharded rows raise.
 _VIEWS = (
     _aten.select.int,
     _aten.slice.Tensor,

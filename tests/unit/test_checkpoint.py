@@ -160,7 +160,7 @@ def test_manifest_and_tensors_of_two_saves(tmp_path: Path) -> None:
     wrong = manifest.read_manifest(tmp_path / "a")
     wrong.files = manifest.read_manifest(tmp_path / "b").files
     manifest.write_manifest(tmp_path / "b", wrong)
-    with pytest.raises(CheckpointError, match="not of one save"):
+    with pytest.raises(CheckpointError, match="from different saves"):
         checkpoint.load(tmp_path / "b", Model())
 
 

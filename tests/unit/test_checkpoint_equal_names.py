@@ -30,7 +30,7 @@ def test_stages_of_a_rank_have_a_buffer_that_is_not_saved(tmp_path: Path) -> Non
 def test_stages_of_a_rank_share_named_entries(tmp_path: Path) -> None:
     """Stored once, loaded into each; copies that came apart are refused in each save, also in a repeated one."""
     stages, others = [stage(n, 1.0) for n in (0, 1)], [stage(n, 7.0) for n in (0, 1)]
-    with pytest.raises(CheckpointError, match="one name in the stages of one rank: rope"):
+    with pytest.raises(CheckpointError, match="repeated in the stages of one rank: rope"):
         checkpoint.save(tmp_path / "a", stages)
     checkpoint.save(tmp_path / "a", stages, shared=["ro*"])
     checkpoint.load(tmp_path / "a", others)
@@ -81,7 +81,9 @@ def test_two_tensors_of_a_model_under_one_name_are_refused(tmp_path: Path, kind:
         inner.register_buffer("w", torch.ones(2))
     else:
         inner.w = nn.Parameter(torch.ones(2))
-    with pytest.raises(CheckpointError, match=r"1 name\(s\) of several tensors of the model: (a\.)?w:"):
+    with pytest.raises(
+        CheckpointError, match=r"1 name\(s\) shared by several tensors of the model: (a\.)?w:"
+    ):
         checkpoint.save(tmp_path / "a", model)
     assert os.listdir(tmp_path) == []
 

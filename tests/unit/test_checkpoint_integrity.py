@@ -144,7 +144,7 @@ def test_errors_name_the_damage(saves: tuple[Path, Path], tmp_path: Path) -> Non
     raw = (path / METADATA).read_bytes()
     listed["files"][METADATA] = [len(raw), shard_files.crc32((path / METADATA).read_bytes())]
     (path / MANIFEST).write_bytes(sealed(listed))
-    assert "not of one save" in loaded_or_error(path, model, optimizer)
+    assert "from different saves" in loaded_or_error(path, model, optimizer)
     listed["files"][DATA] = [len(good), shard_files.crc32((saves[0] / DATA).read_bytes())]
     (path / MANIFEST).write_bytes(sealed(listed))
     text = f"files.{DATA}: expected where its table of checksums begins, got none"
@@ -182,7 +182,7 @@ def test_a_new_format_made_an_old_one(saves: tuple[Path, Path], tmp_path: Path) 
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     as_format_2(path, save_id="")
-    assert "not of one save, or te_fsdp.json was changed" in loaded_or_error(path, *training(1))
+    assert "from different saves, or te_fsdp.json was changed" in loaded_or_error(path, *training(1))
 
 
 def test_each_byte_is_read_once(saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

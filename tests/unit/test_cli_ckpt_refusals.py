@@ -253,7 +253,7 @@ def test_damaged_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
     }
     described = header["__metadata__"]
-    bad["unreadable description by te_fsdp (none"] = with_header(
+    bad["no description by te_fsdp"] = with_header(
         **{"__metadata__": {"te_fsdq": described["te_fsdp"]}, "te_fsdp:extra": header.pop("0.bias")}
     )
     for text, data in bad.items():

@@ -207,14 +207,14 @@ MISTAKES = {
         OrderError,
         "up: set_device_mesh with different meshes than before: expected tp_mesh=ranks [0, 1], "
         "weight_mesh=None, got "
-        "tp_mesh=ranks [0, 2], weight_mesh=None. The parameters are placed already. "
+        "tp_mesh=ranks [0, 2], weight_mesh=None. The parameters already have placements. "
         "Fix: bind a model once; build a new model for a new mesh.",
     ),
     "after our fully_shard": (
         after_our_fully_shard,
         OrderError,
         "up: set_device_mesh after fully_shard: expected tp_mesh=None, weight_mesh=ranks [0, 1, 2, 3], got "
-        "tp_mesh=ranks [0, 1], weight_mesh=None. The parameters are placed already. "
+        "tp_mesh=ranks [0, 1], weight_mesh=None. The parameters already have placements. "
         "Fix: call set_device_mesh before fully_shard.",
     ),
     "after torch's fully_shard": (
@@ -229,7 +229,7 @@ MISTAKES = {
     "our fully_shard after torch's": (
         our_fully_shard_after_torchs,
         OrderError,
-        "FSDPModel: fully_shard on a module that is sharded already: expected a model without FSDP2, got "
+        "FSDPModel: fully_shard on a module that is already sharded: expected a model without FSDP2, got "
         "FSDPModel. "
         "The tensor-parallel placements must be set before FSDP2 shards the parameters. Fix: call "
         "te_fsdp.fully_shard "

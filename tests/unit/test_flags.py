@@ -32,7 +32,7 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "error_if_nonfinite",
         lambda v: te_fsdp.clip_grad_norm_(MODEL, 1.0, error_if_nonfinite=v),
     ),
-    "grad_norm": ("pp_mesh", lambda v: te_fsdp.clip_grad_norm_(MODEL, 1.0, pp_mesh=v)),
+    "clip_grad_norm_: pp_mesh": ("pp_mesh", lambda v: te_fsdp.clip_grad_norm_(MODEL, 1.0, pp_mesh=v)),
     "zero_grad": ("set_to_none", lambda v: te_fsdp.zero_grad(MODEL, set_to_none=v)),
     "microbatch": ("is_last", lambda v: te_fsdp.microbatch(MODEL, is_last=v)),
     "set_auto_sync": ("enabled", lambda v: te_fsdp.set_auto_sync(MODEL, v)),

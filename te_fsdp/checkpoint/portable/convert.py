@@ -9,7 +9,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -366,11 +366,14 @@ def compare_contents(
     not. ``tick`` is called with the bytes of A. ``weights_only`` skips everything except weights.
     """
     report = Report()
-    for of_weights in (True,) if weights_only else (True, False):
-        in_a, in_b = (
-            {*c.names} if of_weights else {key for key in c.tensors if not key.startswith("model.")}
-            for c in (a, b)
-        )
+    # Weights and buffers by logical value, then the other tensors as they are stored.
+    kinds: list[tuple[set[str], set[str], Callable[[Contents, str], Lazy]]]
+    kinds = [({*a.names}, {*b.names}, Contents.value)]
+    if not weights_only:
+        in_a, in_b = ({key for key in c.tensors if not key.startswith("model.")} for c in (a, b))
+        kinds.append((in_a, in_b, lambda contents, key: contents.tensors[key]))
+        report.others = _compare_manifests(a, b)
+    for in_a, in_b, value in kinds:
         for name in sorted(in_a | in_b):
             if (name in in_a) != (name in in_b):
                 report.differences.append(Difference(name, "only in A" if name in in_a else "only in B"))
@@ -378,30 +381,33 @@ def compare_contents(
             formats = [c.manifest.parameters.get(name, {}).get("format") or "high precision" for c in (a, b)]
             if formats[0] != formats[1]:
                 report.differences.append(Difference(name, "format", " / ".join(formats)))
-            first, second = (c.value(name) if of_weights else c.tensors[name] for c in (a, b))
-            _compare(report, name, first, second, tick, rtol, atol)
-    if not weights_only:
-        texts = report.others
-        saved_a, saved_b = a.manifest.optimizer, b.manifest.optimizer
-        if saved_a is not None and saved_b is not None:
-            if saved_a["class"] != saved_b["class"]:
-                texts.append(f"optimizer: {saved_a['class']} / {saved_b['class']}")
-            if len(saved_a["groups"]) != len(saved_b["groups"]):
-                texts.append(f"optimizer: {len(saved_a['groups'])} / {len(saved_b['groups'])} groups")
-            else:
-                for n, (first, second) in enumerate(zip(saved_a["groups"], saved_b["groups"], strict=True)):
-                    texts += _compare_dicts(f"optimizer group {n}", first["options"], second["options"])
-                    if set(first["parameters"]) != set(second["parameters"]):
-                        texts.append(f"optimizer group {n}: other parameters")
-        elif (saved_a is None) != (saved_b is None):
-            texts.append(f"optimizer: only in {'B' if saved_a is None else 'A'}")
-        texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)
-        saved_a, saved_b = a.manifest.semantics, b.manifest.semantics
-        if saved_a and saved_b and saved_a["modules"] and saved_b["modules"]:  # other kinds have none
-            diff = differences(from_json(saved_a), from_json(saved_b), set(a.names) ^ set(b.names))
-            diff += user_differences(*(from_json(saved, user_defined=True) for saved in (saved_a, saved_b)))
-            texts += format_differences((setting for setting in diff if setting.effect != "note"), "{} / {}")
+            _compare(report, name, value(a, name), value(b, name), tick, rtol, atol)
     return report
+
+
+def _compare_manifests(a: Contents, b: Contents) -> list[str]:
+    """Return the differences of the optimizers' options, ``extra`` and the settings of modules. Local operation."""
+    texts: list[str] = []
+    saved_a, saved_b = a.manifest.optimizer, b.manifest.optimizer
+    if saved_a is not None and saved_b is not None:
+        if saved_a["class"] != saved_b["class"]:
+            texts.append(f"optimizer: {saved_a['class']} / {saved_b['class']}")
+        if len(saved_a["groups"]) != len(saved_b["groups"]):
+            texts.append(f"optimizer: {len(saved_a['groups'])} / {len(saved_b['groups'])} groups")
+        else:
+            for n, (first, second) in enumerate(zip(saved_a["groups"], saved_b["groups"], strict=True)):
+                texts += _compare_dicts(f"optimizer group {n}", first["options"], second["options"])
+                if set(first["parameters"]) != set(second["parameters"]):
+                    texts.append(f"optimizer group {n}: other parameters")
+    elif (saved_a is None) != (saved_b is None):
+        texts.append(f"optimizer: only in {'B' if saved_a is None else 'A'}")
+    texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)
+    of_a, of_b = a.manifest.semantics, b.manifest.semantics
+    if of_a and of_b and of_a["modules"] and of_b["modules"]:  # other kinds have none
+        diff = differences(from_json(of_a), from_json(of_b), set(a.names) ^ set(b.names))
+        diff += user_differences(*(from_json(saved, user_defined=True) for saved in (of_a, of_b)))
+        texts += format_differences((setting for setting in diff if setting.effect != "note"), "{} / {}")
+    return texts
 
 
 def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: float, atol: float) -> None:

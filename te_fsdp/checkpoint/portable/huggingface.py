@@ -202,7 +202,7 @@ def values_for_huggingface(
     """Return a checkpoint's weights as tensors of the Hugging Face model in a folder, converted on demand. Local.
 
     The settings of its modules are in its manifest; ``blocks`` are options of layers that it lacks. Raise
-    CheckpointError for tensors that do not fit, or layers with another function.
+    CheckpointError for tensors that do not fit, or layers that compute a different function.
     """
     notes, contents = contents.notes, split_experts(contents)
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}

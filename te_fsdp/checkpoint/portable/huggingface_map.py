@@ -300,8 +300,8 @@ class WeightMap:
     ) -> WeightMap:
         """Return the map of a model from the arguments of :func:`read_config`, or an :class:`Architecture`.
 
-        Properties of an existing model have priority over ``blocks``, which must have the rest; without a model their
-        defaults are TransformerEngine's.
+        Properties of an existing model have priority over ``blocks``, which must contain all others. Without a model,
+        the defaults of ``blocks`` are TransformerEngine's.
         """
         blocks, names = given_or_default(blocks, TeBlocks), given_or_default(names, TeNames)
         if model is not None:
@@ -352,7 +352,7 @@ class WeightMap:
                 "Hugging Face model: dtype",
                 expected="None, or a floating-point dtype of 16 bits or more",
                 got=repr(dtype),
-                why="Values in fewer bits need scales, which nothing would hold",
+                why="Values in fewer bits need scales, which would not be stored",
             )
         expected, result, cache = self.shapes(te=not to_te), {}, []
         required = [name for group in self.groups for name in group.names(te=not to_te, tied=False)]

@@ -48,7 +48,7 @@ from te_fsdp.upstream.torch_dtensor import versions_of
 _log = logging.getLogger("te_fsdp")
 #: Least bytes of a file that is started only to let more ranks write at once.
 _SMALLEST_FILE = 256 << 20
-#: Limit in bytes of what a rank allocates on its device, except for a larger group.
+#: Limit in bytes of a rank's allocations on its device, except for a larger group.
 _BUCKET_BYTES = 256 << 20
 _MAX_FILE_BYTES = 5 * 10**9
 
@@ -85,14 +85,14 @@ def iter_weights(
             where blocks fit; other weights are quantized once.
         receiver: Global rank that receives the tensors; the others get ``None`` for each. Several ranks receive one
             bucket each in turn. ``None``: all ranks receive all tensors.
-        bucket_bytes: Limit in bytes of what a receiver allocates beyond training's memory. A group of weights that
+        bucket_bytes: Limit in bytes of a receiver's allocations beyond training's memory. A group of weights that
             are converted together (query, key and value of a layer) may exceed it.
         since: A stream of the same model and format that has ended: yield only weights that changed after it.
 
     Raises:
         CheckpointError: An option that is not supported or differs between ranks, a model that ``config`` does not
             describe, ranks that do not store every element. The same on all ranks, before the first tensor.
-        OrderError: ``optimizer`` holds parameters of another model, ``since`` has not ended, or weights are written to
+        OrderError: ``optimizer`` has parameters of another model, ``since`` has not ended, or weights are written to
             before the last bucket (on all ranks, at the next one).
     """
     with collective_call("huggingface.iter_weights"):
@@ -401,7 +401,7 @@ def save_folder(
 
     ``config.json`` gets ``quantization_config`` for ``"fp8-block"``, as vLLM, SGLang and transformers read it. The
     arguments and errors are those of :func:`te_fsdp.checkpoint.save_huggingface`; ``format`` and ``bucket_bytes``, the
-    limit in bytes of what a rank allocates on its device, are those of :func:`te_fsdp.huggingface.iter_weights`.
+    limit in bytes of a rank's allocations on its device, are those of :func:`te_fsdp.huggingface.iter_weights`.
     """
     with collective_call("huggingface.save_folder"):
         options = (config, names, blocks, format, None, bucket_bytes)

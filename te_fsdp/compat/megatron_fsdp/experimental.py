@@ -149,7 +149,7 @@ def fully_shard(
 
     Raises:
         PlacementError: No strategy has these placements, or they do not name all axes of the mesh in order.
-        OrderError: The module is recorded or sharded already.
+        OrderError: The module is recorded or already sharded.
     """
     require_flags("experimental.fully_shard", use_symm_mem=use_symm_mem)
     if use_symm_mem:

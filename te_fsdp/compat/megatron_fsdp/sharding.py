@@ -184,7 +184,7 @@ class MegatronFSDP(torch.nn.Module):
         :func:`te_fsdp.finish_grad_reduce`.
         """
         if force_all_reduce:
-            _log.warning("megatron_fsdp: finish_grad_sync(force_all_reduce=True) does what False does")
+            _log.warning("megatron_fsdp: finish_grad_sync(force_all_reduce=True) has the effect of False")
         gradient_sync.finish_grad_reduce(self.module)
         param_gather.release_params(self.module)
 

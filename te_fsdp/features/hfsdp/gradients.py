@@ -140,55 +140,53 @@ class OuterAverages:
         """
         self.frozen.compare()
         sharded = self.frozen.averaged()
-        parameters = [pair.parameter for pair in sharded]
-        gradients = gradients_of(parameters)
+        gradients = gradients_of([pair.parameter for pair in sharded])
         if not sharded or self._is_done(sharded, gradients):
             return
         self._factor = None
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.__dict__[PARAMETER].deferred_scale is not None:
-                apply_deferred_grad_scale(parameter, gradient)
-        averaged = list[tuple[MainParameter, torch.Tensor]]()
-        sources = []
-        local = {
-            id(pair.parameter): None if gradient is None else _torch.local_of(gradient)
-            for pair, gradient in zip(sharded, gradients, strict=True)
-        }
-        # Averages that started during backward. Other shards are averaged now.
-        means = self.early.finish()
-        missing = tuple(
-            [pair.shard for pair in sharded if not pair.shard.reduced and id(pair.parameter) not in means]
-        )
+        for pair, gradient in zip(sharded, gradients, strict=True):
+            if pair.parameter.__dict__[PARAMETER].deferred_scale is not None:
+                apply_deferred_grad_scale(pair.parameter, gradient)
+        locals_ = [None if gradient is None else _torch.local_of(gradient) for gradient in gradients]
+        rows_of = self.early.finish()  # by id of the parameter; ``None`` if no replica has a gradient
+        # The gradients whose averages have not started during backward.
+        late = [
+            index
+            for index, pair in enumerate(sharded)
+            if not pair.shard.reduced and id(pair.parameter) not in rows_of
+        ]
+        shards = tuple([sharded[index].shard for index in late])
         # Kept for the next steps, because the packing depends on the shards only.
-        if self._averaging.shards != missing:
-            self._averaging = GradientAveraging(missing)
-        missing_rows = self._averaging.start([local[id(shard.parameter)] for shard in missing]).wait()
-        means |= {id(shard.parameter): rows for shard, rows in zip(missing, missing_rows, strict=True)}
-        for pair in sharded:
-            if id(pair.parameter) not in means:  # identical on all replicas
-                shard, gradient = pair.shard, local[id(pair.parameter)]
-                rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
-                means[id(pair.parameter)] = None if rows is None else rows.contiguous()
-        for pair, source in zip(sharded, gradients, strict=True):
-            rows = means[id(pair.parameter)]
+        if self._averaging.shards != shards:
+            self._averaging = GradientAveraging(shards)
+        late_rows = self._averaging.start([locals_[index] for index in late]).wait()
+        rows_of |= {id(shard.parameter): rows for shard, rows in zip(shards, late_rows, strict=True)}
+        averaged: list[MainParameter] = []
+        means: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for pair, source, local in zip(sharded, gradients, locals_, strict=True):
+            parameter, shard = pair.parameter, pair.shard
+            if not shard.reduced:
+                rows = rows_of[id(parameter)]
+            else:  # equal on all replicas, so that it is only sliced
+                rows = None if local is None else shard.of(local).to(shard.dtype, copy=True).contiguous()
             if rows is None:
                 self.frozen.unused(pair)
-                continue  # no replica has a gradient
+                continue
             if source is None:  # other replicas have one, so this rank participates like them
-                source = pair.parameter.grad = _torch.zero_gradient(pair.parameter)
-                if not pair.shard.reduced:
+                source = parameter.grad = _torch.zero_gradient(parameter)
+                if not shard.reduced:
                     hide_unaveraged_grad(source)
-            averaged.append((pair, rows))
+            averaged.append(pair)
+            means.append(rows)
             sources.append(source)
-        self._lookup([pair.parameter for pair, _ in averaged])
-        averages = _torch.dtensors(
-            [rows for _, rows in averaged], [pair.shard.spec(rows) for pair, rows in averaged]
-        )
-        assign_main_gradients([pair.main for pair, _ in averaged], averages)
-        for (pair, _), version in zip(averaged, TensorVersion.now(sources), strict=True):
+        parameters = [pair.parameter for pair in averaged]
+        self._lookup(parameters)
+        specs = [pair.shard.spec(rows) for pair, rows in zip(averaged, means, strict=True)]
+        assign_main_gradients([pair.main for pair in averaged], _torch.dtensors(means, specs))
+        for pair, version in zip(averaged, TensorVersion.now(sources), strict=True):
             pair.source = version
-        mains = {id(pair.parameter): pair.main for pair, _ in averaged}
-        broadcast_tp_gradients([pair.parameter for pair, _ in averaged], mains)
+        broadcast_tp_gradients(parameters, {id(pair.parameter): pair.main for pair in averaged})
 
     def finish(self) -> None:
         """Complete averages that started during backward. Collective over the replicas if there may be some."""

@@ -238,7 +238,7 @@ def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class ReplicaRows(NamedTuple):
-    """One tensor of which each replica has some rows."""
+    """A tensor whose rows are sharded over the replicas."""
 
     shard: OptimizerShard  #: Shard of the parameter, with the replicas and the dim
     mine: torch.Tensor  #: This rank's rows along that dim

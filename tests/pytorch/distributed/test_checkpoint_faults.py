@@ -42,7 +42,7 @@ def test_replicas_that_drifted_apart(pool, tmp_path, axes, name, of, pair):
     key = f"model.{name}" if of == "model" else f"optimizer.state.{name}.{of}"
     for kind, text in results:
         assert kind == "CheckpointError"
-        assert f"save: 1 tensor(s) differ between ranks that must hold the same: {key} ({pair})" in text
+        assert f"save: 1 tensor(s) differ between ranks that must have the same: {key} ({pair})" in text
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,16 @@ CASES = [
         ["own.bias: not initialized", "ResetForgets.reset_parameters", "got uninitialized values", "Fix:"],
     ),
     (bodies.replicas_differ, "InitError", ["linear.weight", "differ", "materialize", "Fix:"]),
-    (bodies.sharded_twice, "OrderError", ["fully_shard", "sharded already", "Fix:"]),
+    (bodies.sharded_twice, "OrderError", ["fully_shard", "already sharded", "Fix:"]),
     (
         bodies.sharded_twice_without_fsdp2,
         "OrderError",
-        ["sharded already", "a sharded Block", "units=", "Fix:"],
+        ["already sharded", "a sharded Block", "units=", "Fix:"],
     ),
     (
         bodies.part_of_a_sharded_model,
         "OrderError",
-        ["weight:", "sharded already", "a sharded FSDPBlock", "Fix:"],
+        ["weight:", "already sharded", "a sharded FSDPBlock", "Fix:"],
     ),
     (
         bodies.unfit_blocks,

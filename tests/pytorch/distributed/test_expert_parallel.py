@@ -259,7 +259,7 @@ def test_refused_before_anything_changes(pool, mistake, kind, text):
     ("mistake", "kind", "text"),
     [
         ("unit", "PlacementError", "matches no module"),
-        ("differs", "MeshError", "the ranks of the mesh hold different models"),
+        ("differs", "MeshError", "the ranks of the mesh have different models"),
         ("values", "InitError", "mixture.down.weight0: values differ between ranks"),
     ],
 )

@@ -50,9 +50,11 @@ def test_not_finite_is_an_error_on_all_ranks(pool):
 def test_parts_that_are_not_added_up_have_no_norm(pool):
     for error in pool.run_expect_error(clipping.unreduced, 2, axes={"dp_shard": 2}):
         assert error.type_name == "PlacementError" and "Partial" in error.message
-        assert "grad_norm: gradient of Module.weight, a parameter of shape (4, 3)" in error.message
+        assert "clip_grad_norm_: gradient of Module.weight, a parameter of shape (4, 3)" in error.message
     for error in pool.run_expect_error(clipping.unreduced_in_a_model, 2, axes={"dp_shard": 2}):
-        assert error.type_name == "PlacementError" and "grad_norm: gradient of 1.weight:" in error.message
+        assert (
+            error.type_name == "PlacementError" and "clip_grad_norm_: gradient of 1.weight:" in error.message
+        )
 
 
 @pytest.mark.ranks(4)

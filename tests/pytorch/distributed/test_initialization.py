@@ -116,7 +116,7 @@ def test_parameters_built_from_different_seeds_raise_on_all_ranks(pool, mesh):
     for error in pool.run_expect_error(bodies.differing_values, 4, axes=MESHES[mesh]):
         assert error.type_name == "InitError"
         assert error.message.startswith("embedding.weight, ")
-        assert "values differ between ranks that must hold the same" in error.message
+        assert "values differ between ranks that must have the same" in error.message
         assert "Fix: use one seed on all ranks before building the model" in error.message
 
 

@@ -121,7 +121,7 @@ ERRORS = {
     "gradients_returned_by_autograd": ("OrderError", "torch.autograd.grad for layer"),
     "clipping_what_was_replaced": (
         "OrderError",
-        "grad_norm: inp.weight: expected current parameters of the model",
+        "clip_grad_norm_: inp.weight: expected current parameters of the model",
     ),
 }
 # The same, of calls that are given something else.

@@ -136,9 +136,9 @@ def test_materialize(pool, mesh):
         (
             "no elements",
             "PlacementError",
-            "block.more: a DTensor parameter of which some ranks have no elements",
+            "block.more: a DTensor parameter without elements on some ranks",
         ),
-        ("other shapes", "MeshError", "the ranks of the mesh hold different models"),
+        ("other shapes", "MeshError", "the ranks of the mesh have different models"),
         ("local shape", "PlacementError", "block.more: local shape of a DTensor parameter"),
         ("over dp_shard", "OrderError", "block.more"),
     ],

@@ -117,7 +117,7 @@ def test_a_backward_that_is_split(pool):
 
 MISTAKES = {
     "counted from 0": [
-        "tensor(s) of one name in several stages: embedding.weight",
+        "tensor name(s) are repeated in several stages: embedding.weight",
         "Fix: give a stage the names",
     ],
     "other groups": ["the optimizer of stage 1", "as in stage 0, AdamW with groups [", "the same groups"],
@@ -140,6 +140,6 @@ def test_what_stages_share(pool, tmp_path):
     assert texts[0] == texts[3]
     assert 'shared=["embedding.weight"]' in texts[0]["unnamed"]
     assert (
-        "differ between ranks that must hold the same: model.embedding.weight (rank 3 from rank 1)"
+        "differ between ranks that must have the same: model.embedding.weight (rank 3 from rank 1)"
         in texts[0]["unequal"]
     )

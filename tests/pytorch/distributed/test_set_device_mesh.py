@@ -182,7 +182,7 @@ ERRORS = {
     ),
     "our_fully_shard_after_torchs": (
         "OrderError",
-        "FSDPModel: fully_shard on a module that is sharded already: expected a model without FSDP2, got "
+        "FSDPModel: fully_shard on a module that is already sharded: expected a model without FSDP2, got "
         "FSDPModel.",
         "Fix: call te_fsdp.fully_shard once",
     ),

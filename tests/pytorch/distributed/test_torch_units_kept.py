@@ -26,5 +26,5 @@ def test_an_optimizer_of_unsharded_parameters_is_refused(pool, after):
 
 @pytest.mark.ranks(2)
 def test_torch_units_in_a_model_of_te_fsdp_are_refused(pool):
-    with pytest.raises(BodyFailed, match="fully_shard on a module that is sharded already"):
+    with pytest.raises(BodyFailed, match="fully_shard on a module that is already sharded"):
         pool.run(torch_units.kept, 2, change="none", after="evaluation", by="te_fsdp")
