@@ -165,7 +165,7 @@ def whole_tensors_into_shards() -> None:
 def a_cast_after_the_first_forward() -> None:
     model = make_sharded()
     model(draw_batch())
-    model.to(torch.bfloat16)
+    model.layer.to(torch.bfloat16)
 
 
 def inference_mode_before_training() -> None:
