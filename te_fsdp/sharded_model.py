@@ -112,6 +112,9 @@ class CheckRecord:
     )
     #: Owner's ``id`` and name of each parameter when it was sharded -> the owner's parameters, the name, the full name.
     places: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = field(default_factory=dict)
+    #: Children and parameters of each module, and the modules and number of parameters, when they were last checked.
+    tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    contents: list[Any] = field(default_factory=list)
     #: Hash of all pairs of ``max_norm`` and ``norm_type`` so far, and the last pair.
     clipping: tuple[int, float, float] = (0, 0.0, 0.0)
 

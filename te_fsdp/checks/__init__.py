@@ -87,6 +87,7 @@ CHECKS: tuple[Check, ...] = (
     Check("changed parameters", "initialized", "", model.refuse_changed_parameters, OrderError),
     Check("uninitialized memory", "initialized", "", model.refuse_uninitialized, InitError),
     Check("removed parameters", "forward", "", model.refuse_removed_parameters, OrderError),
+    Check("changed parameters", "forward", "", model.refuse_new_parameters, OrderError),
     Check("assigned .data", "forward", "", model.refuse_assigned_data, OrderError),
     Check("function transforms", "forward", "", forward.refuse_function_transforms, OrderError),
     Check("inference mode", "forward", "", forward.refuse_inference_mode, OrderError),

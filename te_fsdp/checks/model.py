@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -326,6 +326,17 @@ def refuse_changed_parameters(state: ShardedModel) -> None:
         raise not_in_the_model(new, len(new), "added or replaced since")
     refuse_hooks(others.items())
     refuse_assigned(state)
+
+
+def refuse_new_parameters(state: ShardedModel) -> None:
+    """Check the parameters again if modules were added or replaced, or parameters added. Local operation."""
+    checked = state.checked
+    # Every forward runs this, so it calls functions in C only.
+    if checked.contents != [*chain(*map(dict.values, checked.tables[0])), sum(map(len, checked.tables[1]))]:
+        refuse_changed_parameters(state)
+        modules = [*state.model.modules()]
+        checked.tables = [m._modules for m in modules], [m._parameters for m in modules]
+        checked.contents = [*chain(*map(dict.values, checked.tables[0])), sum(map(len, checked.tables[1]))]
 
 
 def refuse_assigned_data(state: ShardedModel) -> None:

@@ -173,7 +173,8 @@ def _digest_of_values(step: Step, state: ShardedModel, parameters: list[torch.Te
     """Return a digest of the options, missing gradients, copies that all ranks have, and arguments of clipping."""
     names, sums = state.names(), dict[str, torch.Tensor]()
     # Ranks may have the parameters in different orders. Each rank of ep has different experts.
-    by_name = {names[id(p)]: p for p in parameters if not state.is_expert(names[id(p)])}
+    named = ((names.get(id(p)), p) for p in parameters)  # None: of a module that the user has removed
+    by_name = {name: p for name, p in named if name is not None and not state.is_expert(name)}
     missing = []
     if state.outer != "optim":  # HFSDP averages the gradients of the replicas that have one
         gradients = gradients_of(by_name.values())

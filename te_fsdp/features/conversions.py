@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch import nn
 
 from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.errors import OrderError
 from te_fsdp.lifecycle import track_replaced_parameters
 from te_fsdp.precision import gradient_dtype
 from te_fsdp.records import copy_param_attrs, param_attrs_to_copy, plan_of
-from te_fsdp.sharded_model import ShardedModel, attach_state_to_params
+from te_fsdp.sharded_model import ShardedModel, attach_state_to_params, shard_of
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     te as _te,
@@ -22,15 +24,18 @@ from te_fsdp.upstream import (
 
 def follow_conversions(setup: Setup) -> None:
     """Make ``Module._apply`` (``to``, ``half``, ``to_empty``) keep te_fsdp's records, or raise. Local operation."""
-    state = setup.state
+    state, running = setup.state, False
 
-    def apply_and_carry(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_and_carry(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``Module._apply``, and copy the Python attributes to the DTensors that replace the parameters.
 
         The dtype of gradients is restored, too. Gradients of other dtypes are removed during the call, because torch
         refuses them.
         """
-        _refuse_conversion(state, args[0])
+        nonlocal running
+        if running:  # a module that contains this one is converted
+            return stock(*args, **kwargs)
+        _refuse_conversion(state, module, args[0])
         for prepare in state.components.before_conversion:
             prepare()
         attrs, gradients = {}, {}
@@ -39,12 +44,14 @@ def follow_conversions(setup: Setup) -> None:
             plan = plan_of(parameter)
             if plan is not None and plan.gradient_dtype is not None:
                 gradients[name], parameter.grad = parameter.grad, None
+        running = True
         try:
             with track_replaced_parameters(state.model, "to_empty, or another call that converts the model"):
                 result = stock(*args, **kwargs)
             if "to_empty" in getattr(args[0], "__qualname__", ""):
                 # Fill the memory with NaN, which the first forward detects and any loss shows.
-                for tensor in [*state.model.parameters(), *state.model.buffers()]:
+                recurse = kwargs.get("recurse", True)
+                for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
                     local = _torch.local_of(tensor).detach()
                     if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
                         local.fill_(float("nan"))
@@ -60,6 +67,7 @@ def follow_conversions(setup: Setup) -> None:
                 fix="call te_fsdp.materialize(model, seed=...) instead",
             ) from error
         finally:
+            running = False
             # Also after an error, because torch has replaced some of the parameters by then.
             for name, parameter in state.parameters().items():
                 copy_param_attrs(attrs[name], parameter)
@@ -71,22 +79,22 @@ def follow_conversions(setup: Setup) -> None:
                     parameter.grad = None if gradient is None else gradient.to(parameter.device)
             attach_state_to_params(state, moved=True)
 
-    _fsdp2_patches.wrap_apply(setup.state.model, apply_and_carry)
+    for module in state.model.modules():
+        _fsdp2_patches.wrap_apply(module, functools.partial(apply_and_carry, module))
 
 
-def _refuse_conversion(state: ShardedModel, fn: Any) -> None:
+def _refuse_conversion(state: ShardedModel, module: nn.Module, fn: Any) -> None:
     """Raise OrderError if ``to(dtype)``, ``half()`` or similar would change dtypes after the first forward. Local."""
     if not state.roots():
         return
-    kinds = {
-        (p.dtype, p.device) for p in state.parameters().values() if not _te.is_quantized(_torch.local_of(p))
-    }
+    parameters = map(shard_of, module.parameters())
+    kinds = {(p.dtype, p.device) for p in parameters if not _te.is_quantized(_torch.local_of(p))}
     for dtype, device in kinds:
         # `_apply` gets a function without its dtype, so that it is tried on an empty tensor.
         became = fn(torch.empty(0, dtype=dtype, device=device)).dtype
         if became != dtype:
             raise OrderError(
-                f"{type(state.model).__name__}: a conversion from {dtype} to {became} after the first forward",
+                f"{type(module).__name__}: a conversion from {dtype} to {became} after the first forward",
                 expected="unchanged dtypes after the first forward",
                 why="FSDP2 has already allocated all-gather buffers of the first dtype",
                 fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",

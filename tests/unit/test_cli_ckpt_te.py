@@ -226,6 +226,19 @@ def test_components_there_and_back(
     assert differing(model, other) == []
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"], indirect=True)
+def test_components_without_their_formats(
+    te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of them cannot be loaded, and bf16 weights of them are none."""
+    checkpoint.save(tmp_path / "c", trained(te, recipe))
+    run(capsys, "convert", tmp_path / "c", tmp_path / "x.pt", "--quantized", "keep")
+    for command, target in ((["convert", "--to", "checkpoint"], "back"), (["export"], "bf16")):
+        assert main(["ckpt", command[0], str(tmp_path / "x.pt"), str(tmp_path / target), *command[1:]]) == 1
+        assert "expected a source that records their formats" in capsys.readouterr().err
+        assert not (tmp_path / target).exists()
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 def test_export_uses_main_weights(
     te: Any, remainders: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -209,6 +209,13 @@ def transformed(
     :meth:`Contents.best_value`; ``"auto"`` and ``"main"`` need ``dequantize``. Buffers are unchanged. Raise
     CheckpointError for values that do not exist in that form.
     """
+    if parts := [name for name in contents.names if name.endswith("scale_inv") and ":" in name]:
+        raise CheckpointError(
+            f"{contents.source}: bytes and scales of quantized weights: {shorten(parts, 3)}",
+            expected="a source that records their formats",
+            got="a file without them, as te-fsdp ckpt convert --quantized keep writes with torch.save",
+            fix="convert the checkpoint itself, or a safetensors copy of it",
+        )
     # A copy of what changes below. The listed files are those of the source.
     manifest = replace(contents.manifest, parameters=dict(contents.manifest.parameters), files={})
     tensors = {k: t for k, t in contents.tensors.items() if not k.startswith("model.")}

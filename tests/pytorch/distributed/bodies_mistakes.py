@@ -90,10 +90,10 @@ def a_new_head_after_sharding() -> None:
 
 
 def adapters_after_the_first_step() -> None:
-    model = make_sharded()
-    take_step(model, make_sgd(model))
+    optimizer = make_sgd(model := make_sharded())
+    take_step(model, optimizer)
     model.layer.register_module("adapter", nn.Linear(WIDTH, WIDTH, device=harness.device()))
-    take_step(model, make_sgd(model))
+    take_step(model, optimizer)  # a different one has the adapters
 
 
 def gradient_hooks_before_sharding() -> None:
@@ -165,7 +165,7 @@ def whole_tensors_into_shards() -> None:
 def a_cast_after_the_first_forward() -> None:
     model = make_sharded()
     model(draw_batch())
-    model.to(torch.bfloat16)
+    model.layer.to(torch.bfloat16)
 
 
 def inference_mode_before_training() -> None:

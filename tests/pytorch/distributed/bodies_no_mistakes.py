@@ -47,6 +47,17 @@ def frozen_and_freed_later() -> bool:
     return seen == [{"inp", "layer", "head"}, {"inp", "head"}, {"inp", "layer", "head"}]
 
 
+def a_layer_removed_later() -> bool:
+    """The optimizer still has its parameters."""
+    model = make_sharded()
+    optimizer, layer = make_sgd(model), model.layer
+    take_step(model, optimizer)
+    model.layer, before = nn.Identity(), _weights(layer)
+    kept = _weights(model)
+    take_step(model, optimizer)
+    return _changed(model, kept) == {"inp", "head"} and not _changed(layer, before)
+
+
 def recipes_that_alternate() -> bool:
     """On all ranks, by objects that are new in each step; rank 0 alone evaluates a model whose weights are whole."""
     import transformer_engine.pytorch as te
@@ -325,6 +336,7 @@ MEANT: list[Callable[[], bool]] = [
     microbatches_that_are_given_up,
     optimizers_that_step_in_backward,
     frozen_and_freed_later,
+    a_layer_removed_later,
     recipes_that_alternate,
     gradients_filled_with_zeros,
     a_scaler_that_skips,

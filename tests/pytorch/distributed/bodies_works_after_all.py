@@ -208,6 +208,24 @@ def an_average_in_a_loop(strategy: str) -> bool:
     )
 
 
+def initialized_module_by_module(strategy: str) -> bool:
+    """torch's recipe for models on meta; then gradients are those of one process."""
+    import te_fsdp
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device=harness.device(), recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    meshes = make_meshes()
+    sharded = te_fsdp.fully_shard(Model(meshes), meshes, units=["layer"], strategy=strategy).apply(init)
+    plain = plain_copy(sharded, Model(meshes))
+    return same_gradients(sharded, loss, plain)
+
+
 def two_models_in_a_module_dict(directory: str, strategy: str) -> bool:
     """One optimizer with main weights; saved and loaded into other models of the same kind."""
     import te_fsdp
@@ -243,6 +261,7 @@ WORKS = [
     a_penalty_of_replicated_layers,
     no_sync_of_a_compiled_model,
     an_average_in_a_loop,
+    initialized_module_by_module,
 ]
 
 
@@ -318,6 +337,7 @@ def conversions(strategy: str, when: str) -> dict[str, bool]:
     ways: dict[str, Callable[[nn.Module], Any]] = {
         "to": lambda model: model.to(harness.device()),
         "cpu_float": lambda model: model.to("cpu").float().to(harness.device()),
+        "one_layer": lambda model: model[0].to("cpu").float().to(harness.device()),
     }
     return {
         name: all(torch.equal(a, bits(b)) for a, b in zip(expected, train(way), strict=True))

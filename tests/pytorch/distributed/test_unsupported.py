@@ -149,7 +149,7 @@ def test_conversions(pool, strategy, when):
     if strategy != "no_shard" and when != "before":
         pytest.skip("a conversion after the first forward: FSDP2 has allocated what it gathers into")
     for found in pool.run(works.conversions, 2, strategy=strategy, when=when):
-        assert found == {"to": True, "cpu_float": True}
+        assert found == {"to": True, "cpu_float": True, "one_layer": True}
 
 
 @pytest.mark.ranks(2)
