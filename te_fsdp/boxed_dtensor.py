@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -59,6 +60,10 @@ class BoxMap:
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxMap:
         """Return the same object, which never changes."""
         return self
+
+    def __reduce__(self) -> Any:
+        """Pickle without the owner, which other processes do not have."""
+        return BoxMap, (self.rule, self.has_tp, self.has_ep, self.placements)
 
 
 def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> Coordinates:
@@ -197,7 +202,7 @@ class BoxedDTensor(DTensor):
         if OrderedCopy in types or RowsCopy in types:
             refuse_writes(func, args, kwargs)
         if func is torch.Tensor.copy_:
-            args = (args[0], _rows_for(*args[:2]), *args[2:])
+            args = (args[0], rows_for(*args[:2]), *args[2:])
         # Functions of lists change or compute each tensor on its own. Attributes compute nothing.
         is_list = func.__name__.startswith(("_foreach_", "_fused_"))
         is_simple = is_list or func.__name__ == "__get__"
@@ -366,7 +371,7 @@ def _reduce_for_process(tensor: BoxedDTensor) -> Any:
     tensor = tensor.for_process()
     box_map = tensor.__dict__.get(_KEY)
     plain = _torch.dtensor(tensor._local_tensor, tensor._spec)
-    return _with_map, (plain, box_map and replace(box_map, owner=None), tensor.kept_class)
+    return _with_map, (plain, box_map, tensor.kept_class)
 
 
 def _with_map(tensor: DTensor, box_map: BoxMap | None, cls: type[BoxedDTensor] | None) -> DTensor:
@@ -393,15 +398,37 @@ def _keep_class(result: DTensor, args: Sequence[Any], func: Any) -> None:
             return
 
 
+def order_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Replace ordinary DTensors in a state dict of stacked parameters, which have their mesh, placements and shape.
+
+    Those of ``distribute_tensor`` are in the original order, those of ``torch.load`` in the order of the ranks, as a
+    note in the pickle says. Collective over the mesh if there are any of the former.
+    """
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for key, target in zip(keys, parameters, strict=False):
+        is_stacked = isinstance(target, BoxedDTensor) and target._stacked is not None
+        states = state_dict["state"].get(key, {}) if is_stacked else {}
+        for name, value in states.items():
+            # Third-party optimizers wrap tensor classes of their own, in the order of the ranks.
+            is_plain = type(value) is DTensor and type(value._local_tensor) is torch.Tensor
+            if is_plain and value.shape == target.shape and _is_placed_like(value, target):
+                states[name] = boxed_like(rows_for(target, value), target)
+
+
+def _is_placed_like(source: DTensor, target: DTensor) -> bool:
+    return source.device_mesh == target.device_mesh and source.placements == target.placements
+
+
 @torch.no_grad()
-def _rows_for(target: Any, source: Any) -> Any:
+def rows_for(target: Any, source: Any) -> Any:
     """Return what to copy to a tensor: of an ordinary DTensor in the original order, the rows of a boxed target.
 
     Collective over the source's mesh in this case.
     """
     if not isinstance(target, BoxedDTensor) or target._stacked is None or not isinstance(source, DTensor):
         return source
-    same = source.device_mesh == target.device_mesh and source.placements == target.placements
+    same = _is_placed_like(source, target)
     if same and source.__dict__.get(_KEY) in (True, target._map):
         return source
     # Local tensors of both have the rows in different orders, so that copying one to the other would permute the

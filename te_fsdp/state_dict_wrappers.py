@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
 )
 
-from te_fsdp.boxed_dtensor import BoxedDTensor
+from te_fsdp.boxed_dtensor import BoxedDTensor, order_states
 from te_fsdp.layout import slices
 from te_fsdp.row_order import refuse_writes_to_copies
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -76,16 +76,25 @@ def place_full_tensors(record: str) -> None:
 
         return split
 
-    # torch computes one rectangle from the placements, in ``_distribute_tensors`` (with ``broadcast_from_rank0``) and
-    # in ``_distribute_state_dict``. Tensors without a mapping take torch's own way.
+    # torch computes one rectangle from the placements. Tensors without a mapping take torch's own way.
     for owner, name, wrap in (
         (_state_dict_utils, "_distribute_tensors", place_pairs),
         (state_dict, "_distribute_state_dict", place_states),
         (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", split_pieces),
+        (torch.optim.Optimizer, "load_state_dict", _order_loaded),
     ):
         replace_once(owner, name, wrap)
     move_strided_shards()
     after_copies(record, refuse_writes_to_copies)
+
+
+def _order_loaded(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        order_states(self, state_dict)
+        stock(self, state_dict)
+
+    return load_state_dict
 
 
 def wrap_dcp(narrow: Callable[[Any], Any], load: Callable[[Any], Any], write: Callable[[Any], Any]) -> None:

@@ -102,6 +102,10 @@ def patch_expert_loading() -> None:
         def load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
             # Ranks make tensors of the sizes that rank 0 broadcasts.
             states_of = {key: plain_entry(value) for key, value in _in_model_form(model, state_dict).items()}
+            if info.broadcast_from_rank0:
+                # torch broadcasts the values of rank 0's quantized tensors. All ranks quantize them, with one scale.
+                quantized = {k: v for k, v in states_of.items() if _te.is_quantized(v)}
+                states_of |= {key: value.dequantize() for key, value in quantized.items()}
             if info.broadcast_from_rank0 and has_other_experts(model):
                 # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
                 info = replace(info, cpu_offload=False)

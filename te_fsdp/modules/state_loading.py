@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.boxed_dtensor import rows_for
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
 from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CheckpointError, PlacementError
@@ -50,6 +51,9 @@ def _before_load(
     # Parameters on meta have no memory to copy to, so the loaded tensors replace them.
     if params and not any(parameter.is_meta for parameter in params):
         metadata[_ASSIGN] = False
+    for name, target in module._parameters.items():
+        if target is not None and target.is_meta and prefix + name in state_dict:
+            state_dict[prefix + name] = rows_for(target, state_dict[prefix + name])
 
 
 def wrap_verification(stock: Any) -> Any:

@@ -137,7 +137,11 @@ class QuantizedDTensor(BoxedDTensor):
             return super().fill(original)
         original = original.detach()
         for box in self.local_boxes():
-            self._shard_of(box, to_write=False).copy_(original[box.original_slices()])
+            where = box.original, box.sizes
+            # TE slices some formats only.
+            is_quantized = _te.is_quantized(original)
+            part = QuantizedSlice(original, *where) if is_quantized else original[slices(*where)]
+            self._shard_of(box, to_write=False).copy_(part)
         return self
 
 

@@ -141,6 +141,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "optimizers of `torch.optim`": (
         ("__setstate__", "names a sharded parameter whose loaded states are those of another class"),
+        ("load_state_dict", "rows of stacked states that `distribute_tensor` or `torch.load` has made"),
     ),
     "model": (
         ("_apply", "copies attributes of parameters to their replacements"),
