@@ -20,7 +20,7 @@ from torch import nn
 
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.index import Index, read_index
-from te_fsdp.checkpoint.lazy_tensors import Lazy, Stack
+from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -127,8 +127,10 @@ class Source(Contents):
             read_stored(self.source, self.manifest, self.index, required, self.staged)
             return
         read = lambda area: _values(self.tensors[area[0]], *area[1:])  # noqa: E731
+        # Other tensors, which are computed, may keep what the one before was computed from: one thread reads them.
+        are_stored = all(isinstance(self.tensors[key], Chunked) for key, _, _ in required)
         with reading_threads() as pool:
-            for area, values in zip(required, pool.map(read, required), strict=True):
+            for area, values in zip(required, (pool.map if are_stored else map)(read, required), strict=True):
                 self.staged.parts[area] = [((0,) * len(area[2]), values)]
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from te_fsdp.checkpoint import plain_dcp, planner, shard_files
 from te_fsdp.checkpoint.extra import for_rank, join_ranks
 from te_fsdp.checkpoint.host_memory import Staging, blocks_of
 from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
+from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy
+from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.planner import checksum
+from te_fsdp.checkpoint.reading import Staged
 from te_fsdp.errors import CheckpointError
 from te_fsdp.tensor_checksums import _PIECE, row_checksums
 from tests.unit.commands import python_path
@@ -443,3 +447,21 @@ def test_values_per_rank_in_one_process(tmp_path: Path) -> None:
         checkpoint.set_rng_state(None)
     with pytest.raises(CheckpointError, match="tracker"):
         checkpoint.set_rng_state(back["rng"], tracker=object())
+
+
+def test_tensors_that_are_computed_are_read_by_one_thread() -> None:
+    """Those of a Hugging Face folder keep the group of layers that was read last."""
+    seen: list[threading.Thread] = []
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        seen.append(threading.current_thread())
+        return torch.ones(last - first)
+
+    computed, staged = Lazy((4,), torch.float32, rows), Staged()
+    stored = Chunked("b", (4,), torch.float32, [((0,), computed)])
+    source: Any = SimpleNamespace(index=None, tensors={"a": computed, "b": stored}, staged=staged)
+    Source._read(source, [("a", (0,), (4,)), ("b", (2,), (2,))])
+    assert seen == [threading.main_thread()] * 2
+    assert staged.new(("b", (2,), (2,)), torch.device("cpu")).tolist() == [1.0, 1.0]
+    Source._read(source, [("b", (0,), (4,))])
+    assert seen[2] is not threading.main_thread(), "the control"
