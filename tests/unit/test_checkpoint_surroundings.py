@@ -121,7 +121,7 @@ def test_folders_of_safetensors_without_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="but pytorch_model.bin"):
         open_safetensors(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
-    with pytest.raises(CheckpointError, match="unreadable index .*names no tensor and no file"):
+    with pytest.raises(CheckpointError, match="unreadable index .*names neither tensors nor files"):
         open_safetensors(tmp_path)
 
 
