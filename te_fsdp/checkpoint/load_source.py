@@ -127,7 +127,7 @@ class Source(Contents):
             read_stored(self.source, self.manifest, self.index, required, self.staged)
             return
         read = lambda area: _values(self.tensors[area[0]], *area[1:])  # noqa: E731
-        # Other tensors, which are computed, may keep what the one before was computed from: one thread reads them.
+        # Computed tensors may cache the input of the last one, so they are not thread-safe.
         are_stored = all(isinstance(self.tensors[key], Chunked) for key, _, _ in required)
         with reading_threads() as pool:
             for area, values in zip(required, (pool.map if are_stored else map)(read, required), strict=True):

@@ -127,7 +127,7 @@ def read_stored(
 
 
 def reading_threads() -> ThreadPoolExecutor:
-    """Return threads that read: a few, as this process has cores."""
+    """Return a pool of at most four threads, no more than this rank's share of the cores of its node."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores_of_process = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
     return ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores_of_process)), "te_fsdp load")
