@@ -41,6 +41,7 @@ from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch_to
 from te_fsdp.upstream.torch_autograd import without_subclasses
+from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 #: Name of the main weight in an optimizer's state, as in FusedAdam.
 MAIN = "master_param"
@@ -112,6 +113,7 @@ class MainParameters:
         self.kept_by_fused_adam = kept_by_fused_adam
         # Loaded states with a main weight alone.
         self._without_state: list[tuple[MainParameter, dict[str, Any]]] = []
+        foreach_writes().count(self)  # steps, which update local tensors, do not become slower
         self._before = optimizer.register_step_pre_hook(_torch.disable_compile(self._before_step))
         after = optimizer.register_step_post_hook(_torch.disable_compile(self._after_step))
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict

@@ -17,7 +17,6 @@ from te_fsdp.quantized.components import element_type
 from te_fsdp.quantized.quantizer_record import write_numbers_of
 from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 
 def weight_versions(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:
@@ -56,9 +55,6 @@ def update_written_main_weights(step: Step) -> None:
     recorded = None if main_parameters is None else main_parameters.versions
     if is_capturing():  # graphed_step does it before each replay
         return
-    if recorded is None and main_parameters is not None:
-        # Optimizers with main weights step local tensors, so that the handlers make their steps no slower.
-        foreach_writes().count(main_parameters)
     now = update_main_weights_since(step.optimizer, recorded)
     if main_parameters is not None:
         main_parameters.versions = now

@@ -112,11 +112,7 @@ def handlers(strategy: str) -> list[bool]:
     from torch.distributed.tensor import DTensor
 
     import te_fsdp
-    from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
-    writes = foreach_writes()
-    writes._owners.clear()  # models of other tests
-    writes._restore()
     operator, present = torch.ops.aten._foreach_lerp_.Scalar, list[bool]()
     _, model, meshes = _pair(strategy)
     te_fsdp.fully_shard(model, meshes, strategy=strategy, units=[Block], checks="setup")

@@ -156,6 +156,7 @@ def reset() -> None:
     if graph is not None:
         graph.set_capture_end()  # an exception in make_graphed_callables leaves it set
     gc.collect()
+    _remove_foreach_handlers()
     _empty_lost_meshes()
     # The remaining objects are modules and caches, which stay: later collections need not scan them each time.
     gc.freeze()
@@ -169,6 +170,18 @@ def restore_environment(saved: dict[str, str], updates: dict[str, str]) -> None:
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     os.environ.update(wanted)
+
+
+def _remove_foreach_handlers() -> None:
+    """Stop counting writes of `torch._foreach_` functions for models of this run, which would hide faults of the next.
+
+    te_fsdp itself removes the handlers in the first call after the last model.
+    """
+    mixed_lists = sys.modules.get("te_fsdp.upstream.torch_mixed_lists")
+    if mixed_lists is not None:
+        writes = mixed_lists.foreach_writes()
+        writes._owners.clear()
+        writes._restore()
 
 
 def _clear_te_caches() -> None:
