@@ -24,6 +24,7 @@ from te_fsdp.upstream import (
     fsdp2_units,
     torch_dtensor as _torch,
 )
+from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 
 def register_forward_hooks(state: ShardedModel) -> None:
@@ -98,6 +99,8 @@ def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> N
         _fsdp2.allow_recompute(unit)
         return
     started = state.unsharded.gathers.pop(name, None) is not None  # this forward waits for it
+    if started and not state.unsharded.exposed:
+        foreach_writes().ignore(state)
     for prepare in state.components.before_unit:
         prepare(name)
     for check in state.checks.unit:

@@ -17,6 +17,7 @@ from te_fsdp.sharded_model import (
     versions_of,
 )
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
+from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 
 @_torch.runs_eagerly
@@ -44,6 +45,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
         if name not in state.unsharded.gathers and not _fsdp2.is_unit_unsharded(unit):
             # A later write to the shards makes the gathered weights stale. The versions show it in the
             # forward.
+            foreach_writes().count(state)
             state.unsharded.versions[name] = versions_of(unit)
             state.unsharded.gathers[name] = unit.unshard(async_op=True)
 

@@ -44,6 +44,7 @@ from te_fsdp.collectives.agreement import all_agree, from_rank_0, gather, rank, 
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, OrderError, require_kind, shorten
 from te_fsdp.upstream.torch_dtensor import versions_of
+from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 _log = logging.getLogger("te_fsdp")
 #: Least bytes of a file that is started only to let more ranks write at once.
@@ -134,6 +135,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self.ended = self._warned = False
         self._shares, self._weights = shares_to_write(model, optimizer, config, names, blocks)
         self._owned = owned = owned_parameters(model)
+        foreach_writes().count(self)
         self._versions = versions_of(tensor.parameter for tensor in owned)
         if format == "fp8-block":
             if self._weights.architecture.style == "gpt2":

@@ -134,11 +134,12 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
         value = optimizer.state[parameter].get("master_param", parameter)
         (value.to_local() if hasattr(value, "to_local") else value).mul_(2.0)
     outcome["one changed"] = list(dict(stream(since=again)))
-    begun = stream()
-    next(begun)
-    step()
-    with pytest.raises(OrderError, match="weights as they were when the stream began"):
-        list(begun)
+    for write in (step, torch.no_grad()(lambda: torch._foreach_mul_(list(model.parameters()), 1.0))):
+        begun = stream()
+        next(begun)
+        write()
+        with pytest.raises(OrderError, match="weights as they were when the stream began"):
+            list(begun)
     return outcome
 
 

@@ -328,12 +328,17 @@ def gathered_ahead(strategy: str) -> dict[str, Any]:
     pair.checks.close("loss", loss, loss_of(pair.reference, pair.mine()[0]), 1e-5, "fp32")
     te_fsdp.release_params(pair.model)
     pair.whole_step()
-    te_fsdp.start_param_gather(pair.model, ["blocks.1"])
-    with torch.no_grad():
-        parameters(pair.model)["blocks.1.fc1_weight"].mul_(2.0)
-    with refused("blocks.1.fc1_weight"):
-        te_fsdp.finish_param_gather(pair.model, ["blocks.1"])
-        pair.model(pair.mine()[0])
+    for write in (torch.Tensor.mul_, lambda weight, factor: torch._foreach_mul_([weight], factor)):
+        te_fsdp.start_param_gather(pair.model, ["blocks.1"])
+        with torch.no_grad():
+            write(parameters(pair.model)["blocks.1.fc1_weight"], 2.0)
+        with refused("blocks.1.fc1_weight"):
+            te_fsdp.finish_param_gather(pair.model, ["blocks.1"])
+            pair.model(pair.mine()[0])
+        te_fsdp.release_params(pair.model)
+        with torch.no_grad():
+            write(parameters(pair.model)["blocks.1.fc1_weight"], 0.5)
+        pair.whole_step()
     with pytest.raises(PlacementError, match="is not a sharded unit"):
         te_fsdp.start_param_gather(pair.model, ["blocks.7"])
     return pair.checks.require(20)
