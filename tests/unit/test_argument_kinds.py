@@ -102,7 +102,7 @@ def _graphed(model: Any, call: Any = print, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_wrong_kinds(call, fake_world):
+def test_public_calls_reject_arguments_of_wrong_types(call, fake_world):
     """Kind: an argument that Python or torch would refuse, or convert without a word, somewhere in the call."""
     fake_world(1)
     meshes = te_fsdp.Meshes.build(device_type="cpu")
@@ -115,7 +115,7 @@ def test_wrong_kinds(call, fake_world):
 
 
 @pytest.mark.parametrize("name", OF_MODELS)
-def test_no_model(name):
+def test_calls_reject_values_that_are_not_sharded_models(name):
     """A value without attributes, such as None, gets the error of a module that is not sharded."""
     call: Any = getattr(te_fsdp, name)
     for value in (None, "model", 1, [], {}, object(), nn.Linear):
@@ -125,7 +125,7 @@ def test_no_model(name):
         assert name in str(raised.value)
 
 
-def test_valid_seeds():
+def test_materialize_accepts_all_valid_seeds():
     """The limits of torch.manual_seed, and NumPy's integers."""
     import numpy as np
 
@@ -133,7 +133,7 @@ def test_valid_seeds():
         te_fsdp.materialize(nn.Linear(2, 2, device="meta"), seed=seed)  # type: ignore[bad-argument-type]
 
 
-def test_texts():
+def test_wrong_argument_types_raise_with_expected_texts():
     with pytest.raises(te_fsdp.PlacementError) as raised:
         require_integer("call", "count", "3", least=1, most=4)
     assert "call: count: expected an integer of at least 1 and at most 4, got '3' (str). Fix: " in str(

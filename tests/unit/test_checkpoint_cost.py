@@ -69,7 +69,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]
     return calls
 
 
-def test_a_plain_directory_is_not_unpickled_tensor_by_tensor(
+def test_plain_dcp_load_does_not_unpickle_each_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = small_model()
@@ -104,7 +104,7 @@ def read_plainly(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
+def test_tensors_written_in_blocks_are_readable_by_plain_dcp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = small_model()
@@ -136,7 +136,7 @@ def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
             assert got.dtype == value.dtype and torch.equal(got, value)
 
 
-def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_plan_is_cached_until_contents_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is used while the contents match: new values are saved, and changed entries get a new plan."""
     plans = counted(monkeypatch, saving, "plan_entries")
     model, optimizer = small_model()
@@ -231,7 +231,7 @@ def _two_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     + [(change, False) for change in (_another_dtype, _other_memory, _another_state, _another_number)]
     + [(change, False) for change in (_another_parameter, _other_names, _two_groups)],
 )
-def test_cached_model_data_equals_a_new_search(
+def test_save_with_cached_model_data_equals_a_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, is_known: bool
 ) -> None:
     """A save after another one holds, whatever has changed, what a save of a process that knows nothing holds."""
@@ -260,7 +260,7 @@ def test_cached_model_data_equals_a_new_search(
 
 
 @pytest.mark.parametrize("first", ["synchronous", "asynchronous"])
-def test_tensors_of_a_device_are_written_in_the_order_of_the_plan(
+def test_device_tensors_are_written_in_plan_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     """Weights on a GPU, AdamW's counts of steps on the host: a synchronous save copies the former a slab at a time."""
@@ -279,7 +279,7 @@ def test_tensors_of_a_device_are_written_in_the_order_of_the_plan(
     assert len(plans) == 1
 
 
-def test_places_that_are_not_those_of_the_plan_end_the_save(
+def test_save_raises_if_file_offsets_differ_from_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its metadata would send readers to other tensors."""
@@ -292,7 +292,7 @@ def test_places_that_are_not_those_of_the_plan_end_the_save(
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a"]
 
 
-def test_a_model_on_another_device_is_planned_anew() -> None:
+def test_save_plan_is_recomputed_for_a_different_device() -> None:
     entry = [
         planner.signature_of(
             {"a": TensorEntry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))}
@@ -305,7 +305,7 @@ def test_a_model_on_another_device_is_planned_anew() -> None:
 @pytest.mark.parametrize(
     "step", ["blocks", "finish"]
 )  # before its pieces have places in the files, and after
-def test_a_plan_that_led_to_no_checkpoint_is_not_used(
+def test_plan_of_a_failed_save_is_not_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     model, optimizer = small_model()
@@ -323,7 +323,7 @@ def test_a_plan_that_led_to_no_checkpoint_is_not_used(
     assert_equal(values(*other), values(model, optimizer))
 
 
-def test_plans_and_models_are_let_go(tmp_path: Path) -> None:
+def test_cached_plans_do_not_keep_models_alive(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpoint.save(tmp_path / "a", model)
     weight, plans = weakref.ref(model.weight), background().plans
@@ -373,7 +373,7 @@ def asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_allocates_memory_in_large_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system gives it in small pages otherwise, which takes as long as to read as much from a file."""
     model = torch.nn.ParameterList(
         torch.randn(400_000) for _ in range(8)
@@ -385,7 +385,7 @@ def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pyte
     assert [count for count in asked if count] == [1 << 25], asked
 
 
-def test_a_load_uses_the_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_reuses_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the system gives as much again; but what a running save has copied there stays as it is."""
     model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
     first = [weight.detach().clone() for weight in model]

@@ -76,7 +76,7 @@ def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_the_newest_complete_checkpoint_after_kills(killed: tuple[Path, list[dict]]) -> None:
+def test_latest_checkpoint_is_exact_after_random_kills(killed: tuple[Path, list[dict]]) -> None:
     directory, outcomes = killed
     assert len(outcomes) == TRIALS
     expected, in_the_middle, noticed = Expected(), 0, 0
@@ -130,7 +130,7 @@ for instant in instants:
 """
 
 
-def test_killed_at_the_steps_of_a_commit(tmp_path: Path, python: str) -> None:
+def test_latest_checkpoint_is_exact_after_kills_during_commit(tmp_path: Path, python: str) -> None:
     """The few instants that random moments seldom hit."""
     command = [python, "-c", INSTANTS_SCRIPT, str(tmp_path), *INSTANTS]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120, check=False)
@@ -150,7 +150,7 @@ def test_killed_at_the_steps_of_a_commit(tmp_path: Path, python: str) -> None:
         assert [p.name for p in where.iterdir()] == ["step-4"]
 
 
-def test_a_damaged_checkpoint_is_not_removed(tmp_path: Path) -> None:
+def test_keep_last_does_not_remove_corrupted_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", nn.Linear(2, 2))
     (tmp_path / "step-1" / "te_fsdp.json").write_text("{")

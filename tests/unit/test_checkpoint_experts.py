@@ -90,7 +90,7 @@ def recipe(request: pytest.FixtureRequest, te: Any) -> Any:
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8"], indirect=True)
-def test_one_tensor_for_all_experts(te: Any, recipe: str, tmp_path: Path) -> None:
+def test_experts_are_stored_as_one_tensor_and_round_trip(te: Any, recipe: str, tmp_path: Path) -> None:
     """Weights, optimizer state of some experts alone, delayed-scaling state: back to the bit; the next output too."""
     run = Run(te, recipe, seed=0).step().step()
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
@@ -115,7 +115,9 @@ def test_one_tensor_for_all_experts(te: Any, recipe: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"], indirect=True)
-def test_state_dicts_of_te(te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_te_state_dicts_of_experts_convert_to_one_tensor_and_back(
+    te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """TE's weight0, weight1, ... in torch.save files and plain DCP directories become one tensor; weights come back."""
     run = Run(te, recipe, seed=0).step().step()
     checkpoint.save(tmp_path / "ours", run.model, run.optimizer)
@@ -153,7 +155,7 @@ def test_state_dicts_of_te(te: Any, recipe: str, tmp_path: Path, capsys: pytest.
     capsys.readouterr()
 
 
-def test_differences(te: Any, tmp_path: Path) -> None:
+def test_load_names_differences_of_experts(te: Any, tmp_path: Path) -> None:
     """Another number of experts, experts in several groups, and experts that differ are named."""
     run = Run(te, "none", seed=0).step()
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
@@ -174,7 +176,7 @@ def test_differences(te: Any, tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "d", run.model)
 
 
-def test_a_script_reads_experts_by_the_keys_of_the_page(te: Any, tmp_path: Path) -> None:
+def test_documented_script_reads_experts_with_plain_dcp(te: Any, tmp_path: Path) -> None:
     """The block of docs/checkpoints.md unchanged, plain DCP alone; `weight3` is `[3]` of the tensor of all."""
     run = Run(te, "none", seed=0).step()
     checkpoint.save(tmp_path / "a", run.model, run.optimizer)
@@ -210,7 +212,7 @@ class _ByName:
         return getattr, self.named
 
 
-def test_members_of_enums_by_name(te: Any, tmp_path: Path) -> None:
+def test_weights_only_load_resolves_enum_members_by_name_only(te: Any, tmp_path: Path) -> None:
     """TE's tensors contain some. getattr of any other object is refused: it could reach code."""
     import transformer_engine_torch as tex
 

@@ -15,7 +15,7 @@ from te_fsdp import checkpoint
 from te_fsdp.errors import CheckpointError
 
 
-def test_strided_nested_tensors(tmp_path: Path) -> None:
+def test_nested_tensors_in_extra_round_trip_or_raise(tmp_path: Path) -> None:
     """They have no sizes (kind: torch's internal error without the name of the value)."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
     if not _is_read_weights_only(nested):  # torch 2.15
@@ -38,7 +38,7 @@ def _is_read_weights_only(value: Any) -> bool:
     return True
 
 
-def test_containers_in_themselves(tmp_path: Path) -> None:
+def test_extra_rejects_recursive_containers(tmp_path: Path) -> None:
     """(kind: RecursionError without the name of the value)."""
     own: list[Any] = []
     own.append(own)

@@ -123,7 +123,9 @@ WAYS = {"the same": CASES, "fp32": CASES[1::2], "plain": CASES[::2]}
 @pytest.mark.parametrize(
     ("way", "recipe", "kind"), [(way, *case) for way in WAYS for case in WAYS[way]], indirect=["recipe"]
 )
-def test_the_next_step_keeps_loaded_values(te: Any, recipe: Any, kind: str, way: str, tmp_path: Path) -> None:
+def test_step_after_load_keeps_loaded_values(
+    te: Any, recipe: Any, kind: str, way: str, tmp_path: Path
+) -> None:
     source = build(
         te, None if way != "the same" else recipe, 0, torch.float32 if way == "fp32" else torch.bfloat16
     )
@@ -161,7 +163,9 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rto
 
 
 @pytest.mark.parametrize("recipe", ["Float8CurrentScaling"], indirect=True)
-def test_the_test_would_notice(te: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_step_restores_outdated_main_weights(
+    te: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint.save(tmp_path / "a", build(te, recipe, seed=0))
     model, optimizers = trained(te, recipe, "fused")
     before = values(model)
@@ -191,7 +195,7 @@ def test_main_weights_follow_loaded_weights_only(te: Any, recipe: Any, tmp_path:
 
 
 @pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
-def test_optimizers_are_found_wherever_they_are(te: Any, recipe: Any, tmp_path: Path) -> None:
+def test_load_finds_frozen_wrapped_and_failed_optimizers(te: Any, recipe: Any, tmp_path: Path) -> None:
     """Put aside from the garbage collector, behind a wrapper, or with stand-ins that a failed step has left."""
     model, (optimizer,) = trained(te, recipe, "adamw")
     other = torch.optim.SGD(model.parameters(), lr=1.0)  # which has never stepped
@@ -244,7 +248,7 @@ class Accelerated(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("recipe", ["bf16", "Float8CurrentScaling"], indirect=True)
 @pytest.mark.parametrize("kind", ["fused", "adamw"])
-def test_an_optimizer_within_a_wrapper_is_the_given_one(
+def test_load_unwraps_optimizers_and_loads_main_weights(
     te: Any, recipe: Any, kind: str, tmp_path: Path
 ) -> None:
     """Its main weights are loaded, and not made of the weights, which have less; a control has others."""
@@ -270,7 +274,7 @@ def test_an_optimizer_within_a_wrapper_is_the_given_one(
 
 
 @pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
-def test_an_opaque_wrapper(te: Any, recipe: Any, tmp_path: Path) -> None:
+def test_load_through_an_opaque_wrapper_restores_main_weights(te: Any, recipe: Any, tmp_path: Path) -> None:
     """It has the state of the optimizer that it hides, which is therefore no other one."""
     source, (optimizer,) = trained(te, recipe, "fused")
     checkpoint.save(tmp_path / "a", source, Accelerated(optimizer, "hidden"))

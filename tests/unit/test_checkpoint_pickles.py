@@ -107,14 +107,14 @@ def by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (type(self), (self.value,)))
 
 
-def test_the_recorded_kinds_differ() -> None:
+def test_control_recorded_pickles_differ_in_getattr() -> None:
     """The control of this file: one kind has ``getattr`` in it, the other has not."""
     for texts in (METADATA, EXTRA_STATE):
         assert ["getattr" in names_in(recorded(text)) for text in texts.values()] == [True, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_metadata_of_every_release(kind: str) -> None:
+def test_metadata_of_every_python_release_is_readable(kind: str) -> None:
     data = recorded(METADATA[kind])
     result = unpickle_metadata(data)
     assert result == pickle.loads(data), "plain DCP reads the same"
@@ -122,7 +122,7 @@ def test_metadata_of_every_release(kind: str) -> None:
     assert result.state_dict_metadata["w"].size == torch.Size([3])
 
 
-def test_metadata_with_a_path_of_python_3_13() -> None:
+def test_metadata_with_a_python_3_13_path_is_readable() -> None:
     """It names a module that other releases do not have, so that plain DCP cannot read it there."""
     data = recorded(WITH_A_PATH)
     assert "pathlib._local" in names_in(data)
@@ -132,7 +132,7 @@ def test_metadata_with_a_path_of_python_3_13() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_delayed_scaling_state_of_every_release(kind: str) -> None:
+def test_delayed_scaling_state_of_every_python_release_is_readable(kind: str) -> None:
     described, tensors = read_extra_state(recorded(EXTRA_STATE[kind]), "fc._extra_state") or ({}, {})
     assert described["fp8_format"] == "HYBRID" and described["amax_history_len"] == 2
     other = read_extra_state(recorded(EXTRA_STATE[KINDS[1]]), "fc._extra_state")
@@ -141,7 +141,7 @@ def test_delayed_scaling_state_of_every_release(kind: str) -> None:
 
 
 @pytest.mark.parametrize("release", [by_name, by_value], ids=["3.11.2", "3.11.7"])
-def test_a_save_writes_enums_by_value_on_every_release(
+def test_save_pickles_enums_by_value_on_every_python_release(
     release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier versions of te_fsdp read by-value pickles only, so a save writes these whatever the release is."""
@@ -175,7 +175,7 @@ OTHER = f"c{dcp_metadata.__name__}\nMetadata\n".encode()
         ENUM + b"VTORCH_CHANNELS_LAST\nN",
     ],
 )
-def test_getattr_returns_members_of_listed_enums_only(arguments: bytes) -> None:
+def test_pickled_getattr_returns_members_of_listed_enums_only(arguments: bytes) -> None:
     """``getattr`` of anything else is refused, by name: it is the way from data to code."""
     call = b"cbuiltins\ngetattr\n(" + arguments + b"tR."
     with pytest.raises((pickle.UnpicklingError, TypeError, ValueError)) as refused:
@@ -185,7 +185,7 @@ def test_getattr_returns_members_of_listed_enums_only(arguments: bytes) -> None:
         TableUnpickler(call, ENTRIES, "a pickle").load()
 
 
-def test_getattr_itself_is_not_handed_out() -> None:
+def test_control_pickled_getattr_returns_an_enum_member() -> None:
     """The control: a member is returned, so that the refusals above are of what follows ``getattr``."""
     good = b"cbuiltins\ngetattr\n(" + ENUM + b"VTORCH_CHANNELS_LAST\ntR."
     with pytest.raises(pickle.UnpicklingError, match="a _MEM_FORMAT_ENCODING instead of DCP's Metadata"):

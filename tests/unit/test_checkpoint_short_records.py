@@ -13,7 +13,7 @@ from te_fsdp.checkpoint.storage import resolve_path
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
-def test_a_record_beyond_the_end_has_changed(tmp_path: Path, place: str) -> None:
+def test_record_beyond_the_end_of_the_file_is_detected(tmp_path: Path, place: str) -> None:
     file: Any = tmp_path / "a.distcp"
     file.write_bytes(b"0123456789")
     if place == "memory":

@@ -74,7 +74,7 @@ def differing(a: Contents, b: Contents) -> list[str]:
     [["x.safetensors"], ["x", "--to", "safetensors", "--max-shard-size", "4kB"]],
     ids=str,
 )
-def test_everything_there_and_back(
+def test_converted_checkpoint_with_everything_round_trips(
     tmp_path: Path, way: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights, optimizer, extra and descriptions; loaded into another model, training's state is the same."""
@@ -130,7 +130,9 @@ def test_the_safetensors_package_reads_written_files(tmp_path: Path, folder: boo
     torch.testing.assert_close({n: theirs.value(n).full() for n in theirs.names}, expected, rtol=0, atol=0)
 
 
-def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_reads_state_dicts_of_training_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """torch.save of a training script's dict, and plain DCP of the same; strided and shared storages too."""
     model, optimizer = trained()
     state = dict(model.state_dict())
@@ -171,7 +173,9 @@ def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     torch.testing.assert_close(fresh_optimizer.state_dict()["state"], expected, rtol=0, atol=0)
 
 
-def test_an_optimizer_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_skips_an_optimizer_without_parameter_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Never matched by order: DCP keeps none, and a torch.save file's optimizer is not read at all."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     for name, parameters, note in (

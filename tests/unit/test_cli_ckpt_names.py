@@ -107,7 +107,7 @@ def test_converted_files_can_be_loaded(
 
 
 @pytest.mark.parametrize("source", ["dcp", "copies.pt", "copies.safetensors"])
-def test_tied_names_with_different_values_are_not_united(tmp_path: Path, source: str) -> None:
+def test_tied_names_with_different_values_are_rejected(tmp_path: Path, source: str) -> None:
     """The control: the files' two tensors are no ties, so that the model with ties does not take one of them."""
     WRITERS[source](Tied(0, tie=False), tmp_path / source)
     assert convert(tmp_path / source, tmp_path / "c", "--to", "checkpoint") == 0
@@ -122,7 +122,7 @@ def test_tied_names_with_different_values_are_not_united(tmp_path: Path, source:
     assert all(torch.equal(value, expected[name]) for name, value in weights(untied).items())
 
 
-def test_a_save_records_its_own_ties(tmp_path: Path) -> None:
+def test_untied_weights_with_equal_values_stay_untied(tmp_path: Path) -> None:
     """Weights that `save` wrote without ties do not become tied because their values agree by chance."""
     model = Tied(0, tie=False)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_a_save_records_its_own_ties(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "numbered", "experts"])
-def test_optimizer_state_follows_the_names(tmp_path: Path, te: Any, kind: str) -> None:
+def test_converted_optimizer_state_keeps_its_parameter_names(tmp_path: Path, te: Any, kind: str) -> None:
     """Moments of tied tensors and of experts come back through a plain directory, `convert` and `load`."""
     make = {"tied": Tied, "numbered": Numbered, "experts": lambda seed: experts(te, seed)}[kind]
     model, other = make(0), make(1)
@@ -155,7 +155,7 @@ def test_optimizer_state_follows_the_names(tmp_path: Path, te: Any, kind: str) -
 
 @pytest.mark.parametrize("target", ["c", "c.pt", "c.safetensors"])
 @pytest.mark.parametrize("force", [False, True])
-def test_convert_opens_written_files(
+def test_convert_verifies_written_files(
     tmp_path: Path, target: str, force: bool, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """A target that does not hold what it should is exit code 1; with --force the previous target stays, else none."""

@@ -55,7 +55,7 @@ def places(file: Path, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["torch", "te_fsdp"])
-def test_every_flipped_bit_of_a_torch_file_is_found(
+def test_flipped_bits_in_torch_files_are_detected(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the data and of the pickle, in files of torch.save and of `convert`; no target appears."""
@@ -82,7 +82,7 @@ def test_every_flipped_bit_of_a_torch_file_is_found(
     assert main(["ckpt", "export", str(file), str(target)]) == 0, "the control"
 
 
-def test_every_flipped_bit_of_a_plain_directory_is_found(
+def test_flipped_bits_in_plain_dcp_directories_are_detected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
@@ -99,7 +99,7 @@ def test_every_flipped_bit_of_a_plain_directory_is_found(
     assert main(["ckpt", "export", str(tmp_path / "d"), str(tmp_path / "x")]) == 0, "the control"
 
 
-def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
+def test_flipped_bits_in_dcp_metadata_never_change_tensors(tmp_path: Path) -> None:
     """It has no checksum. What it says of names, dtypes and pieces is compared with itself and with the files."""
     parts = {f"model.{n}": torch.full((4, 3), n + 1.0) for n in range(3)}
     dcp.save(parts, checkpoint_id=tmp_path / "d", no_dist=True)
@@ -143,7 +143,7 @@ def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
     assert read().keys() == whole.keys(), "the control"
 
 
-def test_damaged_options_are_no_reason_to_leave_the_optimizer(
+def test_corrupted_optimizer_options_raise_instead_of_being_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Objects next to tensors, and tensors of one number, are read first, and damage there is an error."""
@@ -166,7 +166,7 @@ def test_damaged_options_are_no_reason_to_leave_the_optimizer(
 
 
 @pytest.mark.parametrize("lost", ["state_dict_metadata", "planner_data"])
-def test_incomplete_metadata(tmp_path: Path, lost: str) -> None:
+def test_incomplete_dcp_metadata_is_rejected(tmp_path: Path, lost: str) -> None:
     """A tensor that has a place in a file and no shape, or no place in the nested dict."""
     dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
     assert len(open_any(tmp_path / "d").names) == 5, "the control"
@@ -178,7 +178,7 @@ def test_incomplete_metadata(tmp_path: Path, lost: str) -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 0])
-def test_lengths_that_none_has(tmp_path: Path, length: int) -> None:
+def test_invalid_record_lengths_are_rejected(tmp_path: Path, length: int) -> None:
     """To the end of the file, another one's number would be an option's, and the optimizer be left."""
     dcp.save({"model": state(), "lr": 0.5}, checkpoint_id=tmp_path / "d", no_dist=True)
     metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
@@ -188,7 +188,7 @@ def test_lengths_that_none_has(tmp_path: Path, length: int) -> None:
         open_any(tmp_path / "d")
 
 
-def test_a_shape_beyond_all_memory(tmp_path: Path) -> None:
+def test_impossibly_large_shapes_are_rejected(tmp_path: Path) -> None:
     dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
     metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
     told = metadata.state_dict_metadata["model.a.weight"]
@@ -301,7 +301,9 @@ def strange(folder: Path) -> list[Path]:
     return [*made, *(folder / name for name in names)]
 
 
-def test_any_file_leads_to_an_error_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_invalid_file_gives_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 1 and one line that names the path, never a traceback, nor a fault that no check knew."""
     sources = strange(tmp_path)
     assert len(sources) > 50
@@ -314,7 +316,7 @@ def test_any_file_leads_to_an_error_text(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unforeseen_fault_leads_to_an_error_text(
+def test_unexpected_exceptions_give_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -326,7 +328,7 @@ def test_an_unforeseen_fault_leads_to_an_error_text(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=range(len(OPTIMIZERS)))
-def test_entries_of_other_objects_are_left_out(tmp_path: Path, optimizer: object) -> None:
+def test_entries_that_are_not_optimizer_state_are_skipped(tmp_path: Path, optimizer: object) -> None:
     """In a DCP directory with a note that says why; in a torch.save file every optimizer is left."""
     tree = {"model": {"w": TENSOR}, "optimizer": optimizer}
     torch.save(tree, tmp_path / "a.pt")
@@ -338,7 +340,7 @@ def test_entries_of_other_objects_are_left_out(tmp_path: Path, optimizer: object
             assert any(item.startswith(note) for item in contents.notes), contents.notes
 
 
-def test_names_of_any_script(tmp_path: Path) -> None:
+def test_convert_keeps_unusual_tensor_names(tmp_path: Path) -> None:
     """Tensors keep their names, whatever these are."""
     values = {"\u00fc.\u4e2d\U0001f600": TENSOR, "a/../b": TENSOR * 2, "": TENSOR * 3, "w:x": TENSOR * 4}
     torch.save(values, tmp_path / "a.pt")
@@ -351,7 +353,7 @@ def test_names_of_any_script(tmp_path: Path) -> None:
         }
 
 
-def test_no_source_is_written_to(
+def test_convert_never_writes_to_its_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as itself, inside of it or around it; by relative paths, links and hard links; with --force or without."""

@@ -108,7 +108,7 @@ def trained(te: Any, recipe: str, **kwargs: Any) -> Model:
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
-def test_a_quantized_state_dict(
+def test_quantized_te_state_dict_round_trips(
     te: Any, recipe: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bytes, scales and delayed-scaling state arrive as they were; the next outputs are equal."""
@@ -140,7 +140,7 @@ def test_a_quantized_state_dict(
 
 
 @pytest.mark.parametrize("recipe", ["delayed"], indirect=True)
-def test_delayed_scaling_state(
+def test_te_delayed_scaling_state_is_read_from_state_dicts(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Data from TE's pickle is equal to TE's; without it the outputs differ; TE's old entries are supported."""
@@ -169,7 +169,7 @@ def test_delayed_scaling_state(
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed"], indirect=True)
-def test_delayed_scaling_state_of_a_bound_model(
+def test_delayed_scaling_state_of_a_bound_model_round_trips(
     te: Any, recipe: str, quantized: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A bound model's state dict holds tensors and no pickle of TE's; quantized weights come with a condition."""
@@ -214,7 +214,7 @@ def test_a_stock_model_loads_written_files(
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"], indirect=True)
-def test_components_there_and_back(
+def test_quantized_components_round_trip_through_safetensors(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, way = trained(te, recipe), "x.safetensors"
@@ -227,7 +227,7 @@ def test_components_there_and_back(
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"], indirect=True)
-def test_components_without_their_formats(
+def test_quantized_components_without_formats_are_rejected(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint of them cannot be loaded, and bf16 weights of them are none."""
@@ -280,7 +280,7 @@ def test_export_uses_main_weights(
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
-def test_export_of_quantized_weights(
+def test_export_dequantizes_quantized_weights(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = trained(te, recipe)

@@ -14,7 +14,7 @@ from te_fsdp.upstream.fsdp2_copy_engine import CopyEngineGathers, _PendingCopy
 @pytest.mark.parametrize(
     ("phase", "stays_unsharded"), [("FORWARD", True), ("FORWARD", False), ("PRE_BACKWARD", True)]
 )
-def test_weights_that_stay_unsharded_wait_until_no_rank_reads_their_shards(phase, stays_unsharded):
+def test_unsharded_weights_wait_until_peers_have_read_their_shards(phase, stays_unsharded):
     """The kind: a write to a shard that another rank still copies, such as `load_state_dict` after an evaluation."""
     memory = torch.empty(1, dtype=torch.uint8)
     peer_memory: Any = SimpleNamespace(parts=[memory], local=memory, barrier=lambda: None)

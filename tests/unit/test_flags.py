@@ -67,7 +67,7 @@ def _sharded(**options: Any) -> Any:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("value", ["false", "0", 2, None], ids=repr)
-def test_no_flag(call, value):
+def test_flags_reject_values_that_are_not_bool(call, value):
     flag, make = CALLS[call]
     if call == "fully_shard: check_inputs" and value is None:
         pytest.skip("None is the default of a deprecated flag")
@@ -91,7 +91,7 @@ def test_no_flag(call, value):
         ("x", None),
     ],
 )
-def test_unknown_levels_of_checks(given, near):
+def test_unknown_level_of_checks_raises_with_a_suggestion(given, near):
     """The error has the levels, and the one that is probably meant."""
     with pytest.raises(te_fsdp.PlacementError) as raised:
         _sharded(checks=given)
@@ -103,7 +103,7 @@ def test_unknown_levels_of_checks(given, near):
         _sharded(checks="off", check_inputs=False)
 
 
-def test_flags():
+def test_flags_accept_bool_values():
     """Valid values pass, and so do the defaults."""
     require_flags("call", one=True, other=False, numpys=np.arange(2)[0] == 0)
     for value in (0, 1, 1.0, torch.tensor(True), np.float64(1)):

@@ -11,7 +11,7 @@ from tests.forkserver import ForkServer
 from tests.forkserver.server import PRELOADED
 
 
-def test_preloaded_modules_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_server_imports_modules_from_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make torch-versions` puts other versions of torch in front by PYTHONPATH."""
     for name in {preloaded.partition(".")[0] for preloaded in PRELOADED}:
         (tmp_path / f"{name}.py").touch()

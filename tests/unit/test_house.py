@@ -336,7 +336,7 @@ def check(rule) -> None:
     assert not offences()[rule], "\n" + "\n".join(offences()[rule])
 
 
-def test_there_is_something_to_check():
+def test_rules_cover_the_repository():
     assert "te_fsdp/__init__.py" in LIBRARY
     assert HERE in EVERYWHERE
     assert {"README.md", "docs/concepts.md", "scripts/setup.sh", "pyproject.toml"} <= set(PAGES)
@@ -363,11 +363,11 @@ def test_sources_are_ascii():
     check(not_ascii)
 
 
-def test_nothing_is_unfinished():
+def test_no_unfinished_code():
     check(unfinished)
 
 
-def test_no_path_of_one_machine():
+def test_no_machine_specific_paths():
     check(paths_of_one_machine)
 
 
@@ -376,19 +376,19 @@ def test_no_catch_all_modules():
     assert not [path for path in paths if re.search(r"util|helpers|misc\.py$", path)]
 
 
-def test_private_torch_names_are_in_their_files():
+def test_private_torch_names_are_only_in_upstream():
     check(private_torch_names)
 
 
-def test_fsdp2_state_is_read_in_its_files():
+def test_fsdp2_state_is_only_read_in_upstream():
     check(fsdp2_names)
 
 
-def test_transformer_engine_is_imported_in_its_files():
+def test_transformer_engine_is_only_imported_in_upstream():
     check(te_imports)
 
 
-def test_private_te_names_are_in_their_files():
+def test_private_te_names_are_only_in_upstream():
     check(te_names)
 
 
@@ -396,12 +396,12 @@ def test_patches_are_in_their_tables():
     check(patches)
 
 
-def test_underscores_mark_names_of_one_file():
+def test_underscored_names_are_used_in_one_file_only():
     check(lists_of_names)
     check(names_of_other_files)
 
 
-def test_the_emulation_imports_nothing_of_the_library():
+def test_emulation_does_not_import_the_library():
     check(root_imports)
 
 
@@ -433,7 +433,7 @@ assert not missing, missing
 """
 
 
-def test_importing_the_package_is_light():
+def test_importing_the_package_does_not_import_te():
     run_text(sys.executable, PROBE, env={**os.environ, "TE_FSDP_EMULATION": ""})
 
 
@@ -495,5 +495,5 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (streams_of_any_device, "torch.accelerator.current_stream().wait_event(event)\n", 1),
     ],
 )
-def test_each_rule_can_fail(rule, text, count):
+def test_control_each_rule_detects_violations(rule, text, count):
     assert len(rule(text)) == count

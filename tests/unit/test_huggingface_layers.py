@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_model_is_refused(
+def test_models_that_differ_from_config_json_are_rejected(
     te: Any, folders: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """On the way in and out, and of a checkpoint; nothing changes, and nothing is written."""
@@ -157,7 +157,7 @@ ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_fac
 ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 
 
-def test_scaled_rotary_embeddings(
+def test_scaled_rotary_frequencies_round_trip(
     te: Any, folders: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The right frequencies go in and out, as in the checkpoint; those that the constructor makes are refused."""
@@ -181,7 +181,9 @@ def test_scaled_rotary_embeddings(
     assert "not of the frequencies by" in capsys.readouterr().err
 
 
-def test_layers_of_torch(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
+def test_torch_attention_layers_are_rejected_by_name(
+    te: Any, folders: Callable[..., Path], tmp_path: Path
+) -> None:
     """Attention of torch under the names of TransformerEngine's is named, not an error of ours."""
 
     def replace(te: Any, made: TeModel) -> None:
@@ -195,7 +197,9 @@ def test_layers_of_torch(te: Any, folders: Callable[..., Path], tmp_path: Path) 
         hf.save_huggingface(tmp_path / "saved", model(te, folders("llama"), replace), config=folders("llama"))
 
 
-def test_invalid_state_dicts(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
+def test_export_of_incomplete_state_dicts_suggests_save_huggingface(
+    te: Any, folders: Callable[..., Path], tmp_path: Path
+) -> None:
     """The error names the call that takes a model, however little it is given."""
     folder = folders("llama")
     here = model(te, folder)
@@ -216,7 +220,7 @@ def test_invalid_state_dicts(te: Any, folders: Callable[..., Path], tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_object_storage_is_no_place_for_folders(
+def test_save_huggingface_rejects_object_storage(
     te: Any, folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A URL was a directory here; one of a local file is that file's."""

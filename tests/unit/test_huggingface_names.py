@@ -37,7 +37,7 @@ def model(te: Any, folder: Path) -> nn.Module:
     return result
 
 
-def test_names_of_another_kind(tmp_path: Path, folder: Path, model: nn.Module) -> None:
+def test_arguments_of_wrong_types_are_rejected(tmp_path: Path, folder: Path, model: nn.Module) -> None:
     """(kind: AttributeError and IndexError)."""
     with pytest.raises(
         CheckpointError, match=r"names: expected te_fsdp.*huggingface.TeNames\(...\), got dict"
@@ -57,7 +57,9 @@ def test_names_of_another_kind(tmp_path: Path, folder: Path, model: nn.Module) -
 
 
 @pytest.mark.parametrize("part", ["embedding", "final_norm", "head"])
-def test_wrong_names(tmp_path: Path, folder: Path, model: nn.Module, part: str) -> None:
+def test_wrong_te_names_are_rejected_with_a_fix(
+    tmp_path: Path, folder: Path, model: nn.Module, part: str
+) -> None:
     """(kind: advice to make the call that has failed)."""
     with pytest.raises(CheckpointError, match="TeNames") as caught:
         save_huggingface(
@@ -68,7 +70,7 @@ def test_wrong_names(tmp_path: Path, folder: Path, model: nn.Module, part: str) 
         assert "last.weight" in str(caught.value) and "blocks" not in str(caught.value)
 
 
-def test_path_of_config_json(tmp_path: Path, folder: Path, model: nn.Module) -> None:
+def test_config_path_also_copies_the_tokenizer(tmp_path: Path, folder: Path, model: nn.Module) -> None:
     """(kind: tokenizer left out without an error)."""
     names = huggingface.TeNames(**OWN)
     for number, config in enumerate((folder, folder / "config.json")):

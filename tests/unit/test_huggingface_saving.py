@@ -33,7 +33,7 @@ def holders(seen):
     return holders_of("iter_weights", held)
 
 
-def test_tensors_stored_by_several_ranks_or_none():
+def test_every_element_is_written_by_one_rank():
     seen = [rows("a", 8, 4, 4, rank) for rank in range(4)]
     assert holders(seen)["a"].pieces[(2, 0), (2, 4)] == [(1, 0)]
     with pytest.raises(CheckpointError, match=r"the pieces of a \(24 of 32 elements\)"):
@@ -57,13 +57,13 @@ def component(*shape, dtype):
     return share(*shape, dtype=dtype)._replace(is_component=True)
 
 
-def test_a_name_with_a_colon_is_not_one_of_fp8_bytes():
+def test_name_with_a_colon_is_not_an_fp8_component():
     shares = {name: share(8, 4) for name in ("layers:0.weight", "layers.weight")}
     plan = make_plan(shares, SimpleNamespace(groups=()), TeNames())
     assert [*plan.pieces] == [*shares]
 
 
-def test_ranks_number_pieces_in_one_order():
+def test_ranks_number_shards_in_the_same_order():
     """Holders are chosen on each rank by itself, so the order must not be that of a set of names."""
     names = [f"layers.{n}.proj.weight" for n in range(12)]
     groups = [Group(((128, 128),), Form((f"theirs.{n}",)), Form((name,))) for n, name in enumerate(names)]

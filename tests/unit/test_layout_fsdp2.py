@@ -112,7 +112,7 @@ def _plain(model: nn.Module, name: str, parameter: DTensor) -> tuple[tuple[int, 
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
-def test_plain_boxes_are_dtensors_own(fake_world, shape):
+def test_plain_boxes_equal_dtensor_offsets(fake_world, shape):
     """DTensor's own offsets for its placements, `_StridedShard` among them, uneven and empty shards too.
 
     Plain DCP writes and reads by these: it is right for plain layouts as long as they agree with ours.
@@ -134,7 +134,7 @@ def test_plain_boxes_are_dtensors_own(fake_world, shape):
     assert compared == len({**EVEN, **UNEVEN}) * math.prod(shape)
 
 
-def test_a_parameter_that_was_never_bound(fake_world):
+def test_shard_info_of_an_unbound_fsdp2_parameter(fake_world):
     """A DTensor of FSDP2 alone: its last axis is FSDP2's, not tp."""
     fake_world(4, rank=3)
     model = nn.Linear(3, 10, bias=False)
@@ -147,7 +147,7 @@ def test_a_parameter_that_was_never_bound(fake_world):
     assert torch.equal(model.weight.to_local(), value[9:])
 
 
-def test_a_local_tensor_of_the_wrong_shape(fake_world):
+def test_local_tensor_of_the_wrong_shape_is_rejected(fake_world):
     fake_world(2)
     module = nn.Module()
     module.p = nn.Parameter(DTensor.from_local(torch.ones(3, 2), DeviceMesh("cpu", [0, 1]), [Shard(0)]))
@@ -160,7 +160,7 @@ def test_a_local_tensor_of_the_wrong_shape(fake_world):
     assert "Fix: do not replace local tensors by hand; bind and shard the model again." in str(caught.value)
 
 
-def test_two_cuts_beside_tp(fake_world):
+def test_two_fsdp_shard_axes_are_rejected(fake_world):
     fake_world(4)
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
     module = nn.Module()
@@ -173,7 +173,7 @@ def test_two_cuts_beside_tp(fake_world):
     )
 
 
-def test_a_rank_that_is_not_on_the_mesh(fake_world):
+def test_rank_outside_of_the_mesh_is_rejected(fake_world):
     fake_world(4)
     module = nn.Module()
     module.p = nn.Parameter(DTensor.from_local(torch.ones(2, 2), DeviceMesh("cpu", [1, 2]), [Shard(0)]))

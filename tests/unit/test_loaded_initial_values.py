@@ -49,7 +49,7 @@ def main_weights(model):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("converts", [False, True])
-def test_main_weights_begin_with_loaded_values(te, tmp_path, monkeypatch, converts, single, sharded):
+def test_main_weights_start_from_loaded_values(te, tmp_path, monkeypatch, converts, single, sharded):
     """Loaded bytes, and values that the load quantizes; before the mend the weights of the initialization came back."""
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     emulation.switch_arch("10.0")

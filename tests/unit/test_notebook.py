@@ -22,7 +22,7 @@ def losses(output: str, where: str) -> list[float]:
     return [float(loss) for loss in line.split()]
 
 
-def test_it_runs(tmp_path, python):
+def test_notebook_runs(tmp_path, python):
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("the notebook's second part needs 2 GPUs, found 1")
     (tmp_path / "notebook.py").write_text("\n".join(cells("code")))
@@ -33,7 +33,7 @@ def test_it_runs(tmp_path, python):
     assert first[0] > there[0] > last[-1], "each part continues where the previous one ended"
 
 
-def test_its_outputs_are_saved():
+def test_notebook_outputs_are_saved():
     """Kind: outputs that are missing, of different cells, or that name a machine."""
     notebook = json.loads(NOTEBOOK.read_text())
     assert notebook["nbformat"] == 4

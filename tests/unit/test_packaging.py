@@ -44,16 +44,16 @@ REQUIRED = {result.name: result.specifier for result in map(Requirement, PROJECT
         "2.16.0a0+0123456789.nv27.01": True,
     }.items(),
 )
-def test_which_torch_stays_as_it_is(version, fits):
+def test_requirement_admits_container_torch_versions(version, fits):
     """pip replaces an installed torch that the requirement does not admit."""
     assert REQUIRED["torch"].contains(version, prereleases=True) == fits
 
 
-def test_a_plain_bound_would_replace_the_torch_of_a_container():
+def test_control_upper_bound_excludes_container_torch():
     assert not SpecifierSet(">=2.11,<2.16").contains("2.11.0a0+eb65b36914.nv26.02", prereleases=True)
 
 
-def test_versions_are_the_same_everywhere():
+def test_versions_agree_in_all_files():
     """In the requirements, in the classifiers and in the table of tested versions. torch and TE have no upper bound."""
     for specifier, tested in (
         (REQUIRED["torch"], versions.TORCH),
@@ -72,7 +72,7 @@ def test_versions_are_the_same_everywhere():
     assert list(map(int, listed)) == list(pythons)
 
 
-def test_untested_versions_are_named_once(caplog):
+def test_untested_versions_are_logged_once(caplog):
     """A newer torch or TE logs a warning that names what was tested; tested ones, containers' included, log nothing."""
     assert (
         versions.untested("2.15.1", "2.20.2")
@@ -92,7 +92,7 @@ def test_untested_versions_are_named_once(caplog):
     assert [record.getMessage().count("2.0 to 2.1") for record in caplog.records] == [1]
 
 
-def test_a_laptop_gets_nothing_of_cuda():
+def test_cpu_extras_do_not_install_cuda_packages():
     """TransformerEngine's compiled parts come with the extras for GPUs alone."""
     for name in ("emulation", "test", "lint", "docs", "integrations"):
         told = [*REQUIRED, *(result.name for result in EXTRAS[name])]
@@ -108,7 +108,7 @@ def test_a_laptop_gets_nothing_of_cuda():
 # ------------------------------------------------------------------------------------------- what is distributed
 
 
-def test_the_package_has_all_its_files():
+def test_package_data_lists_all_files():
     """Data files are named in the settings, or a wheel would lack them."""
     package = ROOT / "te_fsdp"
     patterns = SETTINGS["tool"]["setuptools"]["package-data"]["te_fsdp"]
@@ -128,7 +128,7 @@ def test_the_package_has_all_its_files():
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
-def test_a_source_distribution_has_the_files_of_its_pages():
+def test_source_distribution_has_the_documented_files():
     told = (ROOT / "MANIFEST.in").read_text()
     named = [
         word for line in told.splitlines() if re.match("include|graft", line) for word in line.split()[1:]
@@ -137,13 +137,13 @@ def test_a_source_distribution_has_the_files_of_its_pages():
     assert {"constraints", "docs", "examples", "scripts", "tests", "Makefile"} <= set(named)
 
 
-def test_the_command_exists():
+def test_console_script_exists():
     for target in PROJECT["scripts"].values():
         module, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_the_image_is_built_from_existing_files():
+def test_dockerfile_uses_existing_files():
     """Check its lines as a linter would; scripts/setup.sh, which does the work, has no other test here."""
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
@@ -169,7 +169,7 @@ def test_the_image_is_built_from_existing_files():
     assert not [name for name in needed if any(fnmatch.fnmatch(name, pattern) for pattern in left_out)]
 
 
-def test_extras_on_pages_exist():
+def test_documented_extras_exist():
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
@@ -183,7 +183,7 @@ def test_extras_on_pages_exist():
     assert {name for names in told for name in names.split(",")} <= set(EXTRAS)
 
 
-def test_the_wheel_has_the_documented_name():
+def test_documented_wheel_name_is_correct():
     assert (
         f"te_fsdp-{te_fsdp.__version__}-py3-none-any.whl[emulation]" in (ROOT / "docs/install.md").read_text()
     )
@@ -220,7 +220,7 @@ def unknown_to_lint(replaced: list[str]) -> list[str]:
     )
 
 
-def test_lint_does_not_need_the_frameworks():
+def test_lint_does_not_require_optional_frameworks():
     """`make lint` installs the extras emulation and lint; with more packages at hand a missing entry does not show."""
     replaced = SETTINGS["tool"]["pyrefly"]["replace-imports-with-any"]
     assert not unknown_to_lint(replaced)
@@ -236,7 +236,7 @@ def commands(text: str) -> list[str]:
     return re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE)
 
 
-def test_the_workflow_runs_the_same_commands_as_ci():
+def test_github_workflow_runs_the_ci_targets():
     """.github/workflows/ci.yml: the targets of .ci/run, tests on every Python, and nothing of its own."""
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the workflow")
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
@@ -265,7 +265,7 @@ def test_the_workflow_runs_the_same_commands_as_ci():
         ("te_fsdp.checkpoint.portable.huggingface", "read_config import_huggingface export_huggingface"),
     ],
 )
-def test_earlier_public_paths(path, names):
+def test_earlier_public_modules_are_importable(path, names):
     """Modules that docs/api.md has listed stay importable, and have the same objects as the new ones."""
     module = importlib.import_module(path)
     for name in names.split():

@@ -49,7 +49,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "recipe"), CASES)
-def test_activations_that_modules_save(te, kind, recipe):
+def test_planned_activations_match_tensors_saved_by_te(te, kind, recipe):
     import transformer_engine.common.recipe as recipes
 
     module = BUILD[kind](te, params_dtype=torch.bfloat16, device="cpu")

@@ -19,7 +19,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_timed_plan_is_read_back(te, folder, capsys):
+def test_timed_plan_can_be_read(te, folder, capsys):
     """Kind: what the command adds to a plan's file must not keep the file from being read."""
     args = ["plan", str(folder), "--gpus", "2", "--sequence", "64", "--arch", "10.0", "--json"]
     printed = []
@@ -37,7 +37,7 @@ def test_a_timed_plan_is_read_back(te, folder, capsys):
 
 
 @pytest.mark.parametrize("text", ["80", " 7.5 ", "0"])
-def test_a_size_of_memory_needs_its_unit(capsys: pytest.CaptureFixture[str], text: str):
+def test_memory_option_requires_a_unit(capsys: pytest.CaptureFixture[str], text: str):
     """Kind: a number whose unit is guessed. A plan for 80 bytes helps no one."""
     assert main(["plan", "config.json", "--memory", text]) == 1
     output = " ".join(capsys.readouterr().err.split())
@@ -50,7 +50,7 @@ def test_a_size_of_memory_needs_its_unit(capsys: pytest.CaptureFixture[str], tex
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("arch", ["9.0", "10.0"])
-def test_recipes_that_the_device_does_not_have(te, arch, recipe, quantized):
+def test_plan_rejects_recipes_that_the_device_does_not_support(te, arch, recipe, quantized):
     """Kind: a plan of a job that TransformerEngine refuses at its first forward; for every recipe and device."""
     if quantized and recipe == "none":
         return
@@ -70,7 +70,7 @@ def test_recipes_that_the_device_does_not_have(te, arch, recipe, quantized):
         emulation.switch_arch("10.0")
 
 
-def test_the_command_refuses_a_recipe(te, folder, capsys):
+def test_plan_command_rejects_unsupported_recipes(te, folder, capsys):
     """As above, from the command line; the negative control is the same job on Blackwell."""
     args = ["plan", str(folder), "--recipe", "mxfp8", "--sequence", "64"]
     assert main([*args, "--arch", "9.0"]) == 1

@@ -25,7 +25,7 @@ def collected(python: str, *options: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def test_the_table_names_files():
+def test_rotated_table_names_existing_files():
     missing = [name for name in rotated.FILES if not (DISTRIBUTED / name).is_file()]
     assert not missing
     assert rotated.is_rotated(DISTRIBUTED / "test_rollout.py")
@@ -46,7 +46,7 @@ def test_each_case_runs_once_in_five_days(count, shift):
     assert set().union(*days) == set(range(count))
 
 
-def test_guards_run_with_every_seed(python):
+def test_cases_named_by_mutants_run_with_every_seed(python):
     """And `--matrix full` has all cases."""
     assert GUARD in rotated.guards()
     everything = collected(python, "--matrix", "full")

@@ -32,7 +32,7 @@ TABLE = {
 }
 
 
-def test_the_table():
+def test_storage_table_has_the_expected_rows():
     results = {
         key: f"{r.parameter} {r.gradient} {r.optimizer} {r.gather} {r.reduce}" for key, r in STORAGE.items()
     }
@@ -42,7 +42,7 @@ def test_the_table():
     }
 
 
-def test_the_page_has_the_table():
+def test_strategies_page_has_the_storage_table():
     expected = [
         "| strategy | `outer_strategy` | parameter | gradient | optimizer | gathered | reduced |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -58,7 +58,7 @@ def test_the_page_has_the_table():
 
 
 @pytest.mark.parametrize("row", STORAGE.values(), ids=str)
-def test_invariants_of_every_row(row):
+def test_storage_rows_satisfy_invariants(row):
     """A rank updates what it has, from gradients of all ranks: a state may be cut further than its parameter only."""
     assert set(row.parameter) <= {"R", "S"} and set(row.optimizer) <= {"R", "S"}
     assert row.is_replicated == (row.gather == "never")
@@ -122,14 +122,14 @@ def untouched(model: nn.Module, make) -> None:
         )
 
 
-def test_an_unknown_word_for_gradients(te, fake_world):
+def test_unknown_zero_copy_gradients_value_is_rejected(te, fake_world):
     fake_world(2)
     request = ShardRequest(zero_copy_gradients="always")
     with pytest.raises(PlacementError, match="zero_copy_gradients.*True, False or 'auto'.*got 'always'"):
         plan_sharding(nn.Linear(4, 4), te_fsdp.Meshes.build(device_type="cpu"), request)
 
 
-def test_dense_over_tp_and_fsdp(te, fake_world):
+def test_plan_of_a_dense_model_over_tp_and_fsdp(te, fake_world):
     fake_world(4)
     meshes = te_fsdp.Meshes.build(dp_shard=2, tp=2, device_type="cpu")
 
@@ -162,7 +162,7 @@ def test_dense_over_tp_and_fsdp(te, fake_world):
     untouched(model, make)
 
 
-def test_hybrid_with_exempt_and_tied_parameters(te, fake_world):
+def test_plan_of_hfsdp_with_replicated_and_tied_parameters(te, fake_world):
     """Copies of the model that share the optimizer's state; a tied weight that no unit cuts."""
     fake_world(4)
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=2, device_type="cpu")
@@ -198,7 +198,7 @@ def test_hybrid_with_exempt_and_tied_parameters(te, fake_world):
     )
 
 
-def test_experts(te, fake_world):
+def test_plan_of_experts_over_ep(te, fake_world):
     """By global names, in units of their own, cut over the ranks that hold the same ones."""
     fake_world(4)
     meshes = te_fsdp.Meshes.build(dp_shard=2, ep=2, device_type="cpu")
@@ -232,7 +232,7 @@ def test_fully_shard_plans_once(te, fake_world, monkeypatch):
     assert calls == ["plan_sharding", "plan_tree"]
 
 
-def test_nothing_is_bound_when_a_parameter_has_too_few_dims(te, fake_world):
+def test_too_few_dims_are_rejected_before_binding(te, fake_world):
     fake_world(2)
     meshes = te_fsdp.Meshes.build(tp=2, device_type="cpu")
     options = {"device": "meta", "parallel_mode": "column", **meshes.te_kwargs()}
@@ -249,7 +249,7 @@ def test_nothing_is_bound_when_a_parameter_has_too_few_dims(te, fake_world):
         assert type(model[0]) is te.LayerNorm and "_te_fsdp_binding" not in model[0].__dict__
 
 
-def test_experts_of_one_parameter_stay_replicated_together(te):
+def test_no_shard_requires_all_experts_of_a_grouped_parameter(te):
     module = te.GroupedLinear(2, 8, 16, bias=False, device="meta")
     module.single_grouped_weight = True  # as the constructor's option of that name leaves it
     te_fsdp.fsdp_no_shard(module.weight1)
@@ -275,7 +275,7 @@ def test_renamed_parameters_keep_their_plan(te, fake_world):
 
 
 @pytest.mark.parametrize("other", ["embedding", "row", "column", "own class"])
-def test_ties_of_tp_shards(te, fake_world, other):
+def test_ties_with_different_tp_sharding_are_rejected(te, fake_world, other):
     """A weight that tp shards for one of its modules only, or along another dim, is refused by name."""
 
     class Parallel(nn.Module):
@@ -306,7 +306,7 @@ def test_ties_of_tp_shards(te, fake_world, other):
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_sparse_gradients(fake_world, kind, strategy):
+def test_sparse_gradients_are_rejected(fake_world, kind, strategy):
     """Kind: gradients that no reduction supports; frozen and dense embeddings are sharded."""
     fake_world(2)
     meshes = te_fsdp.Meshes.build(device_type="cpu")

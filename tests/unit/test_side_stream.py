@@ -66,7 +66,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return result
 
 
-def test_a_stream_aside(device: Device) -> None:
+def test_side_stream_waits_for_earlier_work_and_keeps_memory(device: Device) -> None:
     """After all that was there; all of a move before its event; memory is kept; who asks waits for that one."""
     log, side = device.log, SideStream()
 

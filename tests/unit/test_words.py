@@ -88,12 +88,12 @@ def files() -> list[Path]:
     return [ROOT / name for name in listed if name.endswith((".py", ".md")) and ROOT / name != Path(__file__)]
 
 
-def test_plain_words():
+def test_no_private_words():
     results = {p.relative_to(ROOT).as_posix(): private_words(p) for p in files()}
     assert {name: hits for name, hits in results.items() if hits} == {}
 
 
-def test_the_rule_finds_words(tmp_path):
+def test_control_word_rule_detects_private_words(tmp_path):
     """The negative control: words in each kind of prose are found, and those in code and accepted lines are not."""
     (tmp_path / "a.py").write_text(
         '"""What is told."""\n# It lies in the buffer.\nn = 1\nx = f"{n} doors are {n}"\n'

@@ -56,7 +56,7 @@ print(tokens.mean().item(), tokens.abs().sum().item(), tokens.max().item())
 """
 
 
-def test_statistics_are_those_of_the_tensors(tmp_path):
+def test_debug_statistics_match_the_tensors(tmp_path):
     """Mean, norm and maximum of the activation, the gradient's mean, and the error that quantization makes."""
     pytest.importorskip("nvdlfw_inspect", reason="nvdlfw-inspect is not installed (extra: test)")
     (tmp_path / "config.yaml").write_text(STATISTICS)

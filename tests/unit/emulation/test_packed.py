@@ -22,7 +22,7 @@ def _packed(causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_of_packed_sequences(te, causal):
+def test_packed_attention_matches_separate_sequences(te, causal):
     """Output and gradients are those of each sequence by itself; over the bounds nothing is attended to."""
     packed = te.DotProductAttention(4, 16, qkv_format="thd", attention_dropout=0.0)
     alone = te.DotProductAttention(4, 16, qkv_format="bshd", attention_dropout=0.0)
@@ -44,7 +44,7 @@ def test_attention_of_packed_sequences(te, causal):
     assert ref.distance(whole, expected) > 0.1
 
 
-def test_bounds_must_fit(te):
+def test_packed_sequence_bounds_are_validated(te):
     """A GPU would read memory of others: fewer tokens than the bounds count, and a sequence above the maximum."""
     import transformer_engine_torch as tex
 
@@ -56,7 +56,7 @@ def test_bounds_must_fit(te):
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_padding_between_sequences(te, mask, groups):
+def test_padding_between_packed_sequences_is_ignored(te, mask, groups):
     """Output and gradients are those of each sequence by itself, in float64; padding gets zeros.
 
     Negative control: bounds without the padding.
@@ -90,7 +90,7 @@ def test_padding_between_sequences(te, mask, groups):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_embedding_of_packed_sequences(te, interleaved):
+def test_packed_rotary_embedding_matches_separate_sequences(te, interleaved):
     """Positions start at each sequence, or where ``start_positions`` says; gradients are those of the parts."""
     from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
@@ -120,7 +120,7 @@ def test_rotary_embedding_of_packed_sequences(te, interleaved):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_layer_on_packed_sequences(te, quantized):
+def test_transformer_layer_on_packed_sequences_matches_separate_sequences(te, quantized):
     """A TransformerLayer of the public Llama recipe: packed sequences equal sequences by themselves."""
     from transformer_engine.common.recipe import Float8CurrentScaling
     from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
@@ -164,7 +164,7 @@ def test_layer_on_packed_sequences(te, quantized):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_generation_with_a_cache(te, paged):
+def test_generation_with_a_kv_cache_matches_the_full_sequence(te, paged):
     """Token by token, with sequences that end and begin, logits equal those of the full sequence at once."""
     from collections import OrderedDict
 

@@ -48,7 +48,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_probabilities_and_their_gradients(te, case):
+def test_router_probabilities_and_gradients_match_float64(te, case):
     """Every score function, groups of experts, a bias that chooses and changes no probability."""
     from transformer_engine.pytorch import router
 
@@ -69,7 +69,7 @@ def test_probabilities_and_their_gradients(te, case):
         assert not torch.equal(_probabilities(exact, *arguments[:-1], None)[1], mask)
 
 
-def test_formats_of_the_routing_map(te):
+def test_routing_map_formats_are_equivalent(te):
     """Bits and dense indices hold what the mask holds; gradients are the same bits."""
     from transformer_engine.pytorch import router
 
@@ -90,7 +90,7 @@ def test_formats_of_the_routing_map(te):
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_balancing_loss(te, function):
+def test_load_balancing_loss_matches_formula(te, function):
     """Scores and loss by their formulas; gradients by autograd. The count of tokens may be a tensor."""
     from transformer_engine.pytorch import router
 
@@ -122,7 +122,7 @@ def _sorted_rows(mask):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_permutation_by_mask(te, dtype):
+def test_permutation_by_mask_matches_indexing(te, dtype):
     """Rows, probabilities, the weighted sum back, and the gradients of all."""
     mask, probs = _routing(), torch.rand(TOKENS, EXPERTS, requires_grad=True)
     tokens = torch.randn(TOKENS, HIDDEN).to(dtype).requires_grad_()
@@ -142,7 +142,7 @@ def test_permutation_by_mask(te, dtype):
     assert ref.distance(probs.grad, exact_probs.grad) <= unit
 
 
-def test_permutation_with_padding(te):
+def test_padded_permutation_is_zero_padded_and_invertible(te):
     """Groups of rows are padded to a multiple; the padding is zero and leaves no trace in the sum back."""
     mask, probs = _routing(), torch.rand(TOKENS, EXPERTS)
     tokens, counts = torch.randn(TOKENS, HIDDEN), mask.sum(0)
@@ -162,7 +162,7 @@ def test_permutation_with_padding(te):
 
 
 @pytest.mark.parametrize("kept", [0, 15])
-def test_permutation_by_index(te, kept):
+def test_permutation_by_index_matches_indexing(te, kept):
     """Rows by expert, the weighted sum back, gradients; rows after the last kept one are dropped."""
     index = torch.rand(TOKENS, EXPERTS).topk(2).indices.to(torch.int32)
     tokens = torch.randn(TOKENS, HIDDEN, requires_grad=True)
@@ -182,7 +182,7 @@ def test_permutation_by_index(te, kept):
     assert ref.distance(probs.grad, exact_probs.grad) <= FP32
 
 
-def test_chunks_change_their_order(te):
+def test_chunk_sort_moves_rows_probabilities_and_gradients(te):
     """Chunks are moved whole, with their probabilities; the gradient moves back."""
     sizes, order = torch.tensor([3, 0, 5, 4]), torch.tensor([2, 0, 3, 1])
     tokens, probs = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS)

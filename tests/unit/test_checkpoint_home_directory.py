@@ -18,7 +18,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "fsdp2_tp"
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_tilde_is_the_home_directory(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_paths_expand_the_home_directory(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kind: every path of te_fsdp.checkpoint and ``te-fsdp ckpt``; Python itself would make a directory "~"."""
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
@@ -43,7 +45,7 @@ def test_a_tilde_is_the_home_directory(kind: Any, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["train.py", "train_moe.py", "train_elastic.py"])
-def test_examples_wait_for_their_last_save(name: str) -> None:
+def test_examples_wait_for_the_last_async_save(name: str) -> None:
     """They end by ``os._exit``, which waits for no thread: an asynchronous save would not be whole."""
     tree = ast.parse((EXAMPLES / name).read_text())
     text = ast.unparse(tree)

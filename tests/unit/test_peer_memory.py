@@ -10,7 +10,7 @@ from te_fsdp import peer_memory as peers
 from te_fsdp.upstream import symmetric_memory as _torch_transport
 
 
-def test_numbers_of_a_group():
+def test_symmetric_memory_keys_are_numbered_per_group():
     """Torch numbers keys by process: two ranks that have met other ranks before use the same ones all the same."""
     store = dist.HashStore()
     first, second = _torch_transport._Numbered(store), _torch_transport._Numbered(store)
@@ -22,7 +22,7 @@ def test_numbers_of_a_group():
             assert second.get(f"{kind}/{number + 7}/0") == f"{kind} {number}".encode()
 
 
-def test_alias():
+def test_alias_shares_memory_with_its_own_storage():
     """The alias has its own storage of exactly its bytes, which cannot be resized; it is the same memory."""
     memory = torch.zeros(1024, dtype=torch.uint8)
     result = peers.alias(memory, 256, torch.empty(8, dtype=torch.bfloat16))
@@ -35,7 +35,7 @@ def test_alias():
 @pytest.mark.parametrize(
     ("allowed", "shared"), [((False, False), False), ((True, False), False), ((True, True), True)]
 )
-def test_ranks_of_one_gpu(monkeypatch, allowed, shared):
+def test_ranks_share_a_gpu_only_if_all_allow_it(monkeypatch, allowed, shared):
     """Ranks share memory if torch is set to do so on all of them; a single rank would wait for the others."""
     told = [("host", "GPU-0", set(), flag, "token") for flag in allowed]
     monkeypatch.setattr(peers, "is_simulated", lambda: False)

@@ -50,7 +50,7 @@ STACKED = ("mlp.fc1_weight", "mlp.fc1_bias", "qkv.weight")
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_tensor_parallelism_is_inferred_from_pieces(shards: int, tp: int) -> None:
+def test_tensor_parallelism_is_inferred_from_column_shards(shards: int, tp: int) -> None:
     """By columns, which FSDP never shards, whether or not the rows divide evenly."""
     result = cut_by_tp(layer(shards, tp))
     assert result.issuperset(f"model.{name}" for name in STACKED) if tp > 1 else not result
@@ -75,7 +75,7 @@ def contents_of(tmp_path: Path, tensors: dict[str, Lazy], extras: list[str]) -> 
         (1, 1, ["qkv"], [], True),
     ],
 )
-def test_stacked_weights_of_plain_directories(
+def test_plain_dcp_load_reports_stacked_weights_with_unknown_row_order(
     tmp_path: Path, shards: int, tp: int, extras: list[str], refused: list[str], asked: bool
 ) -> None:
     """In pieces of tensor parallelism: a difference. A module's entry excludes it, else a note says so."""
@@ -91,7 +91,7 @@ def test_stacked_weights_of_plain_directories(
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_recorded_order_confirms_the_rows(tmp_path: Path, recorded: bool) -> None:
+def test_recorded_row_order_is_accepted(tmp_path: Path, recorded: bool) -> None:
     """Of a directory that dcp.save wrote from a te_fsdp model whose state dict drops ``_extra_state``."""
     tensors = layer(2, 2)
     tensors["model.mlp.fc1_weight"].in_original_order = recorded  # type: ignore[missing-attribute]
@@ -103,7 +103,7 @@ def test_a_recorded_order_confirms_the_rows(tmp_path: Path, recorded: bool) -> N
     assert source.notes == [] and bool(result) is not recorded
 
 
-def test_without_a_model_pieces_of_tensor_parallelism_are_refused(tmp_path: Path) -> None:
+def test_convert_rejects_tp_shards_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"in pieces of tensor parallelism: mlp.fc1_bias, mlp.fc1_weight"
     ):

@@ -1,6 +1,6 @@
-"""Jobs that meet at one path, one forked process each; a script, run by test_checkpoint_neighbours.
+"""Jobs that meet at one path, one forked process each; a script, run by test_checkpoint_concurrent_jobs.
 
-    python neighbour_worker.py DIRECTORY PLAN...
+    python concurrent_save_worker.py DIRECTORY PLAN...
 
 A job may be stopped before its n-th touch of a directory's files, killed there, or slowed down at each: Python's audit
 events (opening, renaming, removing, making and listing) are counted, so that nothing depends on the machine's load. One

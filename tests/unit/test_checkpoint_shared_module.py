@@ -15,7 +15,7 @@ from te_fsdp.checkpoint.manifest import read_manifest
 
 
 @pytest.mark.parametrize("kind", ["plain", "ours"])
-def test_delayed_scaling_of_a_module_with_two_names(te: Any, tmp_path: Path, kind: str) -> None:
+def test_delayed_scaling_state_of_a_shared_module_loads(te: Any, tmp_path: Path, kind: str) -> None:
     """A plain state dict has its state under both names (kind: refused, as state of a module that the model lacks)."""
     from transformer_engine.common.recipe import DelayedScaling
 

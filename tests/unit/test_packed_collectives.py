@@ -34,7 +34,7 @@ def test_packed_tensors_are_unpacked(shapes: list[torch.Size], align: int, missi
 
 
 @given(SHAPES, st.integers(1, 4), st.data())
-def test_rows_are_those_of_chunk(shape: torch.Size, ranks: int, data: st.DataObject) -> None:
+def test_row_partition_equals_torch_chunk(shape: torch.Size, ranks: int, data: st.DataObject) -> None:
     """Rows that are split and joined again; those of each rank are ``torch.chunk``'s."""
     rows = RowPartition(shape, data.draw(st.integers(0, len(shape) - 1)), ranks)
     whole = values(shape)
@@ -52,7 +52,7 @@ def test_rows_are_those_of_chunk(shape: torch.Size, ranks: int, data: st.DataObj
     assert torch.equal(joined, whole)
 
 
-def test_nothing_is_done_before_the_wait() -> None:
+def test_pending_result_is_unpacked_only_on_wait() -> None:
     log: list[str] = []
 
     class Work:
@@ -72,7 +72,7 @@ def test_nothing_is_done_before_the_wait() -> None:
 
 
 @pytest.mark.parametrize(("arrivals", "begun"), [("ab", ["a", "b"]), ("b", []), ("ba", ["a", "b"])])
-def test_units_begin_in_the_agreed_order(arrivals: str, begun: list[str]) -> None:
+def test_units_start_in_the_agreed_order(arrivals: str, begun: list[str]) -> None:
     """A unit that is complete waits for those before it."""
     order, results = UnitOrder(["a", "b"]), list[str]()
     order.agreed = ("a", "b")

@@ -21,7 +21,7 @@ def names(where: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_symbolic_links_are_not_counted_and_stay(tmp_path: Path, linked: bool) -> None:
+def test_keep_last_ignores_symbolic_links(tmp_path: Path, linked: bool) -> None:
     """A script's `latest` and `best` are further names: without them as many checkpoints stay."""
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     checkpoint.save(elsewhere / "step-9", nn.Linear(2, 2))
@@ -37,7 +37,9 @@ def test_symbolic_links_are_not_counted_and_stay(tmp_path: Path, linked: bool) -
         checkpoint.verify(run / name)
 
 
-def test_the_parent_of_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_through_symbolic_links_resolve_like_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every call takes `link/..` as the system does: what was saved there is found there."""
     (tmp_path / "disk" / "job").mkdir(parents=True)
     (tmp_path / "home").mkdir()
@@ -69,7 +71,7 @@ def _at_rename(monkeypatch: pytest.MonkeyPatch, target: Path, act: Any) -> None:
     monkeypatch.setattr(os, "rename", late)
 
 
-def test_another_job_is_faster_between_the_last_check_and_the_rename(
+def test_save_reports_a_target_created_before_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rename wins: the error says that the target exists, and what the other job wrote stays."""
@@ -86,9 +88,7 @@ def test_another_job_is_faster_between_the_last_check_and_the_rename(
     assert (target / "text").read_text() == "theirs" and names(tmp_path) == ["a"]
 
 
-def test_a_target_that_is_replaced_while_a_job_saves_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_reports_a_target_that_force_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--force` onto an empty directory that a job is saving to: the first rename wins here too."""
     checkpoint.save(tmp_path / "other", nn.Linear(2, 2))
     target, args = tmp_path / "x", ["--to", "checkpoint", "--force"]
@@ -108,7 +108,9 @@ def test_a_target_that_is_replaced_while_a_job_saves_to_it(
     assert names(tmp_path) == ["other", "x"]
 
 
-def test_a_full_disk_in_an_asynchronous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_save_reports_required_bytes_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -118,7 +120,9 @@ def test_a_full_disk_in_an_asynchronous_save(tmp_path: Path, monkeypatch: pytest
             checkpoint.save(tmp_path / "a", nn.Linear(2, 2), asynchronous=asynchronous).result()
 
 
-def test_an_unreadable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_directory_raises_checkpoint_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of a network's that has gone, for example: no error of the system's reaches the caller."""
 
     def gone(path: Path) -> Any:
