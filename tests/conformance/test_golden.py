@@ -1,4 +1,4 @@
-"""The emulation against results that the real TransformerEngine gave on a GPU, case by case.
+"""Compare the emulation with results that real TransformerEngine gave on a GPU, case by case.
 
 `golden.xz` is made by `tests.conformance.record` on an H200. Where a case has no bound it is equal bit for bit.
 """
@@ -107,7 +107,7 @@ def test_comparison_detects_codes_out_of_bounds():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_comparison_detects_a_changed_recorded_result(env, recorded, kind):
-    """Of every output of one case, a value in the middle is moved, and the case fails."""
+    """Changing one value in the middle of any recorded output makes the case fail."""
     case = next(
         item for item in every_case() if item.kind == kind and "outputs" in recorded.get(item.name, {})
     )

@@ -1,4 +1,4 @@
-"""Formats against definitions that others have written in Python.
+"""Compare formats with independent Python implementations.
 
 NVFP4 and current scaling: TransformerEngine's own reference quantizers, which its wheel brings
 (`pytorch/custom_recipes/reference_*.py`). MXFP8 has none there; its block scales are checked against ONNX's conversion

@@ -1,4 +1,4 @@
-"""Jobs that meet at one path, one forked process each; a script, run by test_checkpoint_concurrent_jobs.
+"""Run concurrent saves to one path in forked processes; a script for test_checkpoint_concurrent_jobs.
 
     python concurrent_save_worker.py DIRECTORY PLAN...
 

@@ -1,4 +1,4 @@
-"""Process groups in which one process is one of many ranks, with an emulated TransformerEngine."""
+"""Fixtures: process groups in which one process simulates one of many ranks, with an emulated TransformerEngine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that save repeatedly until one of them is killed; a script, run by test_checkpoint_crash.
+"""Run ranks that save repeatedly until one is killed; a script for test_checkpoint_crash.
 
     python crash_worker.py DIRECTORY SEED TRIALS
 

@@ -1,4 +1,4 @@
-"""Saves of a small training, for tests that damage them."""
+"""Save a small training run, for tests that corrupt the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of which one ends, or is late, before a collective call; a script, run by test_dead_ranks.
+"""Run ranks of which one exits or is late before a collective call; a script for test_dead_ranks.
 
     python dead_rank_worker.py DIRECTORY KIND VICTIM
 

@@ -1,4 +1,4 @@
-"""The commands of the pages: each is run unchanged by the test that `RUN_BY` names, or `NOT_RUN` says why none does.
+"""List documented commands: `RUN_BY` names the test that runs them, `NOT_RUN` the reason why none does.
 
 `test_docs.py` checks that every command is of one of the two kinds; the tests get the commands to run from `to_run`.
 """

@@ -1,4 +1,4 @@
-"""How a parameter is cut, done slowly with tensors: the reference that the arithmetic of boxes is compared with."""
+"""Shard parameters slowly with tensors: the reference for the arithmetic of boxes."""
 
 from __future__ import annotations
 

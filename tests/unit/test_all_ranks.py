@@ -1,4 +1,4 @@
-"""``collective_call`` in one process."""
+"""Test ``collective_call`` in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_ranks_are_formatted_as_ranges(ranks, text):
 
 
 def test_warnings_are_printed_without_logging_configuration(python):
-    """Python's last resort prints warnings, unless a library has put its own handler in its way."""
+    """Python's last-resort handler prints warnings unless a library has installed a handler of its own."""
     program = "import logging, te_fsdp; logging.getLogger('te_fsdp').warning('rank 1 has not come')"
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
     assert "rank 1 has not come" in done.stderr

@@ -1,4 +1,4 @@
-"""Public calls given an argument of a wrong kind raise te_fsdp's error."""
+"""Check that public calls raise te_fsdp's error for arguments of wrong types."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _graphed(model: Any, call: Any = print, **options: Any) -> Any:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_public_calls_reject_arguments_of_wrong_types(call, fake_world):
-    """Kind: an argument that Python or torch would refuse, or convert without a word, somewhere in the call."""
+    """Bug class: Python or torch rejects the argument later in the call, or converts it silently."""
     fake_world(1)
     meshes = te_fsdp.Meshes.build(device_type="cpu")
     model = te_fsdp.fully_shard(nn.Linear(2, 2), meshes)
@@ -116,7 +116,7 @@ def test_public_calls_reject_arguments_of_wrong_types(call, fake_world):
 
 @pytest.mark.parametrize("name", OF_MODELS)
 def test_calls_reject_values_that_are_not_sharded_models(name):
-    """A value without attributes, such as None, gets the error of a module that is not sharded."""
+    """A value without attributes, such as None, raises the same error as an unsharded module."""
     call: Any = getattr(te_fsdp, name)
     for value in (None, "model", 1, [], {}, object(), nn.Linear):
         options = {"is_last": True} if name == "microbatch" else {}
@@ -126,7 +126,7 @@ def test_calls_reject_values_that_are_not_sharded_models(name):
 
 
 def test_materialize_accepts_all_valid_seeds():
-    """The limits of torch.manual_seed, and NumPy's integers."""
+    """Cover the limits of torch.manual_seed, and NumPy integers."""
     import numpy as np
 
     for seed in (0, -1, 2**64 - 1, -(2**63), np.int64(3)):

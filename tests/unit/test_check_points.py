@@ -1,4 +1,4 @@
-"""The core works without te_fsdp.checks."""
+"""Check that the core works without te_fsdp.checks."""
 
 from __future__ import annotations
 

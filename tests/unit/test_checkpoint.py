@@ -1,4 +1,4 @@
-"""Checkpoints of one process, without TE or torch.distributed."""
+"""Test checkpoints of one process, without TE or torch.distributed."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_verify_detects_corruption_in_every_file(tmp_path: Path) -> None:
 
 
 def test_load_rejects_a_manifest_of_a_different_save(tmp_path: Path) -> None:
-    """Sizes and digest fit, the tensors do not: found before anything is read."""
+    """File sizes and digest match but tensors do not. The load detects this before reading data."""
     small, large = Model(), nn.Sequential(nn.Linear(3, 3))
     checkpoint.save(tmp_path / "a", small)
     checkpoint.save(tmp_path / "b", large)
@@ -262,7 +262,7 @@ def test_tensors_in_extra_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [{"a": [{1: 2}]}, {"te_fsdp.tuple": []}, {"a": {"te_fsdp.value": [1]}}])
 def test_extra_round_trips_any_dict_key(tmp_path: Path, value: dict) -> None:
-    """Keys that are no strings, and keys that the JSON form itself uses."""
+    """Cover keys that are not strings, and keys that the JSON encoding reserves."""
     checkpoint.save(tmp_path / "a", Model(), extra=value)
     assert checkpoint.load(tmp_path / "a", Model()) == value
 

@@ -1,4 +1,4 @@
-"""Saves under bad conditions: concurrent jobs, clocks that are set back, full disks."""
+"""Test saves under bad conditions: concurrent jobs, clocks that are set back, full disks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def met(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, list
 
 
 def test_one_of_two_concurrent_saves_wins(met: dict[str, list[dict[str, Any]]]) -> None:
-    """The first rename wins; the other job reports that the target exists, and leaves nothing."""
+    """The first rename wins. The other job reports that the target exists and leaves no files."""
     winners = set()
     for outcome in met["stopped"]:
         won = [told == "done" for told in outcome["told"]]
@@ -92,7 +92,7 @@ def test_concurrent_saves_on_a_slow_disk_keep_a_complete_checkpoint(
 
 
 def test_killed_save_does_not_block_the_next_save(met: dict[str, list[dict[str, Any]]]) -> None:
-    """The next one saves to the same path at once, unless the killed one was complete."""
+    """The next job can save to the same path at once, unless the killed save was complete."""
     told = set()
     for outcome in met["killed"]:
         whole = outcome["newest"] == "step-3"
@@ -111,7 +111,7 @@ def test_killed_save_does_not_block_the_next_save(met: dict[str, list[dict[str, 
 
 
 def test_leftovers_of_a_reused_process_id_are_removed(tmp_path: Path) -> None:
-    """A process with the id of a dead owner started later; the control is this process itself."""
+    """A process with the ID of an exited owner started later. The control is this process itself."""
     here = Owner.new()
     for start, stays in (("1", False), (here.start, True)):
         owner = Owner(here.machine, here.pid, start, here.since, "0" * 8)
@@ -122,7 +122,7 @@ def test_leftovers_of_a_reused_process_id_are_removed(tmp_path: Path) -> None:
 
 
 def test_zombie_process_counts_as_exited(tmp_path: Path) -> None:
-    """A zombie has a process id, and writes nothing any more."""
+    """A zombie has a process ID but no longer writes."""
     child = subprocess.Popen(["sleep", "100"])
     owner = Owner(directory._machine(), child.pid, directory._start_of(child.pid) or "", 0, "0" * 8)
     assert owner.is_alive() is True
@@ -134,7 +134,7 @@ def test_zombie_process_counts_as_exited(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_exited_jobs_are_removed(tmp_path: Path) -> None:
-    """Removed if its process is dead, or unknown and a day old; never what a living process writes."""
+    """Leftovers are removed if their process has exited, or is unknown and they are a day old."""
     here = Owner.new()
     dead, elsewhere = Owner(here.machine, DEAD, "1", 0, "0"), Owner("node7-12345678", 1, "1", 0, "0")
     actual = directory.begin(tmp_path / "step-1")
@@ -164,7 +164,7 @@ def test_leftovers_of_exited_jobs_are_removed(tmp_path: Path) -> None:
 
 
 def test_machine_ids_differ_for_containers_and_hosts_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process id means nothing in a container with its own ones, nor on another host of the same name."""
+    """Process IDs are not valid in other containers or on other hosts with the same name."""
     here, stat, read = directory._machine(), os.stat, Path.read_text
     assert directory._machine() == here
 
@@ -229,7 +229,7 @@ def test_latest_orders_checkpoints_with_missing_or_equal_numbers(
 def test_latest_finds_a_checkpoint_saved_during_the_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between a look at the names and one at the files a newer one appears, and those that were seen go."""
+    """Between listing names and reading files, a newer checkpoint appears and the listed ones are removed."""
     checkpoint.save(tmp_path / "step-1", model())
     read = manifest.read_manifest
 
@@ -266,7 +266,7 @@ def test_concurrent_removal_of_one_checkpoint_is_not_an_error(
 def test_load_during_removal_succeeds_or_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each touch of its files it either has read all, or says so and has changed nothing."""
+    """At each file access, the load either has read everything, or raises and has changed nothing."""
     told = set()
     for at in range(20):
         (tmp_path / "a").exists() or checkpoint.save(tmp_path / "a", model())
@@ -290,7 +290,7 @@ def test_load_during_removal_succeeds_or_changes_nothing(
 
 
 def test_path_checks_raise_system_errors_except_missing_paths(tmp_path: Path) -> None:
-    """On every release of Python an error, and False for a path that does not exist."""
+    """On every Python version, system errors are raised, and a missing path returns False."""
     for text in ("n" * 300, "none/inside", "null\0"):
         path = resolve_path(tmp_path / text)
         for exists in (path.exists, path.is_dir, path.is_file):
@@ -307,7 +307,7 @@ def test_path_checks_raise_system_errors_except_missing_paths(tmp_path: Path) ->
 def test_inaccessible_directories_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The directories are another user's; a test that root runs may enter all."""
+    """The directories belong to a different user. This is simulated because root may read everything."""
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", model())
     closed, stat = {"lost+found", "step-2"}, Path.stat
@@ -412,7 +412,7 @@ for name in ("x.pt", "x.safetensors", "x"):
 
 
 def test_file_size_limit_is_reported(tmp_path: Path, python: str) -> None:
-    """Real errors, also those that torch.save makes others of."""
+    """Real errors are reported, including those that torch.save converts."""
     command = [python, "-c", LIMIT, str(tmp_path)]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""Loads that convert a checkpoint, in one process without TransformerEngine."""
+"""Test loads that convert a checkpoint, in one process without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 )
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_load_casts_to_the_dtype_of_the_model(tmp_path: Path, caplog, saved, here, used):
-    """Weights, buffers and moments are cast once; the optimizer keeps them as it would have made them."""
+    """Weights, buffers and moments are cast once, to the dtypes that the optimizer itself would use."""
     model = Model(saved)
     optimizer = adam(model, 2)
     checkpoint.save(tmp_path / "a", model, optimizer)

@@ -1,4 +1,4 @@
-"""Cost of checkpoints of many small tensors, by counting operations for each tensor; no clock is used."""
+"""Test the cost of checkpoints with many small tensors by counting operations instead of time."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_tensors_written_in_blocks_are_readable_by_plain_dcp(
 
 
 def test_save_plan_is_cached_until_contents_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is used while the contents match: new values are saved, and changed entries get a new plan."""
+    """The plan is reused while the contents match. New values are saved, and changed entries get a new plan."""
     plans = counted(monkeypatch, saving, "plan_entries")
     model, optimizer = small_model()
     other, its_optimizer = small_model()  # a second model of the same kind has its own plan
@@ -234,7 +234,7 @@ def _two_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_save_with_cached_model_data_equals_a_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, is_known: bool
 ) -> None:
-    """A save after another one holds, whatever has changed, what a save of a process that knows nothing holds."""
+    """A repeated save equals the first save of a new process, whatever has changed."""
     described = counted(monkeypatch, saving, "model_state")
     parameters, _ = small_model()
     model = nn.ModuleDict({"p": parameters, "bn": nn.BatchNorm1d(3)})
@@ -263,7 +263,7 @@ def test_save_with_cached_model_data_equals_a_first_save(
 def test_device_tensors_are_written_in_plan_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """Weights on a GPU, AdamW's counts of steps on the host: a synchronous save copies the former a slab at a time."""
+    """With weights on a GPU and AdamW's steps on the CPU, a synchronous save copies GPU tensors in blocks."""
     plans = counted(monkeypatch, saving, "plan_entries")
     monkeypatch.setattr(Block, "is_on_host", property(lambda block: not block.tensors[0].ndim))
     monkeypatch.setattr(Staging, "copy", lambda _, blocks: [block.rows().clone() for block in blocks])
@@ -282,7 +282,7 @@ def test_device_tensors_are_written_in_plan_order(
 def test_save_raises_if_file_offsets_differ_from_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its metadata would send readers to other tensors."""
+    """Otherwise readers would find different tensors at the offsets in the metadata."""
     model, optimizer = small_model()
     checkpoint.save(tmp_path / "a", model, optimizer)
     blocks = planner.RankWriter.blocks
@@ -343,7 +343,7 @@ def test_cached_plans_do_not_keep_models_alive(tmp_path: Path) -> None:
 
 
 def test_equal_metadata_is_stored_once(tmp_path: Path) -> None:
-    """Weights and moments have the same shards; and the garbage collector is left as it was."""
+    """Weights and moments share shard metadata. The garbage collector keeps its state."""
     model, optimizer = small_model()
     for enabled in (True, False):
         (gc.enable if enabled else gc.disable)()
@@ -374,7 +374,7 @@ def asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_load_allocates_memory_in_large_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system gives it in small pages otherwise, which takes as long as to read as much from a file."""
+    """Small allocations are slow: page faults take as long as reading the same amount from a file."""
     model = torch.nn.ParameterList(
         torch.randn(400_000) for _ in range(8)
     )  # each is more than is read together
@@ -386,7 +386,7 @@ def test_load_allocates_memory_in_large_blocks(tmp_path: Path, monkeypatch: pyte
 
 
 def test_load_reuses_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the system gives as much again; but what a running save has copied there stays as it is."""
+    """Reuse avoids a second allocation. Buffers of a running save are not overwritten."""
     model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
     first = [weight.detach().clone() for weight in model]
     checkpoint.save(tmp_path / "first", model, asynchronous=True).result()

@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of saves: the newest complete checkpoint is exact."""
+"""Check that the newest complete checkpoint is exact after processes were killed during saves."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ for instant in instants:
 
 
 def test_latest_checkpoint_is_exact_after_kills_during_commit(tmp_path: Path, python: str) -> None:
-    """The few instants that random moments seldom hit."""
+    """Kill at instants that random times rarely reach."""
     command = [python, "-c", INSTANTS_SCRIPT, str(tmp_path), *INSTANTS]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr.decode()

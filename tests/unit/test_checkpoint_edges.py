@@ -1,4 +1,4 @@
-"""Checkpoints of one process at the edges: odd optimizers, odd tensors, plain directories."""
+"""Test edge cases in one process: unusual optimizers, unusual tensors, plain DCP directories."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 def test_files_are_complete_when_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power failure loses data written after the sync, so the final name must not appear before."""
+    """A power failure loses unsynced data, so all writes must precede fsync."""
     synced, real = {}, os.fsync
 
     def fsync(number: int) -> None:
@@ -62,7 +62,7 @@ def test_files_are_complete_when_they_are_synced(tmp_path: Path, monkeypatch: py
 def test_names_appear_only_after_contents_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Files, then the entries of their directory, then the name that others see, then the directory that has it."""
+    """The order is: files, their directory, the rename to the final name, the parent directory."""
     checkpoint.save(tmp_path / "a", model())
     events: list[tuple[str, Path]] = []
     fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
@@ -112,7 +112,7 @@ def test_names_appear_only_after_contents_are_synced(
 
 
 def test_load_rejects_an_edited_manifest(tmp_path: Path) -> None:
-    """A digit that has changed leaves JSON what it was in all but its meaning."""
+    """A changed digit leaves the JSON valid but changes its meaning."""
     ours = model()
     checkpoint.save(tmp_path / "a", ours, torch.optim.SGD(ours.parameters(), lr=0.125))
     manifest = tmp_path / "a" / "te_fsdp.json"
@@ -138,7 +138,7 @@ def test_failed_save_reports_whether_the_checkpoint_is_complete(tmp_path: Path) 
 def test_loaded_optimizer_state_has_the_strides_of_its_parameter(
     tmp_path: Path, options: dict[str, bool]
 ) -> None:
-    """As torch makes it: kernels for many tensors take all with one stride, or refuse."""
+    """Torch creates state with the parameter's strides, which multi-tensor kernels require."""
     ours, other = (nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last) for _ in range(2))
     optimizer, fresh = (torch.optim.AdamW(m.parameters(), **options) for m in (ours, other))
     step(ours, optimizer, (1, 2, 4, 4))
@@ -151,7 +151,7 @@ def test_loaded_optimizer_state_has_the_strides_of_its_parameter(
 
 
 def test_optimizer_steps_of_scalar_bf16_parameters_stay_exact(tmp_path: Path) -> None:
-    """The parameter is a number as its step is, and bf16 here: 257 is none of its values."""
+    """The bf16 parameter is a scalar like its step. bf16 cannot represent 257."""
     ours, other = nn.Module(), nn.Module()
     ours.scale, other.scale = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0).bfloat16())
     optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (ours, other))
@@ -165,7 +165,7 @@ def test_optimizer_steps_of_scalar_bf16_parameters_stay_exact(tmp_path: Path) ->
 
 
 def test_optimizer_steps_are_on_the_device_that_fused_requires() -> None:
-    """A fused kernel reads its steps on the device; an optimizer that was built without it had them on the host."""
+    """A fused kernel reads steps on the device. A non-fused optimizer has them on the CPU."""
     parameter = nn.Parameter(torch.empty(2, 3, device="meta"))
     optimizer = torch.optim.AdamW([parameter])
     for fused, device in ((False, "cpu"), (True, "meta")):
@@ -180,7 +180,7 @@ def test_optimizer_steps_are_on_the_device_that_fused_requires() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_save_and_load_ignore_the_default_device(tmp_path: Path, asynchronous: bool) -> None:
-    """`torch.set_default_device("cuda")` in a program; here a device that loses what is put on it."""
+    """Programs may call `torch.set_default_device("cuda")`. The test uses meta, which loses all values."""
     ours, other = model(), model(1)
     optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (ours, other))
     step(ours, optimizer)
@@ -237,7 +237,7 @@ def test_save_rejects_optimizer_state_of_a_removed_parameter(tmp_path: Path) -> 
 def test_load_removes_optimizer_state_missing_in_the_checkpoint(
     te: Any, tmp_path: Path, kind: str, before: str
 ) -> None:
-    """Momentum and steps of the run that is given up would go into the weights of the one that is loaded."""
+    """Otherwise momentum and steps of the abandoned run would affect the loaded weights."""
 
     def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         ours = model()
@@ -267,7 +267,7 @@ def test_load_removes_optimizer_state_missing_in_the_checkpoint(
 
 
 def test_load_removes_state_entries_missing_in_the_checkpoint(tmp_path: Path) -> None:
-    """As those of an option that was switched on in the run that is given up."""
+    """Such entries come from an option that only the abandoned run had enabled."""
     saved, there = model(), model()
     plain = torch.optim.AdamW(saved.parameters(), lr=0.1)
     maxima = torch.optim.AdamW(there.parameters(), lr=0.1, amsgrad=True)
@@ -292,7 +292,7 @@ def test_load_casts_a_buffer_that_became_a_parameter(tmp_path: Path, was_buffer:
 
 
 def test_parameter_remainders_are_reset_by_a_load_without_the_optimizer(te: Any, tmp_path: Path) -> None:
-    """bf16 weights and the 16 bits that they lack: the latter of the old weights mean nothing, the moments stay."""
+    """The remainders of old bf16 weights are invalid for loaded weights. Moments are kept."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     ours, other = (model(seed).bfloat16() for seed in (0, 1))
@@ -310,7 +310,7 @@ def test_parameter_remainders_are_reset_by_a_load_without_the_optimizer(te: Any,
 
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling"])
 def test_columnwise_only_weights_round_trip(te: Any, recipe: str, tmp_path: Path) -> None:
-    """Hopper's kernels read transposed weights in backward, and TE may keep nothing else of one: it is the weight."""
+    """On Hopper, TE may keep only the transpose of a weight. A load must update it."""
     from transformer_engine.common import recipe as recipes
 
     def build(seed: int, *, turned: bool) -> Any:
@@ -351,7 +351,7 @@ def test_load_rejects_corrupted_plain_dcp_metadata(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad"])
 def test_plain_dcp_loads_every_torch_optimizer_by_name(tmp_path: Path, kind: str) -> None:
-    """By names: every class that torch has. Another one is refused where the options tell."""
+    """States are matched by name for every torch optimizer. A different class is rejected if the options show it."""
     ours, other = model(), model(1)
     build = getattr(torch.optim, kind)
     optimizer, fresh = (build(m.parameters(), lr=0.1) for m in (ours, other))
@@ -366,7 +366,7 @@ def test_plain_dcp_loads_every_torch_optimizer_by_name(tmp_path: Path, kind: str
 
 
 def test_plain_dcp_loads_numbered_optimizer_state_by_group_names_only(tmp_path: Path) -> None:
-    """By their groups' names. DCP keeps no order, so that numbers alone would give equal shapes to each other."""
+    """Param group names identify the parameters. DCP keeps no order, so numbers alone are ambiguous."""
     ours, other = model(), model(1)
     optimizer = torch.optim.AdamW(reversed(list(ours.named_parameters())))
     fresh = torch.optim.AdamW(other.parameters())
@@ -402,7 +402,7 @@ def _failing_fsync(number: int, of_directories: bool) -> Callable[[int], None]:
 def test_failed_fsync_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str, of_directories: bool
 ) -> None:
-    """Kind: an error of fsync that a save ignores, of a file or a directory: its entries may not be on disk."""
+    """Bug class: a save ignores an fsync error of a file or directory, whose data may not be on disk."""
     monkeypatch.setattr(os, "fsync", _failing_fsync(number, of_directories))
     with pytest.raises(CheckpointError, match=text):
         checkpoint.save(tmp_path / "a", model())
@@ -411,7 +411,7 @@ def test_failed_fsync_fails_the_save(
 def test_save_succeeds_on_file_systems_without_directory_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: EINVAL of a directory means that the file system has no such operation."""
+    """Negative control: EINVAL for a directory means that the file system does not support the operation."""
     monkeypatch.setattr(os, "fsync", _failing_fsync(errno.EINVAL, True))
     checkpoint.save(tmp_path / "a", model())
     checkpoint.load(tmp_path / "a", model())

@@ -1,4 +1,4 @@
-"""Tensors whose names in the files are equal."""
+"""Test tensors whose names in the files are equal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_stages_with_equally_named_non_persistent_buffers_are_saved(tmp_path: Pa
 
 
 def test_stages_share_entries_listed_in_shared(tmp_path: Path) -> None:
-    """Stored once, loaded into each; copies that came apart are refused in each save, also in a repeated one."""
+    """Entries are stored once and loaded into each stage. Every save, also a repeated one, rejects differing copies."""
     stages, others = [stage(n, 1.0) for n in (0, 1)], [stage(n, 7.0) for n in (0, 1)]
     with pytest.raises(CheckpointError, match="repeated in the stages of one rank: rope"):
         checkpoint.save(tmp_path / "a", stages)
@@ -42,7 +42,7 @@ def test_stages_share_entries_listed_in_shared(tmp_path: Path) -> None:
 
 
 def test_stages_share_a_trained_parameter_with_optimizer_state(tmp_path: Path) -> None:
-    """Its optimizer state is shared, too, and must be equal."""
+    """Its optimizer state is also shared and must be equal."""
 
     def made(seed: int) -> tuple[list[nn.Module], torch.optim.Optimizer]:
         torch.manual_seed(seed)

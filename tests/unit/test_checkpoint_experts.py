@@ -1,4 +1,4 @@
-"""Layers of experts in one process: one tensor for all in the files of any kind, in any format."""
+"""Test expert layers in one process: every file format stores one tensor for all experts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def recipe(request: pytest.FixtureRequest, te: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8"], indirect=True)
 def test_experts_are_stored_as_one_tensor_and_round_trip(te: Any, recipe: str, tmp_path: Path) -> None:
-    """Weights, optimizer state of some experts alone, delayed-scaling state: back to the bit; the next output too."""
+    """Weights, optimizer state of some experts, delayed-scaling state and the next output are bitwise equal."""
     run = Run(te, recipe, seed=0).step().step()
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
     manifest = json.loads((tmp_path / "c" / "te_fsdp.json").read_text())
@@ -118,7 +118,7 @@ def test_experts_are_stored_as_one_tensor_and_round_trip(te: Any, recipe: str, t
 def test_te_state_dicts_of_experts_convert_to_one_tensor_and_back(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """TE's weight0, weight1, ... in torch.save files and plain DCP directories become one tensor; weights come back."""
+    """TE's weight0, weight1, ... in torch.save files and plain DCP directories become one tensor and convert back."""
     run = Run(te, recipe, seed=0).step().step()
     checkpoint.save(tmp_path / "ours", run.model, run.optimizer)
     torch.save({"model": run.model.state_dict()}, tmp_path / "te.pt")
@@ -156,7 +156,7 @@ def test_te_state_dicts_of_experts_convert_to_one_tensor_and_back(
 
 
 def test_load_names_differences_of_experts(te: Any, tmp_path: Path) -> None:
-    """Another number of experts, experts in several groups, and experts that differ are named."""
+    """Errors name a different number of experts, experts in several param groups, and differing experts."""
     run = Run(te, "none", seed=0).step()
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
     with pytest.raises(
@@ -177,7 +177,7 @@ def test_load_names_differences_of_experts(te: Any, tmp_path: Path) -> None:
 
 
 def test_documented_script_reads_experts_with_plain_dcp(te: Any, tmp_path: Path) -> None:
-    """The block of docs/checkpoints.md unchanged, plain DCP alone; `weight3` is `[3]` of the tensor of all."""
+    """Run the unchanged block of docs/checkpoints.md with plain DCP. `weight3` is `[3]` of the stored tensor."""
     run = Run(te, "none", seed=0).step()
     checkpoint.save(tmp_path / "a", run.model, run.optimizer)
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
@@ -213,7 +213,7 @@ class _ByName:
 
 
 def test_weights_only_load_resolves_enum_members_by_name_only(te: Any, tmp_path: Path) -> None:
-    """TE's tensors contain some. getattr of any other object is refused: it could reach code."""
+    """TE's tensors contain enum members. getattr of any other object is rejected because it could reach code."""
     import transformer_engine_torch as tex
 
     torch.save({"a": _ByName(tex.DType, "kFloat8E4M3")}, tmp_path / "a.pt")

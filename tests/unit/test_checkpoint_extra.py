@@ -1,4 +1,4 @@
-"""Unusual values in ``extra``."""
+"""Test unusual values in ``extra``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from te_fsdp.errors import CheckpointError
 
 
 def test_nested_tensors_in_extra_round_trip_or_raise(tmp_path: Path) -> None:
-    """They have no sizes (kind: torch's internal error without the name of the value)."""
+    """Nested tensors have no sizes. Bug class: torch's internal error, which does not name the value."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
     if not _is_read_weights_only(nested):  # torch 2.15
         with pytest.raises(CheckpointError, match="extra/nested: cannot be stored"):
@@ -39,7 +39,7 @@ def _is_read_weights_only(value: Any) -> bool:
 
 
 def test_extra_rejects_recursive_containers(tmp_path: Path) -> None:
-    """(kind: RecursionError without the name of the value)."""
+    """Bug class: RecursionError that does not name the value."""
     own: list[Any] = []
     own.append(own)
     deep: Any = 1

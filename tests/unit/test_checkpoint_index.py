@@ -1,4 +1,4 @@
-"""The index of a save: it equals DCP's metadata, is read by parts, must be of the save."""
+"""Test the index of a save: it equals DCP's metadata, is read in parts, must belong to the save."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_index_equals_dcp_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_load_reads_only_shards_that_overlap_the_rectangle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few pieces and of many: each element of a rectangle once, out of the piece that has it."""
+    """Each element of a rectangle is read once from the shard that contains it, for few and many shards."""
     manifest, described = written(tmp_path, monkeypatch)
     for few in (0, 100):
         monkeypatch.setattr("te_fsdp.checkpoint.reading._FEW", few)
@@ -133,7 +133,7 @@ def test_load_does_not_unpickle_dcp_metadata(
 def test_load_rejects_an_index_of_a_different_save(
     saves: tuple[Path, Path], tmp_path: Path, change: str, text: str
 ) -> None:
-    """With a manifest that has the right digest, as an attacker would write it."""
+    """The manifest has a valid digest, as an attacker would write it."""
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     body, other = (json.loads((save / MANIFEST).read_text()) for save in saves)

@@ -1,4 +1,4 @@
-"""Damage is found while reading, before anything changes: corruptions of all kinds, manifests that say nonsense."""
+"""Check that a load detects all kinds of corruption before it changes anything."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Corruption:
 def test_load_detects_200_random_corruptions_and_changes_nothing(
     saves: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Whatever byte of whatever file: each is found by a plain load, and no bit of model and optimizer has changed.
+    """A load detects a corrupted byte anywhere in any file and changes no bit of model or optimizer.
 
     None is exempt: tables cover the files of tensors from the first byte to the last, and are covered by the manifest.
     """
@@ -184,7 +184,7 @@ def test_load_rejects_pipes_and_directories_in_place_of_files(
 def test_load_rejects_a_new_checkpoint_edited_to_an_old_format(
     saves: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Without its tables, with good sizes and checksums of complete files: DCP's metadata has the new format's mark."""
+    """Tables are removed, sizes and file checksums are valid. DCP's metadata still has the new format's mark."""
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     as_format_2(path, save_id="")
@@ -194,7 +194,7 @@ def test_load_rejects_a_new_checkpoint_edited_to_an_old_format(
 def test_load_reads_each_required_byte_once(
     saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing of what is not asked for, such as the optimizer."""
+    """Data that was not requested, such as the optimizer, is not read."""
     read: list[int] = []
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda f, b, at: read.append(preadv(f, b, at)) or read[-1])
@@ -220,7 +220,7 @@ def test_checksum_table_has_12_bytes_per_tensor(saves: tuple[Path, Path]) -> Non
 def test_format_2_checkpoints_load_without_tensor_checksums(
     saves: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They load as before, with what they have; the log says how to get more."""
+    """They load with their file checksums. The log says how to verify more."""
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     as_format_2(path)
@@ -248,7 +248,7 @@ def test_format_2_checkpoints_load_without_tensor_checksums(
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (300, 5), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "transposed", "low", "eight"])
 def test_stored_tensors_of_any_layout_are_readable(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
-    """Of any dtype and strides, side by side in one file."""
+    """Cover every dtype and stride, with several tensors in one file."""
     dtype = {"low": torch.bfloat16, "eight": torch.uint8}.get(kind, torch.float32)
     holder = nn.Module()
     for index in range(3):
@@ -266,7 +266,7 @@ def test_stored_tensors_of_any_layout_are_readable(tmp_path: Path, shape: tuple[
 
 
 def test_stored_tensors_of_equal_length_keep_their_strides(tmp_path: Path) -> None:
-    """One shape, dtype and length, but other strides: each has its own pickle, which tells."""
+    """Tensors with equal shape, dtype and length but different strides differ only in their pickles."""
     values = [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t()]
     lengths = set()
     for value in (*values, *values):
@@ -283,7 +283,7 @@ def test_stored_tensors_of_equal_length_keep_their_strides(tmp_path: Path) -> No
 def test_only_the_current_torch_save_layout_is_read_without_unpickling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of others, those of another torch for one, the file's own list has the positions of the elements."""
+    """For other layouts, for example of a different torch, the zip directory locates the elements."""
     values = torch.arange(16.0).view(4, 4)
     for value in (values, values.t()):
         stream = io.BytesIO()
@@ -299,7 +299,7 @@ def test_only_the_current_torch_save_layout_is_read_without_unpickling(
 
 
 def test_reading_rows_does_not_keep_the_full_shard_in_memory(saves: tuple[Path, Path]) -> None:
-    """A rank that needs a row of a large piece keeps a row."""
+    """A rank that needs one row of a large shard keeps only this row."""
     path, manifest = saves[0], manifests.read_manifest(saves[0])
     index = read_index(path, manifest)
     for rows, most in ((1, 1), (5, 5000)):
@@ -317,7 +317,7 @@ def test_reading_rows_does_not_keep_the_full_shard_in_memory(saves: tuple[Path, 
 def test_delayed_scaling_state_of_wrong_shape_is_rejected_before_changes(
     te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, shape: tuple[int, ...]
 ) -> None:
-    """Modules get it last, when a shape that does not fit would leave the model loaded in part."""
+    """Modules receive this state last, so a late shape error would leave the model partly loaded."""
     recipe = __import__("transformer_engine.common.recipe", fromlist=["x"]).DelayedScaling(amax_history_len=8)
 
     def build(seed: int) -> nn.Module:
@@ -346,7 +346,7 @@ def test_delayed_scaling_state_of_wrong_shape_is_rejected_before_changes(
 
 @pytest.mark.parametrize(("saved", "here"), [("delayed", "delayed"), ("none", "mxfp8"), ("mxfp8", "none")])
 def test_failed_load_does_not_change_quantized_models(te: Any, tmp_path: Path, saved: str, here: str) -> None:
-    """Weights that are converted, delayed-scaling state and main weights come after everything has been read."""
+    """Converted weights, delayed-scaling state and main weights change only after all data was read."""
     from transformer_engine.common import recipe as recipes
 
     kinds = {"delayed": recipes.DelayedScaling, "mxfp8": recipes.MXFP8BlockScaling}

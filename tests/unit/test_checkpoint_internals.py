@@ -1,4 +1,4 @@
-"""Parts of saving in one process: copies, checksums, retention, metadata that is not trusted, the interpreter's end."""
+"""Test internals of saving: staging, checksums, retention, untrusted metadata, interpreter exit."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_large_tensors_are_not_stacked() -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
 )
 def test_checksums_depend_on_every_element_and_position(dtype: torch.dtype) -> None:
-    """The sum that is used on GPUs, and the one of the host."""
+    """Cover the checksum for GPUs and the one for the CPU."""
     tensor = (
         torch.arange(100).remainder(2).to(dtype) if dtype == torch.bool else torch.arange(100.0).to(dtype)
     )
@@ -193,7 +193,7 @@ def test_async_save_handle_returns_the_path_and_saves_a_snapshot(
 
 
 def test_interpreter_exit_waits_for_a_running_save(tmp_path: Path, python: str) -> None:
-    """It ends well in one process; in its child it fails, which is reported without a call of `result`."""
+    """The save succeeds in the parent process. It fails in the child, which reports it without a call to `result`."""
     code = """
 import os, sys, time
 import torch
@@ -222,7 +222,7 @@ raise SystemExit(3)
 
 
 def test_save_with_a_stopped_rank_fails_after_the_timeout(tmp_path: Path, python: str) -> None:
-    """Rank 1 is stopped while it writes: rank 0's save fails, and its interpreter ends."""
+    """Rank 1 is stopped while it writes. Rank 0's save fails, and its interpreter exits."""
     code = """
 import os, signal, sys
 import torch
@@ -268,7 +268,7 @@ class Evil:
 
 
 def test_metadata_of_a_newer_torch_is_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.15 describes tensors with one field more than 2.14; so will others."""
+    """torch 2.15 has one more field per tensor than 2.14. Later versions may add more."""
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
     file = tmp_path / "a" / ".metadata"
     expected = unpickle_metadata(file.read_bytes())
@@ -306,7 +306,7 @@ def test_metadata_cannot_execute_code(tmp_path: Path, monkeypatch: pytest.Monkey
     ids=["long", "written"],
 )
 def test_metadata_with_huge_memo_indices_is_rejected(put: bytes, number: str) -> None:
-    """Python's unpickler makes a table as long as the number under which an object is kept, here of 4 GiB."""
+    """Python's unpickler allocates its memo table up to the largest index, here 4 GiB."""
     good = pickle.dumps({"name": ["r" * 300, (1, 2.5, b"x" * 300)], "other": 1 << 70})
     for data in (good[:-1], b"\x80\x02}q\x00r\x01\x00\x00\x00p2\ncbuiltins\nint\nU\x03abc"):
         with pytest.raises(pickle.UnpicklingError, match=f"object number {number} in a pickle of"):
@@ -320,7 +320,7 @@ def test_metadata_with_huge_memo_indices_is_rejected(put: bytes, number: str) ->
     [(Path, "read_bytes"), (ChunkStorageMetadata, "offsets"), (ChunkStorageMetadata, "more")],
 )
 def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
-    """A pickle need not call anything to do harm: it may set attributes of a class that it names."""
+    """A pickle can do harm without a call, by setting attributes of a class."""
     state = pickle.dumps((None, {name: "set"}), protocol=2)[2:-1]
     named = f"c{owner.__module__}\n{owner.__name__}\n".encode()
     before = dict(vars(owner))
@@ -354,7 +354,7 @@ def swap_in(path: Path, file: str) -> None:
 def test_stored_tensors_cannot_execute_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Pieces of both kinds of directories, with checksums recomputed by an attacker; different objects."""
+    """Cover tensors of te_fsdp and plain DCP directories, with checksums that an attacker has recomputed."""
     monkeypatch.chdir(tmp_path)
     path, model = tmp_path / "a", nn.Linear(2, 2)
     if kind == "plain":
@@ -415,7 +415,7 @@ def _mark(key: str, size: int = 1) -> dict[str, Any]:
 
 
 def test_dtensors_of_other_ranks_are_added_to_extra() -> None:
-    """Such as averages of the experts of other ranks, of which rank 0 has none; they were lost without an error."""
+    """Example: averages of experts that rank 0 does not have. They were lost without an error."""
     first, second = "extra/ema/a~1b~2~0", "extra/new/c"
     encoded = join_ranks(
         {"step": 1, "ema": {"x": 2}}, [({}, {}), ({}, {first: _mark(first), second: _mark(second)})]
@@ -454,7 +454,7 @@ def test_per_rank_values_round_trip_in_one_process(tmp_path: Path) -> None:
 
 
 def test_computed_tensors_are_read_by_one_thread() -> None:
-    """Those of a Hugging Face folder keep the group of layers that was read last."""
+    """Tensors of a Hugging Face folder cache the group of layers that was read last."""
     seen: list[threading.Thread] = []
 
     def rows(first: int, last: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The row order of a fused projection is compared: equal shapes are not equal layouts."""
+"""Check that a load compares the row order of fused projections, since equal shapes do not imply it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads without the optimizer: its main weights follow, as those of a new optimizer would begin.
+"""Check that a load without the optimizer resets its main weights to the loaded weights.
 
 The step after has a learning rate of 0, so that it shows the main weights and nothing else: each parameter becomes its
 main weight, rounded or quantized once.
@@ -178,7 +178,7 @@ def test_control_step_restores_outdated_main_weights(
 
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling"], indirect=True)
 def test_main_weights_follow_loaded_weights_only(te: Any, recipe: Any, tmp_path: Path) -> None:
-    """Another optimizer than the given one, weights that are left, and one that has no state yet."""
+    """Cover an optimizer that was not passed, skipped weights, and an optimizer without state."""
     source = build(te, recipe, seed=0)
     checkpoint.save(tmp_path / "a", nn.Sequential(source[0]), fused(source, source[0].parameters()))
     model, (first, second) = trained(te, recipe, "two")
@@ -196,7 +196,7 @@ def test_main_weights_follow_loaded_weights_only(te: Any, recipe: Any, tmp_path:
 
 @pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
 def test_load_finds_frozen_wrapped_and_failed_optimizers(te: Any, recipe: Any, tmp_path: Path) -> None:
-    """Put aside from the garbage collector, behind a wrapper, or with stand-ins that a failed step has left."""
+    """Cover gc.freeze(), wrappers, and main parameters that a failed step has left in the param groups."""
     model, (optimizer,) = trained(te, recipe, "adamw")
     other = torch.optim.SGD(model.parameters(), lr=1.0)  # which has never stepped
     assert {*optimizers_of(model.parameters())} == {optimizer, other}
@@ -251,7 +251,7 @@ class Accelerated(torch.optim.Optimizer):
 def test_load_unwraps_optimizers_and_loads_main_weights(
     te: Any, recipe: Any, kind: str, tmp_path: Path
 ) -> None:
-    """Its main weights are loaded, and not made of the weights, which have less; a control has others."""
+    """Main weights are loaded instead of derived from the less precise weights. The control has different ones."""
     source, (optimizer,) = trained(te, recipe, kind)
     checkpoint.save(tmp_path / "a", source, Accelerated(optimizer))
     checkpoint.load(tmp_path / "a", source, optimizer)  # under the class of the one within
@@ -275,7 +275,7 @@ def test_load_unwraps_optimizers_and_loads_main_weights(
 
 @pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
 def test_load_through_an_opaque_wrapper_restores_main_weights(te: Any, recipe: Any, tmp_path: Path) -> None:
-    """It has the state of the optimizer that it hides, which is therefore no other one."""
+    """The wrapper shares the state of the inner optimizer, so both count as one optimizer."""
     source, (optimizer,) = trained(te, recipe, "fused")
     checkpoint.save(tmp_path / "a", source, Accelerated(optimizer, "hidden"))
     model, (own,) = trained(te, recipe, "fused")

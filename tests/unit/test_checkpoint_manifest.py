@@ -66,7 +66,7 @@ def formats(
 def test_malformed_manifest_raises_or_is_ignored(
     formats: dict[int, tuple[Path, Any]], chosen: st.DataObject, version: int
 ) -> None:
-    """Anything anywhere, with a good digest: an error, except for unchecked entries of old manifests."""
+    """Any value at any place, with a valid digest, raises an error, except in unchecked entries of old manifests."""
     path, body = formats[version]
     way = chosen.draw(st.sampled_from(list(places(body))))
     kind = chosen.draw(st.sampled_from(["replace", "remove", "add", "wrap"]))
@@ -199,7 +199,7 @@ def test_save_rejects_too_deeply_nested_extra(tmp_path: Path) -> None:
 
 
 def test_shared_values_are_validated_once(saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what one of them has alone is found: ``True`` is not a number, though it equals 1."""
+    """A difference in one of them is still detected: ``True`` is not a number, although it equals 1."""
     manifest, looks, check = manifests.read_manifest(saves[0]), [], manifests._check
     manifest.parameters = {f"{n}.weight": {**_WEIGHT, "shape": [n % 3, 1]} for n in range(1000)}
 

@@ -1,4 +1,4 @@
-"""Models or optimizers by name in a checkpoint."""
+"""Test named models or optimizers in a checkpoint."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 
 def test_named_models_and_optimizers_resume_exactly(tmp_path: Path) -> None:
-    """The kind: a job with more than one of either. The next steps are those of a job that was not interrupted."""
+    """Cover jobs with several models or optimizers. The next steps equal those of an uninterrupted job."""
     job, other = Job(0), Job(1)
     job.step(3)
     checkpoint.save(tmp_path / "a", job.models, job.optimizers)
@@ -179,7 +179,7 @@ EXTRA: dict[str, Any] = {
 
 
 def test_extra_accepts_values_of_weights_only_files(tmp_path: Path) -> None:
-    """Equal and of the same classes, tensors within dicts of any keys included."""
+    """Values are equal and have the same classes, including tensors in dicts with any keys."""
     numbers = torch.arange(4.0)
     conjugate = torch.complex(numbers, numbers).conj()
     negative = torch.complex(numbers, numbers).conj().imag
@@ -198,7 +198,7 @@ def test_extra_accepts_values_of_weights_only_files(tmp_path: Path) -> None:
 
 
 def test_extra_accepts_tensors_that_are_not_strided(tmp_path: Path) -> None:
-    """Sparse ones of every layout, and those of torch's own quantization, within a dict and per rank."""
+    """Cover sparse tensors of every layout and torch's quantized tensors, in a dict and per rank."""
     eye = torch.eye(4)
     uncoalesced = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 3), check_invariants=True)
     values = [
@@ -221,7 +221,7 @@ def test_extra_accepts_tensors_that_are_not_strided(tmp_path: Path) -> None:
 
 
 def test_optimizer_options_may_be_tensors_and_load_in_place(tmp_path: Path) -> None:
-    """Loaded into the same tensors, which captured graphs refer to; a larger one is refused by name."""
+    """Options are loaded in place, because captured graphs refer to them. A tensor of a different size is rejected."""
 
     def job() -> tuple[nn.Linear, torch.optim.Optimizer]:
         model = nn.Linear(2, 2)
@@ -264,7 +264,7 @@ def test_save_errors_name_the_rejected_extra_value(tmp_path: Path, value: Any, n
 def test_save_plan_of_several_stages_on_one_rank_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And models by name: the joined module is made for each call, the plan is that of the save before."""
+    """Also covers named models. The joined module is new in each call, but the cached plan is reused."""
     from te_fsdp.checkpoint import saving
 
     calls: list[int] = []

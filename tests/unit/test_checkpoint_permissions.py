@@ -1,4 +1,4 @@
-"""Files that a user may not read are not called damaged. Root may read them, so the refusal is simulated."""
+"""Check that files without read permission are not called corrupted. The permission error is simulated."""
 
 from __future__ import annotations
 

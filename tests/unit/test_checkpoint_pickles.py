@@ -1,4 +1,4 @@
-"""Pickles of every supported release of Python, with members of enums by name or by value.
+"""Read pickles of every supported Python version, with enum members by name or by value.
 
 The kind: whatever te_fsdp unpickles through a table of names, and has enums in it. These are DCP's ``.metadata``
 and the ``_extra_state`` of delayed scaling. The bytes below were recorded.
@@ -108,7 +108,7 @@ def by_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_control_recorded_pickles_differ_in_getattr() -> None:
-    """The control of this file: one kind has ``getattr`` in it, the other has not."""
+    """Control of this file: one kind of pickle contains ``getattr``, the other does not."""
     for texts in (METADATA, EXTRA_STATE):
         assert ["getattr" in names_in(recorded(text)) for text in texts.values()] == [True, False]
 
@@ -123,7 +123,7 @@ def test_metadata_of_every_python_release_is_readable(kind: str) -> None:
 
 
 def test_metadata_with_a_python_3_13_path_is_readable() -> None:
-    """It names a module that other releases do not have, so that plain DCP cannot read it there."""
+    """The pickle names a module that other Python versions do not have, so plain DCP cannot read it there."""
     data = recorded(WITH_A_PATH)
     assert "pathlib._local" in names_in(data)
     result = unpickle_metadata(data)
@@ -144,7 +144,7 @@ def test_delayed_scaling_state_of_every_python_release_is_readable(kind: str) ->
 def test_save_pickles_enums_by_value_on_every_python_release(
     release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier versions of te_fsdp read by-value pickles only, so a save writes these whatever the release is."""
+    """Earlier versions of te_fsdp read by-value pickles only, so every Python version must write these."""
     saved = nn.Linear(2, 2)
     with monkeypatch.context() as other:
         release(other)
@@ -176,7 +176,7 @@ OTHER = f"c{dcp_metadata.__name__}\nMetadata\n".encode()
     ],
 )
 def test_pickled_getattr_returns_members_of_listed_enums_only(arguments: bytes) -> None:
-    """``getattr`` of anything else is refused, by name: it is the way from data to code."""
+    """Any other ``getattr`` is rejected by name, because it could give access to code."""
     call = b"cbuiltins\ngetattr\n(" + arguments + b"tR."
     with pytest.raises((pickle.UnpicklingError, TypeError, ValueError)) as refused:
         unpickle_metadata(call)
@@ -186,7 +186,7 @@ def test_pickled_getattr_returns_members_of_listed_enums_only(arguments: bytes) 
 
 
 def test_control_pickled_getattr_returns_an_enum_member() -> None:
-    """The control: a member is returned, so that the refusals above are of what follows ``getattr``."""
+    """Control: an enum member is returned, so the errors above are caused by the arguments of ``getattr``."""
     good = b"cbuiltins\ngetattr\n(" + ENUM + b"VTORCH_CHANNELS_LAST\ntR."
     with pytest.raises(pickle.UnpicklingError, match="a _MEM_FORMAT_ENCODING instead of DCP's Metadata"):
         unpickle_metadata(good)

@@ -1,4 +1,4 @@
-"""Concurrent jobs: other names of a checkpoint, jobs that are held up at the last moment, what is replaced."""
+"""Test races between jobs: symbolic links, a target that appears before the rename, replaced targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(where: Path) -> list[str]:
 
 @pytest.mark.parametrize("linked", [True, False])
 def test_keep_last_ignores_symbolic_links(tmp_path: Path, linked: bool) -> None:
-    """A script's `latest` and `best` are further names: without them as many checkpoints stay."""
+    """Links such as `latest` and `best` do not count. The same number of checkpoints is kept without them."""
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     checkpoint.save(elsewhere / "step-9", nn.Linear(2, 2))
     for step in (1, 2, 3):
@@ -40,7 +40,7 @@ def test_keep_last_ignores_symbolic_links(tmp_path: Path, linked: bool) -> None:
 def test_paths_through_symbolic_links_resolve_like_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call takes `link/..` as the system does: what was saved there is found there."""
+    """Every call resolves `link/..` like the operating system, so saved checkpoints are found."""
     (tmp_path / "disk" / "job").mkdir(parents=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "link").symlink_to(tmp_path / "disk" / "job")
@@ -74,7 +74,7 @@ def _at_rename(monkeypatch: pytest.MonkeyPatch, target: Path, act: Any) -> None:
 def test_save_reports_a_target_created_before_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rename wins: the error says that the target exists, and what the other job wrote stays."""
+    """The first rename wins. The error says that the target exists, and the other job's files are kept."""
     target = tmp_path / "a"
 
     def be_faster() -> None:
@@ -89,7 +89,7 @@ def test_save_reports_a_target_created_before_its_rename(
 
 
 def test_save_reports_a_target_that_force_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--force` onto an empty directory that a job is saving to: the first rename wins here too."""
+    """`--force` targets an empty directory that a job is saving to. The first rename wins."""
     checkpoint.save(tmp_path / "other", nn.Linear(2, 2))
     target, args = tmp_path / "x", ["--to", "checkpoint", "--force"]
     target.mkdir()
@@ -123,7 +123,7 @@ def test_async_save_reports_required_bytes_on_a_full_disk(
 def test_unreadable_directory_raises_checkpoint_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of a network's that has gone, for example: no error of the system's reaches the caller."""
+    """Example: a network mount that has disappeared. The caller gets CheckpointError, not OSError."""
 
     def gone(path: Path) -> Any:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))

@@ -1,4 +1,4 @@
-"""Checkpoints on object storage: atomic without renaming or locks."""
+"""Check that checkpoints on object storage are atomic without renames or locks."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def kill_after(operations: int) -> Any:
 
 
 def test_latest_remote_checkpoint_is_exact_after_kills(slow: str) -> None:
-    """The newest complete checkpoint is exact; what was left goes with the next save, which may be to the same path."""
+    """The newest complete checkpoint is exact. The next save, also to the same path, removes leftovers."""
     for moment in range(100):
         root = f"{slow}-{moment}"
         checkpoint.save(f"{root}/step-1", trained(1.0)[0], keep_last=1)

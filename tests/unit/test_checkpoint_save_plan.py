@@ -1,4 +1,4 @@
-"""Assignment of writes to ranks: complete tensors, replicas written once, small messages."""
+"""Test assignment of writes to ranks: complete tensors, replicas written once, small messages."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_replica_writes_are_distributed_over_ranks():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_replica_writes_are_balanced_by_bytes(dtype):
-    """Kind: work that is balanced by the number of tensors instead of their bytes: two large ones on one writer."""
+    """Bug class: balancing by the number of tensors assigns two large ones to the same writer."""
     sizes = [
         1000,
         1,

@@ -1,4 +1,4 @@
-"""Records of a plain DCP directory that end before the file does."""
+"""Test records of a plain DCP directory that extend past the end of the file."""
 
 from __future__ import annotations
 

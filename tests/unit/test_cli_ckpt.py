@@ -1,4 +1,4 @@
-"""`te-fsdp ckpt` as a user starts it: exit codes, text, JSON, commands of its page."""
+"""Test `te-fsdp ckpt` as a user starts it: exit codes, text, JSON, documented commands."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_json(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0
 
 
 def test_ckpt_verify_sets_the_exit_code_of_the_process(tmp_path: Path, python: str) -> None:
-    """Exit codes of the real program, which has neither TransformerEngine nor a process group."""
+    """The real program runs without TransformerEngine or a process group."""
     make(tmp_path / "step-100")
     good = start(python, "te_fsdp.cli", ["ckpt", "verify", "step-100"], tmp_path)
     assert (good.returncode, good.stderr) == (0, ""), good.stderr
@@ -108,7 +108,7 @@ def test_help_does_not_import_torch() -> None:
 def test_documented_cli_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its commands, in order, unchanged, in a folder with the files that it names."""
+    """Run the commands of the page unchanged and in order, in a folder with the files that it names."""
     for step in (100, 200):
         make(tmp_path / f"out/checkpoints/step-{step}", step=step, seed=step)
     state = {"model": nn.Linear(4, 4).state_dict(), "step": 7}
@@ -266,7 +266,7 @@ def compared(path: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **
 def test_diff_reports_options_and_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], others: list[str] | None
 ) -> None:
-    """Differences of values other than tensors count, for any tolerance; not with --weights-only."""
+    """Differences outside of tensors count for any tolerance, except with --weights-only."""
     a, b = compared(tmp_path / "a"), compared(tmp_path / "b", **changes)
     args = ["diff", str(a), str(b), "--atol", "1e9"]
     result = run_json(args, capsys, code=int(bool(changes)))
@@ -368,7 +368,7 @@ def test_sizes_with_units_are_parsed(text: str, count: int) -> None:
 def test_commands_find_checkpoints_below_a_run_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kind: the folder of a run, which has its checkpoints some levels down next to other files."""
+    """Cover a run folder with checkpoints some levels down, next to other files."""
     run = tmp_path / "run"
     for step in (5, 15):
         make(run / f"ckpt/step-{step}", step=step)
@@ -392,7 +392,7 @@ def test_commands_find_checkpoints_below_a_run_folder(
 def test_report_of_a_checkpoint_suggests_ckpt_inspect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kind: two commands that print the same. ``report`` prints plans, and names ``ckpt inspect`` for a checkpoint."""
+    """``report`` prints plans only. For a checkpoint it recommends ``ckpt inspect``."""
     make(tmp_path / "step-15")
     for path in (tmp_path, tmp_path / "step-15"):
         assert main(["report", str(path)]) == 1
@@ -400,7 +400,7 @@ def test_report_of_a_checkpoint_suggests_ckpt_inspect(
 
 
 def test_inspect_prints_extra_in_python_notation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kind: the manifest's JSON in the text. Tensors, tuples and other marked values are shown as what they are."""
+    """The text shows tensors, tuples and other values in Python notation instead of the manifest's JSON."""
     extra = {
         "order": torch.zeros(3, 2),
         "pair": (1, "a"),

@@ -1,4 +1,4 @@
-"""Refusals of `te-fsdp ckpt`, by name, before a file appears."""
+"""Check that `te-fsdp ckpt` rejects invalid input before it creates a file."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_force_keeps_the_target_until_its_replacement_is_complete(
 def test_force_replaces_a_target_that_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mount in it, or another user's files: it is out of the way before its first file goes."""
+    """The target may contain a mount or another user's files. It is renamed before any file is removed."""
     source, target = saved(tmp_path / "a"), saved(tmp_path / "x", seed=1)
     gone, remove = list[Path](), directory.remove
     monkeypatch.setattr(
@@ -126,7 +126,7 @@ def test_failed_write_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_empty_directory_is_accepted_as_target(tmp_path: Path) -> None:
-    """But a file does not take its place."""
+    """A file cannot replace an empty directory."""
     for name in "df":
         (tmp_path / name).mkdir()
     with new_directory(tmp_path / "d") as temporary:
@@ -140,7 +140,7 @@ def test_empty_directory_is_accepted_as_target(tmp_path: Path) -> None:
 
 
 def test_corrupted_checkpoint_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A copy would get good checksums of bad bytes."""
+    """A copy would get valid checksums for corrupted data."""
     path = saved(tmp_path / "a")
     data = next(path.glob("*.distcp"))
     good = bytearray(data.read_bytes())
@@ -291,7 +291,7 @@ def test_mismatched_safetensors_shards_are_rejected(
 def test_sharded_state_dicts_with_unmet_conditions_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The condition that a sharded module leaves in its _extra_state is honoured, in both kinds of file."""
+    """The load condition in a sharded module's _extra_state is enforced for both kinds of files."""
     for condition, fits in (
         ("rows stacked for tp=2, other tp sizes need te_fsdp.checkpoint", False),
         ("quantized for tp=1 and 2 FSDP shard(s), other meshes need te_fsdp.checkpoint", False),
@@ -329,7 +329,7 @@ def test_rows_of_any_layout_equal_the_unsharded_weight(
     dtype: torch.dtype,
     budget: int,
 ) -> None:
-    """Tensors of any strides, read by blocks of any size, from a file and in pieces."""
+    """Cover tensors of any strides, read in blocks of any size, from one file or several shards."""
     tensor = torch.arange(start + 1000).to(dtype)[start:]
     size = shape[0] * shape[-1] if len(shape) == 2 else int(torch.tensor(shape).prod())
     if len(shape) == 2 and kind == "turned":
@@ -402,7 +402,7 @@ print("grown", *grown, file=sys.stderr)
 
 
 def test_convert_uses_less_memory_than_the_checkpoint(tmp_path: Path) -> None:
-    """Conversions of 200 MB, one tensor of 120 MB and 40 of 2 MB, grow the process by less than a quarter of it.
+    """Converting 200 MB (one tensor of 120 MB, 40 of 2 MB) increases memory by less than a quarter of that.
 
     Only a torch.save target needs all tensors in memory. The control takes each tensor as one block.
     """

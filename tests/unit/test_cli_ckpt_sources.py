@@ -1,4 +1,4 @@
-"""Sources of `te-fsdp ckpt`: damage is found as it is read, none is written to."""
+"""Check that `te-fsdp ckpt` detects corruption in its sources, never writes to them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def places(file: Path, count: int) -> list[int]:
 def test_flipped_bits_in_torch_files_are_detected(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the data and of the pickle, in files of torch.save and of `convert`; no target appears."""
+    """Cover data and pickle in files of torch.save and `convert`. No target is created."""
     file, target = tmp_path / "a.pt", tmp_path / "x"
     torch.save(state(), tmp_path / "s.pt")
     if kind == "torch":
@@ -100,7 +100,7 @@ def test_flipped_bits_in_plain_dcp_directories_are_detected(
 
 
 def test_flipped_bits_in_dcp_metadata_never_change_tensors(tmp_path: Path) -> None:
-    """It has no checksum. What it says of names, dtypes and pieces is compared with itself and with the files."""
+    """The metadata has no checksum. Names, dtypes and shards are checked for consistency and against the files."""
     parts = {f"model.{n}": torch.full((4, 3), n + 1.0) for n in range(3)}
     dcp.save(parts, checkpoint_id=tmp_path / "d", no_dist=True)
     file = tmp_path / "d/.metadata"
@@ -146,7 +146,7 @@ def test_flipped_bits_in_dcp_metadata_never_change_tensors(tmp_path: Path) -> No
 def test_corrupted_optimizer_options_raise_instead_of_being_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Objects next to tensors, and tensors of one number, are read first, and damage there is an error."""
+    """Objects and scalar tensors among the options are read first. Corruption there is an error."""
     model = torch.nn.Linear(3, 2)
     rate = torch.tensor(0.3728)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
@@ -167,7 +167,7 @@ def test_corrupted_optimizer_options_raise_instead_of_being_skipped(
 
 @pytest.mark.parametrize("lost", ["state_dict_metadata", "planner_data"])
 def test_incomplete_dcp_metadata_is_rejected(tmp_path: Path, lost: str) -> None:
-    """A tensor that has a place in a file and no shape, or no place in the nested dict."""
+    """A tensor has a file offset but no shape, or no path in the nested dict."""
     dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
     assert len(open_any(tmp_path / "d").names) == 5, "the control"
     metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
@@ -179,7 +179,7 @@ def test_incomplete_dcp_metadata_is_rejected(tmp_path: Path, lost: str) -> None:
 
 @pytest.mark.parametrize("length", [-1, 0])
 def test_invalid_record_lengths_are_rejected(tmp_path: Path, length: int) -> None:
-    """To the end of the file, another one's number would be an option's, and the optimizer be left."""
+    """Reading to the end of the file would return a different value, and the optimizer would be skipped."""
     dcp.save({"model": state(), "lr": 0.5}, checkpoint_id=tmp_path / "d", no_dist=True)
     metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
     next(lie for index, lie in metadata.storage_data.items() if index.fqn == "lr").length = length
@@ -199,7 +199,7 @@ def test_impossibly_large_shapes_are_rejected(tmp_path: Path) -> None:
 
 
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:
-    """torch writes 0 where they were switched off, as te_fsdp did into its files before version 0.2."""
+    """torch writes 0 if checksums are disabled, as te_fsdp did before version 0.2."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -304,7 +304,7 @@ def strange(folder: Path) -> list[Path]:
 def test_every_invalid_file_gives_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1 and one line that names the path, never a traceback, nor a fault that no check knew."""
+    """The exit status is 1 with one line that names the path, never a traceback or "unexpected" error."""
     sources = strange(tmp_path)
     assert len(sources) > 50
     for source in sources:
@@ -329,7 +329,7 @@ def test_unexpected_exceptions_give_a_one_line_error(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=range(len(OPTIMIZERS)))
 def test_entries_that_are_not_optimizer_state_are_skipped(tmp_path: Path, optimizer: object) -> None:
-    """In a DCP directory with a note that says why; in a torch.save file every optimizer is left."""
+    """In a DCP directory a note gives the reason. In a torch.save file every optimizer is skipped."""
     tree = {"model": {"w": TENSOR}, "optimizer": optimizer}
     torch.save(tree, tmp_path / "a.pt")
     dcp.save(tree, checkpoint_id=tmp_path / "a", no_dist=True)
@@ -341,7 +341,7 @@ def test_entries_that_are_not_optimizer_state_are_skipped(tmp_path: Path, optimi
 
 
 def test_convert_keeps_unusual_tensor_names(tmp_path: Path) -> None:
-    """Tensors keep their names, whatever these are."""
+    """Tensors keep any name."""
     values = {"\u00fc.\u4e2d\U0001f600": TENSOR, "a/../b": TENSOR * 2, "": TENSOR * 3, "w:x": TENSOR * 4}
     torch.save(values, tmp_path / "a.pt")
     assert main(["ckpt", "convert", str(tmp_path / "a.pt"), str(tmp_path / "x"), "--to", "checkpoint"]) == 0
@@ -356,7 +356,7 @@ def test_convert_keeps_unusual_tensor_names(tmp_path: Path) -> None:
 def test_convert_never_writes_to_its_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as itself, inside of it or around it; by relative paths, links and hard links; with --force or without."""
+    """The target may not be the source, inside it or around it, through any path or link, with or without --force."""
     folder = tmp_path / "around" / "a"
     torch.save(state(), tmp_path / "s.pt")
     assert main(["ckpt", "convert", str(tmp_path / "s.pt"), str(folder), "--to", "checkpoint"]) == 0

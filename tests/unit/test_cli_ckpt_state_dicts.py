@@ -1,4 +1,4 @@
-"""Files of training scripts: the state dict that ``te-fsdp ckpt`` takes for the model's."""
+"""Test which state dict ``te-fsdp ckpt`` uses as the model's in files of training scripts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 @pytest.mark.parametrize("case", TAKEN)
 def test_convert_selects_the_model_state_dict(tmp_path: Path, kind: str, case: str) -> None:
-    """With a tensor next to the model's state dict, this tensor was the model, and the weights were left."""
+    """Bug class: a tensor next to the model's state dict was used as the model, and weights were skipped."""
     source, target = tmp_path / "source", tmp_path / "x.safetensors"
     if kind == "torch":
         torch.save(TAKEN[case], source)
@@ -79,7 +79,7 @@ def test_convert_selects_the_model_state_dict(tmp_path: Path, kind: str, case: s
 def test_convert_rejects_files_without_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, text: str
 ) -> None:
-    """They were written without weights, or with an unforeseen NotImplementedError or RuntimeError."""
+    """Bug class: files without weights were written, or an unexpected exception was raised."""
     torch.save(content, tmp_path / "source.pt")
     for target in ("x.safetensors", "x.pt", "x"):
         kind = ["--to", "checkpoint"] if target == "x" else []

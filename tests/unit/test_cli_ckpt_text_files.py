@@ -1,4 +1,4 @@
-"""Files of text that are given in place of weights, which errors name with what to give instead."""
+"""Check that errors for text files passed as weights name the correct argument."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert", "export"])
 def test_commands_reject_text_files_with_a_hint(tmp_path, capsys, command, name):
-    """Kind: "truncated" and "damaged" of files that are neither."""
+    """Bug class: files are called "truncated" or "damaged" although they are text."""
     path = tmp_path / name
     text, expected = TEXTS[name]
     path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``te-fsdp env``, also in environments with problems."""
+"""Test ``te-fsdp env``, also in environments with problems."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_two_te_installations_are_detected(site, monkeypatch):
 
 
 def test_two_cudnn_versions_are_detected(site, monkeypatch):
-    """One of torch's wheels, another where the loader looks first."""
+    """torch's wheels contain one version, and LD_LIBRARY_PATH a different one."""
     for folder, name in (("nvidia/cudnn/lib", "libcudnn.so.9"), ("other", "libcudnn.so.9.14.0")):
         (site / folder).mkdir(parents=True)
         (site / folder / name).touch()
@@ -326,7 +326,7 @@ def test_missing_te_bindings_and_compiler_are_detected(site, monkeypatch):
 
 
 def test_te_bindings_for_a_different_torch_are_detected(site, monkeypatch, python):
-    """TransformerEngine fails as it does then, in the process that is started to ask it."""
+    """TransformerEngine fails to import in the subprocess, as with such bindings."""
     distribution(site, "transformer_engine_torch", importlib.metadata.version("transformer_engine"))
     distribution(site, "transformer_engine_cu13", importlib.metadata.version("transformer_engine"))
     (site / "transformer_engine").mkdir()
@@ -339,7 +339,7 @@ def test_te_bindings_for_a_different_torch_are_detected(site, monkeypatch, pytho
 
 
 def test_env_describes_this_environment(python, tmp_path):
-    """As a user starts it: TransformerEngine's own words, patches as the tables have them, one JSON document."""
+    """Run as a user does: TransformerEngine's own messages, the patch tables, one JSON document."""
     done = start(python, "te_fsdp.cli", ["env", "--json"], tmp_path)
     result = json.loads(done.stdout)
     assert done.returncode == (0 if result["ok"] else 1), done.stderr

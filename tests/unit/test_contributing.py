@@ -23,6 +23,6 @@ def test_contributing_table_lists_each_package_and_module_once() -> None:
 
 
 def test_control_wrong_contributing_table_is_detected() -> None:
-    """The negative control: a name that is missing, unknown or listed twice changes the result."""
+    """Negative control: a missing, unknown or repeated name changes the result."""
     table = "## Where things go\n\n| where | contents |\n| --- | --- |\n| `cli`, `plan` | a `word` |\n| `plan` | b |\n"
     assert listed(table) == Counter({"cli": 1, "plan": 2})

@@ -1,4 +1,4 @@
-"""benchmarks/convergence_curves.py: a loss curve outside of the spread of two seeds is found."""
+"""Test benchmarks/convergence_curves.py with made-up loss curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of quantized weights from their components: TE's own dequantize to the bit, for any rectangle."""
+"""Check that dequantized rectangles of weights equal TE's own dequantize bit for bit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_values_equal_te_dequantize(weights, name):
 
 @pytest.mark.parametrize("name", ["mxfp8", "block", "nvfp4"])
 def test_columnwise_values_are_near_the_rowwise_ones(weights, name):
-    """Quantized independently (MXFP8) or with the same 2-D blocks; an orientation mixed up would be far off."""
+    """MXFP8 quantizes both directions independently, other formats share 2-D blocks. A wrong orientation is far off."""
     weight = weights[name]
     values, full = whole_of(weight, "columnwise"), weight.dequantize(dtype=torch.float32)
     if name == "mxfp8":
@@ -74,7 +74,7 @@ def test_columnwise_values_are_near_the_rowwise_ones(weights, name):
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(RECIPES)), st.data())
 def test_any_rectangle_can_be_dequantized_from_its_blocks(weights, name, data):
-    """A rectangle may split blocks: the blocks that cover it are enough."""
+    """A rectangle may split blocks. The blocks that cover it suffice."""
     weight = weights[name]
     start = [data.draw(st.integers(0, size - 1)) for size in weight.shape]
     sizes = [data.draw(st.integers(1, size - at)) for size, at in zip(weight.shape, start, strict=True)]
@@ -93,7 +93,7 @@ def test_any_rectangle_can_be_dequantized_from_its_blocks(weights, name, data):
 
 
 def test_control_scales_of_a_neighboring_block_are_detected(weights):
-    """Negative control: scales of the neighbouring block give other values."""
+    """Negative control: scales of the neighboring block give different values."""
     weight = weights["block"]
     described, parts = describe_format(weight), parts_of(weight)
     needed = needed_components(described, list(parts), "w")
@@ -126,7 +126,7 @@ def test_smallest_and_largest_e8m0_scales_are_decoded(direction):
 
 
 def test_nvfp4_4over6_is_rejected(weights):
-    """4over6: the same buffers, with scales up to 256 instead of 448: read as usual, other values."""
+    """4over6 uses the same buffers with scales up to 256 instead of 448, so plain reading gives wrong values."""
     weight = weights["nvfp4"].detach()
     assert describe_format(weight) == "nvfp4 kFloat4E2M1"
     weight._nvfp4_use_4over6 = True

@@ -1,4 +1,4 @@
-"""Sizes that tensor parallelism does not divide: refused before TE builds anything."""
+"""Check that sizes that tensor parallelism does not divide are rejected before TE builds a module."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_divisible_sizes_are_built(te, kind, args, kwargs, words):
 
 
 def test_stock_te_attention_with_indivisible_heads_is_rejected(te):
-    """TE's rounds the number of local groups down, and goes on."""
+    """Stock TE rounds the number of local groups down and continues."""
     attention = te.DotProductAttention(8, 4, tp_size=3)
     assert attention.num_gqa_groups_per_partition == 2
     with pytest.raises(PlacementError, match="DotProductAttention: num_attention_heads=8 over tp_size=3"):

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, the names that it mentions exist.
+"""Check that the documentation's code runs, that names on its pages exist.
 
 The quickstart's Python blocks, joined, are the script that its commands start; both are taken from the page.
 """
@@ -76,7 +76,7 @@ def test_quickstart_runs(tmp_path, python):
 
 
 def test_train_page_runs(tmp_path, python):
-    """The script of "Train a model": ten steps on one mesh, ten more on another, with the loss that goes on."""
+    """Run the page's script: ten steps on one mesh, then ten on a different mesh with a continuous loss."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < 4:
         pytest.skip(f"the page's commands need 4 GPUs, found {gpus}")
@@ -133,7 +133,7 @@ def test_documented_files_and_tests_exist(page):
 
 @every_page
 def test_documented_anchors_exist(page):
-    """By the rules of GitHub for headings, which MyST follows (``myst_heading_anchors``): links work in both."""
+    """Anchors follow GitHub's rules for headings, which MyST shares (``myst_heading_anchors``)."""
     assert not broken_anchors(page, page.read_text())
 
 
@@ -173,7 +173,7 @@ def test_control_broken_anchor_is_detected():
 
 @every_page
 def test_documented_commands_exist(page):
-    """Targets of make, options of scripts and of te-fsdp in the commands of a page, those that no test runs too."""
+    """Check make targets and options of scripts and te-fsdp, also in commands that no test runs."""
     listed = [line for block in documented.blocks(name_of(page), "sh") for line in documented.lines(block)]
     assert not [word for command in listed for word in unknown_words(command)]
 

@@ -1,4 +1,4 @@
-"""Every mistake that one process can make, by the full text of its error; those of meshes are in test_mesh."""
+"""Test the full error text of every mistake in one process. Mesh errors are in test_mesh."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_each_part_of_a_message_is_optional():
 
 
 def test_errors_derive_from_te_fsdp_error_and_a_builtin():
-    """One root; each also the built-in that a Python user would catch."""
+    """All errors share one base class and derive from the builtin that a Python user would catch."""
     caught_as = {
         "MeshError": "ValueError",
         "PlacementError": "ValueError",
@@ -347,7 +347,7 @@ def test_mistakes_raise_with_the_full_text(job, mistake):
 
 @pytest.mark.parametrize("mistake", ["a container as unit", "a scalar", "unit of no name"])
 def test_rejected_fully_shard_does_not_change_the_model(job, mistake):
-    """Also none of the units before the one that is refused."""
+    """Units before the rejected one are not changed either."""
     first, up = nn.Linear(4, 4), job.te.Linear(4, 4, device="cpu")
     second = nn.ModuleList([up])
     if mistake == "a scalar":

@@ -1,4 +1,4 @@
-"""Flags of public calls accept bools only: a word such as "false" counts as true in Python."""
+"""Check that flags of public calls accept bools only: Python treats "false" as true."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_flags_reject_values_that_are_not_bool(call, value):
     ],
 )
 def test_unknown_level_of_checks_raises_with_a_suggestion(given, near):
-    """The error has the levels, and the one that is probably meant."""
+    """The error lists the levels and suggests the most similar one."""
     with pytest.raises(te_fsdp.PlacementError) as raised:
         _sharded(checks=given)
     message = str(raised.value)
@@ -104,7 +104,7 @@ def test_unknown_level_of_checks_raises_with_a_suggestion(given, near):
 
 
 def test_flags_accept_bool_values():
-    """Valid values pass, and so do the defaults."""
+    """Valid values and defaults are accepted."""
     require_flags("call", one=True, other=False, numpys=np.arange(2)[0] == 0)
     for value in (0, 1, 1.0, torch.tensor(True), np.float64(1)):
         with pytest.raises(te_fsdp.PlacementError, match="call: one: expected True or False"):

@@ -1,4 +1,4 @@
-"""Handlers that count the writes of ``torch._foreach_`` functions, while models need them."""
+"""Test handlers that count writes of ``torch._foreach_`` functions while models need them."""
 
 from __future__ import annotations
 

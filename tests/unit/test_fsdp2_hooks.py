@@ -1,4 +1,4 @@
-"""FSDP2's hooks run without torch's contexts that do nothing."""
+"""Check that FSDP2's hooks run without torch's no-op contexts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The ledger of GPU test results: what it keeps, what it replaces, what it selects for the next run."""
+"""Test the ledger of GPU test results: merges, outdated rows, selection for the next run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_code_changes_the_digest(gpu_tests, change):
 
 
 def test_digest_is_equal_on_every_python_version(gpu_tests):
-    """The value is the one of Python 3.10, 3.11, 3.12 and 3.13, whose trees differ in empty parts."""
+    """Python 3.10 to 3.13 give this value, although their syntax trees differ in empty fields."""
     assert gpu_tests.code_digest(SOURCE) == "412a3fecb0ba"
 
 
@@ -106,7 +106,7 @@ def test_pending_test_keeps_its_result(gpu_tests):
 
 
 def test_results_of_an_older_file_version_are_removed(gpu_tests):
-    """The kind: rows that nothing can update, such as of a test that was renamed, or whose turn it is not."""
+    """Bug class: rows that no run updates, for example of a renamed test."""
     renamed = result(gpu_tests, "test_old_name", "passed", file="0" * 12)
     other_card = dataclasses.replace(renamed, card="NVIDIA H200")
     new = result(gpu_tests, "test_new_name", "passed")

@@ -1,4 +1,4 @@
-"""Recording into CUDA graphs, with stand-ins for the graphs."""
+"""Test recording into CUDA graphs, with fake graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requirements of a single grouped parameter, checked before any change."""
+"""Check the requirements of a single grouped parameter before any change."""
 
 import types
 import warnings
@@ -108,7 +108,7 @@ def test_single_grouped_weight_rejects_delayed_scaling(te):
 
 
 def test_single_grouped_weight_requires_the_environment_variable(te, monkeypatch):
-    """TE would pass over the option with a warning alone; stock modules then are as they are."""
+    """TE ignores the option with a warning only. Stock modules then have one parameter per expert."""
     monkeypatch.delenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM")
     with pytest.raises(PlacementError, match=r"NVTE_GROUPED_LINEAR_SINGLE_PARAM=1, got not set"):
         te_fsdp.GroupedLinear(2, 128, 128, device="cpu", single_grouped_weight=True)
@@ -116,7 +116,7 @@ def test_single_grouped_weight_requires_the_environment_variable(te, monkeypatch
 
 
 def test_bound_grouped_weight_shares_memory_with_te(te):
-    """The bound parameter and what TE reads are the memory that TE made."""
+    """The bound parameter and TE's own view share the memory that TE allocated."""
     module = build(te, use_grouped_tensor=True)
     pointer = module.weight.rowwise_data.data_ptr()
     te_fsdp.set_device_mesh(module)
@@ -143,7 +143,7 @@ def test_grouped_weight_shard_dim_is_chosen_by_divisibility(te):
 
 
 def test_grouped_weight_shard_dim_is_equal_on_all_ep_ranks(te):
-    """Ranks with other numbers of experts cut along the same dim: it is one tensor."""
+    """Ranks with different numbers of experts must shard the same dim of one tensor."""
     assert [ExpertRange(0, 4, 7, 4).counts(), ExpertRange(4, 3, 7, 4).counts()] == [(4, 3), (4, 3)]
     assert ExpertRange(2, 2, 4, 2).counts() == ExpertRange(0, 2, 4).counts() == (2, 2)
     module = build(te, use_grouped_tensor=True)  # three
@@ -154,7 +154,7 @@ def test_grouped_weight_shard_dim_is_equal_on_all_ep_ranks(te):
 
 
 def test_quantized_grouped_weight_requires_full_blocks(te):
-    """A quantized expert consists of full blocks, before anything changes."""
+    """Quantized experts that are not full blocks are rejected before any change."""
     from transformer_engine.common import recipe as recipes
 
     with te.quantized_model_init(enabled=True, recipe=recipes.MXFP8BlockScaling()):

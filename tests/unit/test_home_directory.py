@@ -1,4 +1,4 @@
-"""A leading ``~`` in paths."""
+"""Test a leading ``~`` in paths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def home(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("as_path", [False, True])
 def test_hugging_face_paths_expand_the_home_directory(home: Path, as_path: bool) -> None:
-    """Kind: a directory called ``~`` in the current one is searched for."""
+    """Bug class: the path is treated as a directory named ``~`` in the current one."""
     name = Path("~/model") if as_path else "~/model"
     assert torch.equal(embedding(name), embedding(home / "model"))  # type: ignore[arg-type]
     assert read_config(name) == read_config(home / "model")

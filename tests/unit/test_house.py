@@ -1,4 +1,4 @@
-"""Rules of the repository that no linter checks: sizes, names, ASCII, private names, the cost of an import.
+"""Check rules of the repository that no linter covers: sizes, names, ASCII, private names, import cost.
 
 Each rule is a function from source text to a list of offences, so that the end of this file can show, on
 made-up sources, that the rule finds what it is there for.
@@ -351,7 +351,7 @@ def test_files_have_one_subject():
 
 
 def test_no_two_files_import_each_other():
-    """As `make lint` checks for packages, here for files, including those of checkpoints."""
+    """`make lint` checks packages. This test checks files."""
     paths = [path for path in LIBRARY if Path(path).name != "__init__.py"]
     names = {path.removesuffix(".py").replace("/", "."): (ROOT / path).read_text() for path in paths}
     assert not circle(names)

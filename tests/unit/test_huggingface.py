@@ -1,4 +1,4 @@
-"""Hugging Face models compute the same as models of ``te.TransformerLayer`` with the same weights."""
+"""Check that Hugging Face models equal ``te.TransformerLayer`` models with the same weights."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_biases_without_a_hugging_face_parameter_are_rejected(
 def test_folders_on_object_storage_are_rejected(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Folders cannot be written on object storage: nothing appears below the current directory instead."""
+    """Folders cannot be written on object storage. No directory is created in the current one instead."""
     monkeypatch.chdir(tmp_path)
     config = originals["llama"].config
     model, blocks = build(te, originals["llama"], next(iter(LAYERS)))
@@ -331,7 +331,7 @@ def test_folders_on_object_storage_are_rejected(
 
 
 def test_each_norm_keeps_its_own_centering(te: Any, originals: dict[str, nn.Module], tmp_path: Path) -> None:
-    """Each norm's own centering holds."""
+    """Norms that differ from the layers' norms keep their own setting."""
     config, folder = originals["mixtral"].config, tmp_path / "mixtral"
     originals["mixtral"].save_pretrained(folder)
     exact, bound = rounding(originals["mixtral"])
@@ -446,7 +446,7 @@ def test_tied_weights_that_differ_in_the_files_are_rejected(te: Any, originals: 
 
 
 def test_main_weights_follow_loaded_weights(te: Any, originals: dict[str, nn.Module]) -> None:
-    """Otherwise the next step of an optimizer with main weights would restore the old weights."""
+    """Otherwise the next step would restore the old weights from the main weights."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     original = copy.deepcopy(originals["llama"]).bfloat16()
@@ -476,7 +476,7 @@ RECIPES = {"current": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling"}
 def test_load_huggingface_quantizes_each_weight_once(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, recipe: str
 ) -> None:
-    """Each weight is quantized once, as TransformerEngine quantizes the whole one; main weights have what was read."""
+    """Each weight is quantized once from its unsharded value. Main weights get the values in the files."""
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch.optimizers import FusedAdam
 

@@ -1,4 +1,4 @@
-"""Hugging Face models through ``te-fsdp ckpt``."""
+"""Test Hugging Face models with ``te-fsdp ckpt``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_export_writes_a_hugging_face_folder_from_a_checkpoint(te: Any, folder: 
 def test_export_uses_the_dtype_of_config_json(
     te: Any, tmp_path: Path, told: dict[str, str], flags: tuple[str, ...], expected: torch.dtype
 ) -> None:
-    """Without a flag a model in fp32 is not rounded."""
+    """Without a flag, an fp32 model is not rounded."""
     folder = write_model(tmp_path / "model", CONFIG | told)
     model = TeModel(te, hf.read_config(CONFIG), fuse_qkv_params=True)
     checkpoint.load_huggingface(folder, model)
@@ -110,7 +110,7 @@ def test_export_uses_the_dtype_of_config_json(
 def test_huggingface_page_command_runs(
     te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its command unchanged, after a training that leaves the weights as they are."""
+    """Run the page's command unchanged, with weights that training did not change."""
     folder.rename(tmp_path / "my-llama")
     monkeypatch.chdir(tmp_path)
     ((export,),) = documented.to_run("docs/huggingface.md")
@@ -184,7 +184,7 @@ def test_export_rejects_layers_that_differ_from_config_json(
 
 
 def test_export_writes_experts(te: Any, tmp_path: Path) -> None:
-    """Out of a checkpoint, with no option."""
+    """Export experts from a checkpoint without options."""
     config = {**CONFIG, "model_type": "mixtral", "num_local_experts": 3, "tie_word_embeddings": False}
     folder = write_model(tmp_path / "mixtral", config)
     top = argparse.Namespace(num_experts_per_tok=2)

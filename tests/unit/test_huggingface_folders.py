@@ -1,4 +1,4 @@
-"""Hugging Face folders that could be read in two ways, or not at all."""
+"""Test ambiguous or unreadable Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def embedding(folder: Path) -> torch.Tensor:
 
 
 def test_folder_with_a_file_and_an_unrelated_index_is_rejected(folder: Path) -> None:
-    """``transformers`` reads the file; the index was read, with other values."""
+    """``transformers`` reads the file. Bug class: the index was read, with different values."""
     other = "model-00001-of-00001.safetensors"
     write_file(folder / other, tensors(1), {}, lambda _: None)
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors(1), other)}
@@ -59,7 +59,7 @@ def test_folder_with_a_file_and_an_unrelated_index_is_rejected(folder: Path) -> 
 
 @pytest.mark.parametrize("other", ["consolidated.safetensors", "model.fp16.safetensors"])
 def test_additional_weight_formats_are_ignored(folder: Path, other: str) -> None:
-    """As in folders of Mistral's models; refused before, while ``transformers`` reads the usual name."""
+    """Mistral's folders contain such files. ``transformers`` reads the usual name."""
     write_file(folder / other, tensors(1), {}, lambda _: None)
     assert torch.equal(embedding(folder), tensors(0)[EMBEDDING].tensor)
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
@@ -78,7 +78,7 @@ def test_load_rejects_adapters(folder: Path) -> None:
 
 @pytest.mark.parametrize("file", ["", "adapter_model.safetensors", "adapter_model.bin"])
 def test_ckpt_commands_reject_adapters(folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kind: commands took an adapter's weights for a model's."""
+    """Bug class: commands accepted an adapter's weights as a model."""
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     torch.save({"lora_A": torch.ones(2)}, folder / "adapter_model.bin")
     path = str(folder / file)
@@ -101,7 +101,7 @@ def test_ckpt_commands_reject_adapters(folder: Path, file: str, capsys: pytest.C
     ],
 )
 def test_equal_names_of_model_parts_are_rejected(names: dict[str, str], text: str) -> None:
-    """A load had the last one's values, and a save wrote both with the same."""
+    """Bug class: a load used the last one's values, and a save wrote both with the same values."""
     with pytest.raises(CheckpointError, match=f"have one name in the model: {text}"):
         hf.WeightMap.build(CONFIG, names=hf.TeNames(**names))
     hf.WeightMap.build(CONFIG)
@@ -109,7 +109,7 @@ def test_equal_names_of_model_parts_are_rejected(names: dict[str, str], text: st
 
 
 def test_tied_head_with_the_embedding_name_is_rejected() -> None:
-    """A bare KeyError on saving."""
+    """Bug class: KeyError on saving."""
     with pytest.raises(CheckpointError, match=r"pass TeNames\(head=None\)"):
         hf.WeightMap.build({**CONFIG, "tie_word_embeddings": True}, names=hf.TeNames(head="embedding.weight"))
 
@@ -117,7 +117,7 @@ def test_tied_head_with_the_embedding_name_is_rejected() -> None:
 def test_values_beyond_the_range_of_a_dtype_are_rejected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They became infinite."""
+    """Bug class: the values became infinite."""
     weights = hf.WeightMap.build(CONFIG)
     state = {name: lazy.full() for name, lazy in weights.lazily(tensors(0), to_te=True).items()}
     state["embedding.weight"][0, 0] = torch.inf  # of the model itself
@@ -142,7 +142,7 @@ def test_values_beyond_the_range_of_a_dtype_are_rejected(
 
 
 def test_arguments_that_are_not_tensors_or_models_are_rejected(folder: Path) -> None:
-    """(kind: AttributeError)."""
+    """Bug class: AttributeError."""
     lists = {name: one.tensor.tolist() for name, one in tensors(0).items()}
     with pytest.raises(CheckpointError, match="Hugging Face model: dict, no tensors by name"):
         hf.import_huggingface(lists, config=CONFIG)
@@ -152,7 +152,7 @@ def test_arguments_that_are_not_tensors_or_models_are_rejected(folder: Path) -> 
 
 
 def test_files_of_quantized_models_are_rejected(folder: Path) -> None:
-    """The advice was for a model in memory, of a "InMemory"."""
+    """Bug class: the advice was for a model in memory."""
     quantized = {name: InMemory(one.tensor.to(torch.int8)) for name, one in tensors(0).items()}
     write_file(folder / "model.safetensors", quantized, {}, lambda _: None)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Layers that lie or compute otherwise than the rest of the model, or than ``config.json`` says."""
+"""Test layers whose layout or function differs from the other layers or from ``config.json``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def last_layer_otherwise(te: Any, made: TeModel) -> None:
 
 
 def test_each_layer_keeps_its_layout(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
-    """Such a folder had the rows of another layer's kind, with no word."""
+    """Bug class: a layer was converted with the layout of a different layer without an error."""
     folder = folders("llama")
     tokens = torch.arange(16).view(2, 8)
     usual, other = model(te, folder), model(te, folder, last_layer_otherwise)
@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
 def test_models_that_differ_from_config_json_are_rejected(
     te: Any, folders: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """On the way in and out, and of a checkpoint; nothing changes, and nothing is written."""
+    """Load, save and export raise, change nothing and write nothing."""
     folder, (change, text, out) = folders("llama"), REFUSED[name]
     here = model(te, folder, change)
     before = [parameter.detach().clone() for parameter in here.parameters()]
@@ -133,7 +133,7 @@ def test_models_that_differ_from_config_json_are_rejected(
 def test_parameters_missing_in_the_files_are_not_trained(
     te: Any, folders: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """A step of training leaves a model that can be saved, though TransformerEngine's layers have more biases."""
+    """TransformerEngine's layers have additional biases. The model can still be saved after a step."""
     folder = folders(name)
     here = model(te, folder)
     here.embedding.weight.requires_grad_(False)
@@ -160,7 +160,7 @@ ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 def test_scaled_rotary_frequencies_round_trip(
     te: Any, folders: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The right frequencies go in and out, as in the checkpoint; those that the constructor makes are refused."""
+    """Correct frequencies are loaded, saved and exported. The constructor's unscaled ones are rejected."""
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -184,7 +184,7 @@ def test_scaled_rotary_frequencies_round_trip(
 def test_torch_attention_layers_are_rejected_by_name(
     te: Any, folders: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Attention of torch under the names of TransformerEngine's is named, not an error of ours."""
+    """torch attention under TransformerEngine's names gives an error that names it."""
 
     def replace(te: Any, made: TeModel) -> None:
         for item in made.layers:
@@ -200,7 +200,7 @@ def test_torch_attention_layers_are_rejected_by_name(
 def test_export_of_incomplete_state_dicts_suggests_save_huggingface(
     te: Any, folders: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The error names the call that takes a model, however little it is given."""
+    """The error names the call that takes a model, whichever arguments are missing."""
     folder = folders("llama")
     here = model(te, folder)
     weights, blocks = here.state_dict(), hf.TeBlocks.of(here)
@@ -223,7 +223,7 @@ def test_export_of_incomplete_state_dicts_suggests_save_huggingface(
 def test_save_huggingface_rejects_object_storage(
     te: Any, folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A URL was a directory here; one of a local file is that file's."""
+    """Bug class: a URL became a local directory. A file:// URL is the local path."""
     folder = folders("llama")
     here = model(te, folder)
     monkeypatch.chdir(tmp_path)

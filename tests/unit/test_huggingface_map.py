@@ -1,4 +1,4 @@
-"""The map of Hugging Face's tensors to TransformerEngine's, without either library."""
+"""Test the map of Hugging Face tensors to TransformerEngine's, without either library."""
 
 from __future__ import annotations
 
@@ -355,7 +355,7 @@ STRANGE = ("x", [1], {}, {"rope_theta": "x"}, -1, 0, 1e300, None, float("nan"), 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-moe", "gemma", "mixtral", "gpt2"])
 def test_invalid_config_values_raise_checkpoint_error(name: str) -> None:
-    """A description of the model, or an error of ours; and what is read off it is one or the other, too."""
+    """Reading gives a description or CheckpointError. So does every value derived from it."""
     kind, told = MODELS[name]
     config = {"model_type": hf_name(kind), "intermediate_size": 64, "num_experts": 4, **told}
     keys = re.findall(r'get\("(\w+)"', inspect.getsource(huggingface_config))
@@ -402,7 +402,7 @@ BOTH = {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings":
 @pytest.mark.parametrize("name", ["default", "linear", "llama3", "yarn", "dynamic"])
 @pytest.mark.parametrize("base", [500.0, 1e6])
 def test_rotary_frequencies_match_transformers(name: str, base: float) -> None:
-    """Compare those of a model, regardless of their origin; the plain ones are the negative control."""
+    """Compare a model's actual frequencies. Unscaled ones are the negative control."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -430,7 +430,7 @@ def test_rotary_frequencies_match_transformers(name: str, base: float) -> None:
 
 
 def test_yarn_scaled_attention_is_rejected() -> None:
-    """YaRN makes the scores larger as well, which no angles do; what its own model does is its own affair."""
+    """YaRN also scales attention scores, which frequencies cannot express. User-defined models are not checked."""
     rope = {"rope_type": "yarn", "factor": 4.0}
     about = hf.read_config({**LLAMA, "rope_scaling": rope})
     assert layer_differences(ModelDescription((), {}, {}), about, hf.TeNames()) == []
@@ -448,7 +448,7 @@ def test_rope_scaling_with_invalid_factor_is_rejected(value: Any) -> None:
 
 
 def test_rope_scaling_is_compared_with_rotary_settings() -> None:
-    """Of a model that does not tell its frequencies, those that its settings make are compared."""
+    """For a model without recorded frequencies, those that follow from its settings are compared."""
     scaled = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     for more, is_right in (({}, False), (BOTH, True), ({**BOTH, "seq_len_interpolation_factor": 4}, False)):
         here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **more})}

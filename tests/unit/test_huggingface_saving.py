@@ -1,4 +1,4 @@
-"""Ranks' shares of tensors that are assembled for a Hugging Face model: every element once."""
+"""Check that ranks write every element of a Hugging Face model's tensors once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_name_with_a_colon_is_not_an_fp8_component():
 
 
 def test_ranks_number_shards_in_the_same_order():
-    """Holders are chosen on each rank by itself, so the order must not be that of a set of names."""
+    """Each rank chooses senders independently, so the order must not depend on a set."""
     names = [f"layers.{n}.proj.weight" for n in range(12)]
     groups = [Group(((128, 128),), Form((f"theirs.{n}",)), Form((name,))) for n, name in enumerate(names)]
     shares = {name: share(128, 128) for name in names}

@@ -1,4 +1,4 @@
-"""materialize in one process."""
+"""Test materialize in one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unset(model: nn.Module) -> str:
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 def test_buffers_of_every_dtype_are_initialized(dtype):
-    """Zeros are a value, of unsigned dtypes too."""
+    """Zero is a valid initial value, also of unsigned dtypes."""
     model = te_fsdp.materialize(Table(dtype, "zeros"))
     assert model.table.dtype == dtype and not model.table.is_meta and (model.table == 0).all()
     assert torch.equal(model.weight, torch.ones(3))
@@ -51,7 +51,7 @@ def test_buffers_of_every_dtype_are_initialized(dtype):
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 @pytest.mark.parametrize("fill", ["nothing", "half"])
 def test_unset_buffers_are_detected_where_possible(dtype, fill):
-    """Seen of floats also in part, of signed integers as a whole; not of dtypes without a value to spare."""
+    """Floats are detected even if partly unset, signed integers if completely unset, other dtypes never."""
     seen = dtype in FLOATS or (fill == "nothing" and dtype.is_signed)
     if seen:
         assert unset(Table(dtype, fill)) == (
@@ -120,7 +120,7 @@ def test_materialize_without_seed_uses_the_current_rng_state():
 
 
 def test_all_uninitialized_tensors_are_named_at_once():
-    """Modules without reset_parameters, and one that fills a part; the others are initialised all the same."""
+    """Cover modules without reset_parameters and one that fills a part. The others are still initialized."""
     model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Module(), Table(torch.float32, "half"))
     model[1].gain = nn.Parameter(torch.empty(2, device="meta"))
     model[1].register_buffer("shift", torch.empty(2, device="meta"))
@@ -129,7 +129,7 @@ def test_all_uninitialized_tensors_are_named_at_once():
 
 
 def test_reset_parameters_may_write_in_place():
-    """TE's ops write to a bias on the GPU outside of ``no_grad`` (kind: code of ``reset_parameters`` for meta)."""
+    """TE's ops write to a bias outside of ``no_grad`` if it is not on meta."""
 
     class InPlace(nn.Linear):
         def reset_parameters(self) -> None:
@@ -154,7 +154,7 @@ def test_exception_in_reset_parameters_is_raised():
 
 
 def test_plain_models_work_without_transformer_engine(python):
-    """A model of plain modules needs no TE; asking for a TE class says how to get it."""
+    """Plain modules do not require TE. Access to a TE class raises with install instructions."""
     script = """
 import sys
 sys.modules["transformer_engine"] = None  # as if it were not installed
@@ -178,7 +178,7 @@ except ImportError as error:
 
 
 def test_checksums_distinguish_patterns_of_two_values():
-    """Biases after Adam's first step are plus and minus the learning rate: many have equal sums of positions."""
+    """After Adam's first step, biases are plus or minus the learning rate, so weak checksums collide."""
     patterns = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=12)), dtype=torch.bfloat16) * 0.003
     sums = {int(checksum(pattern)) for pattern in patterns}
     assert len(sums) == len(patterns)
@@ -187,7 +187,7 @@ def test_checksums_distinguish_patterns_of_two_values():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.complex64], ids=str)
 def test_checksums_depend_on_every_bit(dtype):
-    """Signs of 8-byte elements too: an even weight shifts the top bit out of the sum."""
+    """Includes signs of 8-byte elements: an even weight shifts the top bit out of the sum."""
     tensor = torch.arange(1, 17, dtype=torch.int32).view(dtype)
     expected = int(checksum(tensor))
     for byte, bit in itertools.product(range(64), range(8)):
@@ -197,7 +197,7 @@ def test_checksums_depend_on_every_bit(dtype):
 
 
 def test_buffers_of_a_module_with_children_are_initialized():
-    """Its reset_parameters runs for the children too; a zero must differ from the value of unset integers."""
+    """Its reset_parameters also initializes children. Zero must differ from the marker of unset integers."""
 
     class Mixer(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Boxes: on any mesh they tile the original tensor exactly once."""
+"""Check that boxes tile the original tensor exactly once on any mesh."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_shards_equal_the_reference(cut):
 @relaxed
 @given(cuts())
 def test_boxes_tile_every_shard_and_the_original_once(cut):
-    """Each element is in one shard, or, replicated over tp, in one shard of each tensor-parallel rank."""
+    """Each element is in one shard, or in one shard per TP rank if replicated over tp."""
     in_original = torch.zeros(cut.shape, dtype=torch.long)
     for at in cut.places():
         shape, boxes = shard_boxes(cut.shape, cut.rule, at)
@@ -59,7 +59,7 @@ def test_boxes_are_in_local_order_and_plain_shards_have_one(cut):
 @relaxed
 @given(stacked_layouts().flatmap(lambda layout: cuts(layout, min_tp=2)))
 def test_control_plain_rule_misplaces_stacked_rows(cut):
-    """Negative control: had the layout no effect, the tests above would not notice it either."""
+    """Negative control: without the stacked layout, values differ although shapes agree."""
     original = cut.original()
     plain = ParameterRule(0)
     wrong = 0
@@ -120,7 +120,7 @@ def test_an_empty_shard_has_a_shape_and_no_box():
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
 @pytest.mark.parametrize("fsdp_size", [1, 2])
 def test_empty_parameter_has_no_boxes(shape, fsdp_size):
-    """TE registers an empty tensor where a bias is off."""
+    """TE registers an empty tensor for a disabled bias."""
     local, boxes = shard_boxes(shape, ParameterRule(None), Coordinates(fsdp_size=fsdp_size))
     assert boxes == [] and 0 in local
 
@@ -181,7 +181,7 @@ def test_layouts_are_formatted_as_text():
 
 
 def test_control_comparison_detects_a_shifted_box():
-    """A box one row off is seen by the comparison that every test above relies on."""
+    """A box that is off by one row is detected by the comparison that all tests here use."""
     cut = Cut((6, 2), ParameterRule(0), Coordinates(tp_size=2, fsdp_size=1))
     shape, [box] = shard_boxes(cut.shape, cut.rule, cut.at)
     moved = replace(box, original=(1, 0))

@@ -1,4 +1,4 @@
-"""Components of quantized weights: over all ranks they tile the original once, or a rank says that it cuts a block."""
+"""Check that components of quantized weights tile the original once, or that split blocks are rejected."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_component_boxes_tile_the_original_once_or_are_rejected(cut, block):
 @relaxed
 @given(quantized_cuts(), st.sampled_from(BLOCKS))
 def test_covering_blocks_contain_the_rectangle(cut, block):
-    """The data that a rank reads contains its rectangles, and no block without a part of them."""
+    """A rank reads the blocks that overlap its rectangles, no others."""
     for _, boxes in shards(cut):
         for box in boxes:
             start, size = covering(box.original, box.sizes, block)

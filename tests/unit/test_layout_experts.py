@@ -1,4 +1,4 @@
-"""The experts of a rank: every expert once, every name one expert's."""
+"""Check that every expert belongs to one rank, every name to one expert."""
 
 from __future__ import annotations
 

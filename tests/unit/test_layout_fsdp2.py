@@ -1,4 +1,4 @@
-"""Boxes against torch: FSDP2 shards real tensors on a mesh of many ranks, of which this process plays each in turn."""
+"""Compare boxes with FSDP2's shards on a mesh of many ranks, which this process simulates in turn."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def sharded_model(mesh: DeviceMesh) -> nn.Module:
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
 def test_boxes_equal_shards_of_fsdp2(fake_world, shape):
-    """Shapes, coordinates and every value, of plain and stacked, even, uneven and empty shards, on every rank."""
+    """Compare shapes, coordinates and values of plain and stacked, even, uneven and empty shards on every rank."""
     fake_world(WORLD, ME)
     wrong_if_plain = 0
     for mesh in positions(shape):
@@ -113,7 +113,7 @@ def _plain(model: nn.Module, name: str, parameter: DTensor) -> tuple[tuple[int, 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
 def test_plain_boxes_equal_dtensor_offsets(fake_world, shape):
-    """DTensor's own offsets for its placements, `_StridedShard` among them, uneven and empty shards too.
+    """Compare with DTensor's own offsets, including `_StridedShard`, uneven and empty shards.
 
     Plain DCP writes and reads by these: it is right for plain layouts as long as they agree with ours.
     """
@@ -135,7 +135,7 @@ def test_plain_boxes_equal_dtensor_offsets(fake_world, shape):
 
 
 def test_shard_info_of_an_unbound_fsdp2_parameter(fake_world):
-    """A DTensor of FSDP2 alone: its last axis is FSDP2's, not tp."""
+    """The DTensor is sharded by FSDP2 only, so its last mesh dimension is FSDP2's, not tp."""
     fake_world(4, rank=3)
     model = nn.Linear(3, 10, bias=False)
     value = torch.arange(30.0).reshape(10, 3)

@@ -1,4 +1,4 @@
-"""Gradients that a node assigns to leaves are those of autograd, for every use of a leaf."""
+"""Check that gradients that a node assigns to leaves equal autograd's for every use of a leaf."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_assigned_leaf_gradients_equal_autograd(
 
 
 def test_control_assigned_gradients_are_not_returned_to_autograd() -> None:
-    """The control: without hooks or earlier gradients autograd gets no gradient."""
+    """Control: without hooks or earlier gradients, nothing is returned to autograd."""
     left = list[Any]()
 
     class Seen(_Twice):

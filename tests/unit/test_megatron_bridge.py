@@ -1,4 +1,4 @@
-"""The bridge's arguments: the peer's names, the peer's defaults, none ignored silently."""
+"""Check the bridge's arguments: Megatron-FSDP's names, its defaults, none ignored silently."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_every_field_of_the_configuration_is_mapped_or_has_an_equivalent():
 
 
 def test_fixes_respect_the_precision_policy():
-    """FSDP2 refuses these two where reductions are te_fsdp's own, as with the policy that the bridge always has."""
+    """FSDP2 rejects both with te_fsdp's own reductions, which the bridge's precision policy always uses."""
     for equivalent in (*UNUSED_ARGUMENTS.values(), *UNUSED_OPTIONS.values()):
         assert "set_symm_mem" not in equivalent and "from_process_group" not in equivalent
 

@@ -1,4 +1,4 @@
-"""Meshes: sizes, names, groups, refusals with their full messages."""
+"""Test meshes: sizes, names, groups, full error messages."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_weight_mesh_is_created_once(fake_world):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(AXES)))
 def test_axes_are_found_by_name(fake_world, order):
-    """Whatever the order of the axes, the groups are those of the ranks that differ in one name alone."""
+    """In any order of axes, a group contains the ranks that differ along one named axis only."""
     sizes = {"dp_replicate": 2, "dp_shard": 3, "tp": 2}
     for rank in (0, 5, 11):
         fake_world(12, rank)
@@ -294,7 +294,7 @@ def test_unknown_axis_names_are_rejected(fake_world, names, words):
     ],
 )
 def test_mapped_axis_names_give_the_same_meshes(fake_world, axes, names, rank):
-    """Named otherwise, the same meshes as with our names."""
+    """Renamed axes give the same meshes as te_fsdp's names."""
     fake_world(8, rank)
     ours = [names.get(axis, axis) for axis in axes]
     theirs = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -314,7 +314,7 @@ def test_mapped_axis_names_give_the_same_meshes(fake_world, axes, names, rank):
     ],
 )
 def test_stage_of_a_pipeline_mesh_gets_its_own_meshes(fake_world, axes, names, rank):
-    """The meshes are those of this rank's stage: of the ranks that differ from it along our axes alone."""
+    """The meshes contain the ranks of this rank's stage only."""
     fake_world(8, rank)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     at = next(i for i, name in enumerate(axes) if name not in ("dp_shard", "tp"))
@@ -333,7 +333,7 @@ def test_stage_of_a_pipeline_mesh_gets_its_own_meshes(fake_world, axes, names, r
 
 @pytest.mark.parametrize("rank", [0, 6])
 def test_build_creates_the_meshes_of_all_stages(fake_world, rank):
-    """Complete blocks of ranks, also with experts; the same for a mesh of one stage and for one with all stages."""
+    """Stages are contiguous ranks, also with experts. A mesh of one stage and one of all stages agree."""
     fake_world(8, rank)
     meshes = build(pp=2, ep=2, tp=2)
     first = rank // 4 * 4
@@ -370,7 +370,7 @@ def test_values_that_are_not_meshes_are_rejected(fake_world):
 
 @pytest.mark.parametrize("order", [[[1, 0], [3, 2]], [[2, 3], [0, 1]]])
 def test_descending_ranks_are_rejected(fake_world, order):
-    """torch numbers the ranks of a group in ascending order: FSDP2 would cut another shard than the mesh says."""
+    """torch sorts the ranks of a group, so FSDP2 would shard differently than the mesh says."""
     fake_world(4)
     mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp_shard", "tp"))
     by_mesh = mesh.get_coordinate()
@@ -454,7 +454,7 @@ def test_axes_that_cross_nodes_are_logged(fake_world, monkeypatch, caplog, node,
 
 
 def test_replicas_within_a_node_are_logged(fake_world, monkeypatch, caplog):
-    """Weights are gathered between nodes, though each node holds two copies of a part."""
+    """Weights are all-gathered across nodes although each node has two copies of a shard."""
     fake_world(16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mesh = DeviceMesh("cpu", torch.arange(16).reshape(8, 2).t(), mesh_dim_names=("dp_replicate", "dp_shard"))

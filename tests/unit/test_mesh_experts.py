@@ -1,4 +1,4 @@
-"""Meshes with context parallelism or expert parallelism."""
+"""Test meshes with context parallelism or expert parallelism."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_expert_mesh_has_the_expected_ranks(fake_world, sizes):
 
 @pytest.mark.parametrize("sizes", EXPERT_SIZES)
 def test_data_rank_is_equal_within_tp_and_cp_groups(fake_world, sizes):
-    """Only the ranks of one tp and cp group; numbers from 0 on, in the order of ranks."""
+    """Only ranks of one tp and cp group share a data rank. Data ranks are numbered from 0 in rank order."""
     numbers, asked = {}, dict(zip(ALL_AXES, sizes, strict=True))
     for rank, place in placed(sizes).items():
         fake_world(math.prod(sizes), rank)
@@ -94,7 +94,7 @@ def test_expert_meshes_share_groups_with_the_dense_ones(fake_world):
 
 @pytest.mark.parametrize("order", [("tp", "dp_shard", "ep"), ("dp_shard", "cp", "tp", "ep"), ("ep", "tp")])
 def test_expert_axes_are_found_by_name(fake_world, order):
-    """With any axes in between, if ep is within cp and cp within dp_shard."""
+    """Other axes may be in between if ep is nested in cp and cp in dp_shard."""
     for rank in (0, 3):
         fake_world(2 ** len(order), rank)
         mesh = init_device_mesh("cpu", (2,) * len(order), mesh_dim_names=order)
@@ -109,7 +109,7 @@ def test_expert_axes_are_found_by_name(fake_world, order):
 
 @pytest.mark.parametrize("order", [("ep", "dp_shard"), ("cp", "dp_shard"), ("ep", "tp", "cp")])
 def test_expert_axes_that_are_not_nested_are_rejected(fake_world, order):
-    """As one axis their ranks would not ascend: each rank would hold the shard of another one."""
+    """Flattened, their ranks would not ascend, and each rank would have a different rank's shard."""
     fake_world(2 ** len(order))
     mesh = init_device_mesh("cpu", (2,) * len(order), mesh_dim_names=order)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The table of faults (`make mutants`): its rows fit the sources, its runner judges correctly."""
+"""Check that the rows of tests/mutants match the sources, that their runner (`make mutants`) works."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = mutants.rows()
 
 
 def test_every_row_matches_the_sources():
-    """A change that moves a guarded line takes its row along."""
+    """A change of a guarded line must update its row."""
     problems = [f"{row.area}.toml: {row.fault}: {row.problem()}" for row in ROWS if row.problem()]
     assert not problems, "\n" + "\n".join(problems)
 

@@ -1,4 +1,4 @@
-"""Marks of `fsdp_no_shard`: what they cover, what they survive; ties across units."""
+"""Test marks of `fsdp_no_shard`, ties across units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, with the saved outputs."""
+"""Check that the notebook runs completely with the saved outputs."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_notebook_runs(tmp_path, python):
 
 
 def test_notebook_outputs_are_saved():
-    """Kind: outputs that are missing, of different cells, or that name a machine."""
+    """Outputs must not be missing, belong to different cells, or name a machine."""
     notebook = json.loads(NOTEBOOK.read_text())
     assert notebook["nbformat"] == 4
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions of te_fsdp wrote load with the same bits.
+"""Check that checkpoints of earlier te_fsdp versions load with the same bits.
 
 tests/unit/old_checkpoints has one archive per version: te_fsdp's own directory, written by 4 ranks on
 dp_shard 2 x tp 2, the same values as plain DCP, written by one rank, and the digests of what that version loaded. Its
@@ -60,7 +60,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def test_two_older_versions_are_tested() -> None:
-    """Both versions whose files must load are there."""
+    """Both versions whose files must load are present."""
     assert VERSIONS == ["a0e77c7", "b52647e"]
 
 

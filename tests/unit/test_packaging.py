@@ -1,4 +1,4 @@
-"""Settings of packaging: requirements, files, lint with few packages installed."""
+"""Test packaging settings: requirements, files, lint with few packages installed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_untested_versions_are_logged_once(caplog):
 
 
 def test_cpu_extras_do_not_install_cuda_packages():
-    """TransformerEngine's compiled parts come with the extras for GPUs alone."""
+    """Only the extras for GPUs install TransformerEngine's compiled parts."""
     for name in ("emulation", "test", "lint", "docs", "integrations"):
         told = [*REQUIRED, *(result.name for result in EXTRAS[name])]
         assert not [
@@ -109,7 +109,7 @@ def test_cpu_extras_do_not_install_cuda_packages():
 
 
 def test_package_data_lists_all_files():
-    """Data files are named in the settings, or a wheel would lack them."""
+    """Data files must be listed in the settings, or a wheel would not contain them."""
     package = ROOT / "te_fsdp"
     patterns = SETTINGS["tool"]["setuptools"]["package-data"]["te_fsdp"]
     others = [
@@ -144,7 +144,7 @@ def test_console_script_exists():
 
 
 def test_dockerfile_uses_existing_files():
-    """Check its lines as a linter would; scripts/setup.sh, which does the work, has no other test here."""
+    """Check its lines like a linter. scripts/setup.sh, which does the work, has no other test here."""
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
     assert {word for word, _ in steps} <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "USER", "CMD"}
@@ -266,7 +266,7 @@ def test_github_workflow_runs_the_ci_targets():
     ],
 )
 def test_earlier_public_modules_are_importable(path, names):
-    """Modules that docs/api.md has listed stay importable, and have the same objects as the new ones."""
+    """Modules that docs/api.md has listed stay importable and re-export the same objects."""
     module = importlib.import_module(path)
     for name in names.split():
         result = getattr(module, name)

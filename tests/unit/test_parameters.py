@@ -1,4 +1,4 @@
-"""The record on a parameter: sharing, copies, pickles."""
+"""Test the record on a parameter: sharing, copies, pickles."""
 
 from __future__ import annotations
 

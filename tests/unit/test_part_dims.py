@@ -1,4 +1,4 @@
-"""The dims of a tensor that functions take parts of."""
+"""Test which dims a function slices or indexes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHT = torch.zeros(4, 8, 3)  # (experts, out, in), whose rows are dim 1
     ],
 )
 def test_part_dims_of_indexing(index: Any, dims: set[int]) -> None:
-    """Also rows behind another index: with the first dim alone, rows of one expert were in the order of the ranks."""
+    """Includes rows behind a different index. Bug class: rows of one expert were in rank order."""
     assert part_dims(torch.Tensor.__getitem__, (WEIGHT, index), {}) == dims
 
 

@@ -1,4 +1,4 @@
-"""The tables of patches of TransformerEngine or torch."""
+"""Test the tables of patches of TransformerEngine or torch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_stock_te_clears_mxfp8_columnwise_data(te):
     ],
 )
 def test_cleared_columnwise_data_can_be_recomputed(te, recipe, options):
-    """The kind: any quantized weight, sharded or replicated, has its columnwise data in the second backward too."""
+    """Any quantized weight, sharded or replicated, has its columnwise data also in a second backward."""
     patch_fsdp_hooks()
     weight = weight_of(te, recipe, **options)
     before = weight.get_metadata()["columnwise_data"].clone()
@@ -141,7 +141,7 @@ def test_stock_te_mxfp8_new_zeros_has_no_padding(te):
 
 @pytest.mark.parametrize("strategy", ["bound", "no_shard", "exempt"])
 def test_replicated_mxfp8_weights_can_be_converted(te, fake_world, strategy):
-    """Kind: ``Module.to`` swaps weights that stay plain parameters, so that they must have no weak reference."""
+    """``Module.to`` swaps plain parameters, which therefore must have no weak references."""
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
     fake_world(2)
@@ -160,7 +160,7 @@ def test_replicated_mxfp8_weights_can_be_converted(te, fake_world, strategy):
 
 
 def test_stock_torch_apply_loses_parameter_attributes(te, fake_world):
-    """Patch "_apply": with stock torch the mark is lost, with te_fsdp's it is not."""
+    """Patch "_apply": stock torch loses the attribute, te_fsdp keeps it."""
     fake_world(2)
     model = nn.Sequential(te.Linear(16, 16, params_dtype=torch.bfloat16, device="cpu"))
     te_fsdp.fully_shard(model, Meshes.build(device_type="cpu"))
@@ -178,7 +178,7 @@ class _Quantized(torch.Tensor):
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 21])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_fsdp2_chunks_of_all_ranks_match_lazy_ones(rows, dim):
-    """FSDP2 creates a tensor for each rank's shard; te_fsdp's are equal, and created on request."""
+    """FSDP2 creates a tensor for each rank's shard. te_fsdp creates equal tensors on request."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     whole = torch.arange(3.0 * rows).reshape((rows, 3) if dim == 0 else (3, rows))
@@ -205,7 +205,7 @@ class Spec(NamedTuple):
 
 
 def test_transpose_moves_the_dim_of_strided_shards(monkeypatch):
-    """With rules that do not move ``_StridedShard``, as those of torch 2.11."""
+    """The rules do not move ``_StridedShard``, as in torch 2.11."""
     strided, rule = strided_shard(0, 2), SimpleNamespace(input_specs=[], output_specs=None)
     rules, transposed = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs, torch.ops.aten.t.default
     monkeypatch.setitem(rules, transposed, lambda schema: SimpleNamespace(strategies=[rule]))

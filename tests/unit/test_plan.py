@@ -1,4 +1,4 @@
-"""The placement table against TE itself: which dim a module divides, which marks it sets, what it refuses."""
+"""Compare the placement table with TE: sharded dims, parameter marks, rejected options."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_shard_dim_equals_the_dim_that_te_divides(build, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_shard_dim_equals_te_partition_dim(build, case):
-    """TE's own tensor-parallel marks. Those of GroupedLinear it knows, but sets only when asked (2.20.2)."""
+    """Compare with TE's tensor-parallel marks. GroupedLinear sets them only on request (2.20.2)."""
     module = build(case, TP)
     if CASES[case][0] == "GroupedLinear":
         module.set_tensor_parallel_attributes()
@@ -129,7 +129,7 @@ def test_shard_dim_equals_te_partition_dim(build, case):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_partial_gradients_match_te_sequence_parallel_marks(build, case, sequence_parallel):
-    """TE marks with `sequence_parallel` what a trainer must sum over tp; q/k norms are ours to know."""
+    """TE marks parameters to sum over tp with `sequence_parallel`, except q/k norms."""
     kind = CASES[case][0]
     if kind == "DotProductAttention" or (kind == "GroupedLinear" and sequence_parallel):
         pytest.skip("has no sequence parallelism")
@@ -156,7 +156,7 @@ def test_gated_activations_match_te(te):
 
 
 def test_qkv_layout_is_taken_from_the_attention_module(build):
-    """The same projection planned by itself is plain: only the attention knows that its rows are stacked."""
+    """The projection planned alone is plain. Only its attention module determines that its rows are stacked."""
     attention = build("attention_fused", TP)
     alone = plan_tree(attention.layernorm_qkv, TP)[0].rules["weight"]
     within = rules_of(attention, TP)["layernorm_qkv.weight"]
@@ -164,7 +164,7 @@ def test_qkv_layout_is_taken_from_the_attention_module(build):
 
 
 def test_plain_torch_modules_are_replicated(te):
-    """Replicated; partial where the user marks it; nothing planned for a module without parameters."""
+    """They are replicated, partial if the user marks them, and not planned without parameters."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model[0].bias.sequence_parallel = True
     planned = plan_tree(model, TP)
@@ -239,7 +239,7 @@ def test_unsupported_te_options_are_rejected(build, te):
 
 @pytest.mark.parametrize("mode", ["column", "row", None])
 def test_grouped_weight_shard_dims_are_shifted_by_one(mode):
-    """One dim more than each expert's own, in front."""
+    """A grouped weight has one leading dim for the experts."""
     each = table.grouped_linear_rules(["weight0"], ["bias0"], mode)
     whole = table.single_grouped_rules(["weight", "bias"], mode)
     for name, rule in whole.items():
@@ -272,7 +272,7 @@ def test_user_parameters_on_a_te_module_are_rejected(te):
 
 
 def test_te_modules_without_placement_rules_are_rejected_under_tp(te):
-    """Refused under tensor parallelism; without it FSDP2 alone is right for them."""
+    """They are rejected under tensor parallelism. Without it, FSDP2 alone is correct."""
     operation = te.ops.Bias(4, device="cpu")
     message = refusal(PlacementError, nn.ModuleDict({"shift": operation}), TP)
     assert message == (

@@ -1,4 +1,4 @@
-"""Plans against closed forms."""
+"""Compare plans with closed forms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def traffic(found: Plan) -> dict[tuple[str, str], int]:
 
 
 def test_plan_matches_closed_forms(te):
-    """bf16 on four ranks, two microbatches: nothing is left over where numbers divide."""
+    """Use bf16, four ranks and two microbatches, with sizes that divide evenly."""
     job = Job(CONFIG, sequence=64, microbatches=2)
     result = plan(job, Sizes(dp_shard=4))
     assert result.parameters == ALL
@@ -70,7 +70,7 @@ def test_plan_matches_closed_forms(te):
     ids=["optim", "optim_grads", "optim_grads_params"],
 )
 def test_communication_of_each_strategy_matches_closed_forms(te, changes, gathers, reductions):
-    """How often a step of three microbatches gathers and reduces: docs/strategies.md."""
+    """Count all-gathers and reductions in a step of three microbatches, as in docs/strategies.md."""
     result = plan(Job(CONFIG, sequence=64, microbatches=3, **changes), Sizes(dp_shard=2))
     assert traffic(result) == {
         ("weights", "all-gather"): gathers * ALL,
@@ -79,7 +79,7 @@ def test_communication_of_each_strategy_matches_closed_forms(te, changes, gather
 
 
 def test_replicated_and_outer_sharded_state_matches_closed_forms(te):
-    """HSDP sums over the replicas; HFSDP shards the optimizer's state over them; no_shard holds everything."""
+    """HSDP all-reduces over replicas, HFSDP shards optimizer state over them, no_shard replicates everything."""
     sizes = Sizes(dp_replicate=2, dp_shard=2)
     hsdp, hfsdp = (
         plan(Job(CONFIG, sequence=64, outer_strategy=outer), sizes) for outer in ("no_shard", "optim")
@@ -93,7 +93,7 @@ def test_replicated_and_outer_sharded_state_matches_closed_forms(te):
 
 
 def test_tensor_parallel_mxfp8_plan_matches_closed_forms(te):
-    """Two bytes and two scales of 32 for each weight of a product; a layer's collectives over tp."""
+    """Each weight has two bytes and two scales per 32 elements. Also counts a layer's collectives over tp."""
     job = Job(CONFIG, recipe="mxfp8", quantized_weights=True, optimizer="fused-adam", sequence=64, batch=2)
     result = plan(job, Sizes(dp_shard=2, tp=2))
     assert result.held["weights, mxfp8"] == pytest.approx(
@@ -127,7 +127,7 @@ def test_expert_parallel_plan_matches_closed_forms(te):
 
 
 def test_context_parallel_plan_matches_closed_forms(te):
-    """A rank has half of each sequence; keys and values go round once in forward, twice in backward."""
+    """A rank has half of each sequence. Keys and values are sent once in forward, twice in backward."""
     sizes = Sizes(dp_shard=2), Sizes(dp_shard=1, cp=2)
     whole, half = (plan(Job(CONFIG, sequence=64), item) for item in sizes)
     assert half.activations == whole.activations // 2 and half.held == whole.held
@@ -147,14 +147,14 @@ WIDE = {**CONFIG, **WIDE, "intermediate_size": 53248, "vocab_size": 128256}
 
 
 def test_plan_of_1024_ranks_scales_with_the_shard_size(te):
-    """Any number of ranks is possible: only one is computed."""
+    """Only one rank is computed, so any number of ranks is possible."""
     small, large = (plan(Job(WIDE, optimizer="fused-adam"), Sizes(dp_shard=n, tp=8)) for n in (16, 128))
     assert math.isclose(small.held_bytes, 8 * large.held_bytes, rel_tol=0.001)
     assert small.activations == large.activations and large.sizes.ranks == 1024
 
 
 def test_plan_of_405b_parameters_on_1024_ranks_is_fast(tmp_path):
-    """A minute of one core and 2 GiB, torch's import included; measured: 5 s, 0.4 GiB."""
+    """The limit is one minute on one core and 2 GiB, including torch's import. Measured: 5 s, 0.4 GiB."""
     (tmp_path / "config.json").write_text(json.dumps({**WIDE, "num_hidden_layers": 126}))
     args = [
         "plan",
@@ -316,7 +316,7 @@ def test_plan_accepts_a_user_defined_model(te):
 
 
 def test_search_orders_meshes_by_cost(te):
-    """Meshes that fit come first, cheapest first; the others say why not."""
+    """Meshes that fit are listed first, ordered by cost. The others have a reason."""
     job = Job(MIXTRAL, sequence=64)
     result = search(job, gpus=4, memory=2**40, node=2)
     assert {str(item.sizes) for item in result} >= {
@@ -345,7 +345,7 @@ def test_search_orders_meshes_by_cost(te):
 
 
 def test_planned_peaks_match_h200_measurements(hopper, monkeypatch):
-    """Jobs that two H200s have trained: the allocator's peak within 3 %, and what they hold."""
+    """Compare with jobs on two H200s: the allocator's peak within 3 %, and the memory between steps."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import plan_memory
 
@@ -360,7 +360,7 @@ def test_planned_peaks_match_h200_measurements(hopper, monkeypatch):
 
 
 def test_transposes_are_planned_without_all_gathers(hopper):
-    """One rank alone gathers nothing; Hopper's transposes of float8 weights are there all the same."""
+    """A single rank does not all-gather, but Hopper still keeps transposes of float8 weights."""
     job = Job(
         CONFIG, recipe="current", quantized_weights=True, optimizer="fused-adam", sequence=512, vocabulary=0
     )
@@ -477,7 +477,7 @@ def test_planning_package_exports_plan():
 
 
 def test_shell_completion_covers_each_command(python, tmp_path):
-    """tyro completes each command; ``te-fsdp completion`` puts them together."""
+    """tyro completes each command. ``te-fsdp completion`` combines them."""
     done = start(python, "te_fsdp.cli", ["completion", "bash"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--quantized-weights" in done.stdout and "verify" in done.stdout

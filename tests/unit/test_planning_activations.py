@@ -1,4 +1,4 @@
-"""The formula of what modules keep, against what TransformerEngine's own code saves for backward."""
+"""Compare planned activations with the tensors that TransformerEngine saves for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of `te-fsdp plan` with the device or a file."""
+"""Test limits of `te-fsdp plan`: device support, memory sizes, plan files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def test_timed_plan_can_be_read(te, folder, capsys):
-    """Kind: what the command adds to a plan's file must not keep the file from being read."""
+    """Values that the command adds to a plan file must not make it unreadable."""
     args = ["plan", str(folder), "--gpus", "2", "--sequence", "64", "--arch", "10.0", "--json"]
     printed = []
     for more in ([], ["--tflops", "400"], ["--tflops", "400", "--host-ms", "3"]):
@@ -38,7 +38,7 @@ def test_timed_plan_can_be_read(te, folder, capsys):
 
 @pytest.mark.parametrize("text", ["80", " 7.5 ", "0"])
 def test_memory_option_requires_a_unit(capsys: pytest.CaptureFixture[str], text: str):
-    """Kind: a number whose unit is guessed. A plan for 80 bytes helps no one."""
+    """Bug class: the unit of a number is guessed. A plan for 80 bytes is useless."""
     assert main(["plan", "config.json", "--memory", text]) == 1
     output = " ".join(capsys.readouterr().err.split())
     assert "expected a size with a unit" in output and f"Fix: --memory {text.strip()}GiB" in output
@@ -51,7 +51,7 @@ def test_memory_option_requires_a_unit(capsys: pytest.CaptureFixture[str], text:
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("arch", ["9.0", "10.0"])
 def test_plan_rejects_recipes_that_the_device_does_not_support(te, arch, recipe, quantized):
-    """Kind: a plan of a job that TransformerEngine refuses at its first forward; for every recipe and device."""
+    """Bug class: a plan of a job that TransformerEngine rejects in its first forward. Every recipe and device."""
     if quantized and recipe == "none":
         return
     emulation.switch_arch(arch)
@@ -71,7 +71,7 @@ def test_plan_rejects_recipes_that_the_device_does_not_support(te, arch, recipe,
 
 
 def test_plan_command_rejects_unsupported_recipes(te, folder, capsys):
-    """As above, from the command line; the negative control is the same job on Blackwell."""
+    """As above, from the command line. The negative control is the same job on Blackwell."""
     args = ["plan", str(folder), "--recipe", "mxfp8", "--sequence", "64"]
     assert main([*args, "--arch", "9.0"]) == 1
     assert "compute capability 9.0" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Estimated step times, compared with closed forms or with measured runs on two H200s."""
+"""Compare estimated step times with closed forms or with runs on two H200s."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ROWS = {
 
 
 def test_estimated_step_times_match_h200_measurements(hopper, monkeypatch):
-    """Within 15 %; the page shows this table."""
+    """Estimates are within 15 %. The page shows this table."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import plan_memory
 
@@ -135,7 +135,7 @@ def test_expected_step_times_match_the_recorded_files():
 
 
 def test_step_time_matches_closed_forms(te):
-    """Two microbatches on two nodes of two: tp within one, dp_shard between them."""
+    """Two microbatches on two nodes with two ranks each, tp within a node and dp_shard across nodes."""
     job = Job(CONFIG, sequence=TOKENS, microbatches=2, recompute=True)
     result = plan(job, Sizes(dp_shard=2, tp=2))
     # A rank of tp has half of each product in layers, and the head for half of the tokens; three times, and once again.

@@ -1,4 +1,4 @@
-"""The precision policy in one process: what it accepts, what it means for a model's units, what it refuses."""
+"""Test the precision policy in one process: valid fields, effects on units, errors."""
 
 from __future__ import annotations
 

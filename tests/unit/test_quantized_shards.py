@@ -1,4 +1,4 @@
-"""Quantized weights in one process: shards of ones made on the device, packed buffers, what fits a format."""
+"""Test quantized weights in one process: shards, packed buffers, shape requirements of formats."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def local(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("place", [0, 1])
 def test_quantized_shard_equals_a_slice_of_the_unsharded_weight(world, recipe, place):
-    """In every byte, although FSDP2 cut high-precision values: the bytes are copied."""
+    """All bytes are equal: they are copied although FSDP2 shards high-precision values."""
     whole = Model(world, recipe).up.weight
     fmt = _te.format_of(whole)
     model = te_fsdp.fully_shard(Model(world, recipe), meshes_at(place))
@@ -93,7 +93,7 @@ def test_delayed_scaling_shard_keeps_the_scale(world):
 
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "Float8CurrentScaling", "NVFP4BlockScaling"])
 def test_high_precision_initial_value_is_sharded(world, recipe):
-    """`preserve_high_precision_init_val`: what an optimizer takes its main weights from."""
+    """Optimizers initialize main weights from it (`preserve_high_precision_init_val`)."""
     whole = Model(world, recipe, keep=True).up.weight.get_high_precision_init_val()
     model = te_fsdp.fully_shard(Model(world, recipe, keep=True), meshes_at(1))
     assert torch.equal(local(model).get_high_precision_init_val(), whole[ROWS // 2 :])
@@ -104,7 +104,7 @@ def test_high_precision_initial_value_is_sharded(world, recipe):
 
 
 def test_block_sizes_match_te_constants(te):
-    """The rows that one scale spans, against TE's own constants."""
+    """Compare the rows per scale with TE's own constants."""
     from transformer_engine.pytorch import constants
 
     assert FORMATS["mxfp8"].block == constants.MXFP8_BLOCK_SCALING_SIZE
@@ -120,7 +120,7 @@ def test_block_sizes_match_te_constants(te):
 
 
 def test_format_names_match_for_tensors_and_quantizers(te):
-    """Of a tensor and of the quantizer that makes it: the same, and TE's class name for one that we do not know."""
+    """A tensor and its quantizer have the same format name. An unknown format has TE's class name."""
     for recipe in RECIPES:
         module = Model(te, recipe).up
         quantizer = _te.weight_quantizer(module, "weight")
@@ -135,7 +135,7 @@ def test_format_names_match_for_tensors_and_quantizers(te):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_format_table_matches_te_tensors(te, recipe):
-    """Names of buffers, attributes, options and functions; which buffers hold the values."""
+    """Compare names of buffers, attributes, options and functions, and which buffers contain the values."""
     weight = Model(te, recipe).up.weight.detach()
     row, data = _te.format_of(weight), weight.get_metadata()
     assert all(data[buffer.name] is getattr(weight, buffer.attribute) for buffer in row.buffers)
@@ -185,7 +185,7 @@ def test_fsdp_hooks_are_patched_once(te):
 
 
 def test_fsdp_hooks_accept_calls_without_a_module(te):
-    """TE's tests call them with `module=None`, where TE's own formats allow it; without a binding nothing changes."""
+    """TE's tests call them with `module=None`. Without a binding, the hooks behave as in stock TE."""
     told = []
 
     def stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
@@ -228,7 +228,7 @@ BLOCKS = sorted(name for name, row in FORMATS.items() if row.block)
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(BLOCKS), SIZES, SIZES, st.sampled_from([16, 32, 64]), st.integers(1, 6))
 def test_shards_require_full_blocks(fmt, rows, columns, unit, ranks):
-    """Against the pieces themselves, as FSDP2 shards them (`torch.chunk`)."""
+    """Compare with FSDP2's actual shards (`torch.chunk`)."""
     shape, block = (rows * unit, columns * unit), FORMATS[fmt].block
     for dim in (0, 1):
         pieces = [piece.shape[dim] for piece in torch.empty(shape).chunk(ranks, dim=dim)]
@@ -249,7 +249,7 @@ def test_shards_require_full_blocks(fmt, rows, columns, unit, ranks):
     st.sampled_from(["mxfp8", "nvfp4", "float8-block"]), SIZES, SIZES, st.integers(1, 8), st.integers(1, 3)
 )
 def test_proposed_meshes_and_shapes_are_valid(fmt, rows, columns, shard, tp_log):
-    """The mesh and the shape in the message, put to the test."""
+    """The mesh and the shape that the error message proposes are accepted."""
     tp = 2 ** (tp_log - 1)
     made = weight((rows * 16 * tp, columns * 16), fmt, ParameterRule(0)).over(tp)
     grid = Grid(1, shard, tp)
@@ -273,7 +273,7 @@ def test_proposed_meshes_and_shapes_are_valid(fmt, rows, columns, shard, tp_log)
 
 
 def test_proposed_gqa_shapes_are_the_nearest():
-    """Query, key and value of 8 and 4 heads are as high as 2, 1 and 1 blocks: 4 blocks for each tp rank fit."""
+    """Query, key and value of 8 and 4 heads take 2, 1 and 1 blocks, so 4 blocks per tp rank fit."""
     queries = ParameterRule(0, Layout("stacked", (8, 4, 4)))
     with pytest.raises(PlacementError, match=r"unsharded shape \(2048, 512\) instead of \(1024, 512\)"):
         check_fit(weight((1024, 512), "float8-block", queries).over(4), Grid(1, 1, 4))
@@ -317,7 +317,7 @@ def hybrid(te, rowwise: str, columnwise: str):
     ],
 )
 def test_hybrid_weights_use_the_larger_block_of_both_formats(world, formats, block):
-    """128 rows hold four scales of MXFP8, of 32 no scale of 128 could be made."""
+    """128 rows contain four MXFP8 scales, but 32 rows are too few for one scale of 128."""
     from transformer_engine.common.recipe import CustomRecipe
 
     def factory(role):

@@ -1,4 +1,4 @@
-"""``report`` in one process that simulates a rank of many."""
+"""Test ``report`` in one process that simulates one of many ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ PLACEMENTS = {
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("shape", PLACEMENTS, ids=lambda shape: "x".join(map(str, shape)))
 def test_report_is_correct_on_every_rank(world, shape, device):
-    """Logical shapes are the complete module's; local ones those of the closed form; the head has uneven shards."""
+    """Logical shapes equal the unsharded module's, local shapes a closed form. The head has uneven shards."""
     copies, first, second = PLACEMENTS[shape]
     shard, tp = shape[1:]
     for place in range(math.prod(shape)):
@@ -125,7 +125,7 @@ def quantized_bytes(fmt: str, rows: int, columns: int) -> int:
 
 @pytest.mark.parametrize("fmt", ["float8", "mxfp8", "float8-block", "nvfp4"])
 def test_report_shows_formats_and_bytes(world, fmt):
-    """Check the format that a weight will have, and has: by name, and by counted bytes."""
+    """Check the name and size of a weight's format before and after initialization."""
     hidden = 256 if fmt == "float8-block" else 64
     meshes = meshes_at((1, 2, 2), 1)
     model = te_fsdp.fully_shard(Model(world, meshes, "meta", recipes()[fmt], hidden), meshes)
@@ -180,7 +180,7 @@ def test_report_table_text(world):
 
 
 def test_report_table_fits_the_terminal(world, monkeypatch):
-    """Long names continue on the next line; nothing is cut off. Elsewhere (a log file) every name is on one line."""
+    """Long names continue on the next line without truncation. In a log file every name is on one line."""
     meshes = meshes_at((1, 2, 2), 1)
     model = te_fsdp.fully_shard(Model(world, meshes, "cpu", recipes()["mxfp8"]), meshes)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
@@ -209,21 +209,21 @@ def test_long_names_are_not_truncated(world):
 
 
 def test_names_with_brackets_are_not_treated_as_markup():
-    """rich took brackets for tags, which raised or were left out, and words between colons for emoji."""
+    """Bug class: rich interprets brackets as tags and words between colons as emoji."""
     names = ("head[de]", "end[/b]", "a:smile:")
     lines = str(te_fsdp.report(nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})))
     assert all(f" {name}.weight " in lines for name in names)
 
 
 def test_report_table_is_printed_in_a_notebook(monkeypatch):
-    """Kind: text that depends on the program that prints it. In a notebook rich displays tables itself."""
+    """Bug class: the text depends on the environment. In a notebook, rich displays tables itself."""
     expected = str(te_fsdp.report(nn.Linear(4, 4)))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert str(te_fsdp.report(nn.Linear(4, 4))) == expected and "local shape" in expected
 
 
 def test_report_of_an_unsharded_model(world):
-    """A plain model, a scalar among its parameters, one parameter registered twice, one named after no axis."""
+    """Cover a plain model with a scalar parameter and a parameter registered twice."""
     model = nn.Sequential(nn.Linear(3, 2, device="meta"), nn.BatchNorm1d(2))
     model.register_parameter("gain", nn.Parameter(torch.ones((), dtype=torch.float64)))
     model.register_parameter("again", model.gain)

@@ -1,4 +1,4 @@
-"""Files of `matrix.rotated`: each test runs a case daily, all its cases in five days."""
+"""Check files of `matrix.rotated`: each test runs a case daily, all its cases in five days."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_case_runs_once_in_five_days(count, shift):
 
 
 def test_cases_named_by_mutants_run_with_every_seed(python):
-    """And `--matrix full` has all cases."""
+    """`--matrix full` runs all cases."""
     assert GUARD in rotated.guards()
     everything = collected(python, "--matrix", "full")
     functions = {name.split("[")[0] for name in everything}

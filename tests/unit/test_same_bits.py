@@ -1,4 +1,4 @@
-"""The trainings that `make same-bits` compares."""
+"""Test the training runs that `make same-bits` compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs on one rank do not grow with the number of ranks: fake process group, scale_worker.py."""
+"""Check with a fake process group that costs per rank do not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _text_chunks(path: Path) -> dict[str, str]:
 
 
 def test_scaling_plot_shows_the_recorded_rows(monkeypatch, tmp_path):
-    """Kind: a figure drawn from different numbers than its JSON. The PNG records a digest of its rows."""
+    """Bug class: the figure and its JSON differ. The PNG contains a digest of its rows."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import scale
 
@@ -91,7 +91,7 @@ def test_scaling_plot_shows_the_recorded_rows(monkeypatch, tmp_path):
 
 
 def test_benchmark_page_shows_the_recorded_rows():
-    """Kind: as above, for the table of benchmarks/README.md."""
+    """As above, for the table of benchmarks/README.md."""
     page = (ROOT / "benchmarks/README.md").read_text()
     for row in json.loads((ROOT / "benchmarks/results/scale-cpu.json").read_text())["rows"]:
         if row["model"] == "step":

@@ -1,4 +1,4 @@
-"""The record of modules in a checkpoint, without weights."""
+"""Test the module settings that a checkpoint records."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_tensor_parallelism_does_not_change_settings(te: Any, tp: int) -> None:
     "name", [*KINDS, "ops.LayerNorm", "ops.RMSNorm", "ops.SwiGLU", "ops.ClampedSwiGLU", "ops.ConstantScale"]
 )
 def test_every_te_argument_is_a_setting_or_listed_as_none(te: Any, name: str) -> None:
-    """A new argument of TE must be looked at: does it change what weights mean?"""
+    """A new TE argument must be classified: it may change the meaning of weights."""
     cls = te
     for part in name.split("."):
         cls = getattr(cls, part)

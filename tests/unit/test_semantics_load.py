@@ -1,4 +1,4 @@
-"""Models that differ although their tensors have equal names: refused or noted as the page says."""
+"""Test loads into models with equal tensor names but different settings, as documented."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def encoder(te: Any, activation: Any) -> nn.Module:
 
 
 def test_load_compares_activation_functions_by_name(te: Any, saved: Any) -> None:
-    """Functions are compared by name; of partials and lambdas nothing is recorded, which a note says."""
+    """Functions are compared by name. Partials and lambdas are not recorded, and a note says so."""
     gelu, relu = nn.functional.gelu, nn.functional.relu
     path = saved(encoder, {"activation": gelu})[1]
     for strict in (True, False):

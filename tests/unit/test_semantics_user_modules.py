@@ -1,4 +1,4 @@
-"""The record of a user's own modules or functions in a checkpoint."""
+"""Test the recorded settings of user-defined modules or functions."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_load_logs_a_different_value(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("cls", [nn.Sequential, nn.ModuleDict])
 def test_load_rejects_a_different_module_order(tmp_path: Path, cls: type[nn.Module]) -> None:
-    """Return those that both have; a container does not count as a module of one."""
+    """Only modules that both have are compared. A container is not a module with one entry."""
     one, other = (OrderedDict((n, nn.Linear(4, 4)) for n in names) for names in ("abc", "acb"))
     shorter = OrderedDict((n, nn.Linear(4, 4)) for n in "ab")
     text = r"(order|keys): saved \['a', 'b', 'c'\], model has \['a', 'c', 'b'\]"
@@ -183,7 +183,7 @@ def test_load_logs_a_different_module_class(tmp_path: Path) -> None:
 
 
 def test_shared_configuration_is_recorded_once() -> None:
-    """By the first of the modules that hold it; what is large, such as a vocabulary, by none."""
+    """The first module that references it records it. Large values, such as a vocabulary, are not recorded."""
     config, words = Config(1.0), {str(n): n for n in range(1000)}
     result = user_settings(Own(config=config, part=Own(config=config, words=words)))
     assert result[""].settings == {"class": "Own", "config.scale": 1.0, "config.layers": 2}
@@ -204,7 +204,7 @@ def shared(order: list[int]) -> nn.Module:
 
 
 def test_load_rejects_differently_shared_layers(tmp_path: Path) -> None:
-    """The same tensors of the same shapes are in the files: which layer is repeated is another function."""
+    """The files contain the same tensors, but repeating a different layer is a different function."""
     assert not loaded(tmp_path, shared([0, 1, 0]), shared([0, 1, 0])).notes
     here = shared([0, 1, 1])
     before = [parameter.detach().clone() for parameter in here.parameters()]

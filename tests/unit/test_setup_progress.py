@@ -1,4 +1,4 @@
-"""Progress of the set-up while pip works."""
+"""Test progress messages of the setup script while pip works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of `fully_shard` by value: units, storage, cuts; made once, without touching the model."""
+"""Test the plan of `fully_shard` by value: units, storage, shards, no change of the model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_strategies_page_has_the_storage_table():
 
 @pytest.mark.parametrize("row", STORAGE.values(), ids=str)
 def test_storage_rows_satisfy_invariants(row):
-    """A rank updates what it has, from gradients of all ranks: a state may be cut further than its parameter only."""
+    """A rank updates its shard with reduced gradients. Only optimizer state may be sharded further."""
     assert set(row.parameter) <= {"R", "S"} and set(row.optimizer) <= {"R", "S"}
     assert row.is_replicated == (row.gather == "never")
     for parameter, gradient, optimizer in zip(row.parameter, row.gradient, row.optimizer, strict=True):
@@ -163,7 +163,7 @@ def test_plan_of_a_dense_model_over_tp_and_fsdp(te, fake_world):
 
 
 def test_plan_of_hfsdp_with_replicated_and_tied_parameters(te, fake_world):
-    """Copies of the model that share the optimizer's state; a tied weight that no unit cuts."""
+    """Replicas share the optimizer state. A tied weight is not sharded."""
     fake_world(4)
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=2, device_type="cpu")
     model = Net(te, tied=True)
@@ -199,7 +199,7 @@ def test_plan_of_hfsdp_with_replicated_and_tied_parameters(te, fake_world):
 
 
 def test_plan_of_experts_over_ep(te, fake_world):
-    """By global names, in units of their own, cut over the ranks that hold the same ones."""
+    """Experts have global names and separate units, sharded over ranks with the same experts."""
     fake_world(4)
     meshes = te_fsdp.Meshes.build(dp_shard=2, ep=2, device_type="cpu")
     options = {"bias": False, "device": "meta"}
@@ -261,7 +261,7 @@ def test_no_shard_requires_all_experts_of_a_grouped_parameter(te):
 
 
 def test_renamed_parameters_keep_their_plan(te, fake_world):
-    """As torch.compile renames those of a module that it wraps."""
+    """torch.compile renames the parameters of a module that it wraps."""
     fake_world(1)
     model = te_fsdp.fully_shard(
         Net(te), te_fsdp.Meshes.build(device_type="cpu"), strategy={"head": "no_shard"}
@@ -276,7 +276,7 @@ def test_renamed_parameters_keep_their_plan(te, fake_world):
 
 @pytest.mark.parametrize("other", ["embedding", "row", "column", "own class"])
 def test_ties_with_different_tp_sharding_are_rejected(te, fake_world, other):
-    """A weight that tp shards for one of its modules only, or along another dim, is refused by name."""
+    """A weight that tp shards in one of its modules only, or along different dims, is rejected by name."""
 
     class Parallel(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +307,7 @@ def test_ties_with_different_tp_sharding_are_rejected(te, fake_world, other):
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_sparse_gradients_are_rejected(fake_world, kind, strategy):
-    """Kind: gradients that no reduction supports; frozen and dense embeddings are sharded."""
+    """No reduction supports sparse gradients. Frozen and dense embeddings are sharded."""
     fake_world(2)
     meshes = te_fsdp.Meshes.build(device_type="cpu")
     model = nn.Sequential(kind(8, 4, sparse=True), nn.Linear(4, 4))

@@ -1,4 +1,4 @@
-"""`scripts/sizes.py` counts what it says, on made-up sources."""
+"""Test the counts of `scripts/sizes.py` on made-up sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start of a process: the launcher's environment, devices, a process without torchrun."""
+"""Test process start: the launcher's environment, devices, a process without torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.commands import run_text
 
 
 def test_single_process_trains_without_torchrun(python):
-    """Meshes.build starts a world of one rank by itself, which then trains; and keeps one that runs already."""
+    """Meshes.build initializes a process group of one rank, which then trains, and reuses an existing one."""
     script = """
 import torch, torch.distributed as dist
 import te_fsdp

@@ -1,4 +1,4 @@
-"""Entries of state dicts as one tensor."""
+"""Test _extra_state entries, which are one tensor each."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_entries_behave_as_plain_uint8_tensors():
 
 
 def test_plain_dcp_rejects_copies_of_expert_state():
-    """Rows of experts without the experts' indices would overwrite those of other ranks."""
+    """Expert rows without indices would overwrite those of other ranks."""
     entry = pack_experts(state_of_experts(), 2).as_subclass(extra_state.ExpertEntry)
     for own in (entry, entry.clone(), entry.float(), entry.detach().cpu(), copy.deepcopy(entry)):
         with pytest.raises(
@@ -143,7 +143,7 @@ def test_plain_dcp_rejects_copies_of_expert_state():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 def test_expert_state_rows_round_trip(dtype):
-    """The same state as before, with a row for each expert, in any dtype that a script casts entries to."""
+    """The state with one row per expert is unchanged in any dtype that a script casts entries to."""
     own = state_of_experts()
     entry = pack_experts(own, 7).to(dtype)
     assert len(entry) == 3 and has_expert_rows(entry)
@@ -154,7 +154,7 @@ def test_expert_state_rows_round_trip(dtype):
 
 
 def test_stock_te_rejects_entries_of_sharded_modules(te, monkeypatch):
-    """And takes what is whole as its own empty entry."""
+    """Entries of unsharded modules are accepted like TE's own empty entry."""
     module = te.Linear(16, 16)
     for marks in MARKS[1:]:
         if set(marks) == {1}:
@@ -171,7 +171,7 @@ def test_stock_te_rejects_entries_of_sharded_modules(te, monkeypatch):
 
 @pytest.mark.parametrize("marks", MARKS[1:])
 def test_load_conditions_of_older_entries_are_enforced(marks):
-    """Versions before 0.3 wrote the mesh of quantized or stacked weights into the entry, as a key at first."""
+    """Versions before 0.3 recorded the mesh of quantized or stacked weights in the entry, first as a key."""
     for entry in (pack_old(marks, None), {describe_load_condition(marks): None}):
         if set(marks) == {1}:  # of modules that are not sharded
             extra_state.decode_extra_state(torch.nn.Linear(2, 2), entry)

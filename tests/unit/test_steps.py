@@ -1,4 +1,4 @@
-"""The order of everything that te_fsdp attaches or runs, as its page prints it."""
+"""Check the order of everything that te_fsdp attaches or runs, as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other libraries' words for strategies, or typing errors: the error names the word that is meant."""
+"""Check that errors suggest the strategy for names of other libraries or misspellings."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_names_of_hybrid_strategies_suggest_a_mesh(word):
 
 @pytest.mark.parametrize("word", ["bananas", "", 7, object(), "x"])
 def test_unknown_strategy_gets_no_suggestion(word):
-    """No suggestion is made for values that resemble none."""
+    """Values that are not similar to a name get no suggestion."""
     with pytest.raises(PlacementError, match=r"Fix: use one of these, or leave strategy out\.$"):
         check_option("strategy", word)
 

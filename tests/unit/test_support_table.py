@@ -1,4 +1,4 @@
-"""docs/support.md is what the definitions of the test matrix give."""
+"""Check that docs/support.md matches the definitions of the test matrix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_covering_contains_every_valid_pair(default):
 
 
 def test_covering_is_deterministic(default):
-    """In a process with other hashes, too, so that sets have another order."""
+    """A process with a different hash seed, and so a different set order, gives the same covering."""
     program = "from matrix.definitions import default; print(*default(), sep='\\n')"
     printed = subprocess.run(
         [sys.executable, "-c", program],
@@ -94,7 +94,7 @@ def test_different_seed_covers_the_same_pairs(default):
 
 
 def test_rotated_days_run_a_full_covering():
-    """Each case of a covering once in `COVER_DAYS` seeds; the covering is the same for these, another one later."""
+    """`COVER_DAYS` consecutive seeds run each case of one covering once. Later seeds use a different covering."""
     first = 740_000 - 740_000 % rotation.COVER_DAYS
     days = range(first, first + rotation.COVER_DAYS)
     whole = definitions.default(first)

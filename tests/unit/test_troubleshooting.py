@@ -1,4 +1,4 @@
-"""The table of mistakes in docs/troubleshooting.md quotes errors that tests raise; mistakes.csv names these tests."""
+"""Check that errors in docs/troubleshooting.md are raised by the tests that mistakes.csv names."""
 
 from __future__ import annotations
 

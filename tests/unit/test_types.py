@@ -1,4 +1,4 @@
-"""Types for a user's type checker: every public name, TransformerEngine's constructors with te_fsdp's keywords."""
+"""Test types for type checkers: public names, TransformerEngine's constructors with te_fsdp's keywords."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HANDED_ON = {"device", "dtype", "sm_margin"}
 
 @pytest.mark.parametrize("kind", te_fsdp._MODULES)
 def test_stub_signatures_match_transformer_engine(te, kind):
-    """Every argument of the installed version, in its place and with its default; a newer version may have more."""
+    """Every argument of the installed version has the same position and default. Newer versions may have more."""
     stub = STUBS[kind]
     assert [ast.unparse(base) for base in stub.bases] == [mesh_class(kind).__mro__[1].__name__, f"te.{kind}"]
     (init,) = [node for node in stub.body if isinstance(node, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""Inputs that reach every corner of the formats."""
+"""Provide inputs that reach all edge cases of the formats."""
 
 from __future__ import annotations
 

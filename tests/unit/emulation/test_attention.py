@@ -1,4 +1,4 @@
-"""Attention functions as attention over a context-parallel axis calls them, against plain torch."""
+"""Compare attention functions, as context parallelism calls them, with plain torch."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Parallelism on two gloo processes: tensor parallelism, FSDP2, distributed checkpoints."""
+"""Test tensor parallelism, FSDP2, distributed checkpoints on two Gloo processes."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_tensor_parallel_layer_matches_single_process(results, arch, name, seque
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_cross_entropy_over_a_sharded_vocabulary_matches_torch(results, dtype, smoothing, reduced):
-    """Loss and gradient are torch's of all logits; the loss of one shard by itself is another."""
+    """Loss and gradient equal torch's over all logits. The control is the loss of one shard, which differs."""
     for rank in results:
         loss, gradient, alone = rank["loss", dtype, smoothing, reduced]
         # the gradient is rounded once to the dtype of the logits

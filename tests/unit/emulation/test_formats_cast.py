@@ -1,4 +1,4 @@
-"""Steps of a quantization against enumeration or exact fractions."""
+"""Compare each step of a quantization with enumeration or exact fractions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_round_to_fp4_matches_reference(source):
 @pytest.mark.parametrize("wrong", [reference.truncated, reference.ties_away])
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2", "e2m1"])
 def test_control_other_roundings_differ(kind, wrong):
-    """The inputs above tell round-to-nearest-even from truncation and from ties away from zero."""
+    """The inputs distinguish round-to-nearest-even from truncation and from rounding ties away from zero."""
     x = around_midpoints(kind).tolist()
     assert [reference.cast(v, kind, wrong) for v in x] != [reference.cast(v, kind) for v in x]
 
@@ -142,7 +142,7 @@ def test_scale_from_amax_handles_zero_inf_nan_and_subnormals():
 @settings(max_examples=200, deadline=None)
 @given(FINITE, FINITE)
 def test_reference_arithmetic_is_ieee_float32(a, b):
-    """The reference's products and quotients, exact ones rounded once, are float32 arithmetic."""
+    """The reference rounds exact products and quotients once, which equals float32 arithmetic."""
     with np.errstate(all="ignore"):
         product = np.float32(a) * np.float32(b)
         assert np.float32(reference.multiply(a, b)).tobytes() == product.tobytes()

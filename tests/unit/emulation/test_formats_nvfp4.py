@@ -1,4 +1,4 @@
-"""NVFP4 against the slow reference: codes, scales, amaxes, the Hadamard transform, transposes."""
+"""Compare NVFP4 with the slow reference: codes, scales, amaxes, Hadamard transform, transposes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_control_nvfp4_truncation_differs():
 @pytest.mark.parametrize("shape", [(48, 80), (128, 128)])
 @pytest.mark.parametrize("two_dim", [False, True])
 def test_swizzled_nvfp4_scales_match_reference(shape, two_dim):
-    """Aligned 2-D tensors come swizzled from the kernel, all others from a pass after it: the same bytes."""
+    """The kernel swizzles aligned 2-D tensors and a later pass all others. Both give the same bytes."""
     made = quantizer(with_2d_quantization=two_dim)
     made.optimize_for_gemm = True
     x = make("normal", shape, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Quantization in every format against the slow reference: all bytes, scales, dequantized values."""
+"""Compare quantization in every format with the slow reference: bytes, scales, dequantized values."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_control_per_tensor_truncation_differs():
 
 
 def test_transpose_of_a_3d_tensor_moves_the_last_dim_to_the_front(arch):
-    """More than two dims: the transpose moves the last dim to the front."""
+    """With more than two dims, the transpose moves the last dim to the front."""
     _, current, _, _ = quantizers()
     x = make("normal", (6, 8), torch.float32).reshape(2, 3, 8)
     y = current(te_dtype("e4m3"), device="cpu")(x)
@@ -191,7 +191,7 @@ def check_block(y, x, kind, *, two_dim, rounding=reference.nearest, **options):
 @pytest.mark.parametrize("block_dim", [1, 2])
 @pytest.mark.parametrize(("arch", "power_of_two"), [("9.0", False), ("10.0", True)])
 def test_block_scaling_matches_reference(arch, power_of_two, dtype, pattern, block_dim):
-    """Ragged in both dims: 2 x 2 blocks, the last ones cut."""
+    """Neither dim is a multiple of the block size, so that the last of the 2 x 2 blocks are incomplete."""
     emulation.switch_arch(arch)
     _, _, block, _ = quantizers()
     kind = "e5m2" if pattern == "heavy" else "e4m3"

@@ -1,4 +1,4 @@
-"""Errors for inputs that a GPU would reject, hang on or read wrongly; the amax reduction of two ranks."""
+"""Test errors for inputs that a GPU would reject, hang on or misread."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_quantize_rejects_wrong_input_dtypes_and_outputs(name):
 
 
 def test_operand_reads_only_what_the_kernel_reads():
-    """The transposed bytes on architecture 9.0, the one buffer on 10.0."""
+    """The kernel reads the transpose on architecture 9.0, and the only buffer on 10.0."""
     x = make("normal", SHAPE, torch.bfloat16)
     emulation.switch_arch("9.0")
     y = build("current")(x)
@@ -194,7 +194,7 @@ def _two_ranks(rank: int, store: str, results: str) -> None:
 
 
 def test_amax_reduction_over_two_ranks_matches_the_unsharded_tensor(tmp_path, python):
-    """With reduction the shards' scales are those of the unsharded tensor, and the data are its rows."""
+    """With amax reduction, shards have the scale of the unsharded tensor and its rows as data."""
     run_ranks(python, TWO_RANKS, str(tmp_path / "store"), str(tmp_path / "rank"))
     for rank in range(2):
         result = torch.load(tmp_path / f"rank{rank}")

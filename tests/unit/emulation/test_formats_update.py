@@ -1,4 +1,4 @@
-"""Buffers of quantized tensors: creation, update in place, changed usages, no-op flag, meta, empty."""
+"""Test buffers of quantized tensors: creation, update in place, changed usages, no-op flag, meta, empty."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_empty_quantized_tensors_have_the_buffers_of_filled_ones(name, internal)
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), st.booleans(), st.booleans(), st.sampled_from(ALL[1:]))
 def test_buffers_match_transformer_engine_specs(rows, cols, rowwise, columnwise, name):
-    """TransformerEngine describes in Python what its extension allocates (2.19 and later)."""
+    """TransformerEngine 2.19 and later describes in Python the buffers that its extension allocates."""
     emulation.switch_arch("10.0")
     quantizer = build(name, rowwise=rowwise or not columnwise, columnwise=columnwise)
     if not hasattr(quantizer, "inner_tensor_specs"):
@@ -117,7 +117,7 @@ def test_noop_flag_keeps_buffers_and_amax(name):
 
 
 def test_update_follows_changed_usages(name):
-    """Rowwise only, then both, then rowwise only: buffers appear filled and disappear."""
+    """Switching from rowwise to both usages and back creates filled buffers and removes them."""
     x, other = make("normal", SHAPE, torch.bfloat16), make("heavy", SHAPE, torch.bfloat16, seed=1)
     quantizer = build(name, columnwise=False)
     y = quantizer(x)

@@ -1,4 +1,4 @@
-"""The single grouped parameter of GroupedLinear against one parameter per expert."""
+"""Compare GroupedLinear's single grouped parameter with one parameter per expert."""
 
 import contextlib
 import inspect
@@ -108,7 +108,7 @@ def test_single_grouped_parameter_equals_one_parameter_per_expert(te_on, arch, n
 
 @pytest.mark.parametrize(("arch", "name"), CASES)
 def test_grouped_gemms_equal_separate_gemms(te_on, arch, name):
-    """Without bias bit for bit; the grouped path adds the bias after it has rounded the product."""
+    """Results without bias are bitwise equal. The grouped path adds the bias after rounding the product."""
     te, recipe = te_on(arch), recipe_of(name)
     native = step(te, recipe, build(te, recipe, single=True, bias=False))
     split = step(te, recipe, build(te, recipe, single=False, native=False, bias=False))
@@ -123,7 +123,7 @@ def test_grouped_gemms_equal_separate_gemms(te_on, arch, name):
 
 @pytest.mark.parametrize(("arch", "name"), [case for case in CASES if case[1] != "none"])
 def test_grouped_weight_members_have_the_buffers_of_separate_experts(te_on, arch, name):
-    """Each member's buffers are those of the expert quantized alone; another expert's are not."""
+    """Each member has the buffers of the same expert quantized alone. A different expert's buffers differ."""
     te, recipe = te_on(arch), recipe_of(name)
     single = build(te, recipe, single=True, quantized=True).weight
     discrete = build(te, recipe, single=False, quantized=True)
@@ -168,7 +168,7 @@ def test_grouped_linear_rejects_unsupported_arguments(te_on):
 
 
 def test_quantized_workspace_is_refreshed_by_the_next_first_microbatch(te_on):
-    """``is_first_microbatch``: quantized once, read by the second microbatch, written again by the next first one."""
+    """``is_first_microbatch=True`` quantizes the weight. Later microbatches reuse it until the next first one."""
     te, recipe = te_on("10.0"), recipe_of("mxfp8")
     module = build(te, recipe, single=True, bias=False)
     x, splits = torch.randn(sum(SPLITS), IN).bfloat16(), torch.tensor(SPLITS)

@@ -1,4 +1,4 @@
-"""Installation of the emulation: refusals, entry points, effects on user code's torch."""
+"""Test installation of the emulation: errors, entry points, effects on the user's torch."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Functions of the extension one by one: activations, softmax, rotary embedding, amax bookkeeping."""
+"""Test functions of the extension one by one: activations, softmax, rotary embedding, amax bookkeeping."""
 
 import pytest
 import torch

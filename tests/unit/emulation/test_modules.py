@@ -1,4 +1,4 @@
-"""Each module against float64 PyTorch; tolerances are derived in ``reference``."""
+"""Compare each module with float64 PyTorch; ``reference`` derives the tolerances."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Fused optimizers: FusedAdam, FusedSGD, their multi-tensor kernels."""
+"""Test FusedAdam, FusedSGD, their multi-tensor kernels."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sequences of different lengths, packed or cached; each sequence by itself is the reference."""
+"""Compare packed or cached sequences of different lengths with each sequence computed alone."""
 
 import math
 
@@ -23,7 +23,7 @@ def _packed(causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_attention_matches_separate_sequences(te, causal):
-    """Output and gradients are those of each sequence by itself; over the bounds nothing is attended to."""
+    """Output and gradients equal those of separate sequences. No query attends to a different sequence."""
     packed = te.DotProductAttention(4, 16, qkv_format="thd", attention_dropout=0.0)
     alone = te.DotProductAttention(4, 16, qkv_format="bshd", attention_dropout=0.0)
     inputs = [torch.randn(13, 4, 16, requires_grad=True) for _ in range(3)]
@@ -45,7 +45,7 @@ def test_packed_attention_matches_separate_sequences(te, causal):
 
 
 def test_packed_sequence_bounds_are_validated(te):
-    """A GPU would read memory of others: fewer tokens than the bounds count, and a sequence above the maximum."""
+    """Reject fewer tokens than the bounds state, and sequences above the maximum. A GPU would read out of bounds."""
     import transformer_engine_torch as tex
 
     with pytest.raises(RuntimeError, match="12 packed tokens, but cu_seqlens ends at 13"):
@@ -57,7 +57,7 @@ def test_packed_sequence_bounds_are_validated(te):
 @pytest.mark.parametrize("mask", ["padding", "padding_causal"])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_padding_between_packed_sequences_is_ignored(te, mask, groups):
-    """Output and gradients are those of each sequence by itself, in float64; padding gets zeros.
+    """Output and gradients equal those of separate sequences in float64. Padding gets zeros.
 
     Negative control: bounds without the padding.
     """
@@ -91,7 +91,7 @@ def test_padding_between_packed_sequences_is_ignored(te, mask, groups):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_packed_rotary_embedding_matches_separate_sequences(te, interleaved):
-    """Positions start at each sequence, or where ``start_positions`` says; gradients are those of the parts."""
+    """Positions restart at each sequence or follow ``start_positions``. Gradients equal those of separate sequences."""
     from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
     angles = RotaryPositionEmbedding(16, interleaved=interleaved)(32)
@@ -121,7 +121,7 @@ def test_packed_rotary_embedding_matches_separate_sequences(te, interleaved):
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_transformer_layer_on_packed_sequences_matches_separate_sequences(te, quantized):
-    """A TransformerLayer of the public Llama recipe: packed sequences equal sequences by themselves."""
+    """Use a TransformerLayer of the public Llama recipe."""
     from transformer_engine.common.recipe import Float8CurrentScaling
     from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
@@ -165,7 +165,7 @@ def test_transformer_layer_on_packed_sequences_matches_separate_sequences(te, qu
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_generation_with_a_kv_cache_matches_the_full_sequence(te, paged):
-    """Token by token, with sequences that end and begin, logits equal those of the full sequence at once."""
+    """Generate token by token while sequences end and start. Outputs equal those of the full sequence."""
     from collections import OrderedDict
 
     from transformer_engine.pytorch import InferenceParams

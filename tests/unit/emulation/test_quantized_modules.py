@@ -1,4 +1,4 @@
-"""Quantized modules against float64 PyTorch."""
+"""Compare quantized modules with float64 PyTorch."""
 
 import math
 
@@ -170,7 +170,7 @@ def test_quantized_transformer_layer_matches_float64_within_bound(te, arch, name
 
 
 def test_control_bound_excludes_a_transposed_weight_and_a_wrong_scale(te, arch):
-    """Negative control: reading the weight transposed, or a scale off by 2, is far outside."""
+    """Negative control: a transposed weight or a scale that is off by 2 exceeds the bound."""
     recipe = make_recipe("Float8CurrentScaling", arch)
     module = te.Linear(H, H, bias=False, params_dtype=torch.bfloat16, device="cpu")
     x = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The routing of tokens in a mixture of experts against plain torch in float64."""
+"""Compare the routing of tokens in a mixture of experts with plain torch in float64."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_router_probabilities_and_gradients_match_float64(te, case):
-    """Every score function, groups of experts, a bias that chooses and changes no probability."""
+    """Cover every score function, expert groups, and a bias that affects the choice but not the probabilities."""
     from transformer_engine.pytorch import router
 
     topk, pre, groups, group_topk, scale, function, biased = CASES[case]
@@ -70,7 +70,7 @@ def test_router_probabilities_and_gradients_match_float64(te, case):
 
 
 def test_routing_map_formats_are_equivalent(te):
-    """Bits and dense indices hold what the mask holds; gradients are the same bits."""
+    """Bitmaps and dense indices contain the same routing as the mask. Gradients are bitwise equal."""
     from transformer_engine.pytorch import router
 
     arguments = (3, True, None, None, None, "softmax", None)
@@ -91,7 +91,7 @@ def test_routing_map_formats_are_equivalent(te):
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_load_balancing_loss_matches_formula(te, function):
-    """Scores and loss by their formulas; gradients by autograd. The count of tokens may be a tensor."""
+    """Scores and loss equal their formulas, gradients equal autograd's. The number of tokens may be a tensor."""
     from transformer_engine.pytorch import router
 
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
@@ -123,7 +123,7 @@ def _sorted_rows(mask):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_permutation_by_mask_matches_indexing(te, dtype):
-    """Rows, probabilities, the weighted sum back, and the gradients of all."""
+    """Cover rows, probabilities, the weighted unpermutation, and all gradients."""
     mask, probs = _routing(), torch.rand(TOKENS, EXPERTS, requires_grad=True)
     tokens = torch.randn(TOKENS, HIDDEN).to(dtype).requires_grad_()
     order, experts = _sorted_rows(mask), mask.T.nonzero()[:, 0]
@@ -143,7 +143,7 @@ def test_permutation_by_mask_matches_indexing(te, dtype):
 
 
 def test_padded_permutation_is_zero_padded_and_invertible(te):
-    """Groups of rows are padded to a multiple; the padding is zero and leaves no trace in the sum back."""
+    """Groups of rows are padded with zeros to a multiple. Unpermutation ignores the padding."""
     mask, probs = _routing(), torch.rand(TOKENS, EXPERTS)
     tokens, counts = torch.randn(TOKENS, HIDDEN), mask.sum(0)
     result = te.moe_permute_and_pad_with_probs(tokens, probs, mask, counts, 4)
@@ -163,7 +163,7 @@ def test_padded_permutation_is_zero_padded_and_invertible(te):
 
 @pytest.mark.parametrize("kept", [0, 15])
 def test_permutation_by_index_matches_indexing(te, kept):
-    """Rows by expert, the weighted sum back, gradients; rows after the last kept one are dropped."""
+    """Rows are sorted by expert, and unpermutation sums them with weights. Rows above the limit are dropped."""
     index = torch.rand(TOKENS, EXPERTS).topk(2).indices.to(torch.int32)
     tokens = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     probs = torch.rand(TOKENS, 2, requires_grad=True)
@@ -183,7 +183,7 @@ def test_permutation_by_index_matches_indexing(te, kept):
 
 
 def test_chunk_sort_moves_rows_probabilities_and_gradients(te):
-    """Chunks are moved whole, with their probabilities; the gradient moves back."""
+    """Chunks move with their probabilities, and their gradients move back."""
     sizes, order = torch.tensor([3, 0, 5, 4]), torch.tensor([2, 0, 3, 1])
     tokens, probs = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS)
     chunks = torch.arange(TOKENS).split(sizes.tolist())
