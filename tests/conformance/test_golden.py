@@ -61,7 +61,7 @@ def test_every_recorded_result_has_a_case(recorded):
 
 
 def _flipped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with one bit of its middle value changed, the lowest one that no NaN hides."""
+    """Flip one bit of the tensor's middle value, the lowest one that does not only change a NaN."""
     other = tensor.clone()
     raw = other.view(-1).view(torch.uint8)
     raw[(other.numel() // 2) * other.element_size()] ^= 1

@@ -81,7 +81,7 @@ def kill_in_load(kind: str) -> None:
 
 
 def set_up(kind: str, is_victim: bool) -> None:
-    """Call what sets a model up. In its place the victim is killed in a collective, or arrives later."""
+    """Set up a model. The victim is killed in a collective, or arrives late."""
     import te_fsdp
     from te_fsdp.collectives.agreement import are_equal, gather
     from te_fsdp.collectives.rendezvous import collective_call

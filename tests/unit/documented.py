@@ -67,7 +67,7 @@ def why_not(page: str, command: str) -> list[tuple[str, str]]:
 
 
 def to_run(page: str) -> list[list[str]]:
-    """Of each `sh` block of a page the commands that its test runs; blocks of which nothing is run are left out."""
+    """Return the commands that a page's test runs, per `sh` block. Blocks without such commands are omitted."""
     results = [[line for line in lines(block) if not why_not(page, line)] for block in blocks(page, "sh")]
     return [commands for commands in results if commands]
 

@@ -31,7 +31,7 @@ SHAPES = [(4, 6), (6, 4), (24,), (2, 12), (4, 6), (6, 4)]
 
 
 def small_model(count: int = 40, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Many parameters of few kinds, and AdamW's state of them."""
+    """Create many parameters of few shapes, with AdamW state."""
     torch.manual_seed(seed)
     parameters = {f"p{n}": nn.Parameter(torch.randn(SHAPES[n % len(SHAPES)])) for n in range(count)}
     model = nn.ParameterDict(parameters)
@@ -57,7 +57,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
-    """Arguments of each call of a function, from now on."""
+    """Record the arguments of each later call of a function."""
     calls: list[Any] = []
     original = getattr(owner, name)
 
@@ -361,7 +361,7 @@ def test_equal_metadata_is_stored_once(tmp_path: Path) -> None:
 
 
 def asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of host memory that is allocated from now on."""
+    """Record the sizes of later host memory allocations."""
     memory_of_host = importlib.import_module(Block.__module__)
     asked, host_memory = list[int](), memory_of_host.host_memory
 

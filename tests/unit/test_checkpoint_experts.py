@@ -36,7 +36,7 @@ def recipe_of(name: str) -> Any:
 
 
 class Run:
-    """A layer of experts and a linear one, with an optimizer; expert 2 gets no token, and expert 1 no gradient."""
+    """Experts and a linear layer with an optimizer. Expert 2 gets no tokens, expert 1 no gradient."""
 
     def __init__(self, te: Any, recipe: str, *, seed: int, experts: int = EXPERTS) -> None:
         torch.manual_seed(seed)

@@ -27,7 +27,7 @@ RANKS, SHAPES = 6, [(), (13,), (12, 5), (4, 6, 3), (7, 2)]
 
 
 def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, Index]:
-    """Index and metadata of 40 tensors that six ranks hold rows of, each third one in halves along its last dim too."""
+    """Write index and metadata of 40 tensors over six ranks, every third one also split along its last dim."""
     monkeypatch.setattr(index, "_ROWS", 16)
     seen: list[RankTensors] = [[] for _ in range(RANKS)]
     for number in range(40):

@@ -343,7 +343,7 @@ def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
 
 
 def swap_in(path: Path, file: str) -> None:
-    """Make the metadata of a directory take a piece from another file."""
+    """Make the metadata of a directory refer to a stored tensor in a different file."""
     result = pickle.loads((path / ".metadata").read_bytes())
     place = next(iter(result.storage_data.values()))
     place.relative_path, place.offset, place.length = file, 0, (path / file).stat().st_size

@@ -94,7 +94,7 @@ def trained(te: Any, recipe: Any, kind: str) -> tuple[nn.Module, list[Any]]:
 def begun(
     te: Any, recipe: Any, kind: str, path: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A new model with its new optimizer: what was loaded, and what the first step makes of it."""
+    """Load into a new model with a new optimizer, and return the values before and after the first step."""
     model = build(te, recipe, seed=2)
     optimizers = OPTIMIZERS[kind](model)
     given = optimizers[0] if kind != "fp16" else None  # whose state has no place in checkpoints
@@ -236,7 +236,7 @@ def test_load_finds_frozen_wrapped_and_failed_optimizers(te: Any, recipe: Any, t
 
 
 class Accelerated(torch.optim.Optimizer):
-    """As accelerate's wrapper: another object with the state and the groups of the optimizer within."""
+    """Like accelerate's wrapper: an object with the state and param groups of the inner optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str = "optimizer") -> None:
         self.__dict__[name] = self.__dict__["_held"] = optimizer

@@ -59,7 +59,7 @@ def test_paths_through_symbolic_links_resolve_like_the_system(
 
 
 def _at_rename(monkeypatch: pytest.MonkeyPatch, target: Path, act: Any) -> None:
-    """Do something between a job's last look at its target and the rename to it."""
+    """Call a function between a job's last check of its target and the rename."""
     rename = os.rename
 
     def late(source: Any, to: Any) -> None:

@@ -19,7 +19,7 @@ HIDDEN, FFN = 24, 40
 
 
 def cut(rows: int, columns: int | None, shards: int, *, by_rows: int = 1, by_columns: int = 1) -> Lazy:
-    """A tensor as FSDP and tensor parallelism cut it: each rank's part of tp into even pieces, as torch.chunk does."""
+    """Shard a tensor over tp, then each tp shard evenly over FSDP, as torch.chunk does."""
     pieces: list[tuple[tuple[int, ...], Lazy]] = []
     for part in range(by_rows):
         height = rows // by_rows

@@ -216,7 +216,7 @@ def test_diff_reports_changed_tensors(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def compared(path: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **changes: Any) -> Path:
-    """A checkpoint that differs from that without changes in nothing but what they say; no state of an optimizer."""
+    """Save a checkpoint that differs from the default one only by the given changes, without optimizer state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     first, second = list(model[0].parameters()), list(model[1].parameters())

@@ -21,7 +21,7 @@ from te_fsdp.errors import CheckpointError
 
 
 def state() -> dict[str, torch.Tensor]:
-    """A weight of several blocks' reading, a transposed one, a view, and one that is two names' storage."""
+    """Return a weight of several read blocks, a transposed one, a view, and one with two names."""
     torch.manual_seed(0)
     base = torch.randn(40, 30)
     return {
@@ -264,7 +264,7 @@ HEADERS = [
 
 
 def strange(folder: Path) -> list[Path]:
-    """Files and directories that are no checkpoints, but look like some."""
+    """Create files and directories that resemble checkpoints but are not."""
     made: list[Path] = []
 
     def file(name: str, data: bytes) -> None:

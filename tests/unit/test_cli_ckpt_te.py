@@ -100,7 +100,7 @@ def differing(a: nn.Module, b: nn.Module) -> list[str]:
 
 
 def trained(te: Any, recipe: str, **kwargs: Any) -> Model:
-    """After a forward and a backward, so that TE has made its state."""
+    """Run a forward and a backward, so that TE has created its state."""
     model = Model(te, recipe, **kwargs)
     model(IDS).sum().backward()
     return model

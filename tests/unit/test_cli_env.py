@@ -258,7 +258,7 @@ def test_emulation_does_not_count_as_te_bindings(monkeypatch):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder in front of the path, for this process and those that it starts; nothing else of CUDA's is found."""
+    """Prepend a folder to sys.path and PYTHONPATH, and hide all other CUDA libraries."""
     for variable in ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))

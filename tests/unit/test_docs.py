@@ -229,7 +229,7 @@ def test_control_command_without_a_test_is_detected():
 
 
 def unknown_words(command: str) -> list[str]:
-    """Words of a command that its program does not know, as far as its source tells."""
+    """Return words of a command that its program's source does not define."""
     first, *words = documented.words(re.sub(r"^([A-Z_]+=\S+ )+", "", command))
     if first == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -17,7 +17,7 @@ from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 
 class Owner:
-    """Stands for a model."""
+    """Stand-in for a model."""
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def build(te, **options):
 
 
 def on(te, monkeypatch, capability, version):
-    """A pretended device and cuBLASLt."""
+    """Simulate a device and a cuBLASLt version."""
     linear = te.module.grouped_linear
     monkeypatch.setattr(linear, "get_device_compute_capability", lambda: capability)
     monkeypatch.setattr(linear, "tex", types.SimpleNamespace(get_cublasLt_version=lambda: version))

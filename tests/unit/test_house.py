@@ -86,7 +86,7 @@ def not_ascii(text: str) -> list[str]:
 
 
 def unfinished(text: str) -> list[str]:
-    """Marks of work that is left, and functions that only say so."""
+    """Return marks of unfinished work, and functions that only raise NotImplementedError."""
     results = [
         f"line {n}: {line.strip()}"
         for n, line in enumerate(text.splitlines(), 1)
@@ -108,7 +108,7 @@ def paths_of_one_machine(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def nodes(text: str) -> list[ast.AST]:
-    """All that a source is parsed into; all rules look at one source before the next (`offences`)."""
+    """Return all nodes of a source. All rules check one source before the next (`offences`)."""
     return [*ast.walk(ast.parse(text))]
 
 
@@ -187,7 +187,7 @@ PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
 
 
 def names_of(names: set[str], text: str) -> list[str]:
-    """Where a source reads, writes, defines or spells (for `getattr`) one of some names; but for those of `self`."""
+    """Return where a source reads, writes, defines or quotes (for `getattr`) some names, except on `self`."""
     results = []
     for node in nodes(text):
         if isinstance(node, ast.Attribute) and dotted(node.value) != "self":
@@ -227,7 +227,7 @@ def patches(text: str) -> list[str]:
 
 
 def lists_of_names(text: str) -> list[str]:
-    """`__all__`, which says again, and not always truly, what an underscore says."""
+    """Return uses of `__all__`, which duplicates leading underscores and may contradict them."""
     results = [node for node in nodes(text) if isinstance(node, ast.Name) and node.id == "__all__"]
     return [f"line {node.lineno}: __all__" for node in results]
 
@@ -332,7 +332,7 @@ def offences() -> dict[Callable[[str], list[str]], list[str]]:
 
 
 def check(rule) -> None:
-    """Fails with every offence of every file, so that one run shows all there is to do."""
+    """Fail with all offences of all files, so that one run shows everything."""
     assert not offences()[rule], "\n" + "\n".join(offences()[rule])
 
 

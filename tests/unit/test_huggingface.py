@@ -50,7 +50,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def rounding(original: nn.Module) -> tuple[torch.Tensor, float]:
-    """Logits in float64, and what float32 may differ from them by.
+    """Return logits in float64 and the allowed float32 difference.
 
     The Hugging Face model's own float32 error is measured. TransformerEngine's layer does the same sums in another
     order; the largest of 1320 such errors varies by less than four times.
@@ -123,13 +123,13 @@ def test_huggingface_round_trip_gives_the_same_logits(
 
 
 def swap(group: Group) -> Group:
-    """The group, with the last two of its parts taken for each other."""
+    """Return the group with its last two parts swapped."""
     names = group.huggingface.names
     return replace(group, huggingface=replace(group.huggingface, names=(*names[:-2], names[-1], names[-2])))
 
 
 def mistaken(weights: hf.WeightMap, mistake: str) -> hf.WeightMap:
-    """The map with an error that no shape tells."""
+    """Return the map with an error that does not change shapes."""
     groups = []
     for group in weights.groups:
         name = group.te.names[0]
@@ -253,7 +253,7 @@ def test_load_huggingface_fills_a_model(te: Any, originals: dict[str, nn.Module]
 
 
 class OwnNorm(nn.Module):
-    """A norm that no library has."""
+    """A user-defined norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ def test_single_grouped_weight_of_experts_round_trips(
 
 
 class Watch(TorchDispatchMode):
-    """The most bytes of tensors that were made under it and lived at a time."""
+    """Record the peak memory of tensors created under it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def model(te: Any, folder: Path, change: Change | None = None, **layers: Any) ->
 
 
 def last_layer_otherwise(te: Any, made: TeModel) -> None:
-    """Rows of query, key and value are in blocks, in one layer only."""
+    """Store query, key and value rows as blocks in one layer only."""
     made.layers[-1] = made.layer(
         te, 1, None, {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "device": "cpu"}
     )
@@ -87,7 +87,7 @@ def test_each_layer_keeps_its_layout(te: Any, folders: Callable[..., Path], tmp_
 
 
 def tie(te: Any, made: TeModel) -> None:
-    """One weight where the files have two."""
+    """Tie two weights that the files store separately."""
     made.head.weight = made.embedding.weight
 
 

@@ -39,7 +39,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
 def tensors(
     weights: hf.WeightMap, *, te: bool, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """Every element another number; gammas near one, where zero-centering is exact."""
+    """Return tensors with distinct elements, and gammas near one, where zero-centering is exact."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.rand(shape, generator=generator).to(dtype) + 0.5

@@ -21,7 +21,7 @@ def told(shape, *places, dtype=torch.float32):
 
 
 def rows(name, height, width, ranks, rank):
-    """A tensor cut by rows, in pieces that need not be equal."""
+    """Shard a tensor by rows, possibly unevenly."""
     step = -(-height // ranks)
     low, high = min(rank * step, height), min((rank + 1) * step, height)
     return {name: told((height, width), ((low, 0), (high - low, width)))}

@@ -48,19 +48,19 @@ CASES = {**EVEN, **UNEVEN, **STACKED}
 
 
 def positions(shape: tuple[int, ...]) -> list[DeviceMesh]:
-    """Meshes of one shape, a stretch of the world's ranks each, with this process at every place in turn."""
+    """Yield meshes of one shape over consecutive ranks, with this process at each position in turn."""
     ranks = torch.arange(math.prod(shape)).reshape(shape)
     return [DeviceMesh("cpu", ME - place + ranks, mesh_dim_names=AXES) for place in range(math.prod(shape))]
 
 
 def original(name: str) -> torch.Tensor:
-    """The unsharded parameter of a case, every element another number."""
+    """Return the unsharded parameter of a case with distinct elements."""
     shape = CASES[name][0]
     return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
 
 
 def sharded_model(mesh: DeviceMesh) -> nn.Module:
-    """A bound module with the parameters of all cases, cut by FSDP2 itself."""
+    """Return a bound module with the parameters of all cases, sharded by FSDP2."""
     tp = mesh["tp"] if mesh["tp"].size() > 1 else None
     tp_size, tp_rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
     module, dims = nn.Module(), {}

@@ -29,7 +29,7 @@ def ranks(mesh: DeviceMesh | None) -> list | None:
 
 
 def members(mesh: DeviceMesh | None) -> list[int] | None:
-    """The ranks of a 1-D mesh's process group: those that really communicate."""
+    """Return the ranks of a 1-D mesh's process group."""
     return None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
 
 

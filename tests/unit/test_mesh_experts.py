@@ -19,7 +19,7 @@ EXPERT_SIZES = [
 
 
 def placed(sizes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Each rank's place on the five axes, counted out: the last axis runs fastest."""
+    """Return each rank's coordinates on the five axes by enumeration. The last axis varies fastest."""
     return dict(enumerate(itertools.product(*map(range, sizes))))
 
 

@@ -35,13 +35,13 @@ ENCODER = ["encoder.0.bias", "encoder.0.weight", "encoder.1.0.bias", "encoder.1.
 
 
 def planned(model: nn.Module, **units: object) -> list[str]:
-    """Names of what stays unsharded."""
+    """Return the names of replicated parameters."""
     rows = {name.replace("__", "."): row for name, row in units.items()}
     return [plan.label for plan in exempt(model, {"": SHARD, **rows})]
 
 
 def exempt(model: nn.Module, units: dict[str, Storage]) -> list[ParameterPlan]:
-    """Plans of what stays unsharded."""
+    """Return the plans of replicated parameters."""
     return [item.plan for item in replicated_parameters(model, plan_storage(model, units))]
 
 

@@ -54,7 +54,7 @@ def test_control_upper_bound_excludes_container_torch():
 
 
 def test_versions_agree_in_all_files():
-    """In the requirements, in the classifiers and in the table of tested versions. torch and TE have no upper bound."""
+    """Requirements, classifiers and the table of tested versions agree. torch and TE have no upper bound."""
     for specifier, tested in (
         (REQUIRED["torch"], versions.TORCH),
         *(
@@ -73,7 +73,7 @@ def test_versions_agree_in_all_files():
 
 
 def test_untested_versions_are_logged_once(caplog):
-    """A newer torch or TE logs a warning that names what was tested; tested ones, containers' included, log nothing."""
+    """A newer torch or TE logs a warning with the tested versions. Tested ones, also in containers, log nothing."""
     assert (
         versions.untested("2.15.1", "2.20.2")
         == versions.untested("2.11.0a0+eb65b36914.nv26.02", "2.18.0")
@@ -207,7 +207,7 @@ def imports(text: str) -> set[str]:
 
 
 def unknown_to_lint(replaced: list[str]) -> list[str]:
-    """Imports of te_fsdp that pyrefly would not find where `make lint` has installed what it needs and nothing more."""
+    """Return imports of te_fsdp that pyrefly cannot resolve with only the packages that `make lint` installs."""
     told = [*REQUIRED, *(result.name for extra in ("emulation", "lint") for result in EXTRAS[extra])]
     there = {IMPORTED_AS.get(name, name) for name in told}
     sources = [path for kind in ("*.py", "*.pyi") for path in (ROOT / "te_fsdp").rglob(kind)]
@@ -221,7 +221,7 @@ def unknown_to_lint(replaced: list[str]) -> list[str]:
 
 
 def test_lint_does_not_require_optional_frameworks():
-    """`make lint` installs the extras emulation and lint; with more packages at hand a missing entry does not show."""
+    """`make lint` installs only the extras emulation and lint. With more packages, a missing entry is not detected."""
     replaced = SETTINGS["tool"]["pyrefly"]["replace-imports-with-any"]
     assert not unknown_to_lint(replaced)
     fewer = [pattern for pattern in replaced if pattern != "transformers"]
@@ -237,7 +237,7 @@ def commands(text: str) -> list[str]:
 
 
 def test_github_workflow_runs_the_ci_targets():
-    """.github/workflows/ci.yml: the targets of .ci/run, tests on every Python, and nothing of its own."""
+    """.github/workflows/ci.yml runs the targets of .ci/run and tests on every Python, nothing else."""
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the workflow")
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]

@@ -40,7 +40,7 @@ def test_each_patch_has_a_row_in_the_csv():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['owner']} {row['attribute']}")
 def test_patch_rows_name_existing_tests(row):
-    """The passage on the bug exists, and the test: it shows the bug in stock TE or torch, or fails without the patch.
+    """The documented bug and the test exist. The test shows the bug in stock TE or torch, or fails without the patch.
 
     Without a passage the reason is a missing public API, not a bug.
     """
@@ -172,7 +172,7 @@ def test_stock_torch_apply_loses_parameter_attributes(te, fake_world):
 
 
 class _Quantized(torch.Tensor):
-    """Stand-in for tensors that are cut in their own way."""
+    """Stand-in for tensors with a sharding function of their own."""
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 21])

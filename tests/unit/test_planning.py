@@ -199,7 +199,7 @@ def build():
 
 
 class Own(nn.Module):
-    """A model of one's own; 96 rows do not divide into blocks of 32 over four ranks."""
+    """A user-defined model. 96 rows are not a multiple of 32 per rank on four ranks."""
 
     def __init__(self, meshes):
         super().__init__()

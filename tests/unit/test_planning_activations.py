@@ -23,7 +23,7 @@ BUILD = {
 
 
 def saved(module: torch.nn.Module, x: torch.Tensor) -> int:
-    """Bytes of the memory that autograd holds after a forward, parameters left out."""
+    """Return the bytes that autograd saves in a forward, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     held: dict[int, int] = {}
     # As a module that FSDP2 manages: TransformerEngine keeps no quantized copies of its weights.

@@ -18,7 +18,7 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def plan_precision(model, units, policy):
-    """The plan of a model whose units are cut."""
+    """Return the plan of a model with sharded units."""
     rows = plan_storage(model, dict.fromkeys(units, STORAGE["optim_grads_params", "no_shard"]))
     return precision.plan_precision(model, rows, units, policy)
 

@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def meshes_at(place: int, size: int = 2) -> Meshes:
-    """Pure FSDP over ranks of which this process is the given one."""
+    """Return FSDP meshes in which this process simulates the given rank."""
     mesh = DeviceMesh("cpu", torch.arange(size) + ME - place, mesh_dim_names=("dp_shard",))
     return Meshes.from_device_mesh(mesh)
 

@@ -19,7 +19,7 @@ NORMS = ("mlp.layer_norm_weight", "mlp.layer_norm_bias")
 
 
 def meshes_at(shape: tuple[int, int, int], place: int) -> Meshes:
-    """Meshes of a stretch of the world in which this process has a given place."""
+    """Return meshes over consecutive ranks with this process at a given position."""
     ranks = torch.arange(math.prod(shape)).reshape(shape) + ME - place
     return Meshes(DeviceMesh("cpu", ranks, mesh_dim_names=AXES))
 

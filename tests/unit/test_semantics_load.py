@@ -43,7 +43,7 @@ def page() -> dict[str, str]:
 
 
 class Attention(nn.Module):
-    """Attention without weights, and something to load."""
+    """Attention without weights, and a parameter to load."""
 
     def __init__(self, te: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """A rotary embedding whose frequencies are in no checkpoint."""
+    """A rotary embedding whose frequencies are not stored in a checkpoint."""
 
     def __init__(self, te: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def ending(te: Any, **last: Callable[[], nn.Module]) -> nn.Module:
 
 
 def apply(te: Any, model: nn.Module) -> torch.Tensor:
-    """A forward in which every setting has a say: positions, more keys than queries, values beyond limits."""
+    """Run a forward that depends on every setting: positions, more keys than queries, values beyond limits."""
     x = 3 * torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(5))
     if not isinstance(model, te.TransformerLayer):
         return model(x)
@@ -225,7 +225,7 @@ OTHER_INPUTS = {
 
 @pytest.fixture(scope="module")
 def saved(te: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[nn.Module, Path]]:
-    """A model and its checkpoint; models of equal construction are one."""
+    """Return a model and its checkpoint, cached by construction arguments."""
     done: dict[str, tuple[nn.Module, Path]] = {}
 
     def make(build: Build, kwargs: dict[str, Any]) -> tuple[nn.Module, Path]:
@@ -312,7 +312,7 @@ def test_load_logs_harmless_differences(te: Any, saved: Any, name: str) -> None:
 
 
 class Scaled(nn.Module):
-    """A module of one's own, whose attributes are a part of what it computes."""
+    """A user-defined module whose attributes affect its output."""
 
     def __init__(self, te: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -422,7 +422,7 @@ def test_plain_dcp_files_load_without_recorded_settings(te: Any, tmp_path: Path)
 
 
 def test_settings_of_newer_te_versions_have_defaults(te: Any, saved: Any) -> None:
-    """Such a setting has the value with which that version acts; an unknown one is logged."""
+    """A missing setting has the value that the older version implies. An unknown one is logged."""
     needs_2_20(te)
     path = saved(layer, {})[1]
     old = manifest.read_manifest(path)

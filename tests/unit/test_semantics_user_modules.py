@@ -23,7 +23,7 @@ from te_fsdp.modules.semantics import user_settings
 
 
 class Own(nn.Module):
-    """A module with weights, whose attributes are a part of what it computes."""
+    """A module with weights whose attributes affect its output."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def test_storage_rows_satisfy_invariants(row):
 
 
 class Block(nn.Module):
-    """A norm between two linears, of which tp shards the one by rows, the other by columns; 32 x 128 by default."""
+    """A norm between two linears, one column- and one row-parallel; 32 x 128 by default."""
 
     def __init__(self, te, tp, hidden=32, ffn=128):
         super().__init__()
@@ -109,7 +109,7 @@ def shown(plan: ModelPlan) -> dict[str, str]:
 
 
 def untouched(model: nn.Module, make) -> None:
-    """Nothing hangs on parameters or modules, and they are what their maker made."""
+    """Check that parameters and modules are unchanged and have no te_fsdp attributes."""
     fresh = make()
     assert [type(m) for m in model.modules()] == [type(m) for m in fresh.modules()]
     for (name, parameter), (same, other) in zip(

@@ -74,7 +74,7 @@ def _file_of(item):
 
 
 def listed(functions, *shorter):
-    """The order alone: the functions' docstrings say what each one does."""
+    """Format the order only. The functions' docstrings describe them."""
     # The shortest list first: a function gets the mark of the first list that contains it.
     marks = {
         function: next(
@@ -91,7 +91,7 @@ def setup_list():
 
 
 def step_list(when):
-    """With a mark where `set_device_mesh` or `main_weights` also register a function."""
+    """Mark functions that `set_device_mesh` or `main_weights` also register."""
     *shorter, every = LISTS[when]
     return listed(every, *shorter)
 

@@ -39,7 +39,7 @@ def build(name, **usages):
 
 
 def buffers(y):
-    """All tensors that a quantized tensor holds, by attribute name."""
+    """Return all tensors of a quantized tensor by attribute name."""
     return {k: v for k, v in vars(y).items() if isinstance(v, torch.Tensor) and k != "amax_reduction_group"}
 
 

@@ -32,7 +32,7 @@ def recipe_of(name):
 
 @pytest.fixture
 def te_on(monkeypatch):
-    """Function that gives TE on an architecture, with the single grouped parameter switched on."""
+    """Return a function that returns TE on an architecture, with single grouped parameters enabled."""
     from te_fsdp import emulation
 
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")

@@ -12,7 +12,7 @@ FP32 = 16 * ref.FP32_UNIT
 
 
 def _probabilities(logits, topk, pre, groups, group_topk, scale, function, bias):
-    """Return the probabilities and the routing mask, step by step as the paper of each score function has it."""
+    """Compute probabilities and routing mask step by step, as in the paper of each score function."""
     score = {
         "softmax": lambda x: x.softmax(-1),
         "sigmoid": torch.sigmoid,
