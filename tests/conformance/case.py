@@ -29,7 +29,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Bound:
-    """How far an output may be from the recorded one.
+    """Maximum difference between an output and the recorded one.
 
     No bound given: equal bit for bit (any NaN equals any NaN). `relative` is a share of each value, `absolute` a
     share of the largest finite value of the output. `steps` and `share` are for 8-bit floats: how many neighbours
@@ -55,7 +55,7 @@ EXACT = Bound()
 
 @dataclass(frozen=True)
 class Case:
-    """One call (or a few) of TransformerEngine: `run(env)` gives the outputs by name."""
+    """One or a few calls of TransformerEngine. `run(env)` returns the outputs by name."""
 
     name: str
     run: Callable[[Env], Outputs]

@@ -11,7 +11,7 @@ from tests.conformance.case import Bound, Case
 
 
 def difference(got: torch.Tensor, recorded: Any, bound: Bound) -> str | None:
-    """`None` when `got` is within the bound of what was recorded, else one line that says how it is not."""
+    """Return `None` if `got` is within the bound of the recorded output, else one line on the difference."""
     dtype, shape = (
         (str(recorded.dtype).split(".")[1], list(recorded.shape))
         if isinstance(recorded, torch.Tensor)
@@ -94,7 +94,7 @@ def measure(got: torch.Tensor, recorded: torch.Tensor) -> str:
 def differences(
     case: Case, outputs: dict[str, torch.Tensor], inputs: str, recorded: dict[str, Any]
 ) -> list[str]:
-    """One line for each output of a case that is not what was recorded."""
+    """Return one line for each output of a case that differs from the recorded one."""
     if inputs != recorded["inputs"]:
         return [f"{case.name}: the inputs are not those that were recorded"]
     expected = recorded["outputs"]

@@ -25,7 +25,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with every NaN (of float32 and the 16-bit floats) in one form: payloads mean nothing."""
+    """Return the values with a canonical NaN (float32 and 16-bit floats), because payloads have no meaning."""
     if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
         return tensor
     return torch.where(torch.isnan(tensor), torch.full_like(tensor, float("nan")), tensor)
@@ -61,7 +61,7 @@ def write(path: Path, about: dict[str, Any], cases: dict[str, Recorded]) -> None
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Recorded]]:
-    """`(about, cases)` as `write` was given them."""
+    """Return `(about, cases)` as passed to `write`."""
     stream = lzma.decompress(path.read_bytes())
     length = int.from_bytes(stream[:8], "little")
     payload = stream[8 + length :]
@@ -95,7 +95,7 @@ def sample(tensor: torch.Tensor, every: int) -> torch.Tensor:
 
 
 def _stride(tensor: torch.Tensor, samples: int) -> int:
-    """How far apart samples are: about `samples` of them, from all columns."""
+    """Return the distance between samples that gives about `samples` of them, from all columns."""
     every = -(-tensor.numel() // samples) | 1
     while math.gcd(every, tensor.shape[-1]) > 1:
         every += 2
@@ -117,7 +117,7 @@ def pack(
     short: int = SHORT,
     samples: int = SAMPLES,
 ) -> dict[str, Recorded]:
-    """Cases with their long outputs made short: those of `exact(case, output)` as digests, others as samples."""
+    """Shorten long outputs of cases: to digests if `exact(case, output)`, else to samples."""
     packed = {}
     for name, case in recorded.items():
         packed[name] = dict(case)

@@ -80,7 +80,7 @@ class Env:
         self._digest = hashlib.sha256()
 
     def start(self) -> None:
-        """Forget the inputs of the last case."""
+        """Reset the inputs of the previous case."""
         self._digest = hashlib.sha256()
 
     def digest(self) -> str:

@@ -59,7 +59,7 @@ def _one(case: Any, env: Any) -> golden.Recorded:
 
 
 def _work(device: str, only: str, first: int, folder: Path) -> None:
-    """Run the cases from number `first` on, a file for each; ends early when the device takes no more work."""
+    """Run the cases from number `first`, one file each. Ends early if the device fails."""
     import torch
 
     from tests.conformance.case import every_case
@@ -83,7 +83,7 @@ def _work(device: str, only: str, first: int, folder: Path) -> None:
 
 
 def record(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, golden.Recorded]]:
-    """Run the cases in their own process, and in another one from where it died."""
+    """Run the cases in a separate process, and resume in a new one after a crash."""
     import torch
 
     from tests.conformance.case import every_case

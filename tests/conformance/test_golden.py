@@ -1,4 +1,4 @@
-"""The emulation against results that the real TransformerEngine gave on a GPU, case by case.
+"""Compare the emulation with results that real TransformerEngine gave on a GPU, case by case.
 
 `golden.xz` is made by `tests.conformance.record` on an H200. Where a case has no bound it is equal bit for bit.
 """
@@ -29,7 +29,7 @@ def recorded():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_emulation_is_what_the_gpu_computes(env, recorded, kind):
+def test_emulation_matches_recorded_gpu_results(env, recorded, kind):
     wrong, count = [], 0
     for case in every_case():
         if case.kind != kind:
@@ -53,7 +53,7 @@ def _must_raise(case: Case, env: Env) -> list[str]:
     return [f"{case.name}: raised on the GPU, not here"]
 
 
-def test_every_recorded_result_has_its_case(recorded):
+def test_every_recorded_result_has_a_case(recorded):
     names = {case.name for case in every_case()}
     assert set(recorded) <= names
     # Exactly, so that no case drops out of the comparison unseen.
@@ -61,7 +61,7 @@ def test_every_recorded_result_has_its_case(recorded):
 
 
 def _flipped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with one bit of its middle value changed, the lowest one that no NaN hides."""
+    """Flip one bit of the tensor's middle value, the lowest one that does not only change a NaN."""
     other = tensor.clone()
     raw = other.view(-1).view(torch.uint8)
     raw[(other.numel() // 2) * other.element_size()] ^= 1
@@ -69,7 +69,7 @@ def _flipped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
-def test_one_bit_is_found_where_bits_must_be_equal(tmp_path, dtype):
+def test_comparison_detects_one_flipped_bit(tmp_path, dtype):
     tensor = torch.arange(1000).to(dtype)
     cases = {"a/b": {"inputs": "", "outputs": {"short": tensor[:64], "long": tensor}}}
     golden.write(tmp_path / "file", {}, golden.pack(cases, lambda case, key: True))
@@ -79,7 +79,7 @@ def test_one_bit_is_found_where_bits_must_be_equal(tmp_path, dtype):
         assert "differ" in difference(_flipped(value), outputs[key], Bound())
 
 
-def test_a_value_beyond_its_bound_is_found(tmp_path):
+def test_comparison_detects_a_value_out_of_bounds(tmp_path):
     tensor = torch.linspace(-3, 3, 4000).reshape(50, 80)
     bound = Bound(relative=2**-20, absolute=2**-22)
     cases = {"a/b": {"inputs": "", "outputs": {"y": tensor}}}
@@ -93,7 +93,7 @@ def test_a_value_beyond_its_bound_is_found(tmp_path):
     assert "recorded" in difference(tensor.reshape(80, 50), kept, bound)
 
 
-def test_codes_beyond_their_bound_are_found():
+def test_comparison_detects_codes_out_of_bounds():
     codes = torch.arange(256, dtype=torch.uint8)
     bound = Bound(steps=1, share=0.01)
     assert difference(codes, codes, bound) is None
@@ -106,8 +106,8 @@ def test_codes_beyond_their_bound_are_found():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recorded_result_that_is_changed_is_found(env, recorded, kind):
-    """Of every output of one case, a value in the middle is moved, and the case fails."""
+def test_comparison_detects_a_changed_recorded_result(env, recorded, kind):
+    """Changing one value in the middle of any recorded output makes the case fail."""
     case = next(
         item for item in every_case() if item.kind == kind and "outputs" in recorded.get(item.name, {})
     )
@@ -134,7 +134,7 @@ def _changed(value):
     return other
 
 
-def test_other_inputs_are_found(env):
+def test_comparison_detects_different_inputs(env):
     case = next(every_case())
     outputs, inputs = run_case(case, env)
     assert differences(case, outputs, inputs, {"inputs": inputs, "outputs": outputs}) == []

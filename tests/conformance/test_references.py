@@ -1,4 +1,4 @@
-"""Formats against definitions that others have written in Python.
+"""Compare formats with independent Python implementations.
 
 NVFP4 and current scaling: TransformerEngine's own reference quantizers, which its wheel brings
 (`pytorch/custom_recipes/reference_*.py`). MXFP8 has none there; its block scales are checked against ONNX's conversion
@@ -68,7 +68,7 @@ def _compare_nvfp4(got, expected, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("two_dim", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nvfp4_is_te_reference_quantizer(env, dtype, two_dim):
+def test_nvfp4_quantization_equals_te_reference(env, dtype, two_dim):
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     reference = _nvfp4_reference((16, 16) if two_dim else (1, 16))
@@ -80,7 +80,7 @@ def test_nvfp4_is_te_reference_quantizer(env, dtype, two_dim):
 
 
 @pytest.mark.parametrize("signs", [False, True])
-def test_nvfp4_with_hadamard_transform_is_te_reference_quantizer(env, signs):
+def test_nvfp4_with_hadamard_transform_equals_te_reference(env, signs):
     """On inputs whose 16-term sums are exact, so that the order of summation does not matter."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
@@ -91,7 +91,7 @@ def test_nvfp4_with_hadamard_transform_is_te_reference_quantizer(env, signs):
         _compare_nvfp4(got, reference.quantize(x), shape)
 
 
-def test_control_another_tile_is_found(env):
+def test_control_different_tile_size_is_detected(env):
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     x = _input("heavy", (48, 80), torch.bfloat16)
@@ -101,7 +101,7 @@ def test_control_another_tile_is_found(env):
         )
 
 
-def test_nvfp4_product_is_te_reference_product(env):
+def test_nvfp4_gemm_equals_te_reference(env):
     from transformer_engine.pytorch.cpp_extensions import general_gemm
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
@@ -123,7 +123,7 @@ def test_nvfp4_product_is_te_reference_product(env):
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("pow2", [False, True])
-def test_current_scaling_is_te_reference_quantizer(env, fp8, pow2):
+def test_current_scaling_equals_te_reference(env, fp8, pow2):
     from tests.conformance.cases.quantize import current
 
     reference = _reference("reference_current_scaling")
@@ -172,12 +172,12 @@ def _check_mxfp8(x: torch.Tensor, fp8: str, env: Env, round_mode: str = "up") ->
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mxfp8_is_onnx_e8m0_and_ml_dtypes_float8(env, dtype, fp8):
+def test_mxfp8_equals_onnx_e8m0_and_ml_dtypes_float8(env, dtype, fp8):
     for shape in ((64, 96), (32, 32), (128, 160)):
         for name in ("normal", "heavy", "zeros", "ties", "huge"):
             _check_mxfp8(_input(name, shape, DTYPES[dtype]), fp8, env)
 
 
-def test_control_scales_rounded_down_are_found(env):
+def test_control_scales_rounded_down_are_detected(env):
     with pytest.raises(AssertionError, match="rowwise scales"):
         _check_mxfp8(_input("normal", (64, 96), torch.bfloat16), "e4m3", env, round_mode="down")

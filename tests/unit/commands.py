@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_path(*first: Path) -> str:
-    """PYTHONPATH with folders, the project, and what it was: `make torch-versions` puts another torch there."""
+    """Return PYTHONPATH with folders, the project and its old value, which may select a different torch."""
     return os.pathsep.join(filter(None, [*map(str, first), str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def start(python: str, module: str, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a module in a folder; what it printed, and its exit status, come back."""
+    """Run a module in a folder and return its output and exit status."""
     return subprocess.run(
         [python, "-m", module, *words],
         cwd=folder,
@@ -31,7 +31,7 @@ def start(python: str, module: str, words: Sequence[str], folder: Path) -> subpr
 def run_text(
     python: str, text: str, *words: str, env: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run a text of Python, which ends well; what it printed comes back."""
+    """Run Python source, which must succeed, and return its output."""
     ran = subprocess.run(
         [python, "-c", text, *words],
         env={**env, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
@@ -45,7 +45,7 @@ def run_text(
 
 
 def run_ranks(python: str, code: str, *words: str, count: int = 2) -> None:
-    """Run a text of Python, its arguments a rank and the words given here, for all ranks at once; each ends well."""
+    """Run Python source once per rank at the same time, with rank and words as arguments. All must succeed."""
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen([python, "-c", code, str(rank), *words], env=environment) for rank in range(count)

@@ -1,4 +1,4 @@
-"""Process groups in which one process is one of many ranks, with an emulated TransformerEngine."""
+"""Fixtures: process groups in which one process simulates one of many ranks, with an emulated TransformerEngine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def start_fake_world(size: int, rank: int = 0) -> None:
-    """Be rank `rank` of `size`, without the others: collectives return at once, with one's own values."""
+    """Simulate rank `rank` of `size` without the other ranks. Collectives return this rank's values at once."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -52,7 +52,7 @@ def fake_world() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture(scope="session")
 def python() -> Iterator[str]:
-    """Stand-in for `sys.executable` in commands whose programs need torch: it is imported there already."""
+    """Replace `sys.executable` in commands that need torch, which is already imported there."""
     with interpreter() as executable:
         yield executable
 

@@ -1,4 +1,4 @@
-"""Ranks that save repeatedly until one of them is killed; a script, run by test_checkpoint_crash.
+"""Run ranks that save repeatedly until one is killed; a script for test_checkpoint_crash.
 
     python crash_worker.py DIRECTORY SEED TRIALS
 
@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def kill_after(directory: Path, events: int) -> None:
-    """Let this process die at a given number of accesses to files of a directory."""
+    """Kill this process at a given number of file accesses in a directory."""
     left, within = events, f"{directory}{os.sep}"
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -69,7 +69,7 @@ def kill_after(directory: Path, events: int) -> None:
 
 
 def rank_main(directory: Path, rank: int, asynchronous: bool, report: int, events: int | None) -> None:
-    """Save until the end of the world; tell the number of each checkpoint that is known to be complete.
+    """Save until killed, and report the number of each complete checkpoint.
 
     Args:
         directory: Of the checkpoints.
@@ -122,7 +122,7 @@ def fork_rank(directory: Path, rank: int, asynchronous: bool, events: int | None
 
 
 def moments(seed: int, trials: int) -> list[tuple[int, int]]:
-    """Victim and number of events of each trial: random ones of equal parts of what may come, for each way to save."""
+    """Draw the victim and the number of events of each trial, stratified over all events, for each way to save."""
     chance = random.Random(seed)
     victims = [VICTIMS[number // 2 % len(VICTIMS)] for number in range(trials)]
     results = [(0, 0)] * trials
@@ -135,7 +135,7 @@ def moments(seed: int, trials: int) -> list[tuple[int, int]]:
 
 
 def trial(directory: Path, victim: int, events: int, asynchronous: bool) -> dict[str, object]:
-    """Start ranks, kill one in the middle of what it does to files, end the others."""
+    """Start ranks, kill one between its file accesses, end the others."""
     ranks = [
         fork_rank(directory, rank, asynchronous, events if rank == victim else None) for rank in range(RANKS)
     ]

@@ -1,4 +1,4 @@
-"""Saves of a small training, for tests that damage them."""
+"""Save a small training run, for tests that corrupt the files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def training(seed: int, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Every bit of both, the options included."""
+    """Return a digest of model and optimizer, including options."""
     text = io.StringIO()
 
     def add(where: str, value: Any) -> None:
@@ -57,7 +57,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def two_saves(folder: Path) -> tuple[Path, Path]:
-    """Two saves of one model, a step apart: files of the same names and sizes."""
+    """Save one model twice, one step apart, with files of the same names and sizes."""
     model, optimizer = training(0)
     checkpoint.save(folder / "a", model, optimizer, extra=EXTRA)
     model, optimizer = training(0, steps=2)
@@ -68,14 +68,14 @@ def two_saves(folder: Path) -> tuple[Path, Path]:
 
 
 def sealed(body: Any) -> bytes:
-    """A manifest's text with the digest that it should have."""
+    """Return a manifest's text with a valid digest."""
     body = {"digest": "0" * 32, **body} if isinstance(body, dict) else body
     text = json.dumps(body).encode()
     return text.replace(b"0" * 32, manifests._digest(text).encode(), 1)
 
 
 def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every value in nested JSON, by the way to it."""
+    """Yield the path of every value in nested JSON."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, item in items:
         yield (*at, key)
@@ -83,7 +83,7 @@ def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def put(node: Any, way: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
-    """A copy in which something has been done to the holder of a value."""
+    """Return a copy in which a function has changed the container of a value."""
     node = copy.deepcopy(node)
     holder = node
     for key in way[:-1]:
@@ -101,7 +101,7 @@ def loaded_or_error(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def as_format_2(path: Path, *, save_id: str = "0d5d1bd6-5b0e-4b0f-9c5e-3c5b6f0a8d6e") -> dict[str, Any]:
-    """Make a save what te_fsdp wrote before pieces had checksums, and without an index; its manifest."""
+    """Convert a save to format 2, without tensor checksums and index, and return its manifest."""
     body = json.loads((path / MANIFEST).read_text())
     del body["files"][INDEX]
     (path / INDEX).unlink()

@@ -1,4 +1,4 @@
-"""Ranks of which one ends, or is late, before a collective call; a script, run by test_dead_ranks.
+"""Run ranks of which one exits or is late before a collective call; a script for test_dead_ranks.
 
     python dead_rank_worker.py DIRECTORY KIND VICTIM
 
@@ -81,7 +81,7 @@ def kill_in_load(kind: str) -> None:
 
 
 def set_up(kind: str, is_victim: bool) -> None:
-    """Call what sets a model up. In its place the victim is killed in a collective, or arrives later."""
+    """Set up a model. The victim is killed in a collective, or arrives late."""
     import te_fsdp
     from te_fsdp.collectives.agreement import are_equal, gather
     from te_fsdp.collectives.rendezvous import collective_call

@@ -1,4 +1,4 @@
-"""The commands of the pages: each is run unchanged by the test that `RUN_BY` names, or `NOT_RUN` says why none does.
+"""List documented commands: `RUN_BY` names the test that runs them, `NOT_RUN` the reason why none does.
 
 `test_docs.py` checks that every command is of one of the two kinds; the tests get the commands to run from `to_run`.
 """
@@ -14,15 +14,15 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Page -> the test that runs its commands, but for those of `NOT_RUN`.
 RUN_BY = {
     "README.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
-    "docs/cli.md": "tests/unit/test_cli_ckpt.py::test_the_page_of_the_documentation",
+    "docs/cli.md": "tests/unit/test_cli_ckpt.py::test_documented_cli_commands_run",
     "docs/emulation.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
-    "docs/huggingface.md": "tests/unit/test_huggingface_cli.py::test_the_page",
+    "docs/huggingface.md": "tests/unit/test_huggingface_cli.py::test_huggingface_page_command_runs",
     "docs/install.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
     "docs/integrations.md": "tests/pytorch/distributed/test_integrations.py::test_commands_run",
     "docs/moe.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
-    "docs/plan.md": "tests/unit/test_planning.py::test_the_page",
-    "docs/quickstart.md": "tests/unit/test_docs.py::test_the_quickstart_runs",
-    "docs/train.md": "tests/unit/test_docs.py::test_train_a_model_runs",
+    "docs/plan.md": "tests/unit/test_planning.py::test_plan_page_commands_run",
+    "docs/quickstart.md": "tests/unit/test_docs.py::test_quickstart_runs",
+    "docs/train.md": "tests/unit/test_docs.py::test_train_page_runs",
     "docs/versions.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
     "examples/fsdp2_tp/README.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
 }
@@ -38,7 +38,7 @@ NOT_RUN = {
     ("docs/nodes.md", "export TORCH_DISABLE|torchrun|head=|srun"): "needs several nodes; test_torchrun.py",
     ("examples/fsdp2_tp/README.md", ".*train_vocabulary.py"): "test_example_vocabulary.py runs the script for less",
     ("benchmarks/README.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
-    ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_real_processes",
+    ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_many_ranks_runs",
     ("benchmarks/README.md", ".*benchmarks/step.py"): "needs GPUs; tests/pytorch/distributed/test_step_benchmark.py",
     ("benchmarks/README.md", "export TE|.*benchmarks/convergence.py"): "GPUs, or minutes; test_convergence_curves.py",
     ("benchmarks/README.md", ".*benchmarks/(checkpoint.py --gib 16|rollout.py|weight_gathers.py)"): "needs four GPUs",
@@ -67,7 +67,7 @@ def why_not(page: str, command: str) -> list[tuple[str, str]]:
 
 
 def to_run(page: str) -> list[list[str]]:
-    """Of each `sh` block of a page the commands that its test runs; blocks of which nothing is run are left out."""
+    """Return the commands that a page's test runs, per `sh` block. Blocks without such commands are omitted."""
     results = [[line for line in lines(block) if not why_not(page, line)] for block in blocks(page, "sh")]
     return [commands for commands in results if commands]
 

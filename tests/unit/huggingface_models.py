@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_huggingface(name: str, seed: int = 0) -> nn.Module:
-    """A model whose every parameter matters: large weights, gammas and biases that differ."""
+    """Create a model in which every parameter affects the output: large weights, different gammas and biases."""
     import transformers
 
     kind, settings = MODELS[name]
@@ -89,7 +89,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The expert that all tokens pass."""
+    """The expert that processes all tokens."""
 
     def __init__(self, te: Any, hidden: int, ffn: int, **kwargs: Any) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class SharedExpert(nn.Module):
 
 
 class OwnLayer(nn.Module):
-    """A layer with experts, which ``te.TransformerLayer`` has none of."""
+    """A layer with experts, which ``te.TransformerLayer`` does not support."""
 
     def __init__(self, te: Any, a: hf.Architecture, layer: int, config: Any, **kwargs: Any) -> None:
         super().__init__()

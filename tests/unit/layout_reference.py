@@ -1,4 +1,4 @@
-"""How a parameter is cut, done slowly with tensors: the reference that the arithmetic of boxes is compared with."""
+"""Shard parameters slowly with tensors: the reference for the arithmetic of boxes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GATED = Layout("stacked", (1, 1))
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter and the axes that shard it; `at.tp_rank` and `at.fsdp_rank` mean nothing here."""
+    """A parameter and the axes that shard it. `at.tp_rank` and `at.fsdp_rank` are not used."""
 
     shape: tuple[int, ...]
     rule: ParameterRule
@@ -54,7 +54,7 @@ def shard(original: torch.Tensor, rule: ParameterRule, at: Coordinates) -> torch
 
 
 def from_boxes(original: torch.Tensor, shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:
-    """A shard put together from its boxes; -1 where no box reaches."""
+    """Assemble a shard from its boxes, with -1 for elements without a box."""
     local = torch.full(shape, -1, dtype=original.dtype)
     for box in boxes:
         local[box.local_slices()] = original[box.original_slices()]

@@ -65,7 +65,7 @@ class SlowFileSystem(LocalFileSystem):
         type(self).hook(name)
 
     def _wait(self, count: int) -> None:
-        """Take so long as if one wire led to the storage: each transfer begins when the one before has ended."""
+        """Wait as with one connection to the storage: each transfer starts after the previous one."""
         if self.RATE is None:
             return
         with open(self.CLOCK, "a+") as clock:

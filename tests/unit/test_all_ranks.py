@@ -1,4 +1,4 @@
-"""``collective_call`` in one process."""
+"""Test ``collective_call`` in one process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import te_fsdp
 from te_fsdp.collectives import rendezvous
 
 
-def test_one_process_does_not_wait():
+def test_collective_call_returns_at_once_in_one_process():
     with rendezvous.collective_call("checkpoint.save"):
         pass
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_timeout_is_positive(seconds):
+def test_collective_timeout_must_be_positive(seconds):
     with pytest.raises(te_fsdp.CollectiveError, match="seconds: expected a positive number"):
         te_fsdp.set_collective_timeout(seconds)
 
@@ -29,12 +29,12 @@ def test_a_timeout_is_positive(seconds):
         (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, ..."),
     ],
 )
-def test_ranks_in_words(ranks, text):
+def test_ranks_are_formatted_as_ranges(ranks, text):
     assert rendezvous.format_ranks(ranks) == text
 
 
-def test_warnings_reach_a_program_that_set_up_no_logging(python):
-    """Python's last resort prints warnings, unless a library has put its own handler in its way."""
+def test_warnings_are_printed_without_logging_configuration(python):
+    """Python's last-resort handler prints warnings unless a library has installed a handler of its own."""
     program = "import logging, te_fsdp; logging.getLogger('te_fsdp').warning('rank 1 has not come')"
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
     assert "rank 1 has not come" in done.stderr

@@ -1,4 +1,4 @@
-"""Public calls given an argument of a wrong kind raise te_fsdp's error."""
+"""Check that public calls raise te_fsdp's error for arguments of wrong types."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def _graphed(model: Any, call: Any = print, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_wrong_kinds(call, fake_world):
-    """Kind: an argument that Python or torch would refuse, or convert without a word, somewhere in the call."""
+def test_public_calls_reject_arguments_of_wrong_types(call, fake_world):
+    """Bug class: Python or torch rejects the argument later in the call, or converts it silently."""
     fake_world(1)
     meshes = te_fsdp.Meshes.build(device_type="cpu")
     model = te_fsdp.fully_shard(nn.Linear(2, 2), meshes)
@@ -115,8 +115,8 @@ def test_wrong_kinds(call, fake_world):
 
 
 @pytest.mark.parametrize("name", OF_MODELS)
-def test_no_model(name):
-    """A value without attributes, such as None, gets the error of a module that is not sharded."""
+def test_calls_reject_values_that_are_not_sharded_models(name):
+    """A value without attributes, such as None, raises the same error as an unsharded module."""
     call: Any = getattr(te_fsdp, name)
     for value in (None, "model", 1, [], {}, object(), nn.Linear):
         options = {"is_last": True} if name == "microbatch" else {}
@@ -125,15 +125,15 @@ def test_no_model(name):
         assert name in str(raised.value)
 
 
-def test_valid_seeds():
-    """The limits of torch.manual_seed, and NumPy's integers."""
+def test_materialize_accepts_all_valid_seeds():
+    """Cover the limits of torch.manual_seed, and NumPy integers."""
     import numpy as np
 
     for seed in (0, -1, 2**64 - 1, -(2**63), np.int64(3)):
         te_fsdp.materialize(nn.Linear(2, 2, device="meta"), seed=seed)  # type: ignore[bad-argument-type]
 
 
-def test_texts():
+def test_wrong_argument_types_raise_with_expected_texts():
     with pytest.raises(te_fsdp.PlacementError) as raised:
         require_integer("call", "count", "3", least=1, most=4)
     assert "call: count: expected an integer of at least 1 and at most 4, got '3' (str). Fix: " in str(

@@ -1,4 +1,4 @@
-"""The core works without te_fsdp.checks."""
+"""Check that the core works without te_fsdp.checks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("level", "loaded"), [("off", False), ("setup", True)])
-def test_off_does_not_import_checks(level, loaded):
+def test_checks_off_does_not_import_checks(level, loaded):
     done = run_text(sys.executable, PROGRAM, level)
     assert (done.stdout.strip() != "[]") == loaded, done.stdout

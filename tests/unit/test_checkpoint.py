@@ -1,4 +1,4 @@
-"""Checkpoints of one process, without TE or torch.distributed."""
+"""Test checkpoints of one process, without TE or torch.distributed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
-def test_training_continues(tmp_path: Path, name: str, fresh: bool) -> None:
+def test_resumed_training_matches_uninterrupted_training(tmp_path: Path, name: str, fresh: bool) -> None:
     model = Model()
     optimizer = OPTIMIZERS[name](model.parameters())
     train(model, optimizer, 2)
@@ -89,7 +89,7 @@ def test_training_continues(tmp_path: Path, name: str, fresh: bool) -> None:
     assert train(Model(seed=1), OPTIMIZERS[name](model.parameters()), 3, seed=4) != losses
 
 
-def test_without_an_optimizer(tmp_path: Path) -> None:
+def test_checkpoint_without_optimizer_loads_model_only(tmp_path: Path) -> None:
     model, other = Model(), Model(seed=1)
     checkpoint.save(tmp_path / "a", model)
     assert checkpoint.load(tmp_path / "a", other) == {}
@@ -98,7 +98,7 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a", other, OPTIMIZERS["adamw"](other.parameters()))
 
 
-def test_all_differences_at_once(tmp_path: Path) -> None:
+def test_load_lists_all_differences_in_one_error(tmp_path: Path) -> None:
     model = Model()
     checkpoint.save(tmp_path / "a", model, OPTIMIZERS["adamw"](model.parameters()))
     other = Model(seed=1, width=4)
@@ -117,7 +117,7 @@ def test_all_differences_at_once(tmp_path: Path) -> None:
     torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
 
 
-def test_options_and_state_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_save_rejects_unsupported_optimizer_options_and_states(tmp_path: Path) -> None:
     model = Model()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     optimizer.param_groups[0]["schedule"] = print
@@ -130,12 +130,12 @@ def test_options_and_state_that_cannot_be_stored(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_on_meta(tmp_path: Path) -> None:
+def test_save_rejects_meta_tensors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"2 tensor\(s\) on meta: weight, bias.*materialize"):
         checkpoint.save(tmp_path / "a", nn.Linear(2, 2, device="meta"))
 
 
-def test_every_corruption_of_a_file_is_found(tmp_path: Path) -> None:
+def test_verify_detects_corruption_in_every_file(tmp_path: Path) -> None:
     model = Model()
     path = tmp_path / "a"
     checkpoint.save(path, model, OPTIMIZERS["adamw"](model.parameters()))
@@ -152,8 +152,8 @@ def test_every_corruption_of_a_file_is_found(tmp_path: Path) -> None:
     checkpoint.verify(path)
 
 
-def test_manifest_and_tensors_of_two_saves(tmp_path: Path) -> None:
-    """Sizes and digest fit, the tensors do not: found before anything is read."""
+def test_load_rejects_a_manifest_of_a_different_save(tmp_path: Path) -> None:
+    """File sizes and digest match but tensors do not. The load detects this before reading data."""
     small, large = Model(), nn.Sequential(nn.Linear(3, 3))
     checkpoint.save(tmp_path / "a", small)
     checkpoint.save(tmp_path / "b", large)
@@ -165,7 +165,7 @@ def test_manifest_and_tensors_of_two_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 99])
-def test_another_format(tmp_path: Path, number: int) -> None:
+def test_load_rejects_unknown_format_versions(tmp_path: Path, number: int) -> None:
     checkpoint.save(tmp_path / "a", Model())
     newer = manifest.read_manifest(tmp_path / "a")
     newer.format_version = number
@@ -190,7 +190,7 @@ def test_latest_is_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == tmp_path / "step-9"
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_save_does_not_overwrite_existing_paths(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     checkpoint.save(tmp_path / "empty", Model())  # an empty directory is as good as none
     (tmp_path / "file").touch()
@@ -213,14 +213,14 @@ def test_each_element_is_written_once(tmp_path: Path) -> None:
     assert set(listed["versions"]) >= {"te_fsdp", "torch"}
 
 
-def test_wrapped_modules_keep_their_names(tmp_path: Path) -> None:
+def test_compiled_modules_are_saved_under_original_names(tmp_path: Path) -> None:
     model, other = Model(), Model(seed=1)
     checkpoint.save(tmp_path / "a", torch.compile(model))
     checkpoint.load(tmp_path / "a", other)
     assert torch.equal(model.unused, other.unused)
 
 
-def test_progress_on_rank_0(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_progress_bar_is_shown_on_rank_0_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a", Model(), progress=True)
     assert "saving a" in capsys.readouterr().err
     with bytes_bar("x", 10, None) as tick:
@@ -241,14 +241,14 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=4))
-def test_extra_is_loaded_unchanged(value: dict) -> None:
+def test_extra_values_round_trip_unchanged(value: dict) -> None:
     encoded, entries = encode(value)
     assert not entries
     back = decode(json.loads(json.dumps(encoded)), {})
     assert back == value and repr(back) == repr(value)
 
 
-def test_tensors_in_extra(tmp_path: Path) -> None:
+def test_tensors_in_extra_round_trip(tmp_path: Path) -> None:
     extra = {"a": {"b/c": torch.arange(6).view(2, 3).t()}, "a/b": {"c": (torch.tensor(1.5).bfloat16(),)}}
     checkpoint.save(tmp_path / "a", Model(), extra=extra)
     back = checkpoint.load(tmp_path / "a", Model())
@@ -261,8 +261,8 @@ def test_tensors_in_extra(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": [{1: 2}]}, {"te_fsdp.tuple": []}, {"a": {"te_fsdp.value": [1]}}])
-def test_extra_keeps_any_key(tmp_path: Path, value: dict) -> None:
-    """Keys that are no strings, and keys that the JSON form itself uses."""
+def test_extra_round_trips_any_dict_key(tmp_path: Path, value: dict) -> None:
+    """Cover keys that are not strings, and keys that the JSON encoding reserves."""
     checkpoint.save(tmp_path / "a", Model(), extra=value)
     assert checkpoint.load(tmp_path / "a", Model()) == value
 
@@ -275,7 +275,7 @@ def test_extra_keeps_any_key(tmp_path: Path, value: dict) -> None:
         ({"f": io.BytesIO()}, "got BytesIO"),
     ],
 )
-def test_extra_that_cannot_be_stored(tmp_path: Path, value: dict, words: str) -> None:
+def test_save_rejects_unsupported_extra_values(tmp_path: Path, value: dict, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         checkpoint.save(tmp_path / "a", Model(), extra=value)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Loads that convert a checkpoint, in one process without TransformerEngine."""
+"""Test loads that convert a checkpoint, in one process without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ("saved", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 )
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-def test_another_dtype(tmp_path: Path, caplog, saved, here, used):
-    """Weights, buffers and moments are cast once; the optimizer keeps them as it would have made them."""
+def test_load_casts_to_the_dtype_of_the_model(tmp_path: Path, caplog, saved, here, used):
+    """Weights, buffers and moments are cast once, to the dtypes that the optimizer itself would use."""
     model = Model(saved)
     optimizer = adam(model, 2)
     checkpoint.save(tmp_path / "a", model, optimizer)
@@ -66,7 +66,7 @@ def test_another_dtype(tmp_path: Path, caplog, saved, here, used):
         checkpoint.load(tmp_path / "a", other, other_optimizer, convert=False)
 
 
-def test_integers_are_not_converted(tmp_path: Path):
+def test_load_does_not_cast_integers(tmp_path: Path):
     model, other = Model(), Model(seed=1)
     checkpoint.save(tmp_path / "a", model)
     other.count = other.count.float()
@@ -78,7 +78,7 @@ def test_integers_are_not_converted(tmp_path: Path):
     assert other.count == 1 and torch.equal(other.mean, model.mean)
 
 
-def test_parameters_of_the_checkpoint_that_the_model_lacks(tmp_path: Path):
+def test_allow_skips_parameters_that_the_model_does_not_have(tmp_path: Path):
     model, other = Model(more=True), Model(seed=1)
     checkpoint.save(tmp_path / "a", model, adam(model, 1))
     with pytest.raises(CheckpointError, match="2 only in the checkpoint"):
@@ -96,7 +96,7 @@ def test_parameters_of_the_checkpoint_that_the_model_lacks(tmp_path: Path):
     assert len(optimizer.state) == 4 and all(state["step"] == 1 for state in optimizer.state.values())
 
 
-def test_an_optimizer_that_is_left(tmp_path: Path):
+def test_allow_skips_the_optimizer(tmp_path: Path):
     model, other = Model(), Model(seed=1)
     checkpoint.save(tmp_path / "a", model, adam(model, 1))
     momentum = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
@@ -108,7 +108,7 @@ def test_an_optimizer_that_is_left(tmp_path: Path):
     assert torch.equal(other.first.weight, model.first.weight)
 
 
-def test_patterns_that_match_nothing_allow_nothing(tmp_path: Path):
+def test_allow_patterns_without_matches_have_no_effect(tmp_path: Path):
     model, other = Model(), Model(more=True)
     checkpoint.save(tmp_path / "a", model)
     before = {k: v.clone() for k, v in other.state_dict().items()}

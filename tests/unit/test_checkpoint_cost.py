@@ -1,4 +1,4 @@
-"""Cost of checkpoints of many small tensors, by counting operations for each tensor; no clock is used."""
+"""Test the cost of checkpoints with many small tensors by counting operations instead of time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = [(4, 6), (6, 4), (24,), (2, 12), (4, 6), (6, 4)]
 
 
 def small_model(count: int = 40, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Many parameters of few kinds, and AdamW's state of them."""
+    """Create many parameters of few shapes, with AdamW state."""
     torch.manual_seed(seed)
     parameters = {f"p{n}": nn.Parameter(torch.randn(SHAPES[n % len(SHAPES)])) for n in range(count)}
     model = nn.ParameterDict(parameters)
@@ -57,7 +57,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
-    """Arguments of each call of a function, from now on."""
+    """Record the arguments of each later call of a function."""
     calls: list[Any] = []
     original = getattr(owner, name)
 
@@ -69,7 +69,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]
     return calls
 
 
-def test_a_plain_directory_is_not_unpickled_tensor_by_tensor(
+def test_plain_dcp_load_does_not_unpickle_each_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = small_model()
@@ -104,7 +104,7 @@ def read_plainly(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
+def test_tensors_written_in_blocks_are_readable_by_plain_dcp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = small_model()
@@ -136,8 +136,8 @@ def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
             assert got.dtype == value.dtype and torch.equal(got, value)
 
 
-def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is used while the contents match: new values are saved, and changed entries get a new plan."""
+def test_save_plan_is_cached_until_contents_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is reused while the contents match. New values are saved, and changed entries get a new plan."""
     plans = counted(monkeypatch, saving, "plan_entries")
     model, optimizer = small_model()
     other, its_optimizer = small_model()  # a second model of the same kind has its own plan
@@ -231,10 +231,10 @@ def _two_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     + [(change, False) for change in (_another_dtype, _other_memory, _another_state, _another_number)]
     + [(change, False) for change in (_another_parameter, _other_names, _two_groups)],
 )
-def test_cached_model_data_equals_a_new_search(
+def test_save_with_cached_model_data_equals_a_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, is_known: bool
 ) -> None:
-    """A save after another one holds, whatever has changed, what a save of a process that knows nothing holds."""
+    """A repeated save equals the first save of a new process, whatever has changed."""
     described = counted(monkeypatch, saving, "model_state")
     parameters, _ = small_model()
     model = nn.ModuleDict({"p": parameters, "bn": nn.BatchNorm1d(3)})
@@ -260,10 +260,10 @@ def test_cached_model_data_equals_a_new_search(
 
 
 @pytest.mark.parametrize("first", ["synchronous", "asynchronous"])
-def test_tensors_of_a_device_are_written_in_the_order_of_the_plan(
+def test_device_tensors_are_written_in_plan_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """Weights on a GPU, AdamW's counts of steps on the host: a synchronous save copies the former a slab at a time."""
+    """With weights on a GPU and AdamW's steps on the CPU, a synchronous save copies GPU tensors in blocks."""
     plans = counted(monkeypatch, saving, "plan_entries")
     monkeypatch.setattr(Block, "is_on_host", property(lambda block: not block.tensors[0].ndim))
     monkeypatch.setattr(Staging, "copy", lambda _, blocks: [block.rows().clone() for block in blocks])
@@ -279,10 +279,10 @@ def test_tensors_of_a_device_are_written_in_the_order_of_the_plan(
     assert len(plans) == 1
 
 
-def test_places_that_are_not_those_of_the_plan_end_the_save(
+def test_save_raises_if_file_offsets_differ_from_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its metadata would send readers to other tensors."""
+    """Otherwise readers would find different tensors at the offsets in the metadata."""
     model, optimizer = small_model()
     checkpoint.save(tmp_path / "a", model, optimizer)
     blocks = planner.RankWriter.blocks
@@ -292,7 +292,7 @@ def test_places_that_are_not_those_of_the_plan_end_the_save(
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a"]
 
 
-def test_a_model_on_another_device_is_planned_anew() -> None:
+def test_save_plan_is_recomputed_for_a_different_device() -> None:
     entry = [
         planner.signature_of(
             {"a": TensorEntry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))}
@@ -305,7 +305,7 @@ def test_a_model_on_another_device_is_planned_anew() -> None:
 @pytest.mark.parametrize(
     "step", ["blocks", "finish"]
 )  # before its pieces have places in the files, and after
-def test_a_plan_that_led_to_no_checkpoint_is_not_used(
+def test_plan_of_a_failed_save_is_not_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     model, optimizer = small_model()
@@ -323,7 +323,7 @@ def test_a_plan_that_led_to_no_checkpoint_is_not_used(
     assert_equal(values(*other), values(model, optimizer))
 
 
-def test_plans_and_models_are_let_go(tmp_path: Path) -> None:
+def test_cached_plans_do_not_keep_models_alive(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpoint.save(tmp_path / "a", model)
     weight, plans = weakref.ref(model.weight), background().plans
@@ -343,7 +343,7 @@ def test_plans_and_models_are_let_go(tmp_path: Path) -> None:
 
 
 def test_equal_metadata_is_stored_once(tmp_path: Path) -> None:
-    """Weights and moments have the same shards; and the garbage collector is left as it was."""
+    """Weights and moments share shard metadata. The garbage collector keeps its state."""
     model, optimizer = small_model()
     for enabled in (True, False):
         (gc.enable if enabled else gc.disable)()
@@ -361,7 +361,7 @@ def test_equal_metadata_is_stored_once(tmp_path: Path) -> None:
 
 
 def asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of host memory that is allocated from now on."""
+    """Record the sizes of later host memory allocations."""
     memory_of_host = importlib.import_module(Block.__module__)
     asked, host_memory = list[int](), memory_of_host.host_memory
 
@@ -373,8 +373,8 @@ def asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system gives it in small pages otherwise, which takes as long as to read as much from a file."""
+def test_load_allocates_memory_in_large_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small allocations are slow: page faults take as long as reading the same amount from a file."""
     model = torch.nn.ParameterList(
         torch.randn(400_000) for _ in range(8)
     )  # each is more than is read together
@@ -385,8 +385,8 @@ def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pyte
     assert [count for count in asked if count] == [1 << 25], asked
 
 
-def test_a_load_uses_the_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the system gives as much again; but what a running save has copied there stays as it is."""
+def test_load_reuses_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reuse avoids a second allocation. Buffers of a running save are not overwritten."""
     model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
     first = [weight.detach().clone() for weight in model]
     checkpoint.save(tmp_path / "first", model, asynchronous=True).result()

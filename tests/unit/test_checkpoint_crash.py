@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of saves: the newest complete checkpoint is exact."""
+"""Check that the newest complete checkpoint is exact after processes were killed during saves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _worker():
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, python: str) -> tuple[Path, list[dict]]:
-    """Directories of jobs that were killed, and what is known of each."""
+    """Directories of killed jobs, and the outcome of each."""
     directory = tmp_path_factory.mktemp("killed")
     command = [python, str(SCRIPT), str(directory), str(SEED), str(TRIALS)]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
@@ -76,7 +76,7 @@ def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_the_newest_complete_checkpoint_after_kills(killed: tuple[Path, list[dict]]) -> None:
+def test_latest_checkpoint_is_exact_after_random_kills(killed: tuple[Path, list[dict]]) -> None:
     directory, outcomes = killed
     assert len(outcomes) == TRIALS
     expected, in_the_middle, noticed = Expected(), 0, 0
@@ -130,8 +130,8 @@ for instant in instants:
 """
 
 
-def test_killed_at_the_steps_of_a_commit(tmp_path: Path, python: str) -> None:
-    """The few instants that random moments seldom hit."""
+def test_latest_checkpoint_is_exact_after_kills_during_commit(tmp_path: Path, python: str) -> None:
+    """Kill at instants that random times rarely reach."""
     command = [python, "-c", INSTANTS_SCRIPT, str(tmp_path), *INSTANTS]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr.decode()
@@ -150,7 +150,7 @@ def test_killed_at_the_steps_of_a_commit(tmp_path: Path, python: str) -> None:
         assert [p.name for p in where.iterdir()] == ["step-4"]
 
 
-def test_a_damaged_checkpoint_is_not_removed(tmp_path: Path) -> None:
+def test_keep_last_does_not_remove_corrupted_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", nn.Linear(2, 2))
     (tmp_path / "step-1" / "te_fsdp.json").write_text("{")

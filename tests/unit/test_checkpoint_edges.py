@@ -1,4 +1,4 @@
-"""Checkpoints of one process at the edges: odd optimizers, odd tensors, plain directories."""
+"""Test edge cases in one process: unusual optimizers, unusual tensors, plain DCP directories."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 def test_files_are_complete_when_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power failure loses data written after the sync, so the final name must not appear before."""
+    """A power failure loses unsynced data, so all writes must precede fsync."""
     synced, real = {}, os.fsync
 
     def fsync(number: int) -> None:
@@ -59,10 +59,10 @@ def test_files_are_complete_when_they_are_synced(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["save", "keep_last", "checkpoint", "file", "folder"])
-def test_names_appear_once_their_contents_are_on_disk(
+def test_names_appear_only_after_contents_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Files, then the entries of their directory, then the name that others see, then the directory that has it."""
+    """The order is: files, their directory, the rename to the final name, the parent directory."""
     checkpoint.save(tmp_path / "a", model())
     events: list[tuple[str, Path]] = []
     fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
@@ -111,8 +111,8 @@ def test_names_appear_once_their_contents_are_on_disk(
     assert shown[-2][0] == "rename" and shown[-1:] == last
 
 
-def test_a_manifest_that_still_can_be_read(tmp_path: Path) -> None:
-    """A digit that has changed leaves JSON what it was in all but its meaning."""
+def test_load_rejects_an_edited_manifest(tmp_path: Path) -> None:
+    """A changed digit leaves the JSON valid but changes its meaning."""
     ours = model()
     checkpoint.save(tmp_path / "a", ours, torch.optim.SGD(ours.parameters(), lr=0.125))
     manifest = tmp_path / "a" / "te_fsdp.json"
@@ -123,7 +123,7 @@ def test_a_manifest_that_still_can_be_read(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a", ours)
 
 
-def test_a_save_that_fails_after_completion_says_so(tmp_path: Path) -> None:
+def test_failed_save_reports_whether_the_checkpoint_is_complete(tmp_path: Path) -> None:
     lost = CheckpointError("on rank(s) 1: the rank has ended")
     assert "No checkpoint appeared at the path" in str(as_failed_save(tmp_path / "a", lost, "0" * 32))
     checkpoint.save(tmp_path / "a", model())
@@ -135,8 +135,10 @@ def test_a_save_that_fails_after_completion_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
-def test_new_state_has_the_strides_of_its_parameter(tmp_path: Path, options: dict[str, bool]) -> None:
-    """As torch makes it: kernels for many tensors take all with one stride, or refuse."""
+def test_loaded_optimizer_state_has_the_strides_of_its_parameter(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    """Torch creates state with the parameter's strides, which multi-tensor kernels require."""
     ours, other = (nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last) for _ in range(2))
     optimizer, fresh = (torch.optim.AdamW(m.parameters(), **options) for m in (ours, other))
     step(ours, optimizer, (1, 2, 4, 4))
@@ -148,8 +150,8 @@ def test_new_state_has_the_strides_of_its_parameter(tmp_path: Path, options: dic
     torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
-def test_steps_of_numbers_stay_exact(tmp_path: Path) -> None:
-    """The parameter is a number as its step is, and bf16 here: 257 is none of its values."""
+def test_optimizer_steps_of_scalar_bf16_parameters_stay_exact(tmp_path: Path) -> None:
+    """The bf16 parameter is a scalar like its step. bf16 cannot represent 257."""
     ours, other = nn.Module(), nn.Module()
     ours.scale, other.scale = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0).bfloat16())
     optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (ours, other))
@@ -162,8 +164,8 @@ def test_steps_of_numbers_stay_exact(tmp_path: Path) -> None:
     assert fresh.state[other.scale]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_steps_are_on_the_device_of_the_loaded_options() -> None:
-    """A fused kernel reads its steps on the device; an optimizer that was built without it had them on the host."""
+def test_optimizer_steps_are_on_the_device_that_fused_requires() -> None:
+    """A fused kernel reads steps on the device. A non-fused optimizer has them on the CPU."""
     parameter = nn.Parameter(torch.empty(2, 3, device="meta"))
     optimizer = torch.optim.AdamW([parameter])
     for fused, device in ((False, "cpu"), (True, "meta")):
@@ -177,8 +179,8 @@ def test_steps_are_on_the_device_of_the_loaded_options() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_default_device_is_not_that_of_messages_and_copies(tmp_path: Path, asynchronous: bool) -> None:
-    """`torch.set_default_device("cuda")` in a program; here a device that loses what is put on it."""
+def test_save_and_load_ignore_the_default_device(tmp_path: Path, asynchronous: bool) -> None:
+    """Programs may call `torch.set_default_device("cuda")`. The test uses meta, which loses all values."""
     ours, other = model(), model(1)
     optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (ours, other))
     step(ours, optimizer)
@@ -196,7 +198,7 @@ def test_a_default_device_is_not_that_of_messages_and_copies(tmp_path: Path, asy
 
 
 @pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"])
-def test_conversions_with_a_default_device(te: Any, recipe: str, tmp_path: Path) -> None:
+def test_format_conversion_ignores_the_default_device(te: Any, recipe: str, tmp_path: Path) -> None:
     from transformer_engine.common import recipe as recipes
 
     with te.quantized_model_init(recipe=getattr(recipes, recipe)()):
@@ -209,7 +211,7 @@ def test_conversions_with_a_default_device(te: Any, recipe: str, tmp_path: Path)
     assert torch.equal(other.weight, ours.weight.dequantize(dtype=torch.float32).bfloat16())
 
 
-def test_state_of_a_parameter_that_went(tmp_path: Path) -> None:
+def test_save_rejects_optimizer_state_of_a_removed_parameter(tmp_path: Path) -> None:
     ours = model()
     optimizer = torch.optim.AdamW(ours.parameters())
     step(ours, optimizer)
@@ -232,8 +234,10 @@ def test_state_of_a_parameter_that_went(tmp_path: Path) -> None:
         ("fused", "no step"),  # it begins the state of all parameters at its first step
     ],
 )
-def test_state_missing_in_the_checkpoint_is_removed(te: Any, tmp_path: Path, kind: str, before: str) -> None:
-    """Momentum and steps of the run that is given up would go into the weights of the one that is loaded."""
+def test_load_removes_optimizer_state_missing_in_the_checkpoint(
+    te: Any, tmp_path: Path, kind: str, before: str
+) -> None:
+    """Otherwise momentum and steps of the abandoned run would affect the loaded weights."""
 
     def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         ours = model()
@@ -262,8 +266,8 @@ def test_state_missing_in_the_checkpoint_is_removed(te: Any, tmp_path: Path, kin
     torch.testing.assert_close(there[0].state_dict(), saved[0].state_dict(), rtol=0, atol=0)
 
 
-def test_entries_of_state_that_the_checkpoint_does_not_have_go(tmp_path: Path) -> None:
-    """As those of an option that was switched on in the run that is given up."""
+def test_load_removes_state_entries_missing_in_the_checkpoint(tmp_path: Path) -> None:
+    """Such entries come from an option that only the abandoned run had enabled."""
     saved, there = model(), model()
     plain = torch.optim.AdamW(saved.parameters(), lr=0.1)
     maxima = torch.optim.AdamW(there.parameters(), lr=0.1, amsgrad=True)
@@ -275,7 +279,7 @@ def test_entries_of_state_that_the_checkpoint_does_not_have_go(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("was_buffer", [True, False])
-def test_a_buffer_that_becomes_a_parameter(tmp_path: Path, was_buffer: bool) -> None:
+def test_load_casts_a_buffer_that_became_a_parameter(tmp_path: Path, was_buffer: bool) -> None:
     def build(is_buffer: bool, value: torch.Tensor) -> nn.Module:
         made = nn.Module()
         made.register_buffer("x", value) if is_buffer else setattr(made, "x", nn.Parameter(value))
@@ -287,8 +291,8 @@ def test_a_buffer_that_becomes_a_parameter(tmp_path: Path, was_buffer: bool) -> 
     assert "float32 -> bfloat16" in loaded.converted["x"] and other.x.tolist() == [1.5] * 3
 
 
-def test_remainders_follow_weights_loaded_without_the_optimizer(te: Any, tmp_path: Path) -> None:
-    """bf16 weights and the 16 bits that they lack: the latter of the old weights mean nothing, the moments stay."""
+def test_parameter_remainders_are_reset_by_a_load_without_the_optimizer(te: Any, tmp_path: Path) -> None:
+    """The remainders of old bf16 weights are invalid for loaded weights. Moments are kept."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     ours, other = (model(seed).bfloat16() for seed in (0, 1))
@@ -305,8 +309,8 @@ def test_remainders_follow_weights_loaded_without_the_optimizer(te: Any, tmp_pat
 
 
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling"])
-def test_weights_that_are_kept_transposed(te: Any, recipe: str, tmp_path: Path) -> None:
-    """Hopper's kernels read transposed weights in backward, and TE may keep nothing else of one: it is the weight."""
+def test_columnwise_only_weights_round_trip(te: Any, recipe: str, tmp_path: Path) -> None:
+    """On Hopper, TE may keep only the transpose of a weight. A load must update it."""
     from transformer_engine.common import recipe as recipes
 
     def build(seed: int, *, turned: bool) -> Any:
@@ -338,7 +342,7 @@ def test_weights_that_are_kept_transposed(te: Any, recipe: str, tmp_path: Path) 
         emulation.switch_arch("10.0")
 
 
-def test_a_plain_directory_with_damaged_metadata(tmp_path: Path) -> None:
+def test_load_rejects_corrupted_plain_dcp_metadata(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / ".metadata").write_bytes(b"garbage")
     with pytest.raises(CheckpointError, match=r"a: unreadable .metadata \(.*Fix: the checkpoint is damaged"):
@@ -346,8 +350,8 @@ def test_a_plain_directory_with_damaged_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad"])
-def test_optimizers_of_plain_directories(tmp_path: Path, kind: str) -> None:
-    """By names: every class that torch has. Another one is refused where the options tell."""
+def test_plain_dcp_loads_every_torch_optimizer_by_name(tmp_path: Path, kind: str) -> None:
+    """States are matched by name for every torch optimizer. A different class is rejected if the options show it."""
     ours, other = model(), model(1)
     build = getattr(torch.optim, kind)
     optimizer, fresh = (build(m.parameters(), lr=0.1) for m in (ours, other))
@@ -361,8 +365,8 @@ def test_optimizers_of_plain_directories(tmp_path: Path, kind: str) -> None:
             checkpoint.load(tmp_path / "a", other, torch.optim.Rprop(other.parameters()))
 
 
-def test_numbered_optimizers_of_plain_directories(tmp_path: Path) -> None:
-    """By their groups' names. DCP keeps no order, so that numbers alone would give equal shapes to each other."""
+def test_plain_dcp_loads_numbered_optimizer_state_by_group_names_only(tmp_path: Path) -> None:
+    """Param group names identify the parameters. DCP keeps no order, so numbers alone are ambiguous."""
     ours, other = model(), model(1)
     optimizer = torch.optim.AdamW(reversed(list(ours.named_parameters())))
     fresh = torch.optim.AdamW(other.parameters())
@@ -395,17 +399,19 @@ def _failing_fsync(number: int, of_directories: bool) -> Callable[[int], None]:
     [(errno.ENOSPC, "disk is full"), (errno.EDQUOT, "quota"), (errno.EIO, "cannot be written")],
     ids=["full", "quota", "lost"],
 )
-def test_a_sync_that_fails_ends_the_save(
+def test_failed_fsync_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str, of_directories: bool
 ) -> None:
-    """Kind: an error of fsync that a save ignores, of a file or a directory: its entries may not be on disk."""
+    """Bug class: a save ignores an fsync error of a file or directory, whose data may not be on disk."""
     monkeypatch.setattr(os, "fsync", _failing_fsync(number, of_directories))
     with pytest.raises(CheckpointError, match=text):
         checkpoint.save(tmp_path / "a", model())
 
 
-def test_file_systems_that_cannot_sync_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: EINVAL of a directory means that the file system has no such operation."""
+def test_save_succeeds_on_file_systems_without_directory_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: EINVAL for a directory means that the file system does not support the operation."""
     monkeypatch.setattr(os, "fsync", _failing_fsync(errno.EINVAL, True))
     checkpoint.save(tmp_path / "a", model())
     checkpoint.load(tmp_path / "a", model())

@@ -1,4 +1,4 @@
-"""Tensors whose names in the files are equal."""
+"""Test tensors whose names in the files are equal."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def stage(layer: int, rope: float, *, persistent: bool = True) -> nn.Module:
     return result
 
 
-def test_stages_of_a_rank_have_a_buffer_that_is_not_saved(tmp_path: Path) -> None:
+def test_stages_with_equally_named_non_persistent_buffers_are_saved(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a", [stage(n, float(n), persistent=False) for n in (0, 1)])
     assert checkpoint.load(tmp_path / "a", [stage(n, 7.0, persistent=False) for n in (0, 1)]).is_complete
 
 
-def test_stages_of_a_rank_share_named_entries(tmp_path: Path) -> None:
-    """Stored once, loaded into each; copies that came apart are refused in each save, also in a repeated one."""
+def test_stages_share_entries_listed_in_shared(tmp_path: Path) -> None:
+    """Entries are stored once and loaded into each stage. Every save, also a repeated one, rejects differing copies."""
     stages, others = [stage(n, 1.0) for n in (0, 1)], [stage(n, 7.0) for n in (0, 1)]
     with pytest.raises(CheckpointError, match="repeated in the stages of one rank: rope"):
         checkpoint.save(tmp_path / "a", stages)
@@ -41,8 +41,8 @@ def test_stages_of_a_rank_share_named_entries(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a"]
 
 
-def test_stages_of_a_rank_share_a_trained_parameter(tmp_path: Path) -> None:
-    """Its optimizer state is shared, too, and must be equal."""
+def test_stages_share_a_trained_parameter_with_optimizer_state(tmp_path: Path) -> None:
+    """Its optimizer state is also shared and must be equal."""
 
     def made(seed: int) -> tuple[list[nn.Module], torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -66,7 +66,7 @@ def test_stages_of_a_rank_share_a_trained_parameter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dots", "compiled", "buffers", "both"])
-def test_two_tensors_of_a_model_under_one_name_are_refused(tmp_path: Path, kind: str) -> None:
+def test_save_rejects_two_tensors_with_one_name(tmp_path: Path, kind: str) -> None:
     """Otherwise one of them would be lost without an error."""
     model = nn.Module()
     inner, name = nn.Module(), "a" if kind == "dots" else "_orig_mod"
@@ -88,14 +88,14 @@ def test_two_tensors_of_a_model_under_one_name_are_refused(tmp_path: Path, kind:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_name_that_is_too_long_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_async_save_rejects_too_long_names_before_writing(tmp_path: Path) -> None:
     """Also by an asynchronous save: in the call, not in its thread."""
     with pytest.raises(CheckpointError, match="File name too long"):
         checkpoint.save(tmp_path / ("p" * 256), nn.Linear(2, 2), asynchronous=True)
     checkpoint.save(tmp_path / ("p" * 255), nn.Linear(2, 2))
 
 
-def test_a_path_of_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_save_accepts_paths_with_undecodable_bytes(tmp_path: Path) -> None:
     """``os.listdir`` returns them with surrogates."""
     path, model = tmp_path / os.fsdecode(b"step-\xff"), nn.Linear(2, 2)
     checkpoint.save(path, model)

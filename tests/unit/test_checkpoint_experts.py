@@ -1,4 +1,4 @@
-"""Layers of experts in one process: one tensor for all in the files of any kind, in any format."""
+"""Test expert layers in one process: every file format stores one tensor for all experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recipe_of(name: str) -> Any:
 
 
 class Run:
-    """A layer of experts and a linear one, with an optimizer; expert 2 gets no token, and expert 1 no gradient."""
+    """Experts and a linear layer with an optimizer. Expert 2 gets no tokens, expert 1 no gradient."""
 
     def __init__(self, te: Any, recipe: str, *, seed: int, experts: int = EXPERTS) -> None:
         torch.manual_seed(seed)
@@ -90,8 +90,8 @@ def recipe(request: pytest.FixtureRequest, te: Any) -> Any:
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8"], indirect=True)
-def test_one_tensor_for_all_experts(te: Any, recipe: str, tmp_path: Path) -> None:
-    """Weights, optimizer state of some experts alone, delayed-scaling state: back to the bit; the next output too."""
+def test_experts_are_stored_as_one_tensor_and_round_trip(te: Any, recipe: str, tmp_path: Path) -> None:
+    """Weights, optimizer state of some experts, delayed-scaling state and the next output are bitwise equal."""
     run = Run(te, recipe, seed=0).step().step()
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
     manifest = json.loads((tmp_path / "c" / "te_fsdp.json").read_text())
@@ -115,8 +115,10 @@ def test_one_tensor_for_all_experts(te: Any, recipe: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"], indirect=True)
-def test_state_dicts_of_te(te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """TE's weight0, weight1, ... in torch.save files and plain DCP directories become one tensor; weights come back."""
+def test_te_state_dicts_of_experts_convert_to_one_tensor_and_back(
+    te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TE's weight0, weight1, ... in torch.save files and plain DCP directories become one tensor and convert back."""
     run = Run(te, recipe, seed=0).step().step()
     checkpoint.save(tmp_path / "ours", run.model, run.optimizer)
     torch.save({"model": run.model.state_dict()}, tmp_path / "te.pt")
@@ -153,8 +155,8 @@ def test_state_dicts_of_te(te: Any, recipe: str, tmp_path: Path, capsys: pytest.
     capsys.readouterr()
 
 
-def test_differences(te: Any, tmp_path: Path) -> None:
-    """Another number of experts, experts in several groups, and experts that differ are named."""
+def test_load_names_differences_of_experts(te: Any, tmp_path: Path) -> None:
+    """Errors name a different number of experts, experts in several param groups, and differing experts."""
     run = Run(te, "none", seed=0).step()
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
     with pytest.raises(
@@ -174,8 +176,8 @@ def test_differences(te: Any, tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "d", run.model)
 
 
-def test_a_script_reads_experts_by_the_keys_of_the_page(te: Any, tmp_path: Path) -> None:
-    """The block of docs/checkpoints.md unchanged, plain DCP alone; `weight3` is `[3]` of the tensor of all."""
+def test_documented_script_reads_experts_with_plain_dcp(te: Any, tmp_path: Path) -> None:
+    """Run the unchanged block of docs/checkpoints.md with plain DCP. `weight3` is `[3]` of the stored tensor."""
     run = Run(te, "none", seed=0).step()
     checkpoint.save(tmp_path / "a", run.model, run.optimizer)
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
@@ -210,8 +212,8 @@ class _ByName:
         return getattr, self.named
 
 
-def test_members_of_enums_by_name(te: Any, tmp_path: Path) -> None:
-    """TE's tensors contain some. getattr of any other object is refused: it could reach code."""
+def test_weights_only_load_resolves_enum_members_by_name_only(te: Any, tmp_path: Path) -> None:
+    """TE's tensors contain enum members. getattr of any other object is rejected because it could reach code."""
     import transformer_engine_torch as tex
 
     torch.save({"a": _ByName(tex.DType, "kFloat8E4M3")}, tmp_path / "a.pt")

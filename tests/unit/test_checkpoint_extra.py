@@ -1,4 +1,4 @@
-"""Unusual values in ``extra``."""
+"""Test unusual values in ``extra``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from te_fsdp import checkpoint
 from te_fsdp.errors import CheckpointError
 
 
-def test_strided_nested_tensors(tmp_path: Path) -> None:
-    """They have no sizes (kind: torch's internal error without the name of the value)."""
+def test_nested_tensors_in_extra_round_trip_or_raise(tmp_path: Path) -> None:
+    """Nested tensors have no sizes. Bug class: torch's internal error, which does not name the value."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
     if not _is_read_weights_only(nested):  # torch 2.15
         with pytest.raises(CheckpointError, match="extra/nested: cannot be stored"):
@@ -38,8 +38,8 @@ def _is_read_weights_only(value: Any) -> bool:
     return True
 
 
-def test_containers_in_themselves(tmp_path: Path) -> None:
-    """(kind: RecursionError without the name of the value)."""
+def test_extra_rejects_recursive_containers(tmp_path: Path) -> None:
+    """Bug class: RecursionError that does not name the value."""
     own: list[Any] = []
     own.append(own)
     deep: Any = 1

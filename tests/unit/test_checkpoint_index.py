@@ -1,4 +1,4 @@
-"""The index of a save: it equals DCP's metadata, is read by parts, must be of the save."""
+"""Test the index of a save: it equals DCP's metadata, is read in parts, must belong to the save."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS, SHAPES = 6, [(), (13,), (12, 5), (4, 6, 3), (7, 2)]
 
 
 def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, Index]:
-    """Index and metadata of 40 tensors that six ranks hold rows of, each third one in halves along its last dim too."""
+    """Write index and metadata of 40 tensors over six ranks, every third one also split along its last dim."""
     monkeypatch.setattr(index, "_ROWS", 16)
     seen: list[RankTensors] = [[] for _ in range(RANKS)]
     for number in range(40):
@@ -65,7 +65,7 @@ def by_name(found: Index, keys: list[str]) -> dict[str, list[tuple[Any, ...]]]:
     return {key: [(found.files[at], *rest) for at, *rest in own] for key, own in rows.items()}
 
 
-def test_the_index_equals_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_equals_dcp_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, described = written(tmp_path, monkeypatch)
     blocks: list[int] = []
     unpack = index._unpack
@@ -81,8 +81,10 @@ def test_the_index_equals_the_metadata(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(blocks) == 2, "no more than requested"
 
 
-def test_rectangles_read_overlapping_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few pieces and of many: each element of a rectangle once, out of the piece that has it."""
+def test_load_reads_only_shards_that_overlap_the_rectangle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each element of a rectangle is read once from the shard that contains it, for few and many shards."""
     manifest, described = written(tmp_path, monkeypatch)
     for few in (0, 100):
         monkeypatch.setattr("te_fsdp.checkpoint.reading._FEW", few)
@@ -113,7 +115,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return two_saves(tmp_path_factory.mktemp("saves"))
 
 
-def test_loads_do_not_unpickle_the_metadata(
+def test_load_does_not_unpickle_dcp_metadata(
     saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index, "unpickle_metadata", None)
@@ -128,8 +130,10 @@ def test_loads_do_not_unpickle_the_metadata(
         ("of another save", f"unreadable {INDEX} .*a file of another save"),
     ],
 )
-def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str, text: str) -> None:
-    """With a manifest that has the right digest, as an attacker would write it."""
+def test_load_rejects_an_index_of_a_different_save(
+    saves: tuple[Path, Path], tmp_path: Path, change: str, text: str
+) -> None:
+    """The manifest has a valid digest, as an attacker would write it."""
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     body, other = (json.loads((save / MANIFEST).read_text()) for save in saves)
@@ -156,7 +160,7 @@ def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str
     ],
     ids=["none", "no files", "no name", "no dtype"],
 )
-def test_nonsense_with_right_checksums(
+def test_load_rejects_malformed_index_with_valid_checksums(
     saves: tuple[Path, Path], tmp_path: Path, change: dict[str, Any]
 ) -> None:
     path = tmp_path / "a"
@@ -182,7 +186,7 @@ def error_of_verifying(path: Path) -> str:
     return ""
 
 
-def test_a_checkpoint_from_before_there_was_one(saves: tuple[Path, Path], tmp_path: Path) -> None:
+def test_load_reads_older_checkpoints_without_index(saves: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     (path / INDEX).unlink()

@@ -1,4 +1,4 @@
-"""Damage is found while reading, before anything changes: corruptions of all kinds, manifests that say nonsense."""
+"""Check that a load detects all kinds of corruption before it changes anything."""
 
 from __future__ import annotations
 
@@ -93,8 +93,10 @@ class Corruption:
         self.files[self.name] = bytes(data)
 
 
-def test_200_corruptions(saves: tuple[Path, Path], tmp_path: Path) -> None:
-    """Whatever byte of whatever file: each is found by a plain load, and no bit of model and optimizer has changed.
+def test_load_detects_200_random_corruptions_and_changes_nothing(
+    saves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A load detects a corrupted byte anywhere in any file and changes no bit of model or optimizer.
 
     None is exempt: tables cover the files of tensors from the first byte to the last, and are covered by the manifest.
     """
@@ -122,7 +124,7 @@ def test_200_corruptions(saves: tuple[Path, Path], tmp_path: Path) -> None:
     assert digest(*victims[1]) != before[1], "the digest sees what a load changes"
 
 
-def test_errors_name_the_damage(saves: tuple[Path, Path], tmp_path: Path) -> None:
+def test_load_errors_name_the_corrupted_file_and_tensor(saves: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     model, optimizer = training(1)
@@ -151,7 +153,9 @@ def test_errors_name_the_damage(saves: tuple[Path, Path], tmp_path: Path) -> Non
     assert text in loaded_or_error(path, model, optimizer)
 
 
-def test_pipes_and_directories_are_no_files(saves: tuple[Path, Path], tmp_path: Path) -> None:
+def test_load_rejects_pipes_and_directories_in_place_of_files(
+    saves: tuple[Path, Path], tmp_path: Path
+) -> None:
     class StillWaitingError(BaseException):
         pass
 
@@ -177,16 +181,20 @@ def test_pipes_and_directories_are_no_files(saves: tuple[Path, Path], tmp_path: 
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_new_format_made_an_old_one(saves: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without its tables, with good sizes and checksums of complete files: DCP's metadata has the new format's mark."""
+def test_load_rejects_a_new_checkpoint_edited_to_an_old_format(
+    saves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Tables are removed, sizes and file checksums are valid. DCP's metadata still has the new format's mark."""
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     as_format_2(path, save_id="")
     assert "from different saves, or te_fsdp.json was changed" in loaded_or_error(path, *training(1))
 
 
-def test_each_byte_is_read_once(saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing of what is not asked for, such as the optimizer."""
+def test_load_reads_each_required_byte_once(
+    saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data that was not requested, such as the optimizer, is not read."""
     read: list[int] = []
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda f, b, at: read.append(preadv(f, b, at)) or read[-1])
@@ -200,7 +208,7 @@ def test_each_byte_is_read_once(saves: tuple[Path, Path], monkeypatch: pytest.Mo
         assert sum(read) == known + sum(s.length for i, s in stored.items() if i.fqn.startswith(prefixes))
 
 
-def test_a_table_is_small(saves: tuple[Path, Path]) -> None:
+def test_checksum_table_has_12_bytes_per_tensor(saves: tuple[Path, Path]) -> None:
     stored = dcp.FileSystemReader(saves[0]).read_metadata().storage_data
     size, _, begin = manifests.read_manifest(saves[0]).files[DATA]
     assert size - begin == 12 * len(stored) + 42 + len(DATA)
@@ -209,10 +217,10 @@ def test_a_table_is_small(saves: tuple[Path, Path]) -> None:
 # ----------------------------------------------------------------------------------------------- older checkpoints
 
 
-def test_checkpoints_without_sums_of_pieces(
+def test_format_2_checkpoints_load_without_tensor_checksums(
     saves: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They load as before, with what they have; the log says how to get more."""
+    """They load with their file checksums. The log says how to verify more."""
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     as_format_2(path)
@@ -239,8 +247,8 @@ def test_checkpoints_without_sums_of_pieces(
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (300, 5), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "transposed", "low", "eight"])
-def test_elements_are_found_in_any_piece(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
-    """Of any dtype and strides, side by side in one file."""
+def test_stored_tensors_of_any_layout_are_readable(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
+    """Cover every dtype and stride, with several tensors in one file."""
     dtype = {"low": torch.bfloat16, "eight": torch.uint8}.get(kind, torch.float32)
     holder = nn.Module()
     for index in range(3):
@@ -257,8 +265,8 @@ def test_elements_are_found_in_any_piece(tmp_path: Path, shape: tuple[int, ...],
     torch.testing.assert_close(dict(fresh.named_buffers()), dict(holder.named_buffers()), rtol=0, atol=0)
 
 
-def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
-    """One shape, dtype and length, but other strides: each has its own pickle, which tells."""
+def test_stored_tensors_of_equal_length_keep_their_strides(tmp_path: Path) -> None:
+    """Tensors with equal shape, dtype and length but different strides differ only in their pickles."""
     values = [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t()]
     lengths = set()
     for value in (*values, *values):
@@ -272,10 +280,10 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
     assert len(lengths) == 1
 
 
-def test_only_pieces_in_torchs_current_form_are_accepted(
+def test_only_the_current_torch_save_layout_is_read_without_unpickling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of others, those of another torch for one, the file's own list has the positions of the elements."""
+    """For other layouts, for example of a different torch, the zip directory locates the elements."""
     values = torch.arange(16.0).view(4, 4)
     for value in (values, values.t()):
         stream = io.BytesIO()
@@ -290,8 +298,8 @@ def test_only_pieces_in_torchs_current_form_are_accepted(
     assert torch.equal(fresh.weight, model.weight) and torch.equal(fresh.bias, model.bias)
 
 
-def test_a_part_of_a_piece_does_not_contain_the_piece(saves: tuple[Path, Path]) -> None:
-    """A rank that needs a row of a large piece keeps a row."""
+def test_reading_rows_does_not_keep_the_full_shard_in_memory(saves: tuple[Path, Path]) -> None:
+    """A rank that needs one row of a large shard keeps only this row."""
     path, manifest = saves[0], manifests.read_manifest(saves[0])
     index = read_index(path, manifest)
     for rows, most in ((1, 1), (5, 5000)):
@@ -306,10 +314,10 @@ def test_a_part_of_a_piece_does_not_contain_the_piece(saves: tuple[Path, Path]) 
 
 
 @pytest.mark.parametrize(("key", "shape"), [("scale", (3, 1)), ("scale", (2,)), ("amax_history", (7, 3))])
-def test_delayed_state_of_other_shapes_is_refused_first(
+def test_delayed_scaling_state_of_wrong_shape_is_rejected_before_changes(
     te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, shape: tuple[int, ...]
 ) -> None:
-    """Modules get it last, when a shape that does not fit would leave the model loaded in part."""
+    """Modules receive this state last, so a late shape error would leave the model partly loaded."""
     recipe = __import__("transformer_engine.common.recipe", fromlist=["x"]).DelayedScaling(amax_history_len=8)
 
     def build(seed: int) -> nn.Module:
@@ -337,8 +345,8 @@ def test_delayed_state_of_other_shapes_is_refused_first(
 
 
 @pytest.mark.parametrize(("saved", "here"), [("delayed", "delayed"), ("none", "mxfp8"), ("mxfp8", "none")])
-def test_nothing_changes_in_quantized_models(te: Any, tmp_path: Path, saved: str, here: str) -> None:
-    """Weights that are converted, delayed-scaling state and main weights come after everything has been read."""
+def test_failed_load_does_not_change_quantized_models(te: Any, tmp_path: Path, saved: str, here: str) -> None:
+    """Converted weights, delayed-scaling state and main weights change only after all data was read."""
     from transformer_engine.common import recipe as recipes
 
     kinds = {"delayed": recipes.DelayedScaling, "mxfp8": recipes.MXFP8BlockScaling}

@@ -1,4 +1,4 @@
-"""The row order of a fused projection is compared: equal shapes are not equal layouts."""
+"""Check that a load compares the row order of fused projections, since equal shapes do not imply it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attention(te, *, interleaved: bool, parallel: bool, bound: bool, kind: str =
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize(("saved", "here"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("kind", ["self", "cross"])
-def test_another_order_of_rows_is_refused(te, tmp_path: Path, kind, saved, here, parallel):
+def test_load_rejects_a_different_qkv_layout(te, tmp_path: Path, kind, saved, here, parallel):
     options = {"parallel": parallel, "kind": kind}
     checkpoint.save(tmp_path / "a", attention(te, interleaved=True, bound=saved, **options))
     other = attention(te, interleaved=False, bound=here, **options)
@@ -42,7 +42,7 @@ def test_another_order_of_rows_is_refused(te, tmp_path: Path, kind, saved, here,
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_the_same_order_is_accepted(te, tmp_path: Path, parallel):
+def test_load_accepts_the_same_qkv_layout(te, tmp_path: Path, parallel):
     model = attention(te, interleaved=False, parallel=parallel, bound=True)
     checkpoint.save(tmp_path / "a", model)
     other = attention(te, interleaved=False, parallel=not parallel, bound=False)
@@ -50,7 +50,7 @@ def test_the_same_order_is_accepted(te, tmp_path: Path, parallel):
     assert torch.equal(model.qkv.weight, other.qkv.weight)
 
 
-def test_gated_activations(te, tmp_path: Path):
+def test_load_rejects_a_gated_fc1_for_a_plain_one(te, tmp_path: Path):
     options = {"params_dtype": torch.float32, "device": "cpu"}
     checkpoint.save(tmp_path / "a", te.LayerNormMLP(16, 16, activation="swiglu", **options))
     with pytest.raises(CheckpointError, match="fc1_weight"):

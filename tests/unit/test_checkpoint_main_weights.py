@@ -1,4 +1,4 @@
-"""Loads without the optimizer: its main weights follow, as those of a new optimizer would begin.
+"""Check that a load without the optimizer resets its main weights to the loaded weights.
 
 The step after has a learning rate of 0, so that it shows the main weights and nothing else: each parameter becomes its
 main weight, rounded or quantized once.
@@ -94,7 +94,7 @@ def trained(te: Any, recipe: Any, kind: str) -> tuple[nn.Module, list[Any]]:
 def begun(
     te: Any, recipe: Any, kind: str, path: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A new model with its new optimizer: what was loaded, and what the first step makes of it."""
+    """Load into a new model with a new optimizer, and return the values before and after the first step."""
     model = build(te, recipe, seed=2)
     optimizers = OPTIMIZERS[kind](model)
     given = optimizers[0] if kind != "fp16" else None  # whose state has no place in checkpoints
@@ -123,7 +123,9 @@ WAYS = {"the same": CASES, "fp32": CASES[1::2], "plain": CASES[::2]}
 @pytest.mark.parametrize(
     ("way", "recipe", "kind"), [(way, *case) for way in WAYS for case in WAYS[way]], indirect=["recipe"]
 )
-def test_the_next_step_keeps_loaded_values(te: Any, recipe: Any, kind: str, way: str, tmp_path: Path) -> None:
+def test_step_after_load_keeps_loaded_values(
+    te: Any, recipe: Any, kind: str, way: str, tmp_path: Path
+) -> None:
     source = build(
         te, None if way != "the same" else recipe, 0, torch.float32 if way == "fp32" else torch.bfloat16
     )
@@ -161,7 +163,9 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rto
 
 
 @pytest.mark.parametrize("recipe", ["Float8CurrentScaling"], indirect=True)
-def test_the_test_would_notice(te: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_step_restores_outdated_main_weights(
+    te: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint.save(tmp_path / "a", build(te, recipe, seed=0))
     model, optimizers = trained(te, recipe, "fused")
     before = values(model)
@@ -174,7 +178,7 @@ def test_the_test_would_notice(te: Any, recipe: Any, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling"], indirect=True)
 def test_main_weights_follow_loaded_weights_only(te: Any, recipe: Any, tmp_path: Path) -> None:
-    """Another optimizer than the given one, weights that are left, and one that has no state yet."""
+    """Cover an optimizer that was not passed, skipped weights, and an optimizer without state."""
     source = build(te, recipe, seed=0)
     checkpoint.save(tmp_path / "a", nn.Sequential(source[0]), fused(source, source[0].parameters()))
     model, (first, second) = trained(te, recipe, "two")
@@ -191,8 +195,8 @@ def test_main_weights_follow_loaded_weights_only(te: Any, recipe: Any, tmp_path:
 
 
 @pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
-def test_optimizers_are_found_wherever_they_are(te: Any, recipe: Any, tmp_path: Path) -> None:
-    """Put aside from the garbage collector, behind a wrapper, or with stand-ins that a failed step has left."""
+def test_load_finds_frozen_wrapped_and_failed_optimizers(te: Any, recipe: Any, tmp_path: Path) -> None:
+    """Cover gc.freeze(), wrappers, and main parameters that a failed step has left in the param groups."""
     model, (optimizer,) = trained(te, recipe, "adamw")
     other = torch.optim.SGD(model.parameters(), lr=1.0)  # which has never stepped
     assert {*optimizers_of(model.parameters())} == {optimizer, other}
@@ -232,7 +236,7 @@ def test_optimizers_are_found_wherever_they_are(te: Any, recipe: Any, tmp_path: 
 
 
 class Accelerated(torch.optim.Optimizer):
-    """As accelerate's wrapper: another object with the state and the groups of the optimizer within."""
+    """Like accelerate's wrapper: an object with the state and param groups of the inner optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str = "optimizer") -> None:
         self.__dict__[name] = self.__dict__["_held"] = optimizer
@@ -244,10 +248,10 @@ class Accelerated(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("recipe", ["bf16", "Float8CurrentScaling"], indirect=True)
 @pytest.mark.parametrize("kind", ["fused", "adamw"])
-def test_an_optimizer_within_a_wrapper_is_the_given_one(
+def test_load_unwraps_optimizers_and_loads_main_weights(
     te: Any, recipe: Any, kind: str, tmp_path: Path
 ) -> None:
-    """Its main weights are loaded, and not made of the weights, which have less; a control has others."""
+    """Main weights are loaded instead of derived from the less precise weights. The control has different ones."""
     source, (optimizer,) = trained(te, recipe, kind)
     checkpoint.save(tmp_path / "a", source, Accelerated(optimizer))
     checkpoint.load(tmp_path / "a", source, optimizer)  # under the class of the one within
@@ -270,8 +274,8 @@ def test_an_optimizer_within_a_wrapper_is_the_given_one(
 
 
 @pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
-def test_an_opaque_wrapper(te: Any, recipe: Any, tmp_path: Path) -> None:
-    """It has the state of the optimizer that it hides, which is therefore no other one."""
+def test_load_through_an_opaque_wrapper_restores_main_weights(te: Any, recipe: Any, tmp_path: Path) -> None:
+    """The wrapper shares the state of the inner optimizer, so both count as one optimizer."""
     source, (optimizer,) = trained(te, recipe, "fused")
     checkpoint.save(tmp_path / "a", source, Accelerated(optimizer, "hidden"))
     model, (own,) = trained(te, recipe, "fused")

@@ -63,10 +63,10 @@ def formats(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chosen=st.data(), version=st.sampled_from([2, 3]))
-def test_a_malformed_manifest(
+def test_malformed_manifest_raises_or_is_ignored(
     formats: dict[int, tuple[Path, Any]], chosen: st.DataObject, version: int
 ) -> None:
-    """Anything anywhere, with a good digest: an error, except for unchecked entries of old manifests."""
+    """Any value at any place, with a valid digest, raises an error, except in unchecked entries of old manifests."""
     path, body = formats[version]
     way = chosen.draw(st.sampled_from(list(places(body))))
     kind = chosen.draw(st.sampled_from(["replace", "remove", "add", "wrap"]))
@@ -119,7 +119,7 @@ def test_a_malformed_manifest(
         "surrogate",
     ],
 )
-def test_no_manifest_at_all(saves: tuple[Path, Path], tmp_path: Path, text: bytes) -> None:
+def test_unreadable_manifest_raises(saves: tuple[Path, Path], tmp_path: Path, text: bytes) -> None:
     shutil.copytree(saves[0], tmp_path / "a")
     (tmp_path / "a" / MANIFEST).write_bytes(text)
     with pytest.raises(CheckpointError, match=r"te_fsdp\.json: unreadable manifest"):
@@ -164,7 +164,7 @@ def test_no_manifest_at_all(saves: tuple[Path, Path], tmp_path: Path, text: byte
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_faults_in_a_manifest(
+def test_invalid_manifest_values_raise_with_a_reason(
     formats: dict[int, tuple[Path, Any]], way: tuple[Any, ...], value: Any, told: str
 ) -> None:
     path, body = formats[2]
@@ -173,7 +173,7 @@ def test_faults_in_a_manifest(
         checkpoint.load(path, *training(1))
 
 
-def test_a_tensor_of_extra_that_is_not_there(formats: dict[int, tuple[Path, Any]]) -> None:
+def test_missing_extra_tensor_raises_before_changes(formats: dict[int, tuple[Path, Any]]) -> None:
     path, body = formats[2]
     way = ("extra", "order", "te_fsdp.tensor", "key")
     (path / MANIFEST).write_bytes(
@@ -186,7 +186,7 @@ def test_a_tensor_of_extra_that_is_not_there(formats: dict[int, tuple[Path, Any]
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
 
-def test_unreadable_values_are_not_written(tmp_path: Path) -> None:
+def test_save_rejects_too_deeply_nested_extra(tmp_path: Path) -> None:
     deep: Any = 1
     for level in range(201):
         deep = [deep]
@@ -199,7 +199,7 @@ def test_unreadable_values_are_not_written(tmp_path: Path) -> None:
 
 
 def test_shared_values_are_validated_once(saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what one of them has alone is found: ``True`` is not a number, though it equals 1."""
+    """A difference in one of them is still detected: ``True`` is not a number, although it equals 1."""
     manifest, looks, check = manifests.read_manifest(saves[0]), [], manifests._check
     manifest.parameters = {f"{n}.weight": {**_WEIGHT, "shape": [n % 3, 1]} for n in range(1000)}
 

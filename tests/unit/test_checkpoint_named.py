@@ -1,4 +1,4 @@
-"""Models or optimizers by name in a checkpoint."""
+"""Test named models or optimizers in a checkpoint."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     ]
 
 
-def test_models_and_optimizers_by_name(tmp_path: Path) -> None:
-    """The kind: a job with more than one of either. The next steps are those of a job that was not interrupted."""
+def test_named_models_and_optimizers_resume_exactly(tmp_path: Path) -> None:
+    """Cover jobs with several models or optimizers. The next steps equal those of an uninterrupted job."""
     job, other = Job(0), Job(1)
     job.step(3)
     checkpoint.save(tmp_path / "a", job.models, job.optimizers)
@@ -83,7 +83,7 @@ def test_models_and_optimizers_by_name(tmp_path: Path) -> None:
     assert manifest.optimizer and manifest.optimizer["class"] == "matrix=SGD, rest=AdamW, critic=AdamW"
 
 
-def test_one_model_with_two_optimizers(tmp_path: Path) -> None:
+def test_one_model_with_two_optimizers_round_trips(tmp_path: Path) -> None:
     job, other = Job(0), Job(1)
     job.step(2)
     own = {name: job.optimizers[name] for name in ("matrix", "rest")}
@@ -106,7 +106,7 @@ def test_one_model_with_two_optimizers(tmp_path: Path) -> None:
         ("models", "missing in the checkpoint"),
     ],
 )
-def test_differences_name_the_optimizer(tmp_path: Path, change: str, words: str) -> None:
+def test_load_differences_name_the_optimizer(tmp_path: Path, change: str, words: str) -> None:
     job, other = Job(0), Job(1)
     job.step()
     checkpoint.save(tmp_path / "a", job.actor, {name: job.optimizers[name] for name in ("matrix", "rest")})
@@ -127,7 +127,7 @@ def test_differences_name_the_optimizer(tmp_path: Path, change: str, words: str)
     assert differing(before, other.values()) == [], "nothing has changed"
 
 
-def test_an_optimizer_may_be_left_by_name(tmp_path: Path) -> None:
+def test_load_skips_a_named_optimizer_with_strict_false(tmp_path: Path) -> None:
     job, other = Job(0), Job(1)
     job.step()
     checkpoint.save(tmp_path / "a", job.actor, {name: job.optimizers[name] for name in ("matrix", "rest")})
@@ -148,7 +148,9 @@ def test_an_optimizer_may_be_left_by_name(tmp_path: Path) -> None:
         ({"actor": 3}, None, "got int"),
     ],
 )
-def test_wrong_names(tmp_path: Path, models: Any, optimizers: Any, words: str) -> None:
+def test_save_rejects_invalid_names_of_models_and_optimizers(
+    tmp_path: Path, models: Any, optimizers: Any, words: str
+) -> None:
     job = Job(0)
     given = {name: job.models.get(item, item) for name, item in models.items()}
     held = optimizers and {name: job.optimizers.get(item, item) for name, item in optimizers.items()}
@@ -177,7 +179,7 @@ EXTRA: dict[str, Any] = {
 
 
 def test_extra_accepts_values_of_weights_only_files(tmp_path: Path) -> None:
-    """Equal and of the same classes, tensors within dicts of any keys included."""
+    """Values are equal and have the same classes, including tensors in dicts with any keys."""
     numbers = torch.arange(4.0)
     conjugate = torch.complex(numbers, numbers).conj()
     negative = torch.complex(numbers, numbers).conj().imag
@@ -196,7 +198,7 @@ def test_extra_accepts_values_of_weights_only_files(tmp_path: Path) -> None:
 
 
 def test_extra_accepts_tensors_that_are_not_strided(tmp_path: Path) -> None:
-    """Sparse ones of every layout, and those of torch's own quantization, within a dict and per rank."""
+    """Cover sparse tensors of every layout and torch's quantized tensors, in a dict and per rank."""
     eye = torch.eye(4)
     uncoalesced = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 3), check_invariants=True)
     values = [
@@ -218,8 +220,8 @@ def test_extra_accepts_tensors_that_are_not_strided(tmp_path: Path) -> None:
         assert torch.equal(*equal)
 
 
-def test_options_of_optimizers_may_be_tensors(tmp_path: Path) -> None:
-    """Loaded into the same tensors, which captured graphs refer to; a larger one is refused by name."""
+def test_optimizer_options_may_be_tensors_and_load_in_place(tmp_path: Path) -> None:
+    """Options are loaded in place, because captured graphs refer to them. A tensor of a different size is rejected."""
 
     def job() -> tuple[nn.Linear, torch.optim.Optimizer]:
         model = nn.Linear(2, 2)
@@ -253,14 +255,16 @@ def test_options_of_optimizers_may_be_tensors(tmp_path: Path) -> None:
         (nn.Linear(1, 1), "Linear"),
     ],
 )
-def test_errors_name_refused_values(tmp_path: Path, value: Any, name: str) -> None:
+def test_save_errors_name_the_rejected_extra_value(tmp_path: Path, value: Any, name: str) -> None:
     with pytest.raises(CheckpointError, match=rf"extra/a/0/3: cannot be stored: expected .*got {name}"):
         checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"a": [{1: 0, 2: 1, 3: 2, 4: value}]})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_stages_on_one_rank_are_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And models by name: the joined module is made for each call, the plan is that of the save before."""
+def test_save_plan_of_several_stages_on_one_rank_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also covers named models. The joined module is new in each call, but the cached plan is reused."""
     from te_fsdp.checkpoint import saving
 
     calls: list[int] = []

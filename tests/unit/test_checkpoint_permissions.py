@@ -1,4 +1,4 @@
-"""Files that a user may not read are not called damaged. Root may read them, so the refusal is simulated."""
+"""Check that files without read permission are not called corrupted. The permission error is simulated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
-def test_convert(tmp_path: Path, refused: set[Path], capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_convert_reports_missing_read_permission(
+    tmp_path: Path, refused: set[Path], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     state = nn.Linear(2, 2).state_dict()
     torch.save(state, tmp_path / name) if name.endswith("pt") else save_file(state, tmp_path / name)
     refused.add(tmp_path / name)
@@ -46,7 +48,9 @@ def test_convert(tmp_path: Path, refused: set[Path], capsys: pytest.CaptureFixtu
     assert "Permission denied" in shown and "check the permissions" in shown and "damaged" not in shown
 
 
-def test_verify(tmp_path: Path, refused: set[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_missing_read_permission(
+    tmp_path: Path, refused: set[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     refused.add(tmp_path / "a" / ".metadata")

@@ -1,4 +1,4 @@
-"""Pickles of every supported release of Python, with members of enums by name or by value.
+"""Read pickles of every supported Python version, with enum members by name or by value.
 
 The kind: whatever te_fsdp unpickles through a table of names, and has enums in it. These are DCP's ``.metadata``
 and the ``_extra_state`` of delayed scaling. The bytes below were recorded.
@@ -107,14 +107,14 @@ def by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (type(self), (self.value,)))
 
 
-def test_the_recorded_kinds_differ() -> None:
-    """The control of this file: one kind has ``getattr`` in it, the other has not."""
+def test_control_recorded_pickles_differ_in_getattr() -> None:
+    """Control of this file: one kind of pickle contains ``getattr``, the other does not."""
     for texts in (METADATA, EXTRA_STATE):
         assert ["getattr" in names_in(recorded(text)) for text in texts.values()] == [True, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_metadata_of_every_release(kind: str) -> None:
+def test_metadata_of_every_python_release_is_readable(kind: str) -> None:
     data = recorded(METADATA[kind])
     result = unpickle_metadata(data)
     assert result == pickle.loads(data), "plain DCP reads the same"
@@ -122,8 +122,8 @@ def test_metadata_of_every_release(kind: str) -> None:
     assert result.state_dict_metadata["w"].size == torch.Size([3])
 
 
-def test_metadata_with_a_path_of_python_3_13() -> None:
-    """It names a module that other releases do not have, so that plain DCP cannot read it there."""
+def test_metadata_with_a_python_3_13_path_is_readable() -> None:
+    """The pickle names a module that other Python versions do not have, so plain DCP cannot read it there."""
     data = recorded(WITH_A_PATH)
     assert "pathlib._local" in names_in(data)
     result = unpickle_metadata(data)
@@ -132,7 +132,7 @@ def test_metadata_with_a_path_of_python_3_13() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_delayed_scaling_state_of_every_release(kind: str) -> None:
+def test_delayed_scaling_state_of_every_python_release_is_readable(kind: str) -> None:
     described, tensors = read_extra_state(recorded(EXTRA_STATE[kind]), "fc._extra_state") or ({}, {})
     assert described["fp8_format"] == "HYBRID" and described["amax_history_len"] == 2
     other = read_extra_state(recorded(EXTRA_STATE[KINDS[1]]), "fc._extra_state")
@@ -141,10 +141,10 @@ def test_delayed_scaling_state_of_every_release(kind: str) -> None:
 
 
 @pytest.mark.parametrize("release", [by_name, by_value], ids=["3.11.2", "3.11.7"])
-def test_a_save_writes_enums_by_value_on_every_release(
+def test_save_pickles_enums_by_value_on_every_python_release(
     release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier versions of te_fsdp read by-value pickles only, so a save writes these whatever the release is."""
+    """Earlier versions of te_fsdp read by-value pickles only, so every Python version must write these."""
     saved = nn.Linear(2, 2)
     with monkeypatch.context() as other:
         release(other)
@@ -175,8 +175,8 @@ OTHER = f"c{dcp_metadata.__name__}\nMetadata\n".encode()
         ENUM + b"VTORCH_CHANNELS_LAST\nN",
     ],
 )
-def test_getattr_returns_members_of_listed_enums_only(arguments: bytes) -> None:
-    """``getattr`` of anything else is refused, by name: it is the way from data to code."""
+def test_pickled_getattr_returns_members_of_listed_enums_only(arguments: bytes) -> None:
+    """Any other ``getattr`` is rejected by name, because it could give access to code."""
     call = b"cbuiltins\ngetattr\n(" + arguments + b"tR."
     with pytest.raises((pickle.UnpicklingError, TypeError, ValueError)) as refused:
         unpickle_metadata(call)
@@ -185,8 +185,8 @@ def test_getattr_returns_members_of_listed_enums_only(arguments: bytes) -> None:
         TableUnpickler(call, ENTRIES, "a pickle").load()
 
 
-def test_getattr_itself_is_not_handed_out() -> None:
-    """The control: a member is returned, so that the refusals above are of what follows ``getattr``."""
+def test_control_pickled_getattr_returns_an_enum_member() -> None:
+    """Control: an enum member is returned, so the errors above are caused by the arguments of ``getattr``."""
     good = b"cbuiltins\ngetattr\n(" + ENUM + b"VTORCH_CHANNELS_LAST\ntR."
     with pytest.raises(pickle.UnpicklingError, match="a _MEM_FORMAT_ENCODING instead of DCP's Metadata"):
         unpickle_metadata(good)

@@ -1,4 +1,4 @@
-"""Files of stock scripts with `torch.distributed.checkpoint`, in many forms: loaded, or refused with a reason."""
+"""Load files of stock `torch.distributed.checkpoint` scripts, or reject them with a reason."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ WRITERS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_forms_of_stock_scripts(tmp_path: Path, form: str) -> None:
-    """torch's tutorials save one object, torchtitan the weights next to the optimizer."""
+def test_load_reads_checkpoints_of_stock_dcp_scripts(tmp_path: Path, form: str) -> None:
+    """torch's tutorials save one object. torchtitan saves the weights next to the optimizer."""
     expected = values(*(source := trained(0)))
     dcp.save(WRITERS[form](*source), checkpoint_id=tmp_path / "a")
     target = trained(1)
@@ -89,8 +89,10 @@ def test_invalid_state_dicts_raise_with_a_fix(tmp_path: Path) -> None:
             checkpoint.load(tmp_path / f"{number}", trained(1)[0])
 
 
-def test_without_flattening(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole dicts are then pickled: `load` names `convert`, which reads the tensors within."""
+def test_unflattened_dcp_checkpoint_is_read_by_convert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without flattening, DCP pickles complete dicts. `load` recommends `convert`, which reads their tensors."""
     model, optimizer = get_state_dict(*trained(0))
     state = {"model": model, "optimizer": optimizer}
     dcp.save(state, checkpoint_id=tmp_path / "flat")
@@ -107,8 +109,10 @@ def test_without_flattening(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert torch.equal(values(*target)["1.weight.exp_avg_sq"], values(*trained(0))["1.weight.exp_avg_sq"])
 
 
-def test_other_formats_than_that_of_torch_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Named, where they could be taken for damage or for nothing at all; a rank's parts are never taken for all."""
+def test_other_dcp_serialization_formats_are_rejected_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors name the format instead of reporting corruption. One rank's file is never accepted as complete."""
     state = trained(0)[0].state_dict()
     writer = dcp.FileSystemWriter(tmp_path / "a", serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(state, storage_writer=writer)

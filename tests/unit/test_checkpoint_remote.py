@@ -1,4 +1,4 @@
-"""Checkpoints on object storage: atomic without renaming or locks."""
+"""Check that checkpoints on object storage are atomic without renames or locks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def save_and_load(root: str) -> None:
     assert "no such checkpoint" in message and "step-2" in message
 
 
-def test_saved_loaded_found_and_removed(memory: str, tmp_path: Path) -> None:
+def test_remote_checkpoints_are_saved_loaded_listed_and_removed(memory: str, tmp_path: Path) -> None:
     save_and_load(memory)
     manifest = read_manifest(resolve_path(f"{memory}/step-3"))
     assert (manifest.format_version, manifest.folder[:13]) == (4, "te_fsdp-data.")
@@ -97,14 +97,14 @@ def test_saved_loaded_found_and_removed(memory: str, tmp_path: Path) -> None:
     assert '"format_version": 3' in local and '"folder"' not in local
 
 
-def test_a_copy_on_a_disk_is_a_checkpoint(memory: str, tmp_path: Path) -> None:
+def test_local_copy_of_a_remote_checkpoint_loads(memory: str, tmp_path: Path) -> None:
     model, _ = trained(3.0)
     checkpoint.save(f"{memory}/a", model)
     fsspec.filesystem("memory").get("/bucket/run/a", str(tmp_path / "a"), recursive=True)
     assert torch.equal(loaded_weights(tmp_path / "a"), model.weight)
 
 
-def test_a_plain_directory(memory: str, tmp_path: Path) -> None:
+def test_remote_plain_dcp_directory_loads_and_converts(memory: str, tmp_path: Path) -> None:
     model, _ = trained(3.0)
     dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "plain"), no_dist=True)
     fsspec.filesystem("memory").put(str(tmp_path / "plain"), "/bucket/plain", recursive=True)
@@ -120,7 +120,9 @@ def loaded_weights(path: Any) -> torch.Tensor:
     return model.weight
 
 
-def test_commands(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ckpt_commands_accept_remote_paths(
+    memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint.save(f"{memory}/a", *trained())
     local, back, file = str(tmp_path / "b"), f"{memory}/c", str(tmp_path / "d.pt")
     for command in (
@@ -145,7 +147,7 @@ def test_commands(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert main(["ckpt", *command]) == 1 and text in capsys.readouterr().err, command
 
 
-def test_damage_is_found(memory: str) -> None:
+def test_remote_load_detects_corruption(memory: str) -> None:
     path = resolve_path(f"{memory}/a")
     checkpoint.save(path, trained()[0])
     file = read_manifest(path).data_folder(path) / "__0_0.distcp"
@@ -166,7 +168,7 @@ def test_damage_is_found(memory: str) -> None:
     assert "expected digest" in text_of(loaded, path)
 
 
-def test_a_read_that_ends_after_the_object(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_reads_stop_at_the_end_of_the_object(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(fsspec.filesystem("memory"))
     stock = kind.cat_file
 
@@ -198,8 +200,8 @@ def kill_after(operations: int) -> Any:
     return count
 
 
-def test_killed_at_any_moment(slow: str) -> None:
-    """The newest complete checkpoint is exact; what was left goes with the next save, which may be to the same path."""
+def test_latest_remote_checkpoint_is_exact_after_kills(slow: str) -> None:
+    """The newest complete checkpoint is exact. The next save, also to the same path, removes leftovers."""
     for moment in range(100):
         root = f"{slow}-{moment}"
         checkpoint.save(f"{root}/step-1", trained(1.0)[0], keep_last=1)
@@ -235,7 +237,7 @@ def test_killed_at_any_moment(slow: str) -> None:
     raise AssertionError("a save has no end")
 
 
-def test_two_jobs_at_one_path(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_remote_saves_to_one_path_wins(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = resolve_path(f"{memory}/a")
     monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
     expected = directory.begin(path)
@@ -266,7 +268,7 @@ def test_two_jobs_at_one_path(memory: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not expected.exists() and foreign.exists()
 
 
-def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_save_survives_a_lost_response(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     create = RemotePath.create
 
     def twice(self: RemotePath, data: bytes) -> None:
@@ -297,7 +299,7 @@ def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch:
     assert "LostError: no such region" in text_of(loaded, f"{memory}/b")
 
 
-def test_paths() -> None:
+def test_remote_paths_are_resolved() -> None:
     assert str(resolve_path(Path("s3://bucket/x/"))) == str(resolve_path("s3://bucket/x")) == "s3://bucket/x"
     assert resolve_path("file:///x/y") == Path("/x/y") and absolute("x") == Path.cwd() / "x"
     assert resolve_path(Path("file:///x/y")) == Path("/x/y"), "of which a Path has one slash"
@@ -307,7 +309,7 @@ def test_paths() -> None:
     assert path == resolve_path(path) != resolve_path("s3://bucket/y")
 
 
-def test_s3(tmp_path: Path) -> None:
+def test_s3_checkpoints_round_trip(tmp_path: Path) -> None:
     for library in ("s3fs", "moto", "flask"):
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed (te-fsdp[s3], moto[server])")

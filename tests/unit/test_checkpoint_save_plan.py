@@ -1,4 +1,4 @@
-"""Assignment of writes to ranks: complete tensors, replicas written once, small messages."""
+"""Test assignment of writes to ranks: complete tensors, replicas written once, small messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one(shape: tuple[int, ...], *boxes: Chunk) -> RankTensors:
         ((2, 3, 4), [((e, r, 0), (1, n, 4)) for e in range(2) for r, n in ((0, 1), (1, 2))]),
     ],
 )
-def test_pieces_that_make_up_a_tensor(shape, boxes):
+def test_shards_that_cover_a_tensor_are_accepted(shape, boxes):
     parts = assign_writers([one(shape, box) for box in boxes])
     assert [part.writes for part in parts] == [[0]] * len(boxes) and parts[0].names == []
     stored = (parts[0].tensors or {})["a"]
@@ -49,14 +49,14 @@ def test_pieces_that_make_up_a_tensor(shape, boxes):
         ((4, 4), [((0, 0), (3, 3)), ((1, 3), (3, 1)), ((3, 0), (1, 3)), ((2, 3), (1, 1))]),
     ],
 )
-def test_pieces_that_do_not(shape, boxes):
+def test_shards_that_do_not_cover_a_tensor_are_rejected(shape, boxes):
     with pytest.raises(
         CheckpointError, match=r"save: the pieces of a \(.*\): expected pieces that together cover"
     ):
         assign_writers([one(shape, box) for box in boxes])
 
 
-def test_replicas_are_distributed_with_short_messages():
+def test_replica_writes_are_distributed_over_ranks():
     copies, ranks = 50, 4
     held: RankTensors = [(f"t{n}", (8,), torch.float32, [rows(0, 8)]) for n in range(copies)]
     shards = [[*held, ("big", (4, 100), torch.float32, [rows(r, r + 1, 100)])] for r in range(ranks)]
@@ -72,8 +72,8 @@ def test_replicas_are_distributed_with_short_messages():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
-def test_replicas_are_spread_by_bytes(dtype):
-    """Kind: work that is balanced by the number of tensors instead of their bytes: two large ones on one writer."""
+def test_replica_writes_are_balanced_by_bytes(dtype):
+    """Bug class: balancing by the number of tensors assigns two large ones to the same writer."""
     sizes = [
         1000,
         1,

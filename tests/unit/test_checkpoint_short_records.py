@@ -1,4 +1,4 @@
-"""Records of a plain DCP directory that end before the file does."""
+"""Test records of a plain DCP directory that extend past the end of the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from te_fsdp.checkpoint.storage import resolve_path
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
-def test_a_record_beyond_the_end_has_changed(tmp_path: Path, place: str) -> None:
+def test_record_beyond_the_end_of_the_file_is_detected(tmp_path: Path, place: str) -> None:
     file: Any = tmp_path / "a.distcp"
     file.write_bytes(b"0123456789")
     if place == "memory":

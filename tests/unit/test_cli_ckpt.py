@@ -1,4 +1,4 @@
-"""`te-fsdp ckpt` as a user starts it: exit codes, text, JSON, commands of its page."""
+"""Test `te-fsdp ckpt` as a user starts it: exit codes, text, JSON, documented commands."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def run_json(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0
 # ------------------------------------------------------------------------------------------ as a process
 
 
-def test_the_command_in_a_separate_process(tmp_path: Path, python: str) -> None:
-    """Exit codes of the real program, which has neither TransformerEngine nor a process group."""
+def test_ckpt_verify_sets_the_exit_code_of_the_process(tmp_path: Path, python: str) -> None:
+    """The real program runs without TransformerEngine or a process group."""
     make(tmp_path / "step-100")
     good = start(python, "te_fsdp.cli", ["ckpt", "verify", "step-100"], tmp_path)
     assert (good.returncode, good.stderr) == (0, ""), good.stderr
@@ -63,7 +63,7 @@ def test_the_command_in_a_separate_process(tmp_path: Path, python: str) -> None:
     assert problem.startswith(f"{data.name}: its contents have changed (CRC-32 of bytes ")
 
 
-def test_a_reader_of_stdout_may_exit(tmp_path: Path, python: str) -> None:
+def test_closed_stdout_exits_without_an_error_message(tmp_path: Path, python: str) -> None:
     """`te-fsdp ... | head` prints no error, and exits like a process that SIGPIPE ends.
 
     Commands that import torch are forked. Python's own end is the same for all of them.
@@ -93,7 +93,7 @@ def test_a_reader_of_stdout_may_exit(tmp_path: Path, python: str) -> None:
         assert (done.returncode, done.stderr) == (141, b""), command
 
 
-def test_nothing_heavy_is_imported_for_help() -> None:
+def test_help_does_not_import_torch() -> None:
     probe = (
         "import sys; from te_fsdp.cli import main; code = main(['--help']); "
         "assert 'torch' not in sys.modules and 'tyro' not in sys.modules; sys.exit(code)"
@@ -105,10 +105,10 @@ def test_nothing_heavy_is_imported_for_help() -> None:
     assert "ckpt" in done.stdout
 
 
-def test_the_page_of_the_documentation(
+def test_documented_cli_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its commands, in order, unchanged, in a folder with the files that it names."""
+    """Run the commands of the page unchanged and in order, in a folder with the files that it names."""
     for step in (100, 200):
         make(tmp_path / f"out/checkpoints/step-{step}", step=step, seed=step)
     state = {"model": nn.Linear(4, 4).state_dict(), "step": 7}
@@ -130,7 +130,7 @@ def test_the_page_of_the_documentation(
 # ------------------------------------------------------------------------------------------------ inspect
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_json_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "step-100", step=100)
     path = make(tmp_path / "step-200", step=200)
     result = run_json(["inspect", str(tmp_path)], capsys)
@@ -177,7 +177,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "settings of 1 module:\n  torch.BatchNorm (1): eps=1e-05" in capsys.readouterr().out
 
 
-def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_detects_every_kind_of_corruption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make(tmp_path / "a")
     assert run_json(["verify", str(path)], capsys)["ok"]
     for file in sorted(path.iterdir()):
@@ -195,7 +195,7 @@ def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.Captur
 # --------------------------------------------------------------------------------------------------- diff
 
 
-def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_changed_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, same = make(tmp_path / "a"), make(tmp_path / "same")
     spoilt, other = make(tmp_path / "spoilt", spoil=True), make(tmp_path / "other", seed=1, step=101)
     result = run_json(["diff", str(a), str(same)], capsys)
@@ -216,7 +216,7 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def compared(path: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **changes: Any) -> Path:
-    """A checkpoint that differs from that without changes in nothing but what they say; no state of an optimizer."""
+    """Save a checkpoint that differs from the default one only by the given changes, without optimizer state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     first, second = list(model[0].parameters()), list(model[1].parameters())
@@ -263,10 +263,10 @@ def compared(path: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **
         "nested",
     ],
 )
-def test_diff_of_options_and_extra(
+def test_diff_reports_options_and_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], others: list[str] | None
 ) -> None:
-    """Differences of values other than tensors count, for any tolerance; not with --weights-only."""
+    """Differences outside of tensors count for any tolerance, except with --weights-only."""
     a, b = compared(tmp_path / "a"), compared(tmp_path / "b", **changes)
     args = ["diff", str(a), str(b), "--atol", "1e9"]
     result = run_json(args, capsys, code=int(bool(changes)))
@@ -279,7 +279,7 @@ def test_diff_of_options_and_extra(
     assert run_json([*args, "--weights-only"], capsys)["others"] == []
 
 
-def test_diff_of_module_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_module_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, eps, momentum in (("a", 1e-5, 0.1), ("b", 1e-3, 0.1), ("c", 1e-5, 0.2)):
         checkpoint.save(tmp_path / name, nn.Sequential(*(nn.BatchNorm1d(4, eps, momentum) for _ in range(5))))
     result = run_json(["diff", str(tmp_path / "a"), str(tmp_path / "b")], capsys, code=1)
@@ -287,7 +287,7 @@ def test_diff_of_module_settings(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run_json(["diff", str(tmp_path / "a"), str(tmp_path / "c")], capsys)["same"], "training alone"
 
 
-def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left = {
         "w": torch.arange(6.0).view(2, 3),
         "x": torch.ones(4),
@@ -334,13 +334,15 @@ def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureF
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     output = capsys.readouterr()
     assert output.err or output.out
 
 
-def test_an_option_without_effect_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_without_effect_exits_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint.save(tmp_path / "a", torch.nn.Linear(2, 2))
     assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b.pt"), "--key", "x"]) == 2
     assert "--key is for torch.save or " in capsys.readouterr().err and not (tmp_path / "b.pt").exists()
@@ -356,15 +358,17 @@ def test_an_option_without_effect_is_2(tmp_path: Path, capsys: pytest.CaptureFix
         ("3GiB", 3 * 2**30),
     ],
 )
-def test_units_of_sizes(text: str, count: int) -> None:
+def test_sizes_with_units_are_parsed(text: str, count: int) -> None:
     assert ckpt._bytes(text) == count
 
 
 # ------------------------------------------------------------------------------------- folders of checkpoints
 
 
-def test_a_folder_above_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kind: the folder of a run, which has its checkpoints some levels down next to other files."""
+def test_commands_find_checkpoints_below_a_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cover a run folder with checkpoints some levels down, next to other files."""
     run = tmp_path / "run"
     for step in (5, 15):
         make(run / f"ckpt/step-{step}", step=step)
@@ -385,8 +389,10 @@ def test_a_folder_above_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no such checkpoint" in run_json(["inspect", str(run / "plots")], capsys, code=1)["error"]
 
 
-def test_report_is_for_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kind: two commands that print the same. ``report`` prints plans, and names ``ckpt inspect`` for a checkpoint."""
+def test_report_of_a_checkpoint_suggests_ckpt_inspect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``report`` prints plans only. For a checkpoint it recommends ``ckpt inspect``."""
     make(tmp_path / "step-15")
     for path in (tmp_path, tmp_path / "step-15"):
         assert main(["report", str(path)]) == 1
@@ -394,7 +400,7 @@ def test_report_is_for_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_inspect_prints_extra_in_python_notation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kind: the manifest's JSON in the text. Tensors, tuples and other marked values are shown as what they are."""
+    """The text shows tensors, tuples and other values in Python notation instead of the manifest's JSON."""
     extra = {
         "order": torch.zeros(3, 2),
         "pair": (1, "a"),
@@ -410,7 +416,7 @@ def test_inspect_prints_extra_in_python_notation(tmp_path: Path, capsys: pytest.
     assert "te_fsdp." not in text.split("\nextra:")[1], text
 
 
-def test_a_size_needs_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_max_shard_size_requires_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["ckpt", "convert", str(make(tmp_path / "a")), str(tmp_path / "b"), "--to", "safetensors"]
     assert main([*args, "--max-shard-size", "5000"]) == 2
     assert "expected a size with a unit" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to other formats or back, bit for bit."""
+"""Check that checkpoints convert to other formats or back bit for bit."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def differing(a: Contents, b: Contents) -> list[str]:
     [["x.safetensors"], ["x", "--to", "safetensors", "--max-shard-size", "4kB"]],
     ids=str,
 )
-def test_everything_there_and_back(
+def test_converted_checkpoint_with_everything_round_trips(
     tmp_path: Path, way: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights, optimizer, extra and descriptions; loaded into another model, training's state is the same."""
+    """Cover weights, optimizer, extra and descriptions. A different model loads the same training state."""
     source, between = saved(tmp_path / "a"), tmp_path / way[0]
     run("convert", source, between, *way[1:], "--everything")
     assert len(json.loads(capsys.readouterr().out)["files"]) == (7 if "4kB" in way else 1)
@@ -96,7 +96,7 @@ def test_everything_there_and_back(
 
 
 def test_torch_reads_written_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plain torch.load, weights-only, mapped or not, into the model and its optimizer."""
+    """Plain weights-only torch.load reads model and optimizer, memory-mapped or not."""
     model, optimizer = trained()
     checkpoint.save(tmp_path / "a", model, optimizer)
     run("convert", tmp_path / "a", tmp_path / "w.pt")
@@ -130,8 +130,10 @@ def test_the_safetensors_package_reads_written_files(tmp_path: Path, folder: boo
     torch.testing.assert_close({n: theirs.value(n).full() for n in theirs.names}, expected, rtol=0, atol=0)
 
 
-def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch.save of a training script's dict, and plain DCP of the same; strided and shared storages too."""
+def test_convert_reads_state_dicts_of_training_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cover torch.save and plain DCP of a training script's dict, with strided and shared storages."""
     model, optimizer = trained()
     state = dict(model.state_dict())
     base = torch.arange(24.0)
@@ -171,8 +173,10 @@ def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     torch.testing.assert_close(fresh_optimizer.state_dict()["state"], expected, rtol=0, atol=0)
 
 
-def test_an_optimizer_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Never matched by order: DCP keeps none, and a torch.save file's optimizer is not read at all."""
+def test_convert_skips_an_optimizer_without_parameter_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """States are never matched by order, which DCP does not keep. Optimizers in torch.save files are not read."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     for name, parameters, note in (
         ("named", model.named_parameters(), "optimizer: taken, SGD with 4 states"),

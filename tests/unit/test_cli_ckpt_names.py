@@ -1,4 +1,4 @@
-"""Names that only the model decides: whatever `convert` writes can be loaded."""
+"""Check that files written by `convert` can be loaded if only the model determines the names."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def convert(source: Path, target: Path, *more: str) -> int:
 def test_converted_files_can_be_loaded(
     tmp_path: Path, te: Any, kind: str, source: str, through: str | None
 ) -> None:
-    """Kind: names of which the files cannot say what they are. Every source, over one kind of file or two, by value."""
+    """Cover names that are ambiguous in the files, for every source and one or two conversions, by value."""
     make = {"tied": Tied, "numbered": Numbered, "experts": lambda seed: experts(te, seed)}[kind]
     model, other = make(0), make(1)
     WRITERS[source](model, tmp_path / source)
@@ -107,8 +107,8 @@ def test_converted_files_can_be_loaded(
 
 
 @pytest.mark.parametrize("source", ["dcp", "copies.pt", "copies.safetensors"])
-def test_tied_names_with_different_values_are_not_united(tmp_path: Path, source: str) -> None:
-    """The control: the files' two tensors are no ties, so that the model with ties does not take one of them."""
+def test_tied_names_with_different_values_are_rejected(tmp_path: Path, source: str) -> None:
+    """Control: two different tensors are not ties, so a model with ties rejects them."""
     WRITERS[source](Tied(0, tie=False), tmp_path / source)
     assert convert(tmp_path / source, tmp_path / "c", "--to", "checkpoint") == 0
     model = Tied(1)
@@ -122,8 +122,8 @@ def test_tied_names_with_different_values_are_not_united(tmp_path: Path, source:
     assert all(torch.equal(value, expected[name]) for name, value in weights(untied).items())
 
 
-def test_a_save_records_its_own_ties(tmp_path: Path) -> None:
-    """Weights that `save` wrote without ties do not become tied because their values agree by chance."""
+def test_untied_weights_with_equal_values_stay_untied(tmp_path: Path) -> None:
+    """Weights that `save` wrote untied do not become tied because their values happen to be equal."""
     model = Tied(0, tie=False)
     with torch.no_grad():
         model.head.weight.copy_(model.wte.weight)
@@ -133,8 +133,8 @@ def test_a_save_records_its_own_ties(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "numbered", "experts"])
-def test_optimizer_state_follows_the_names(tmp_path: Path, te: Any, kind: str) -> None:
-    """Moments of tied tensors and of experts come back through a plain directory, `convert` and `load`."""
+def test_converted_optimizer_state_keeps_its_parameter_names(tmp_path: Path, te: Any, kind: str) -> None:
+    """Moments of tied tensors and experts survive a plain directory, `convert` and `load`."""
     make = {"tied": Tied, "numbered": Numbered, "experts": lambda seed: experts(te, seed)}[kind]
     model, other = make(0), make(1)
     first, second = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, other))
@@ -155,10 +155,10 @@ def test_optimizer_state_follows_the_names(tmp_path: Path, te: Any, kind: str) -
 
 @pytest.mark.parametrize("target", ["c", "c.pt", "c.safetensors"])
 @pytest.mark.parametrize("force", [False, True])
-def test_convert_opens_written_files(
+def test_convert_verifies_written_files(
     tmp_path: Path, target: str, force: bool, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """A target that does not hold what it should is exit code 1; with --force the previous target stays, else none."""
+    """A wrong target exits with status 1. With --force the previous target is kept, otherwise none is left."""
     torch.save(Tied(0).state_dict(), tmp_path / "a.pt")
     arguments = ["--to", "checkpoint"] if target == "c" else []
     if force:

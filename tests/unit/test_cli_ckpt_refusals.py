@@ -1,4 +1,4 @@
-"""Refusals of `te-fsdp ckpt`, by name, before a file appears."""
+"""Check that `te-fsdp ckpt` rejects invalid input before it creates a file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def listing(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_errors_of_the_operating_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_reports_operating_system_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved(tmp_path / "a")
     (tmp_path / "file").write_text("no directory")
     for name in ("x.pt", "x.safetensors"):
@@ -58,7 +58,7 @@ def test_errors_of_the_operating_system(tmp_path: Path, capsys: pytest.CaptureFi
     assert listing(tmp_path) == {"a", "file"}
 
 
-def test_nothing_is_replaced_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_targets_require_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = saved(tmp_path / "a"), saved(tmp_path / "b", seed=1)
     for name, way in (("x.pt", []), ("x.safetensors", []), ("x", ["--to", "checkpoint"])):
         target = tmp_path / name
@@ -70,7 +70,7 @@ def test_nothing_is_replaced_without_force(tmp_path: Path, capsys: pytest.Captur
     assert listing(tmp_path) == {"a", "b", "x", "x.pt", "x.safetensors"}, "nothing hidden is left"
 
 
-def test_a_target_is_kept_until_its_replacement_is_complete(
+def test_force_keeps_the_target_until_its_replacement_is_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, other = saved(tmp_path / "a"), saved(tmp_path / "b", seed=1)
@@ -99,8 +99,10 @@ def test_a_target_is_kept_until_its_replacement_is_complete(
     assert main(["ckpt", "diff", str(source), str(target)]) == 0
 
 
-def test_a_target_that_cannot_be_removed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mount in it, or another user's files: it is out of the way before its first file goes."""
+def test_force_replaces_a_target_that_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target may contain a mount or another user's files. It is renamed before any file is removed."""
     source, target = saved(tmp_path / "a"), saved(tmp_path / "x", seed=1)
     gone, remove = list[Path](), directory.remove
     monkeypatch.setattr(
@@ -112,7 +114,7 @@ def test_a_target_that_cannot_be_removed_is_replaced(tmp_path: Path, monkeypatch
     assert main(["ckpt", "diff", str(source), str(gone[0].rename(tmp_path / "old"))]) == 1, "whole until then"
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_files(tmp_path: Path) -> None:
     for is_file, target in ((True, tmp_path / "f"), (False, tmp_path / "d")):
         with (
             pytest.raises(RuntimeError, match="half"),
@@ -123,8 +125,8 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert listing(tmp_path) == set()
 
 
-def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
-    """But a file does not take its place."""
+def test_empty_directory_is_accepted_as_target(tmp_path: Path) -> None:
+    """A file cannot replace an empty directory."""
     for name in "df":
         (tmp_path / name).mkdir()
     with new_directory(tmp_path / "d") as temporary:
@@ -137,8 +139,8 @@ def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/x", "f"}
 
 
-def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A copy would get good checksums of bad bytes."""
+def test_corrupted_checkpoint_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy would get valid checksums for corrupted data."""
     path = saved(tmp_path / "a")
     data = next(path.glob("*.distcp"))
     good = bytearray(data.read_bytes())
@@ -165,7 +167,9 @@ def values(path: Path) -> dict[str, bytes]:
     return {name: contents.value(name).full().numpy().tobytes() for name in contents.names}
 
 
-def test_unfinished_and_foreign_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_and_incomplete_checkpoints_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = saved(tmp_path / "c/a")
     half = tmp_path / ".b.te_fsdp-saving.host.1.abc"
     shutil.copytree(path, half)
@@ -196,7 +200,7 @@ class Runs:
         return os.mkdir, ("pwned",)
 
 
-def test_no_code_of_a_file_is_run(
+def test_files_cannot_execute_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -215,7 +219,7 @@ def test_no_code_of_a_file_is_run(
     assert Path("pwned").exists(), "the control: unpickled as usual it runs"
 
 
-def test_truncated_torch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_torch_files_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"w": torch.ones(200)}, tmp_path / "a.pt")
     good = (tmp_path / "a.pt").read_bytes()
     for length in (len(good) - 1, len(good) // 2, 10, 0):
@@ -224,7 +228,7 @@ def test_truncated_torch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert listing(tmp_path) == {"a.pt"}
 
 
-def test_damaged_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corrupted_safetensors_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved(tmp_path / "a")
     assert main(["ckpt", "convert", str(source), str(tmp_path / "x.safetensors")]) == 0
     file = tmp_path / "x.safetensors"
@@ -263,7 +267,9 @@ def test_damaged_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert listing(tmp_path) == {"a", "x.safetensors"}
 
 
-def test_shards_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mismatched_safetensors_shards_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "x"
     args = ["--to", "safetensors", "--max-shard-size", "100B"]
     assert main(["ckpt", "convert", str(saved(tmp_path / "a")), str(folder), *args]) == 0
@@ -282,8 +288,10 @@ def test_shards_that_do_not_belong_together(tmp_path: Path, capsys: pytest.Captu
     assert " and 1 more without an index" in refuse(capsys, "inspect", folder)
 
 
-def test_state_dicts_of_sharded_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The condition that a sharded module leaves in its _extra_state is honoured, in both kinds of file."""
+def test_sharded_state_dicts_with_unmet_conditions_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The load condition in a sharded module's _extra_state is enforced for both kinds of files."""
     for condition, fits in (
         ("rows stacked for tp=2, other tp sizes need te_fsdp.checkpoint", False),
         ("quantized for tp=1 and 2 FSDP shard(s), other meshes need te_fsdp.checkpoint", False),
@@ -313,7 +321,7 @@ def test_state_dicts_of_sharded_modules(tmp_path: Path, capsys: pytest.CaptureFi
     st.sampled_from([torch.float32, torch.uint8, torch.bfloat16]),
     st.integers(1, 64),
 )
-def test_rows_are_those_of_the_unsharded_weight(
+def test_rows_of_any_layout_equal_the_unsharded_weight(
     tmp_path_factory: pytest.TempPathFactory,
     shape: list[int],
     start: int,
@@ -321,7 +329,7 @@ def test_rows_are_those_of_the_unsharded_weight(
     dtype: torch.dtype,
     budget: int,
 ) -> None:
-    """Tensors of any strides, read by blocks of any size, from a file and in pieces."""
+    """Cover tensors of any strides, read in blocks of any size, from one file or several shards."""
     tensor = torch.arange(start + 1000).to(dtype)[start:]
     size = shape[0] * shape[-1] if len(shape) == 2 else int(torch.tensor(shape).prod())
     if len(shape) == 2 and kind == "turned":
@@ -393,8 +401,8 @@ print("grown", *grown, file=sys.stderr)
 """
 
 
-def test_memory_stays_far_below_the_checkpoint(tmp_path: Path) -> None:
-    """Conversions of 200 MB, one tensor of 120 MB and 40 of 2 MB, grow the process by less than a quarter of it.
+def test_convert_uses_less_memory_than_the_checkpoint(tmp_path: Path) -> None:
+    """Converting 200 MB (one tensor of 120 MB, 40 of 2 MB) increases memory by less than a quarter of that.
 
     Only a torch.save target needs all tensors in memory. The control takes each tensor as one block.
     """

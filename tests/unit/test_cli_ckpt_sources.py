@@ -1,4 +1,4 @@
-"""Sources of `te-fsdp ckpt`: damage is found as it is read, none is written to."""
+"""Check that `te-fsdp ckpt` detects corruption in its sources, never writes to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from te_fsdp.errors import CheckpointError
 
 
 def state() -> dict[str, torch.Tensor]:
-    """A weight of several blocks' reading, a transposed one, a view, and one that is two names' storage."""
+    """Return a weight of several read blocks, a transposed one, a view, and one with two names."""
     torch.manual_seed(0)
     base = torch.randn(40, 30)
     return {
@@ -55,10 +55,10 @@ def places(file: Path, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["torch", "te_fsdp"])
-def test_every_flipped_bit_of_a_torch_file_is_found(
+def test_flipped_bits_in_torch_files_are_detected(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the data and of the pickle, in files of torch.save and of `convert`; no target appears."""
+    """Cover data and pickle in files of torch.save and `convert`. No target is created."""
     file, target = tmp_path / "a.pt", tmp_path / "x"
     torch.save(state(), tmp_path / "s.pt")
     if kind == "torch":
@@ -82,7 +82,7 @@ def test_every_flipped_bit_of_a_torch_file_is_found(
     assert main(["ckpt", "export", str(file), str(target)]) == 0, "the control"
 
 
-def test_every_flipped_bit_of_a_plain_directory_is_found(
+def test_flipped_bits_in_plain_dcp_directories_are_detected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
@@ -99,8 +99,8 @@ def test_every_flipped_bit_of_a_plain_directory_is_found(
     assert main(["ckpt", "export", str(tmp_path / "d"), str(tmp_path / "x")]) == 0, "the control"
 
 
-def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
-    """It has no checksum. What it says of names, dtypes and pieces is compared with itself and with the files."""
+def test_flipped_bits_in_dcp_metadata_never_change_tensors(tmp_path: Path) -> None:
+    """The metadata has no checksum. Names, dtypes and shards are checked for consistency and against the files."""
     parts = {f"model.{n}": torch.full((4, 3), n + 1.0) for n in range(3)}
     dcp.save(parts, checkpoint_id=tmp_path / "d", no_dist=True)
     file = tmp_path / "d/.metadata"
@@ -143,10 +143,10 @@ def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
     assert read().keys() == whole.keys(), "the control"
 
 
-def test_damaged_options_are_no_reason_to_leave_the_optimizer(
+def test_corrupted_optimizer_options_raise_instead_of_being_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Objects next to tensors, and tensors of one number, are read first, and damage there is an error."""
+    """Objects and scalar tensors among the options are read first. Corruption there is an error."""
     model = torch.nn.Linear(3, 2)
     rate = torch.tensor(0.3728)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
@@ -166,8 +166,8 @@ def test_damaged_options_are_no_reason_to_leave_the_optimizer(
 
 
 @pytest.mark.parametrize("lost", ["state_dict_metadata", "planner_data"])
-def test_incomplete_metadata(tmp_path: Path, lost: str) -> None:
-    """A tensor that has a place in a file and no shape, or no place in the nested dict."""
+def test_incomplete_dcp_metadata_is_rejected(tmp_path: Path, lost: str) -> None:
+    """A tensor has a file offset but no shape, or no path in the nested dict."""
     dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
     assert len(open_any(tmp_path / "d").names) == 5, "the control"
     metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
@@ -178,8 +178,8 @@ def test_incomplete_metadata(tmp_path: Path, lost: str) -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 0])
-def test_lengths_that_none_has(tmp_path: Path, length: int) -> None:
-    """To the end of the file, another one's number would be an option's, and the optimizer be left."""
+def test_invalid_record_lengths_are_rejected(tmp_path: Path, length: int) -> None:
+    """Reading to the end of the file would return a different value, and the optimizer would be skipped."""
     dcp.save({"model": state(), "lr": 0.5}, checkpoint_id=tmp_path / "d", no_dist=True)
     metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
     next(lie for index, lie in metadata.storage_data.items() if index.fqn == "lr").length = length
@@ -188,7 +188,7 @@ def test_lengths_that_none_has(tmp_path: Path, length: int) -> None:
         open_any(tmp_path / "d")
 
 
-def test_a_shape_beyond_all_memory(tmp_path: Path) -> None:
+def test_impossibly_large_shapes_are_rejected(tmp_path: Path) -> None:
     dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
     metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
     told = metadata.state_dict_metadata["model.a.weight"]
@@ -199,7 +199,7 @@ def test_a_shape_beyond_all_memory(tmp_path: Path) -> None:
 
 
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:
-    """torch writes 0 where they were switched off, as te_fsdp did into its files before version 0.2."""
+    """torch writes 0 if checksums are disabled, as te_fsdp did before version 0.2."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -264,7 +264,7 @@ HEADERS = [
 
 
 def strange(folder: Path) -> list[Path]:
-    """Files and directories that are no checkpoints, but look like some."""
+    """Create files and directories that resemble checkpoints but are not."""
     made: list[Path] = []
 
     def file(name: str, data: bytes) -> None:
@@ -301,8 +301,10 @@ def strange(folder: Path) -> list[Path]:
     return [*made, *(folder / name for name in names)]
 
 
-def test_any_file_leads_to_an_error_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1 and one line that names the path, never a traceback, nor a fault that no check knew."""
+def test_every_invalid_file_gives_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status is 1 with one line that names the path, never a traceback or "unexpected" error."""
     sources = strange(tmp_path)
     assert len(sources) > 50
     for source in sources:
@@ -314,7 +316,7 @@ def test_any_file_leads_to_an_error_text(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unforeseen_fault_leads_to_an_error_text(
+def test_unexpected_exceptions_give_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -326,8 +328,8 @@ def test_an_unforeseen_fault_leads_to_an_error_text(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=range(len(OPTIMIZERS)))
-def test_entries_of_other_objects_are_left_out(tmp_path: Path, optimizer: object) -> None:
-    """In a DCP directory with a note that says why; in a torch.save file every optimizer is left."""
+def test_entries_that_are_not_optimizer_state_are_skipped(tmp_path: Path, optimizer: object) -> None:
+    """In a DCP directory a note gives the reason. In a torch.save file every optimizer is skipped."""
     tree = {"model": {"w": TENSOR}, "optimizer": optimizer}
     torch.save(tree, tmp_path / "a.pt")
     dcp.save(tree, checkpoint_id=tmp_path / "a", no_dist=True)
@@ -338,8 +340,8 @@ def test_entries_of_other_objects_are_left_out(tmp_path: Path, optimizer: object
             assert any(item.startswith(note) for item in contents.notes), contents.notes
 
 
-def test_names_of_any_script(tmp_path: Path) -> None:
-    """Tensors keep their names, whatever these are."""
+def test_convert_keeps_unusual_tensor_names(tmp_path: Path) -> None:
+    """Tensors keep any name."""
     values = {"\u00fc.\u4e2d\U0001f600": TENSOR, "a/../b": TENSOR * 2, "": TENSOR * 3, "w:x": TENSOR * 4}
     torch.save(values, tmp_path / "a.pt")
     assert main(["ckpt", "convert", str(tmp_path / "a.pt"), str(tmp_path / "x"), "--to", "checkpoint"]) == 0
@@ -351,10 +353,10 @@ def test_names_of_any_script(tmp_path: Path) -> None:
         }
 
 
-def test_no_source_is_written_to(
+def test_convert_never_writes_to_its_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as itself, inside of it or around it; by relative paths, links and hard links; with --force or without."""
+    """The target may not be the source, inside it or around it, through any path or link, with or without --force."""
     folder = tmp_path / "around" / "a"
     torch.save(state(), tmp_path / "s.pt")
     assert main(["ckpt", "convert", str(tmp_path / "s.pt"), str(folder), "--to", "checkpoint"]) == 0

@@ -1,4 +1,4 @@
-"""Files of training scripts: the state dict that ``te-fsdp ckpt`` takes for the model's."""
+"""Test which state dict ``te-fsdp ckpt`` uses as the model's in files of training scripts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ TAKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 @pytest.mark.parametrize("case", TAKEN)
-def test_weights_are_taken_and_no_other_tensors(tmp_path: Path, kind: str, case: str) -> None:
-    """With a tensor next to the model's state dict, this tensor was the model, and the weights were left."""
+def test_convert_selects_the_model_state_dict(tmp_path: Path, kind: str, case: str) -> None:
+    """Bug class: a tensor next to the model's state dict was used as the model, and weights were skipped."""
     source, target = tmp_path / "source", tmp_path / "x.safetensors"
     if kind == "torch":
         torch.save(TAKEN[case], source)
@@ -76,10 +76,10 @@ def test_weights_are_taken_and_no_other_tensors(tmp_path: Path, kind: str, case:
         ),
     ],
 )
-def test_no_weights_are_an_error(
+def test_convert_rejects_files_without_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, text: str
 ) -> None:
-    """They were written without weights, or with an unforeseen NotImplementedError or RuntimeError."""
+    """Bug class: files without weights were written, or an unexpected exception was raised."""
     torch.save(content, tmp_path / "source.pt")
     for target in ("x.safetensors", "x.pt", "x"):
         kind = ["--to", "checkpoint"] if target == "x" else []
@@ -90,7 +90,7 @@ def test_no_weights_are_an_error(
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
 
 
-def test_a_key_of_a_nested_file(tmp_path: Path) -> None:
+def test_key_selects_a_nested_state_dict(tmp_path: Path) -> None:
     torch.save({"net": WEIGHTS, "rng_state": GENERATOR}, tmp_path / "source.pt")
     target = tmp_path / "x.safetensors"
     assert main(["ckpt", "convert", str(tmp_path / "source.pt"), str(target), "--key", "net"]) == 0

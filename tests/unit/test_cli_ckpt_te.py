@@ -1,4 +1,4 @@
-"""Round trips of stock TransformerEngine's state dicts through checkpoints of te_fsdp, with the emulated TE."""
+"""Round-trip state dicts of stock TransformerEngine through te_fsdp checkpoints with the emulated TE."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def differing(a: nn.Module, b: nn.Module) -> list[str]:
 
 
 def trained(te: Any, recipe: str, **kwargs: Any) -> Model:
-    """After a forward and a backward, so that TE has made its state."""
+    """Run a forward and a backward, so that TE has created its state."""
     model = Model(te, recipe, **kwargs)
     model(IDS).sum().backward()
     return model
@@ -108,10 +108,10 @@ def trained(te: Any, recipe: str, **kwargs: Any) -> Model:
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
-def test_a_quantized_state_dict(
+def test_quantized_te_state_dict_round_trips(
     te: Any, recipe: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bytes, scales and delayed-scaling state arrive as they were; the next outputs are equal."""
+    """Bytes, scales and delayed-scaling state are unchanged, and the next outputs are equal."""
     model = trained(te, recipe)
     state = model.state_dict()
     if kind == "dcp":
@@ -140,10 +140,10 @@ def test_a_quantized_state_dict(
 
 
 @pytest.mark.parametrize("recipe", ["delayed"], indirect=True)
-def test_delayed_scaling_state(
+def test_te_delayed_scaling_state_is_read_from_state_dicts(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Data from TE's pickle is equal to TE's; without it the outputs differ; TE's old entries are supported."""
+    """The state equals TE's own. Outputs differ without it. TE's older entries are supported."""
     model = trained(te, recipe, quantized=False)
     state = model.state_dict()
     described, tensors = read_extra_state(state["mlp._extra_state"].numpy().tobytes(), "mlp._extra_state")
@@ -169,10 +169,10 @@ def test_delayed_scaling_state(
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed"], indirect=True)
-def test_delayed_scaling_state_of_a_bound_model(
+def test_delayed_scaling_state_of_a_bound_model_round_trips(
     te: Any, recipe: str, quantized: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bound model's state dict holds tensors and no pickle of TE's; quantized weights come with a condition."""
+    """A bound model's state dict contains tensors instead of TE's pickle. Quantized weights have a load condition."""
     model = trained(te, recipe, quantized=quantized)
     te_fsdp.set_device_mesh(model)
     torch.save(model.state_dict(), tmp_path / "s.pt")
@@ -194,7 +194,7 @@ def test_delayed_scaling_state_of_a_bound_model(
 def test_a_stock_model_loads_written_files(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ours -> torch.save -> TE's load_state_dict, strict: equal outputs; quantized weights in high precision."""
+    """Strict load_state_dict of stock TE gives equal outputs. Quantized weights are stored in high precision."""
     model = trained(te, recipe)
     checkpoint.save(tmp_path / "c", model)
     run(capsys, "convert", tmp_path / "c", tmp_path / "s.pt")
@@ -214,7 +214,7 @@ def test_a_stock_model_loads_written_files(
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"], indirect=True)
-def test_components_there_and_back(
+def test_quantized_components_round_trip_through_safetensors(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, way = trained(te, recipe), "x.safetensors"
@@ -227,10 +227,10 @@ def test_components_there_and_back(
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"], indirect=True)
-def test_components_without_their_formats(
+def test_quantized_components_without_formats_are_rejected(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint of them cannot be loaded, and bf16 weights of them are none."""
+    """Such components can neither be loaded nor exported as bf16 weights."""
     checkpoint.save(tmp_path / "c", trained(te, recipe))
     run(capsys, "convert", tmp_path / "c", tmp_path / "x.pt", "--quantized", "keep")
     for command, target in ((["convert", "--to", "checkpoint"], "back"), (["export"], "bf16")):
@@ -243,7 +243,7 @@ def test_components_without_their_formats(
 def test_export_uses_main_weights(
     te: Any, remainders: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """fp32 main weights, also where FusedAdam keeps them as bf16 weights and remainders; and says what it took."""
+    """Export uses fp32 main weights, also from bf16 weights and remainders, and reports the source."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     model, twin = Model(te, "none"), Model(te, "none")
@@ -280,7 +280,7 @@ def test_export_uses_main_weights(
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
-def test_export_of_quantized_weights(
+def test_export_dequantizes_quantized_weights(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = trained(te, recipe)

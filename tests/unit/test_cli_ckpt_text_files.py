@@ -1,4 +1,4 @@
-"""Files of text that are given in place of weights, which errors name with what to give instead."""
+"""Check that errors for text files passed as weights name the correct argument."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert", "export"])
-def test_commands(tmp_path, capsys, command, name):
-    """Kind: "truncated" and "damaged" of files that are neither."""
+def test_commands_reject_text_files_with_a_hint(tmp_path, capsys, command, name):
+    """Bug class: files are called "truncated" or "damaged" although they are text."""
     path = tmp_path / name
     text, expected = TEXTS[name]
     path.write_text(text, encoding="utf-8")
@@ -38,14 +38,14 @@ def test_commands(tmp_path, capsys, command, name):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_load(tmp_path, name):
+def test_load_rejects_text_files_with_a_hint(tmp_path, name):
     path = tmp_path / name
     path.write_text(TEXTS[name][0], encoding="utf-8")
     with pytest.raises(CheckpointError, match=TEXTS[name][1]):
         te_fsdp.checkpoint.load(path, torch.nn.Linear(2, 2))
 
 
-def test_the_folder_with_weights_is_named(tmp_path, capsys):
+def test_text_file_error_names_the_folder_with_weights(tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text("{}")
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     assert main(["ckpt", "inspect", str(tmp_path / "tokenizer.json")]) == 1
@@ -54,7 +54,7 @@ def test_the_folder_with_weights_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("given", [".", "model.safetensors", "README.md"])
-def test_hugging_face_models(tmp_path, given):
+def test_load_huggingface_rejects_text_files_with_a_hint(tmp_path, given):
     for name in ("config.json", "model.safetensors", "README.md"):
         (tmp_path / name).write_text(TEXTS[name][0], encoding="utf-8")
     expected = TEXTS["README.md" if given == "README.md" else "model.safetensors"][1]
@@ -62,7 +62,7 @@ def test_hugging_face_models(tmp_path, given):
         te_fsdp.checkpoint.load_huggingface(tmp_path / given, torch.nn.Linear(2, 2))
 
 
-def test_an_optimizer(tmp_path, capsys):
+def test_inspect_rejects_an_optimizer_state_file(tmp_path, capsys):
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.AdamW([parameter])

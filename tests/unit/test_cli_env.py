@@ -1,4 +1,4 @@
-"""``te-fsdp env``, also in environments with problems."""
+"""Test ``te-fsdp env``, also in environments with problems."""
 
 from __future__ import annotations
 
@@ -139,12 +139,12 @@ WRONG = {
 }
 
 
-def test_nothing_is_wrong_where_nothing_is():
+def test_valid_environment_has_no_problems():
     assert faults(SOUND) == []
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_fault_has_a_cure(case):
+def test_every_problem_has_a_fix(case):
     change, what, cure = WRONG[case]
     result = faults(dataclasses.replace(SOUND, **change))
     assert len(result) == 1, result
@@ -162,11 +162,11 @@ def test_a_fault_has_a_cure(case):
     ],
     ids=["torch's cuDNN first", "the same cuDNN twice", "NVIDIA's container"],
 )
-def test_valid_environments_that_look_wrong(change):
+def test_unusual_but_valid_environments_have_no_problems(change):
     assert faults(dataclasses.replace(SOUND, **change)) == []
 
 
-def test_links_of_gpus(monkeypatch):
+def test_gpu_links_are_parsed(monkeypatch):
     table = (
         "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\n"
         "GPU0\t X \tNV18\tPIX\t0-31\nGPU1\tNV18\t X \tSYS\t32-63\nNIC0\tPIX\tSYS\t X\n"
@@ -175,7 +175,7 @@ def test_links_of_gpus(monkeypatch):
     assert environment.gpu_links() == [["X", "NV18"], ["NV18", "X"]]
 
 
-def test_exit_code_and_text(monkeypatch, capsys):
+def test_env_exit_code_and_text_report_problems(monkeypatch, capsys):
     change, what, cure = WRONG["two cudnn"]
     monkeypatch.setattr(env, "gather", lambda: dataclasses.replace(SOUND, **change))
     assert main(["env"]) == 1
@@ -217,7 +217,7 @@ HOPPER = [  # TransformerEngine's words, but for the last of an older GPU
     ],
     ids=["flash gives way", "flash is missing", "switched off", "none"],
 )
-def test_reasons_for_the_attention_backend(monkeypatch, capsys, backend, reasons, installed, said):
+def test_env_shows_reasons_for_the_attention_backend(monkeypatch, capsys, backend, reasons, installed, said):
     attention = {"backend": backend, "reasons": reasons, "shape": {"heads": 32}}
     te_says = {"recipes": {}, "emulated": None, "attention": attention}
     facts = dataclasses.replace(SOUND, te_says=te_says, flash_attention=installed)
@@ -241,7 +241,7 @@ def test_reasons_for_the_attention_backend(monkeypatch, capsys, backend, reasons
         assert text in shown
 
 
-def test_the_emulation_does_not_count_as_bindings(monkeypatch):
+def test_emulation_does_not_count_as_te_bindings(monkeypatch):
     """An imported module has no spec; the check finds the module that a different process would import."""
     monkeypatch.setattr(environment, "te_capabilities", lambda parts, bindings: None)
     results = []
@@ -258,7 +258,7 @@ def test_the_emulation_does_not_count_as_bindings(monkeypatch):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder in front of the path, for this process and those that it starts; nothing else of CUDA's is found."""
+    """Prepend a folder to sys.path and PYTHONPATH, and hide all other CUDA libraries."""
     for variable in ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
@@ -281,7 +281,7 @@ def found_here(monkeypatch, **others):
     return faults(dataclasses.replace(environment.gather(), **of_gpus, cuda_problem="", emulation=""))
 
 
-def test_two_installations_are_found(site, monkeypatch):
+def test_two_te_installations_are_detected(site, monkeypatch):
     for name, version in (
         ("transformer_engine", "2.18.0"),  # in addition to the version under test
         ("transformer-engine-cu12", "2.18.0"),
@@ -296,8 +296,8 @@ def test_two_installations_are_found(site, monkeypatch):
     )
 
 
-def test_two_versions_of_cudnn_are_found(site, monkeypatch):
-    """One of torch's wheels, another where the loader looks first."""
+def test_two_cudnn_versions_are_detected(site, monkeypatch):
+    """torch's wheels contain one version, and LD_LIBRARY_PATH a different one."""
     for folder, name in (("nvidia/cudnn/lib", "libcudnn.so.9"), ("other", "libcudnn.so.9.14.0")):
         (site / folder).mkdir(parents=True)
         (site / folder / name).touch()
@@ -311,7 +311,7 @@ def test_two_versions_of_cudnn_are_found(site, monkeypatch):
     assert not found_here(monkeypatch, te_says=SOUND.te_says)
 
 
-def test_bindings_and_their_compiler_are_missed(site, monkeypatch):
+def test_missing_te_bindings_and_compiler_are_detected(site, monkeypatch):
     monkeypatch.setattr(environment, "te_distributions", lambda: {"transformer_engine": ["2.20.2"]})
     monkeypatch.setattr(environment.importlib.machinery.PathFinder, "find_spec", lambda *given: None)
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
@@ -325,8 +325,8 @@ def test_bindings_and_their_compiler_are_missed(site, monkeypatch):
     assert f"compiles with nvcc: {site}/bin/nvcc" in fault.cure
 
 
-def test_bindings_for_another_torch_are_found(site, monkeypatch, python):
-    """TransformerEngine fails as it does then, in the process that is started to ask it."""
+def test_te_bindings_for_a_different_torch_are_detected(site, monkeypatch, python):
+    """TransformerEngine fails to import in the subprocess, as with such bindings."""
     distribution(site, "transformer_engine_torch", importlib.metadata.version("transformer_engine"))
     distribution(site, "transformer_engine_cu13", importlib.metadata.version("transformer_engine"))
     (site / "transformer_engine").mkdir()
@@ -338,8 +338,8 @@ def test_bindings_for_another_torch_are_found(site, monkeypatch, python):
     assert fault.cure.endswith("--no-cache-dir --force-reinstall --no-deps transformer_engine_torch")
 
 
-def test_this_environment(python, tmp_path):
-    """As a user starts it: TransformerEngine's own words, patches as the tables have them, one JSON document."""
+def test_env_describes_this_environment(python, tmp_path):
+    """Run as a user does: TransformerEngine's own messages, the patch tables, one JSON document."""
     done = start(python, "te_fsdp.cli", ["env", "--json"], tmp_path)
     result = json.loads(done.stdout)
     assert done.returncode == (0 if result["ok"] else 1), done.stderr

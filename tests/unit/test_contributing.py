@@ -14,7 +14,7 @@ def listed(page: str) -> Counter[str]:
     return Counter(name for row in rows for name in re.findall(r"`(\w+)`", row))
 
 
-def test_the_table_has_each_package_and_module_once() -> None:
+def test_contributing_table_lists_each_package_and_module_once() -> None:
     package = ROOT / "te_fsdp"
     names = {path.stem for path in package.glob("*.py")} | {
         p.parent.name for p in package.glob("*/__init__.py")
@@ -22,7 +22,7 @@ def test_the_table_has_each_package_and_module_once() -> None:
     assert listed((ROOT / "CONTRIBUTING.md").read_text()) == Counter(names - {"__init__"})
 
 
-def test_a_wrong_table_is_noticed() -> None:
-    """The negative control: a name that is missing, unknown or listed twice changes the result."""
+def test_control_wrong_contributing_table_is_detected() -> None:
+    """Negative control: a missing, unknown or repeated name changes the result."""
     table = "## Where things go\n\n| where | contents |\n| --- | --- |\n| `cli`, `plan` | a `word` |\n| `plan` | b |\n"
     assert listed(table) == Counter({"cli": 1, "plan": 2})

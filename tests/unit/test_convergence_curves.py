@@ -1,4 +1,4 @@
-"""benchmarks/convergence_curves.py: a loss curve outside of the spread of two seeds is found."""
+"""Test benchmarks/convergence_curves.py with made-up loss curves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _losses():
     }
 
 
-def test_a_curve_outside_of_the_spread_is_found(curves):
+def test_loss_curve_outside_of_the_seed_spread_is_detected(curves):
     result = curves.summary(_losses())
     inside = {name: about.get("part inside the spread of two seeds") for name, about in result.items()}
     assert inside["bf16 zero3"] == inside["bf16 resumed"] == inside["bf16 one, seed 1"] == 1.0

@@ -1,4 +1,4 @@
-"""Waits of copy-engine all-gathers, with stand-ins for streams."""
+"""Test waits of copy-engine all-gathers, with fake streams."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from te_fsdp.upstream.fsdp2_copy_engine import CopyEngineGathers, _PendingCopy
 @pytest.mark.parametrize(
     ("phase", "stays_unsharded"), [("FORWARD", True), ("FORWARD", False), ("PRE_BACKWARD", True)]
 )
-def test_weights_that_stay_unsharded_wait_until_no_rank_reads_their_shards(phase, stays_unsharded):
-    """The kind: a write to a shard that another rank still copies, such as `load_state_dict` after an evaluation."""
+def test_unsharded_weights_wait_until_peers_have_read_their_shards(phase, stays_unsharded):
+    """Bug class: `load_state_dict` after an evaluation writes to a shard that a different rank still copies."""
     memory = torch.empty(1, dtype=torch.uint8)
     peer_memory: Any = SimpleNamespace(parts=[memory], local=memory, barrier=lambda: None)
     gathers = CopyEngineGathers(peer_memory, lambda size: peer_memory, lambda tensor: ())

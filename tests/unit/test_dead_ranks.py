@@ -1,4 +1,4 @@
-"""Ranks that end before a collective call are named by the others; ranks that live are waited for."""
+"""Check that errors name ranks that exit before a collective call, while slow ranks are waited for."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def ran(tmp_path: Path, python: str, kind: str, victim: int) -> list[dict[str, A
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("killed", 2), ("killed", 1), ("exited", 2), ("killed", 0)])
-def test_a_rank_that_has_ended_is_named(tmp_path: Path, python: str, kind: str, victim: int) -> None:
-    """The kind: a process that is gone, by a signal or by its own end, the one that keeps the store included."""
+def test_exited_rank_is_named(tmp_path: Path, python: str, kind: str, victim: int) -> None:
+    """Cover processes that were killed or exited, including the one that hosts the TCPStore."""
     result = ran(tmp_path, python, kind, victim)
     assert [entry["rank"] for entry in result] == [rank for rank in range(3) if rank != victim]
     for item in result:
@@ -43,16 +43,16 @@ def test_a_rank_that_has_ended_is_named(tmp_path: Path, python: str, kind: str, 
 
 
 @pytest.mark.parametrize("kind", ["late", "stopped"])
-def test_a_rank_that_lives_is_waited_for(tmp_path: Path, python: str, kind: str) -> None:
-    """Skew is legitimate: a rank that computes for longer than the others, or whose process is stopped for a while."""
+def test_slow_rank_is_waited_for(tmp_path: Path, python: str, kind: str) -> None:
+    """Cover a rank that computes longer than the others, or whose process is stopped for a while."""
     result = ran(tmp_path, python, kind, 2)
     assert [(item["rank"], item["text"]) for item in result] == [(0, ""), (1, ""), (2, "")]
     assert result[0]["seconds"] > 6, "the control: it has waited for longer than it takes to ask"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
 
-def test_a_rank_that_stops_within_a_save_is_named_in_the_log(tmp_path: Path, python: str) -> None:
-    """It is waited for, at most the timeout for collectives, and rank 0 says for whom (kind: silent waits)."""
+def test_rank_stopped_during_a_save_is_named_in_the_log(tmp_path: Path, python: str) -> None:
+    """Ranks wait up to the collective timeout, and rank 0 logs for which rank. Bug class: silent waits."""
     result = ran(tmp_path, python, "stopped within", 2)
     assert [(item["rank"], item["text"]) for item in result] == [(0, ""), (1, ""), (2, "")]
     waits = [[text for text in item["log"] if "for a message from" in text] for item in result]
@@ -62,8 +62,8 @@ def test_a_rank_that_stops_within_a_save_is_named_in_the_log(tmp_path: Path, pyt
 
 
 @pytest.mark.parametrize("victim", [2, 0])
-def test_a_rank_that_ends_while_ranks_exchange_data(tmp_path: Path, python: str, victim: int) -> None:
-    """``load(read="once")`` names it on all ranks (kind: an error of gloo that names no rank)."""
+def test_rank_that_exits_during_data_exchange_is_named(tmp_path: Path, python: str, victim: int) -> None:
+    """All ranks name it in ``load(read="once")``. Bug class: Gloo's error, which names no rank."""
     result = ran(tmp_path, python, "killed in the exchange", victim)
     assert [entry["rank"] for entry in result] == [rank for rank in range(3) if rank != victim]
     for item in result:

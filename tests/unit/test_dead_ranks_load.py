@@ -1,4 +1,4 @@
-"""A rank that ends within a load is named by the others in seconds, also while all others live on."""
+"""Check that the other ranks name a rank that exits during a load within seconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from tests.unit.test_dead_ranks import ran
     ("moment", "victim"),
     [("group 0", 2), ("group 0", 0), ("before 1", 2), ("before 2", 2), ("after 3", 2), ("before 5", 0)],
 )
-def test_a_rank_that_ends_in_a_load_is_named(tmp_path: Path, python: str, moment: str, victim: int) -> None:
-    """Kind: raw errors of gloo on the neighbors of the rank alone, while the others wait for half an hour."""
+def test_rank_that_exits_during_a_load_is_named(
+    tmp_path: Path, python: str, moment: str, victim: int
+) -> None:
+    """Bug class: only neighbors get Gloo's error while the other ranks wait for 30 minutes."""
     model = torch.nn.Linear(2, 2)
     torch.nn.init.ones_(model.weight)
     checkpoint.save(tmp_path / "first", model)
@@ -27,8 +29,8 @@ def test_a_rank_that_ends_in_a_load_is_named(tmp_path: Path, python: str, moment
         assert "has ended" in item["text"] and item["seconds"] < 3 and item["unchanged"], item
 
 
-def test_a_rank_that_ends_after_the_last_message_of_a_load(tmp_path: Path, python: str) -> None:
-    """All ranks have read everything then, so the others complete the load."""
+def test_load_completes_if_a_rank_exits_after_its_last_message(tmp_path: Path, python: str) -> None:
+    """All ranks have read all data at this point, so the others complete the load."""
     model = torch.nn.Linear(2, 2)
     torch.nn.init.ones_(model.weight)
     checkpoint.save(tmp_path / "first", model)

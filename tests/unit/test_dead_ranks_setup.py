@@ -1,4 +1,4 @@
-"""A rank that ends within a call that sets a model up is named by the others in seconds."""
+"""Check that the other ranks name a rank that exits during setup within seconds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from tests.unit.test_dead_ranks import ran
     ("moment", "victim"),
     [*itertools.product(("compare", "gather", "build"), (2, 0)), ("leave", 2)],
 )
-def test_a_rank_that_ends_within_a_call_is_named(
-    tmp_path: Path, python: str, moment: str, victim: int
-) -> None:
-    """Kind: raw errors of gloo on its neighbors, and others that wait for half an hour, while all live on.
+def test_rank_that_exits_during_setup_is_named(tmp_path: Path, python: str, moment: str, victim: int) -> None:
+    """Bug class: neighbors get Gloo's error, and other ranks wait for 30 minutes.
 
     Also: others name the ranks that have raised and ended because of it.
     """
@@ -31,14 +29,14 @@ def test_a_rank_that_ends_within_a_call_is_named(
 
 
 @pytest.mark.parametrize("moment", ["late", "stopped"])
-def test_a_rank_that_lives_is_waited_for_within_a_call(tmp_path: Path, python: str, moment: str) -> None:
-    """Skew is legitimate, also of a process that a debugger has stopped."""
+def test_slow_rank_is_waited_for_during_setup(tmp_path: Path, python: str, moment: str) -> None:
+    """Also covers a process that a debugger has stopped."""
     result = ran(tmp_path, python, f"set-up {moment}", 2)
     assert [(item["rank"], item["text"]) for item in result] == [(0, ""), (1, ""), (2, "")]
     assert result[0]["seconds"] > 6, "the control: it has checked several times whether rank 2 is alive"
 
 
-def test_an_error_of_this_rank_is_shown_with_the_ended_ones() -> None:
-    """An error of all ranks ends some of them first, so that the others find these ended."""
+def test_error_of_this_rank_is_shown_with_exited_ranks() -> None:
+    """If all ranks raise, some exit first, and the others detect their exit."""
     error = rendezvous.ended_error("fully_shard", [1], 2, RuntimeError("no NCCL\nsecond line"))
     assert "rank 1 has ended" in str(error) and "and here RuntimeError: no NCCL. " in str(error), error

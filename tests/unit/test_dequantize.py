@@ -1,4 +1,4 @@
-"""Values of quantized weights from their components: TE's own dequantize to the bit, for any rectangle."""
+"""Check that dequantized rectangles of weights equal TE's own dequantize bit for bit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_values_equal_te_dequantize(weights, name):
 
 @pytest.mark.parametrize("name", ["mxfp8", "block", "nvfp4"])
 def test_columnwise_values_are_near_the_rowwise_ones(weights, name):
-    """Quantized independently (MXFP8) or with the same 2-D blocks; an orientation mixed up would be far off."""
+    """MXFP8 quantizes both directions independently, other formats share 2-D blocks. A wrong orientation is far off."""
     weight = weights[name]
     values, full = whole_of(weight, "columnwise"), weight.dequantize(dtype=torch.float32)
     if name == "mxfp8":
@@ -73,8 +73,8 @@ def test_columnwise_values_are_near_the_rowwise_ones(weights, name):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(RECIPES)), st.data())
-def test_any_rectangle(weights, name, data):
-    """A rectangle may split blocks: the blocks that cover it are enough."""
+def test_any_rectangle_can_be_dequantized_from_its_blocks(weights, name, data):
+    """A rectangle may split blocks. The blocks that cover it suffice."""
     weight = weights[name]
     start = [data.draw(st.integers(0, size - 1)) for size in weight.shape]
     sizes = [data.draw(st.integers(1, size - at)) for size, at in zip(weight.shape, start, strict=True)]
@@ -92,8 +92,8 @@ def test_any_rectangle(weights, name, data):
     assert torch.equal(values, expected[place])
 
 
-def test_a_shifted_rectangle_is_detected(weights):
-    """Negative control: scales of the neighbouring block give other values."""
+def test_control_scales_of_a_neighboring_block_are_detected(weights):
+    """Negative control: scales of the neighboring block give different values."""
     weight = weights["block"]
     described, parts = describe_format(weight), parts_of(weight)
     needed = needed_components(described, list(parts), "w")
@@ -106,7 +106,7 @@ def test_a_shifted_rectangle_is_detected(weights):
 
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
-def test_scales_at_the_ends_of_their_range(direction):
+def test_smallest_and_largest_e8m0_scales_are_decoded(direction):
     """E8M0 (OCP MX, 5.4.1): byte 0 is 2^-127, a float32 subnormal; byte 254 is 2^127; byte 255 is NaN."""
     codes = torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8)
     expected = torch.tensor([2.0**-127, 2.0**-126, 1.0, 2.0**127, float("nan")])
@@ -125,8 +125,8 @@ def test_scales_at_the_ends_of_their_range(direction):
         torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_an_option_that_files_do_not_record(weights):
-    """4over6: the same buffers, with scales up to 256 instead of 448: read as usual, other values."""
+def test_nvfp4_4over6_is_rejected(weights):
+    """4over6 uses the same buffers with scales up to 256 instead of 448, so plain reading gives wrong values."""
     weight = weights["nvfp4"].detach()
     assert describe_format(weight) == "nvfp4 kFloat4E2M1"
     weight._nvfp4_use_4over6 = True
@@ -136,7 +136,7 @@ def test_an_option_that_files_do_not_record(weights):
         describe_format(weight, "up.weight")
 
 
-def test_components_without_values():
+def test_dequantize_rejects_incomplete_components():
     with pytest.raises(
         CheckpointError, match=r"w: values of a quantized weight: expected components of one of"
     ):

@@ -1,4 +1,4 @@
-"""Sizes that tensor parallelism does not divide: refused before TE builds anything."""
+"""Check that sizes that tensor parallelism does not divide are rejected before TE builds a module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "args", "kwargs", "words"), CASES)
-def test_refused(te, kind, args, kwargs, words):
+def test_sizes_that_tp_does_not_divide_are_rejected(te, kind, args, kwargs, words):
     with pytest.raises(PlacementError) as caught:
         getattr(te_fsdp, kind)(*args, tp_size=3, **kwargs)
     assert f"{kind}: {words} over tp_size=3: expected a multiple of 3" in str(caught.value)
@@ -35,14 +35,14 @@ def test_divisible_sizes_are_built(te, kind, args, kwargs, words):
     getattr(te_fsdp, kind)(*args, tp_size=2, **kwargs)
 
 
-def test_attention_that_stock_te_builds(te):
-    """TE's rounds the number of local groups down, and goes on."""
+def test_stock_te_attention_with_indivisible_heads_is_rejected(te):
+    """Stock TE rounds the number of local groups down and continues."""
     attention = te.DotProductAttention(8, 4, tp_size=3)
     assert attention.num_gqa_groups_per_partition == 2
     with pytest.raises(PlacementError, match="DotProductAttention: num_attention_heads=8 over tp_size=3"):
         te_fsdp.set_device_mesh(attention)
 
 
-def test_arguments_that_te_does_not_have(te):
+def test_unknown_te_arguments_raise_type_error(te):
     with pytest.raises(TypeError, match="features"):
         te_fsdp.Linear(8, 8, features=3, tp_size=3)

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, the names that it mentions exist.
+"""Check that the documentation's code runs, that names on its pages exist.
 
 The quickstart's Python blocks, joined, are the script that its commands start; both are taken from the page.
 """
@@ -50,7 +50,7 @@ def losses(output: str) -> dict[int, float]:
     }
 
 
-def test_the_quickstart_runs(tmp_path, python):
+def test_quickstart_runs(tmp_path, python):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < 4:
         pytest.skip(f"the quickstart's commands need 4 GPUs, found {gpus}")
@@ -75,8 +75,8 @@ def test_the_quickstart_runs(tmp_path, python):
     assert json.loads(run(python, f"{look} --json", tmp_path))["extra"]["step"] == 20
 
 
-def test_train_a_model_runs(tmp_path, python):
-    """The script of "Train a model": ten steps on one mesh, ten more on another, with the loss that goes on."""
+def test_train_page_runs(tmp_path, python):
+    """Run the page's script: ten steps on one mesh, then ten on a different mesh with a continuous loss."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < 4:
         pytest.skip(f"the page's commands need 4 GPUs, found {gpus}")
@@ -101,7 +101,7 @@ def test_code_blocks_are_python(page):
 
 
 @every_page
-def test_names_exist(page):
+def test_documented_names_exist(page):
     for name in sorted(set(re.findall(r"(?<![\"\w])te_fsdp(?:\.[A-Za-z_]\w*)+", page.read_text()))):
         if name not in ("te_fsdp.json", "te_fsdp.index"):  # files of a checkpoint
             find(name)
@@ -115,7 +115,7 @@ def test_arguments_in_code_blocks_exist(page):
 
 
 @every_page
-def test_files_and_tests_exist(page):
+def test_documented_files_and_tests_exist(page):
     text = page.read_text()
     linked = {
         target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target
@@ -132,8 +132,8 @@ def test_files_and_tests_exist(page):
 
 
 @every_page
-def test_anchors_exist(page):
-    """By the rules of GitHub for headings, which MyST follows (``myst_heading_anchors``): links work in both."""
+def test_documented_anchors_exist(page):
+    """Anchors follow GitHub's rules for headings, which MyST shares (``myst_heading_anchors``)."""
     assert not broken_anchors(page, page.read_text())
 
 
@@ -160,7 +160,7 @@ def anchors(page: Path) -> set[str]:
     return {f"{slug}-{n}" if n else slug for slug, last in results.items() for n in range(last + 1)}
 
 
-def test_a_broken_anchor_is_noticed():
+def test_control_broken_anchor_is_detected():
     page = ROOT / "docs/data.md"
     assert broken_anchors(page, "[a](concepts.md#stages) [b](#nowhere) [c](concepts.md#no-place)") == [
         "#nowhere",
@@ -172,14 +172,14 @@ def test_a_broken_anchor_is_noticed():
 
 
 @every_page
-def test_commands_exist(page):
-    """Targets of make, options of scripts and of te-fsdp in the commands of a page, those that no test runs too."""
+def test_documented_commands_exist(page):
+    """Check make targets and options of scripts and te-fsdp, also in commands that no test runs."""
     listed = [line for block in documented.blocks(name_of(page), "sh") for line in documented.lines(block)]
     assert not [word for command in listed for word in unknown_words(command)]
 
 
 @every_page
-def test_each_command_is_run_or_has_a_reason(page):
+def test_each_documented_command_is_run_or_excused(page):
     name = name_of(page)
     assert not unaccounted(name, name in documented.RUN_BY)
     for block in documented.blocks(name, "text"):
@@ -203,7 +203,7 @@ def unaccounted(page: str, is_run: bool) -> list[str]:
     return [line for line, count in reasons.items() if count > 1 or (count == 0 and not is_run)]
 
 
-def test_what_runs_commands_and_what_excuses_them_is_there():
+def test_tests_and_reasons_of_documented_commands_exist():
     pages = {name_of(page) for page in PAGES}
     for page, test in documented.RUN_BY.items():
         assert documented.to_run(page), f"{page} has no command that {test} would run"
@@ -223,13 +223,13 @@ def test_what_runs_commands_and_what_excuses_them_is_there():
     assert named and all((ROOT / path).exists() for path in named)
 
 
-def test_a_command_that_nothing_runs_is_noticed():
+def test_control_command_without_a_test_is_detected():
     assert unaccounted("docs/moe.md", False)
     assert not unaccounted("docs/moe.md", True)
 
 
 def unknown_words(command: str) -> list[str]:
-    """Words of a command that its program does not know, as far as its source tells."""
+    """Return words of a command that its program's source does not define."""
     first, *words = documented.words(re.sub(r"^([A-Z_]+=\S+ )+", "", command))
     if first == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -246,14 +246,14 @@ def unknown_words(command: str) -> list[str]:
     return [o for o in options if not re.search(rf"\b{re.escape(o.strip('-').split('.')[-1])}\b", known)]
 
 
-def test_wrong_commands_are_noticed():
+def test_control_wrong_commands_are_detected():
     assert unknown_words("make fetch ARGS=1") == ["fetch"]
     wrong = "torchrun --nproc-per-node 2 examples/fsdp2_tp/train.py --tp 2 --no-such 2"
     assert unknown_words(wrong) == ["--no-such"]
     assert unknown_words("te-fsdp plan my-llama --no-such 8") == ["--no-such"]
 
 
-def test_the_reference_lists_every_public_name():
+def test_api_reference_lists_every_public_name():
     page = (ROOT / "docs/api.md").read_text()
     names = [f"te_fsdp.{name}" for name in te_fsdp.__all__ if name not in ("__version__", "checkpoint")]
     names += [f"te_fsdp.checkpoint.{name}" for name in te_fsdp.checkpoint.__all__]
@@ -284,7 +284,7 @@ def find(name: str) -> object:
     return result
 
 
-def test_wrong_names_and_arguments_are_noticed():
+def test_control_wrong_names_and_arguments_are_detected():
     find("te_fsdp.errors.MeshError")
     for name in ("te_fsdp.errors.MashError", "te_fsdp.nowhere"):
         with pytest.raises(ModuleNotFoundError):

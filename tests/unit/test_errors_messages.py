@@ -1,4 +1,4 @@
-"""Every mistake that one process can make, by the full text of its error; those of meshes are in test_mesh."""
+"""Test the full error text of every mistake in one process. Mesh errors are in test_mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from te_fsdp.errors import (
 from te_fsdp.mesh import Meshes
 
 
-def test_the_template():
+def test_error_message_follows_the_template():
     assert message("up: wrong") == "up: wrong."
     assert message("up: wrong", expected=2, got=4) == "up: wrong: expected 2, got 4."
     assert message("up: wrong", got=0) == "up: wrong: got 0."
@@ -37,7 +37,7 @@ def test_the_template():
     assert whole == "up: wrong: expected a, got b. It matters. Fix: do this."
 
 
-def test_errors_build_their_texts():
+def test_errors_build_messages_and_are_picklable():
     parts = {"expected": 2, "got": 4, "why": "It matters", "fix": "do this"}
     error = MeshError("up: wrong", **parts)
     assert str(error) == message("up: wrong", **parts) and error.args == (str(error),)
@@ -54,8 +54,8 @@ def test_each_part_of_a_message_is_optional():
     assert message("x", fix="y") == "x. Fix: y."
 
 
-def test_the_family():
-    """One root; each also the built-in that a Python user would catch."""
+def test_errors_derive_from_te_fsdp_error_and_a_builtin():
+    """All errors share one base class and derive from the builtin that a Python user would catch."""
     caught_as = {
         "MeshError": "ValueError",
         "PlacementError": "ValueError",
@@ -85,7 +85,7 @@ def test_the_family():
         assert getattr(te_fsdp, name) is error
 
 
-def test_a_name_that_does_not_exist():
+def test_unknown_attribute_raises_attribute_error():
     with pytest.raises(AttributeError, match=r"^module 'te_fsdp' has no attribute 'fully_shared'$"):
         te_fsdp.fully_shared  # noqa: B018
     assert set(te_fsdp.__all__) == set(dir(te_fsdp)) and "fully_shard" in dir(te_fsdp)
@@ -338,7 +338,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(job, mistake):
+def test_mistakes_raise_with_the_full_text(job, mistake):
     make, error, text = MISTAKES[mistake]
     with pytest.raises(error) as caught:
         make(job)
@@ -346,8 +346,8 @@ def test_mistakes(job, mistake):
 
 
 @pytest.mark.parametrize("mistake", ["a container as unit", "a scalar", "unit of no name"])
-def test_a_refusal_changes_nothing(job, mistake):
-    """Also none of the units before the one that is refused."""
+def test_rejected_fully_shard_does_not_change_the_model(job, mistake):
+    """Units before the rejected one are not changed either."""
     first, up = nn.Linear(4, 4), job.te.Linear(4, 4, device="cpu")
     second = nn.ModuleList([up])
     if mistake == "a scalar":

@@ -1,4 +1,4 @@
-"""Flags of public calls accept bools only: a word such as "false" counts as true in Python."""
+"""Check that flags of public calls accept bools only: Python treats "false" as true."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _sharded(**options: Any) -> Any:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("value", ["false", "0", 2, None], ids=repr)
-def test_no_flag(call, value):
+def test_flags_reject_values_that_are_not_bool(call, value):
     flag, make = CALLS[call]
     if call == "fully_shard: check_inputs" and value is None:
         pytest.skip("None is the default of a deprecated flag")
@@ -91,8 +91,8 @@ def test_no_flag(call, value):
         ("x", None),
     ],
 )
-def test_unknown_levels_of_checks(given, near):
-    """The error has the levels, and the one that is probably meant."""
+def test_unknown_level_of_checks_raises_with_a_suggestion(given, near):
+    """The error lists the levels and suggests the most similar one."""
     with pytest.raises(te_fsdp.PlacementError) as raised:
         _sharded(checks=given)
     message = str(raised.value)
@@ -103,8 +103,8 @@ def test_unknown_levels_of_checks(given, near):
         _sharded(checks="off", check_inputs=False)
 
 
-def test_flags():
-    """Valid values pass, and so do the defaults."""
+def test_flags_accept_bool_values():
+    """Valid values and defaults are accepted."""
     require_flags("call", one=True, other=False, numpys=np.arange(2)[0] == 0)
     for value in (0, 1, 1.0, torch.tensor(True), np.float64(1)):
         with pytest.raises(te_fsdp.PlacementError, match="call: one: expected True or False"):

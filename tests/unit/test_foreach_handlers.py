@@ -1,4 +1,4 @@
-"""Handlers that count the writes of ``torch._foreach_`` functions, while models need them."""
+"""Test handlers that count writes of ``torch._foreach_`` functions while models need them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
 
 class Owner:
-    """Stands for a model."""
+    """Stand-in for a model."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def handlers():
     return dict(DTensor._op_dispatcher._custom_op_handlers)
 
 
-def test_handlers_are_removed(tensor):
+def test_foreach_handlers_are_removed_when_unused(tensor):
     writes, owner = foreach_writes(), Owner()
     before, version = handlers(), tensor._version
     writes.count(owner)
@@ -51,7 +51,7 @@ def test_handlers_are_removed(tensor):
     assert handlers() == before, handlers().keys() ^ before.keys()
 
 
-def test_threads(tensor):
+def test_foreach_handlers_are_thread_safe(tensor):
     """One thread steps while another evaluates a model."""
     writes, owner, before = foreach_writes(), Owner(), handlers()
     stop, errors, interval = threading.Event(), [], sys.getswitchinterval()

@@ -1,4 +1,4 @@
-"""Programs of a fork server import the packages of this process, not those installed in other places."""
+"""Check that programs of a fork server import the packages of this process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.forkserver import ForkServer
 from tests.forkserver.server import PRELOADED
 
 
-def test_preloaded_modules_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make torch-versions` puts other versions of torch in front by PYTHONPATH."""
+def test_fork_server_imports_modules_from_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make torch-versions` selects a different torch with PYTHONPATH."""
     for name in {preloaded.partition(".")[0] for preloaded in PRELOADED}:
         (tmp_path / f"{name}.py").touch()
     (tmp_path / "torch.py").write_text("get_num_threads = set_num_threads = lambda *_: None\n")

@@ -1,4 +1,4 @@
-"""FSDP2's hooks run without torch's contexts that do nothing."""
+"""Check that FSDP2's hooks run without torch's no-op contexts."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _no_cached_hooks():
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
-def test_types_are_switched_off_if_spmd_types_is_installed(monkeypatch, is_installed):
+def test_spmd_type_checks_are_disabled_if_installed(monkeypatch, is_installed):
     monkeypatch.setattr(torch.distributed, "_is_spmd_types_available", lambda: is_installed, raising=False)
     assert fsdp2_hooks._shortened(hook)() is not is_installed
     assert entered == ["no_typecheck"] * is_installed

@@ -1,4 +1,4 @@
-"""The ledger of GPU test results: what it keeps, what it replaces, what it selects for the next run."""
+"""Test the ledger of GPU test results: merges, outdated rows, selection for the next run."""
 
 from __future__ import annotations
 
@@ -65,38 +65,38 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_text_that_does_not_run_is_not_in_the_digest(gpu_tests, edit):
+def test_comments_and_docstrings_do_not_change_the_digest(gpu_tests, edit):
     edited = SOURCE.replace(*EDITS[edit])
     assert edited != SOURCE
     assert gpu_tests.code_digest(edited) == gpu_tests.code_digest(SOURCE)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_code_is_in_the_digest(gpu_tests, change):
+def test_code_changes_the_digest(gpu_tests, change):
     changed = SOURCE.replace(*CHANGES[change])
     assert gpu_tests.code_digest(changed) != gpu_tests.code_digest(SOURCE)
 
 
-def test_the_digest_is_that_of_every_python(gpu_tests):
-    """The value is the one of Python 3.10, 3.11, 3.12 and 3.13, whose trees differ in empty parts."""
+def test_digest_is_equal_on_every_python_version(gpu_tests):
+    """Python 3.10 to 3.13 give this value, although their syntax trees differ in empty fields."""
     assert gpu_tests.code_digest(SOURCE) == "412a3fecb0ba"
 
 
-def test_a_ledger_survives_a_round_trip(gpu_tests, tmp_path):
+def test_ledger_round_trips(gpu_tests, tmp_path):
     rows = [result(gpu_tests, "test_a", "skipped", reason='needs "8", found 4')]
     gpu_tests.write_ledger(rows, tmp_path / "ledger.csv")
     assert gpu_tests.read_ledger(tmp_path / "ledger.csv") == rows
     assert gpu_tests.read_ledger(tmp_path / "absent.csv") == []
 
 
-def test_a_newer_result_replaces_an_older_one(gpu_tests):
+def test_newer_result_replaces_older_one(gpu_tests):
     old = result(gpu_tests, "test_a", "failed")
     new = result(gpu_tests, "test_a", "passed", commit="b1")
     other_card = result(gpu_tests, "test_a", "failed", card="NVIDIA H200")
     assert set(gpu_tests.merge_results([old, other_card], [new])) == {new, other_card}
 
 
-def test_a_test_that_was_not_reached_keeps_its_result(gpu_tests):
+def test_pending_test_keeps_its_result(gpu_tests):
     old = result(gpu_tests, "test_a", "passed")
     pending = result(gpu_tests, "test_a", "pending", commit="b1")
     assert gpu_tests.merge_results([old], [pending]) == [old]
@@ -105,8 +105,8 @@ def test_a_test_that_was_not_reached_keeps_its_result(gpu_tests):
     assert gpu_tests.merge_results([stale], [pending]) == [pending]
 
 
-def test_results_of_an_earlier_version_of_a_file_go(gpu_tests):
-    """The kind: rows that nothing can update, such as of a test that was renamed, or whose turn it is not."""
+def test_results_of_an_older_file_version_are_removed(gpu_tests):
+    """Bug class: rows that no run updates, for example of a renamed test."""
     renamed = result(gpu_tests, "test_old_name", "passed", file="0" * 12)
     other_card = dataclasses.replace(renamed, card="NVIDIA H200")
     new = result(gpu_tests, "test_new_name", "passed")
@@ -114,7 +114,7 @@ def test_results_of_an_earlier_version_of_a_file_go(gpu_tests):
     assert gpu_tests.needed_tests([FILE], [renamed, new], CARD, 4) == {}
 
 
-def test_the_next_run_repeats_failed_and_pending_tests(gpu_tests):
+def test_next_run_repeats_failed_and_pending_tests(gpu_tests):
     rows = [
         result(gpu_tests, name, outcome)
         for name, outcome in (("a", "passed"), ("b", "failed"), ("c", "pending"))
@@ -130,7 +130,7 @@ def test_the_next_run_repeats_failed_and_pending_tests(gpu_tests):
         assert needed == {FILE: [FILE]}
 
 
-def test_pools_get_equal_shares(gpu_tests):
+def test_tests_are_split_evenly_over_pools(gpu_tests):
     rows = [
         result(gpu_tests, "a", "passed", test=f"{name}::a", seconds=seconds)
         for name, seconds in (("x", 90), ("y", 50), ("z", 40))
@@ -142,7 +142,7 @@ def test_pools_get_equal_shares(gpu_tests):
     assert gpu_tests.split_tests({"w": tests}, [], 2) == [tests[:10], tests[10:]]
 
 
-def test_the_plugin_records_each_test(gpu_tests, tmp_path):
+def test_plugin_records_each_test(gpu_tests, tmp_path):
     (tmp_path / "test_three.py").write_text(
         "import pytest\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n"
         "@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"

@@ -1,4 +1,4 @@
-"""Recording into CUDA graphs, with stand-ins for the graphs."""
+"""Test recording into CUDA graphs, with fake graphs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-def test_a_pool_is_shared_while_a_graph_of_it_lives(device: Device) -> None:
+def test_graph_pool_is_reused_while_one_of_its_graphs_exists(device: Device) -> None:
     recorder = cuda_recorder.CudaRecorder(torch.device("cpu"))
     first, _ = recorder.record(lambda: 1)
     second, _ = recorder.record(lambda: 2)
@@ -74,7 +74,7 @@ def test_a_pool_is_shared_while_a_graph_of_it_lives(device: Device) -> None:
     assert device.pools[-1] == (0, 2)
 
 
-def test_a_capture_that_cannot_end_is_mended(device: Device) -> None:
+def test_failed_capture_resets_random_generators(device: Device) -> None:
     generator = torch.Generator()
     recorder = cuda_recorder.CudaRecorder(torch.device("cpu"), [generator])
     device.failing = True
@@ -87,7 +87,7 @@ def test_a_capture_that_cannot_end_is_mended(device: Device) -> None:
     assert device.pools[-1] == (0, 2)
 
 
-def test_an_exception_of_the_function_is_raised_first(device: Device) -> None:
+def test_exception_of_the_captured_function_is_raised_first(device: Device) -> None:
     def fails() -> None:
         raise ValueError("of the function")
 
@@ -99,7 +99,7 @@ def test_an_exception_of_the_function_is_raised_first(device: Device) -> None:
     assert gc.isenabled()
 
 
-def test_fused_sgd_of_sharded_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtensor_support_for_fused_sgd_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _torch.dtensor_supports("_fused_sgd_.tensor_lr")
     tables = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     monkeypatch.setitem(tables, torch.ops.aten._fused_sgd_.tensor_lr, None)

@@ -1,4 +1,4 @@
-"""Requirements of a single grouped parameter, checked before any change."""
+"""Check the requirements of a single grouped parameter before any change."""
 
 import types
 import warnings
@@ -36,7 +36,7 @@ def build(te, **options):
 
 
 def on(te, monkeypatch, capability, version):
-    """A pretended device and cuBLASLt."""
+    """Simulate a device and a cuBLASLt version."""
     linear = te.module.grouped_linear
     monkeypatch.setattr(linear, "get_device_compute_capability", lambda: capability)
     monkeypatch.setattr(linear, "tex", types.SimpleNamespace(get_cublasLt_version=lambda: version))
@@ -52,7 +52,9 @@ def on(te, monkeypatch, capability, version):
         ((10, 0), "MXFP8BlockScaling", 130300, 130200, "cuBLASLt 13.3 or later"),
     ],
 )
-def test_cublas(te, monkeypatch, capability, recipe, enough, short, words):
+def test_old_cublas_is_reported_for_grouped_kernels(
+    te, monkeypatch, capability, recipe, enough, short, words
+):
     from transformer_engine.common import recipe as recipes
 
     made = getattr(recipes, recipe)() if recipe else None
@@ -63,7 +65,7 @@ def test_cublas(te, monkeypatch, capability, recipe, enough, short, words):
     assert words in problem and f"found 13.{short // 100 % 100}" in problem
 
 
-def test_devices_and_recipes(te, monkeypatch):
+def test_unsupported_devices_and_recipes_are_reported(te, monkeypatch):
     from transformer_engine.common import recipe as recipes
 
     on(te, monkeypatch, (8, 9), 130600)
@@ -73,7 +75,7 @@ def test_devices_and_recipes(te, monkeypatch):
         assert f"no grouped kernels for {type(recipe).__name__}" in grouped_path_problem(recipe)
 
 
-def test_refused_before_binding(te, monkeypatch):
+def test_single_grouped_weight_is_rejected_before_binding(te, monkeypatch):
     module = build(te, use_grouped_tensor=True)
     check_single(module, "experts")
     on(te, monkeypatch, (9, 0), 130100)
@@ -87,7 +89,7 @@ def test_refused_before_binding(te, monkeypatch):
         check_single(module, "experts")
 
 
-def test_delayed_scaling(te):
+def test_single_grouped_weight_rejects_delayed_scaling(te):
     from transformer_engine.common import recipe as recipes
 
     with te.quantized_model_init(enabled=True, recipe=recipes.DelayedScaling()):
@@ -105,16 +107,16 @@ def test_delayed_scaling(te):
     check_recipe(module, "experts")  # outside of any recipe
 
 
-def test_switch(te, monkeypatch):
-    """TE would pass over the option with a warning alone; stock modules then are as they are."""
+def test_single_grouped_weight_requires_the_environment_variable(te, monkeypatch):
+    """TE ignores the option with a warning only. Stock modules then have one parameter per expert."""
     monkeypatch.delenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM")
     with pytest.raises(PlacementError, match=r"NVTE_GROUPED_LINEAR_SINGLE_PARAM=1, got not set"):
         te_fsdp.GroupedLinear(2, 128, 128, device="cpu", single_grouped_weight=True)
     assert build(te, use_grouped_tensor=True).weight0.shape == (256, 128)
 
 
-def test_same_memory(te):
-    """The bound parameter and what TE reads are the memory that TE made."""
+def test_bound_grouped_weight_shares_memory_with_te(te):
+    """The bound parameter and TE's own view share the memory that TE allocated."""
     module = build(te, use_grouped_tensor=True)
     pointer = module.weight.rowwise_data.data_ptr()
     te_fsdp.set_device_mesh(module)
@@ -127,7 +129,7 @@ def test_same_memory(te):
     assert not bool(module.weight.grad[1].any()), "an expert without tokens has a gradient of zeros"
 
 
-def test_cuts(te):
+def test_grouped_weight_shard_dim_is_chosen_by_divisibility(te):
     assert [grouped_shard_dim((4, 6, 5), ranks) for ranks in (1, 2, 4, 3, 5, 7)] == [0, 0, 0, 1, 2, 0]
     module = build(te, use_grouped_tensor=True)
     assert plan_single_shard_dims(module, Grid(dp_shard=2)) == {"weight": 1}
@@ -140,8 +142,8 @@ def test_cuts(te):
         assert plan_single_shard_dims(module, Grid(dp_shard=ranks)) == {"weight": cut}, ranks
 
 
-def test_cuts_over_ep(te):
-    """Ranks with other numbers of experts cut along the same dim: it is one tensor."""
+def test_grouped_weight_shard_dim_is_equal_on_all_ep_ranks(te):
+    """Ranks with different numbers of experts must shard the same dim of one tensor."""
     assert [ExpertRange(0, 4, 7, 4).counts(), ExpertRange(4, 3, 7, 4).counts()] == [(4, 3), (4, 3)]
     assert ExpertRange(2, 2, 4, 2).counts() == ExpertRange(0, 2, 4).counts() == (2, 2)
     module = build(te, use_grouped_tensor=True)  # three
@@ -151,8 +153,8 @@ def test_cuts_over_ep(te):
         assert plan_single_shard_dims(module, Grid(**sharded), experts) == {"weight": cut}, experts
 
 
-def test_blocks(te):
-    """A quantized expert consists of full blocks, before anything changes."""
+def test_quantized_grouped_weight_requires_full_blocks(te):
+    """Quantized experts that are not full blocks are rejected before any change."""
     from transformer_engine.common import recipe as recipes
 
     with te.quantized_model_init(enabled=True, recipe=recipes.MXFP8BlockScaling()):

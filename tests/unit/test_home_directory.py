@@ -1,4 +1,4 @@
-"""A leading ``~`` in paths."""
+"""Test a leading ``~`` in paths."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def home(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("as_path", [False, True])
-def test_a_hugging_face_model(home: Path, as_path: bool) -> None:
-    """Kind: a directory called ``~`` in the current one is searched for."""
+def test_hugging_face_paths_expand_the_home_directory(home: Path, as_path: bool) -> None:
+    """Bug class: the path is treated as a directory named ``~`` in the current one."""
     name = Path("~/model") if as_path else "~/model"
     assert torch.equal(embedding(name), embedding(home / "model"))  # type: ignore[arg-type]
     assert read_config(name) == read_config(home / "model")
@@ -43,7 +43,7 @@ def test_a_hugging_face_model(home: Path, as_path: bool) -> None:
     )
 
 
-def test_a_checkpoint(home: Path) -> None:
+def test_checkpoint_and_cli_paths_expand_the_home_directory(home: Path) -> None:
     model = torch.nn.Linear(2, 2)
     checkpoint.save("~/checkpoints/step-1", model)
     checkpoint.load("~/checkpoints/step-1", model)
@@ -54,7 +54,7 @@ def test_a_checkpoint(home: Path) -> None:
     assert (home / "one.safetensors").exists() and not os.listdir()
 
 
-def test_a_plan(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_paths_expand_the_home_directory(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "build:it").mkdir()
     assert not is_function("~/build:it") and is_function("build:it")
     assert planning.Job(model="~/model").described()["model"] == "~/model"
@@ -63,7 +63,7 @@ def test_a_plan(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" not in capsys.readouterr().err
 
 
-def test_other_paths() -> None:
+def test_remote_and_relative_paths_are_not_expanded() -> None:
     assert str(expanded("s3://bucket/m")) == "s3:/bucket/m" and expanded("./~/m") == Path("~/m")
     with pytest.raises(CheckpointError, match="a user that this machine has, after ~"):
         expanded("~no_such_user/m")

@@ -1,4 +1,4 @@
-"""Whether the host sets the pace: from events of a few steps, with a device whose time is simulated."""
+"""Test detection of a slow host from events of a few steps, with a simulated device."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def train(host: Any, work: Any, steps: int, irregular: bool = False) -> Any:
     return pace, device
 
 
-def test_a_host_that_is_slower_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The wait is the host's time minus the device's in both forwards, in which only the host is slow."""
+def test_slow_host_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The wait is the host's time minus the device's in both forwards, where only the host is slow."""
     with caplog.at_level(logging.WARNING, "te_fsdp"):
         pace, device = train(host=8.0, work=2.0, steps=20)
     (line,) = [record.getMessage() for record in caplog.records]
@@ -98,27 +98,27 @@ def test_a_host_that_is_slower_is_reported_once(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(("host", "work"), [(2.0, 8.0), (2.0, 2.1)], ids=["device", "level"])
-def test_a_device_that_is_slower_is_not(caplog: pytest.LogCaptureFixture, host: float, work: float) -> None:
+def test_slow_device_is_not_reported(caplog: pytest.LogCaptureFixture, host: float, work: float) -> None:
     with caplog.at_level(logging.WARNING, "te_fsdp"):
         pace, _ = train(host, work, steps=20)
     assert not caplog.records and pace.report_line() == ""
 
 
-def test_a_device_that_is_behind_does_not_wait() -> None:
-    """A part that the host issues slowly costs nothing while the device still works on earlier parts."""
+def test_device_that_lags_behind_is_not_counted_as_waiting() -> None:
+    """A slow launch costs nothing while the device still executes earlier work."""
     # The host issues 9 ms in each step, the device needs 33 ms: 20 steps would end before the device has measured.
     pace, _ = train(host=[0.5, 8.0], work=[30.0, 2.0], steps=60)
     assert pace._steps is None and pace.report_line() == ""
 
 
-def test_steps_that_differ_are_not_measured(caplog: pytest.LogCaptureFixture) -> None:
+def test_irregular_steps_are_not_measured(caplog: pytest.LogCaptureFixture) -> None:
     pace, device = train(host=8.0, work=2.0, steps=20, irregular=True)
     assert not caplog.records and pace.report_line() == "" and device.slept == 0
 
 
 @pytest.mark.parametrize("kind", ["no units", "compiled"])
-def test_a_model_without_hooks_is_not_measured(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Kind: a measurement that breaks a training which it cannot measure."""
+def test_model_without_usable_hooks_is_not_measured(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Bug class: a measurement breaks training that it cannot measure."""
     if kind == "no units":
         monkeypatch.setattr(host_pace.fsdp2_units, "inner_units", lambda unit: ["inner"])
     else:
@@ -129,15 +129,15 @@ def test_a_model_without_hooks_is_not_measured(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_only_one_step_is_delayed() -> None:
-    """No sleep before the measured steps, none after the one with sleeps."""
+    """Steps before the measured ones, and after the delayed one, are not delayed."""
     _, early = train(8.0, 2.0, steps=SKIPPED + MEASURED)
     _, once = train(8.0, 2.0, steps=SKIPPED + MEASURED + 1)
     _, late = train(8.0, 2.0, steps=30)
     assert early.slept == 0 and once.slept == late.slept > 0
 
 
-def test_a_device_does_not_sleep_for_minutes():
-    """An evaluation in each measured step would let the device sleep, and the other ranks' collectives wait."""
+def test_measurement_does_not_delay_the_device_for_minutes():
+    """A long evaluation in each measured step would delay the device and other ranks' collectives."""
     pace, device = train(host=20_000.0, work=1.0, steps=SKIPPED + MEASURED + 4)
     assert device.slept == 0 and pace.report_line() == ""
     pace, device = train(host=2_000.0, work=1.0, steps=SKIPPED + MEASURED + 4)  # negative control

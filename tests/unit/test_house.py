@@ -1,4 +1,4 @@
-"""Rules of the repository that no linter checks: sizes, names, ASCII, private names, the cost of an import.
+"""Check rules of the repository that no linter covers: sizes, names, ASCII, private names, import cost.
 
 Each rule is a function from source text to a list of offences, so that the end of this file can show, on
 made-up sources, that the rule finds what it is there for.
@@ -86,7 +86,7 @@ def not_ascii(text: str) -> list[str]:
 
 
 def unfinished(text: str) -> list[str]:
-    """Marks of work that is left, and functions that only say so."""
+    """Return marks of unfinished work, and functions that only raise NotImplementedError."""
     results = [
         f"line {n}: {line.strip()}"
         for n, line in enumerate(text.splitlines(), 1)
@@ -108,7 +108,7 @@ def paths_of_one_machine(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def nodes(text: str) -> list[ast.AST]:
-    """All that a source is parsed into; all rules look at one source before the next (`offences`)."""
+    """Return all nodes of a source. All rules check one source before the next (`offences`)."""
     return [*ast.walk(ast.parse(text))]
 
 
@@ -187,7 +187,7 @@ PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
 
 
 def names_of(names: set[str], text: str) -> list[str]:
-    """Where a source reads, writes, defines or spells (for `getattr`) one of some names; but for those of `self`."""
+    """Return where a source reads, writes, defines or quotes (for `getattr`) some names, except on `self`."""
     results = []
     for node in nodes(text):
         if isinstance(node, ast.Attribute) and dotted(node.value) != "self":
@@ -227,7 +227,7 @@ def patches(text: str) -> list[str]:
 
 
 def lists_of_names(text: str) -> list[str]:
-    """`__all__`, which says again, and not always truly, what an underscore says."""
+    """Return uses of `__all__`, which duplicates leading underscores and may contradict them."""
     results = [node for node in nodes(text) if isinstance(node, ast.Name) and node.id == "__all__"]
     return [f"line {node.lineno}: __all__" for node in results]
 
@@ -332,11 +332,11 @@ def offences() -> dict[Callable[[str], list[str]], list[str]]:
 
 
 def check(rule) -> None:
-    """Fails with every offence of every file, so that one run shows all there is to do."""
+    """Fail with all offences of all files, so that one run shows everything."""
     assert not offences()[rule], "\n" + "\n".join(offences()[rule])
 
 
-def test_there_is_something_to_check():
+def test_rules_cover_the_repository():
     assert "te_fsdp/__init__.py" in LIBRARY
     assert HERE in EVERYWHERE
     assert {"README.md", "docs/concepts.md", "scripts/setup.sh", "pyproject.toml"} <= set(PAGES)
@@ -351,7 +351,7 @@ def test_files_have_one_subject():
 
 
 def test_no_two_files_import_each_other():
-    """As `make lint` checks for packages, here for files, including those of checkpoints."""
+    """`make lint` checks packages. This test checks files."""
     paths = [path for path in LIBRARY if Path(path).name != "__init__.py"]
     names = {path.removesuffix(".py").replace("/", "."): (ROOT / path).read_text() for path in paths}
     assert not circle(names)
@@ -363,11 +363,11 @@ def test_sources_are_ascii():
     check(not_ascii)
 
 
-def test_nothing_is_unfinished():
+def test_no_unfinished_code():
     check(unfinished)
 
 
-def test_no_path_of_one_machine():
+def test_no_machine_specific_paths():
     check(paths_of_one_machine)
 
 
@@ -376,19 +376,19 @@ def test_no_catch_all_modules():
     assert not [path for path in paths if re.search(r"util|helpers|misc\.py$", path)]
 
 
-def test_private_torch_names_are_in_their_files():
+def test_private_torch_names_are_only_in_upstream():
     check(private_torch_names)
 
 
-def test_fsdp2_state_is_read_in_its_files():
+def test_fsdp2_state_is_only_read_in_upstream():
     check(fsdp2_names)
 
 
-def test_transformer_engine_is_imported_in_its_files():
+def test_transformer_engine_is_only_imported_in_upstream():
     check(te_imports)
 
 
-def test_private_te_names_are_in_their_files():
+def test_private_te_names_are_only_in_upstream():
     check(te_names)
 
 
@@ -396,12 +396,12 @@ def test_patches_are_in_their_tables():
     check(patches)
 
 
-def test_underscores_mark_names_of_one_file():
+def test_underscored_names_are_used_in_one_file_only():
     check(lists_of_names)
     check(names_of_other_files)
 
 
-def test_the_emulation_imports_nothing_of_the_library():
+def test_emulation_does_not_import_the_library():
     check(root_imports)
 
 
@@ -433,7 +433,7 @@ assert not missing, missing
 """
 
 
-def test_importing_the_package_is_light():
+def test_importing_the_package_does_not_import_te():
     run_text(sys.executable, PROBE, env={**os.environ, "TE_FSDP_EMULATION": ""})
 
 
@@ -495,5 +495,5 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (streams_of_any_device, "torch.accelerator.current_stream().wait_event(event)\n", 1),
     ],
 )
-def test_each_rule_can_fail(rule, text, count):
+def test_control_each_rule_detects_violations(rule, text, count):
     assert len(rule(text)) == count

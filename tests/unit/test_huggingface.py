@@ -1,4 +1,4 @@
-"""Hugging Face models compute the same as models of ``te.TransformerLayer`` with the same weights."""
+"""Check that Hugging Face models equal ``te.TransformerLayer`` models with the same weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def rounding(original: nn.Module) -> tuple[torch.Tensor, float]:
-    """Logits in float64, and what float32 may differ from them by.
+    """Return logits in float64 and the allowed float32 difference.
 
     The Hugging Face model's own float32 error is measured. TransformerEngine's layer does the same sums in another
     order; the largest of 1320 such errors varies by less than four times.
@@ -84,7 +84,7 @@ def fill(model: nn.Module, tensors: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(("name", "layer"), CASES, ids=["-".join(case) for case in CASES])
-def test_same_logits_there_and_back(
+def test_huggingface_round_trip_gives_the_same_logits(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, name: str, layer: str
 ) -> None:
     original = originals[name]
@@ -123,13 +123,13 @@ def test_same_logits_there_and_back(
 
 
 def swap(group: Group) -> Group:
-    """The group, with the last two of its parts taken for each other."""
+    """Return the group with its last two parts swapped."""
     names = group.huggingface.names
     return replace(group, huggingface=replace(group.huggingface, names=(*names[:-2], names[-1], names[-2])))
 
 
 def mistaken(weights: hf.WeightMap, mistake: str) -> hf.WeightMap:
-    """The map with an error that no shape tells."""
+    """Return the map with an error that does not change shapes."""
     groups = []
     for group in weights.groups:
         name = group.te.names[0]
@@ -159,7 +159,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "layer", "mistake"), MISTAKES)
-def test_a_mistake_shows(
+def test_control_wrong_mapping_changes_logits(
     te: Any, originals: dict[str, nn.Module], name: str, layer: str, mistake: str
 ) -> None:
     exact, bound = rounding(originals[name])
@@ -181,7 +181,7 @@ def test_a_mistake_shows(
     ],
     ids=str,
 )
-def test_a_layer_with_another_option_differs(
+def test_control_different_layer_option_changes_logits(
     te: Any, originals: dict[str, nn.Module], name: str, option: dict[str, Any]
 ) -> None:
     exact, bound = rounding(originals[name])
@@ -204,7 +204,7 @@ def test_a_layer_with_another_option_differs(
     ],
     ids=str,
 )
-def test_such_a_layer_is_refused(
+def test_different_layer_option_is_rejected(
     te: Any, originals: dict[str, nn.Module], name: str, option: dict[str, Any], text: str
 ) -> None:
     config = originals[name].config
@@ -216,7 +216,7 @@ def test_such_a_layer_is_refused(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_specific_layers_are_not_mapped(
+def test_model_specific_layers_load_with_the_same_logits(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, name: str
 ) -> None:
     exact, bound = rounding(originals[name])
@@ -226,7 +226,7 @@ def test_model_specific_layers_are_not_mapped(
     assert difference(model, exact) <= bound
 
 
-def test_load_into_a_model(te: Any, originals: dict[str, nn.Module], tmp_path: Path) -> None:
+def test_load_huggingface_fills_a_model(te: Any, originals: dict[str, nn.Module], tmp_path: Path) -> None:
     original = originals["llama-tied-biased"]
     original.save_pretrained(tmp_path)
     exact, bound = rounding(original)
@@ -253,14 +253,14 @@ def test_load_into_a_model(te: Any, originals: dict[str, nn.Module], tmp_path: P
 
 
 class OwnNorm(nn.Module):
-    """A norm that no library has."""
+    """A user-defined norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
 
-def test_settings_that_the_model_does_not_record(te: Any, originals: dict[str, nn.Module]) -> None:
+def test_unknown_layer_options_are_rejected(te: Any, originals: dict[str, nn.Module]) -> None:
     with pytest.raises(CheckpointError, match=r"begins with layers\.0\..*names=TeNames\(\.\.\.\)"):
         hf.TeBlocks.of(nn.Linear(2, 2))
     # The norm of a user's own class: only the user knows.
@@ -272,7 +272,7 @@ def test_settings_that_the_model_does_not_record(te: Any, originals: dict[str, n
     hf.load_huggingface(originals["llama"].state_dict(), model, config=originals["llama"].config, blocks=told)
 
 
-def test_a_state_dict_does_not_record_its_layers(
+def test_export_of_a_state_dict_requires_layer_options(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path
 ) -> None:
     config = originals["llama"].config
@@ -295,7 +295,7 @@ def test_a_state_dict_does_not_record_its_layers(
 
 
 @pytest.mark.parametrize("call", ["model", "state dict"])
-def test_biases_that_the_folder_has_no_place_for(
+def test_biases_without_a_hugging_face_parameter_are_rejected(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, call: str
 ) -> None:
     config = originals["qwen2"].config
@@ -314,10 +314,10 @@ def test_biases_that_the_folder_has_no_place_for(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_url_is_no_local_path(
+def test_folders_on_object_storage_are_rejected(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Folders cannot be written on object storage: nothing appears below the current directory instead."""
+    """Folders cannot be written on object storage. No directory is created in the current one instead."""
     monkeypatch.chdir(tmp_path)
     config = originals["llama"].config
     model, blocks = build(te, originals["llama"], next(iter(LAYERS)))
@@ -330,8 +330,8 @@ def test_a_url_is_no_local_path(
     assert (tmp_path / "x" / "config.json").exists()
 
 
-def test_other_norms_than_the_layers_have(te: Any, originals: dict[str, nn.Module], tmp_path: Path) -> None:
-    """Each norm's own centering holds."""
+def test_each_norm_keeps_its_own_centering(te: Any, originals: dict[str, nn.Module], tmp_path: Path) -> None:
+    """Norms that differ from the layers' norms keep their own setting."""
     config, folder = originals["mixtral"].config, tmp_path / "mixtral"
     originals["mixtral"].save_pretrained(folder)
     exact, bound = rounding(originals["mixtral"])
@@ -345,7 +345,7 @@ def test_other_norms_than_the_layers_have(te: Any, originals: dict[str, nn.Modul
     assert all(torch.equal(lazy.full(), after[name].full()) for name, lazy in before.items())
 
 
-def test_one_parameter_for_all_experts(
+def test_single_grouped_weight_of_experts_round_trips(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
@@ -363,7 +363,7 @@ def test_one_parameter_for_all_experts(
 
 
 class Watch(TorchDispatchMode):
-    """The most bytes of tensors that were made under it and lived at a time."""
+    """Record the peak memory of tensors created under it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def test_memory_is_that_of_a_group(te: Any, tmp_path: Path) -> None:
+def test_memory_is_limited_to_one_group_of_layers(te: Any, tmp_path: Path) -> None:
     sizes = {
         **SIZES,
         "num_hidden_layers": 12,
@@ -410,7 +410,7 @@ def test_memory_is_that_of_a_group(te: Any, tmp_path: Path) -> None:
 PAGE = Path(__file__).resolve().parents[2] / "docs/huggingface.md"
 
 
-def test_the_page_runs(
+def test_huggingface_page_runs(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "my-llama"
@@ -434,7 +434,7 @@ def test_the_page_runs(
     assert results["names"].head is None
 
 
-def test_tied_weights_that_turn_out_to_differ(te: Any, originals: dict[str, nn.Module]) -> None:
+def test_tied_weights_that_differ_in_the_files_are_rejected(te: Any, originals: dict[str, nn.Module]) -> None:
     # Only reading the values tells.
     model = TeModel(te, hf.read_config(originals["llama-tied-biased"].config))
     before = {key: value.clone() for key, value in model.named_parameters()}
@@ -446,7 +446,7 @@ def test_tied_weights_that_turn_out_to_differ(te: Any, originals: dict[str, nn.M
 
 
 def test_main_weights_follow_loaded_weights(te: Any, originals: dict[str, nn.Module]) -> None:
-    """Otherwise the next step of an optimizer with main weights would restore the old weights."""
+    """Otherwise the next step would restore the old weights from the main weights."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     original = copy.deepcopy(originals["llama"]).bfloat16()
@@ -473,10 +473,10 @@ RECIPES = {"current": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_load_into_a_quantized_model(
+def test_load_huggingface_quantizes_each_weight_once(
     te: Any, originals: dict[str, nn.Module], tmp_path: Path, recipe: str
 ) -> None:
-    """Each weight is quantized once, as TransformerEngine quantizes the whole one; main weights have what was read."""
+    """Each weight is quantized once from its unsharded value. Main weights get the values in the files."""
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch.optimizers import FusedAdam
 

@@ -1,4 +1,4 @@
-"""Hugging Face models through ``te-fsdp ckpt``."""
+"""Test Hugging Face models with ``te-fsdp ckpt``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build(te: Any, **options: Any) -> TeModel:
     return model.to(torch.bfloat16)
 
 
-def test_out_of_a_checkpoint(te: Any, folder: Path, tmp_path: Path) -> None:
+def test_export_writes_a_hugging_face_folder_from_a_checkpoint(te: Any, folder: Path, tmp_path: Path) -> None:
     saved, back = tmp_path / "step-0", tmp_path / "back"
     model = build(te, qkv_weight_interleaved=False)
     checkpoint.load_huggingface(folder, model)
@@ -89,10 +89,10 @@ def test_out_of_a_checkpoint(te: Any, folder: Path, tmp_path: Path) -> None:
         ({}, (), torch.bfloat16),
     ],
 )
-def test_the_dtype_is_that_of_the_folder(
+def test_export_uses_the_dtype_of_config_json(
     te: Any, tmp_path: Path, told: dict[str, str], flags: tuple[str, ...], expected: torch.dtype
 ) -> None:
-    """Without a flag a model in fp32 is not rounded."""
+    """Without a flag, an fp32 model is not rounded."""
     folder = write_model(tmp_path / "model", CONFIG | told)
     model = TeModel(te, hf.read_config(CONFIG), fuse_qkv_params=True)
     checkpoint.load_huggingface(folder, model)
@@ -107,8 +107,10 @@ def test_the_dtype_is_that_of_the_folder(
     assert {config.get("dtype"), config.get("torch_dtype")} - {None} == {str(expected)[6:]}
 
 
-def test_the_page(te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its command unchanged, after a training that leaves the weights as they are."""
+def test_huggingface_page_command_runs(
+    te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the page's command unchanged, with weights that training did not change."""
     folder.rename(tmp_path / "my-llama")
     monkeypatch.chdir(tmp_path)
     ((export,),) = documented.to_run("docs/huggingface.md")
@@ -121,7 +123,7 @@ def test_the_page(te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert all(torch.equal(before[name].full(), after[name].full()) for name in before)
 
 
-def test_another_layout_is_noticed(
+def test_load_and_export_reject_a_different_qkv_layout(
     te: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import te_fsdp
@@ -167,7 +169,7 @@ def test_another_layout_is_noticed(
     ],
     ids=str,
 )
-def test_another_function_is_no_such_model(
+def test_export_rejects_layers_that_differ_from_config_json(
     te: Any,
     folder: Path,
     tmp_path: Path,
@@ -181,8 +183,8 @@ def test_another_function_is_no_such_model(
     assert not (tmp_path / "back").exists()
 
 
-def test_experts(te: Any, tmp_path: Path) -> None:
-    """Out of a checkpoint, with no option."""
+def test_export_writes_experts(te: Any, tmp_path: Path) -> None:
+    """Export experts from a checkpoint without options."""
     config = {**CONFIG, "model_type": "mixtral", "num_local_experts": 3, "tie_word_embeddings": False}
     folder = write_model(tmp_path / "mixtral", config)
     top = argparse.Namespace(num_experts_per_tok=2)
@@ -197,7 +199,7 @@ def test_experts(te: Any, tmp_path: Path) -> None:
     assert all(torch.equal(before[name].full(), after[name].full()) for name in before)
 
 
-def test_errors_name_the_mistake(
+def test_export_errors_name_the_mistake(
     te: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, target = tmp_path / "step-0", tmp_path / "back"
@@ -215,7 +217,7 @@ def test_errors_name_the_mistake(
     assert not target.exists()
 
 
-def test_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_keeps_one_block_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One that is written, and the next one.
     given: list[weakref.ref[torch.Tensor]] = []
     rows_of = InMemory.rows

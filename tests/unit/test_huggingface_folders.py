@@ -1,4 +1,4 @@
-"""Hugging Face folders that could be read in two ways, or not at all."""
+"""Test ambiguous or unreadable Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def embedding(folder: Path) -> torch.Tensor:
     return dict(hf.import_huggingface(folder))["embedding.weight"]
 
 
-def test_a_file_and_the_index_of_others(folder: Path) -> None:
-    """``transformers`` reads the file; the index was read, with other values."""
+def test_folder_with_a_file_and_an_unrelated_index_is_rejected(folder: Path) -> None:
+    """``transformers`` reads the file. Bug class: the index was read, with different values."""
     other = "model-00001-of-00001.safetensors"
     write_file(folder / other, tensors(1), {}, lambda _: None)
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors(1), other)}
@@ -58,8 +58,8 @@ def test_a_file_and_the_index_of_others(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["consolidated.safetensors", "model.fp16.safetensors"])
-def test_further_forms_of_the_weights(folder: Path, other: str) -> None:
-    """As in folders of Mistral's models; refused before, while ``transformers`` reads the usual name."""
+def test_additional_weight_formats_are_ignored(folder: Path, other: str) -> None:
+    """Mistral's folders contain such files. ``transformers`` reads the usual name."""
     write_file(folder / other, tensors(1), {}, lambda _: None)
     assert torch.equal(embedding(folder), tensors(0)[EMBEDDING].tensor)
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
@@ -67,7 +67,7 @@ def test_further_forms_of_the_weights(folder: Path, other: str) -> None:
         embedding(folder)
 
 
-def test_an_adapter_is_no_model(folder: Path) -> None:
+def test_load_rejects_adapters(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors, model\.safetensors without"):
         embedding(folder)
@@ -77,8 +77,8 @@ def test_an_adapter_is_no_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["", "adapter_model.safetensors", "adapter_model.bin"])
-def test_an_adapter_is_no_checkpoint(folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kind: commands took an adapter's weights for a model's."""
+def test_ckpt_commands_reject_adapters(folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug class: commands accepted an adapter's weights as a model."""
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     torch.save({"lora_A": torch.ones(2)}, folder / "adapter_model.bin")
     path = str(folder / file)
@@ -100,24 +100,24 @@ def test_an_adapter_is_no_checkpoint(folder: Path, file: str, capsys: pytest.Cap
         ({"layer": "layers."}, "layers.self_attention.layernorm_qkv.layer_norm_weight"),
     ],
 )
-def test_two_parts_with_one_name(names: dict[str, str], text: str) -> None:
-    """A load had the last one's values, and a save wrote both with the same."""
+def test_equal_names_of_model_parts_are_rejected(names: dict[str, str], text: str) -> None:
+    """Bug class: a load used the last one's values, and a save wrote both with the same values."""
     with pytest.raises(CheckpointError, match=f"have one name in the model: {text}"):
         hf.WeightMap.build(CONFIG, names=hf.TeNames(**names))
     hf.WeightMap.build(CONFIG)
     hf.WeightMap.build({**CONFIG, "num_hidden_layers": 1}, names=hf.TeNames(layer="layers."))
 
 
-def test_a_tied_head_under_the_embeddings_name() -> None:
-    """A bare KeyError on saving."""
+def test_tied_head_with_the_embedding_name_is_rejected() -> None:
+    """Bug class: KeyError on saving."""
     with pytest.raises(CheckpointError, match=r"pass TeNames\(head=None\)"):
         hf.WeightMap.build({**CONFIG, "tie_word_embeddings": True}, names=hf.TeNames(head="embedding.weight"))
 
 
-def test_values_beyond_a_dtypes_range(
+def test_values_beyond_the_range_of_a_dtype_are_rejected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They became infinite."""
+    """Bug class: the values became infinite."""
     weights = hf.WeightMap.build(CONFIG)
     state = {name: lazy.full() for name, lazy in weights.lazily(tensors(0), to_te=True).items()}
     state["embedding.weight"][0, 0] = torch.inf  # of the model itself
@@ -141,8 +141,8 @@ def test_values_beyond_a_dtypes_range(
     assert not {"c", "y.safetensors"} & {path.name for path in tmp_path.iterdir()}
 
 
-def test_arguments_that_are_no_tensors_or_model(folder: Path) -> None:
-    """(kind: AttributeError)."""
+def test_arguments_that_are_not_tensors_or_models_are_rejected(folder: Path) -> None:
+    """Bug class: AttributeError."""
     lists = {name: one.tensor.tolist() for name, one in tensors(0).items()}
     with pytest.raises(CheckpointError, match="Hugging Face model: dict, no tensors by name"):
         hf.import_huggingface(lists, config=CONFIG)
@@ -151,8 +151,8 @@ def test_arguments_that_are_no_tensors_or_model(folder: Path) -> None:
             hf.load_huggingface(folder, model)  # type: ignore[arg-type]
 
 
-def test_files_of_quantized_models(folder: Path) -> None:
-    """The advice was for a model in memory, of a "InMemory"."""
+def test_files_of_quantized_models_are_rejected(folder: Path) -> None:
+    """Bug class: the advice was for a model in memory."""
     quantized = {name: InMemory(one.tensor.to(torch.int8)) for name, one in tensors(0).items()}
     write_file(folder / "model.safetensors", quantized, {}, lambda _: None)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Layers that lie or compute otherwise than the rest of the model, or than ``config.json`` says."""
+"""Test layers whose layout or function differs from the other layers or from ``config.json``."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def model(te: Any, folder: Path, change: Change | None = None, **layers: Any) ->
 
 
 def last_layer_otherwise(te: Any, made: TeModel) -> None:
-    """Rows of query, key and value are in blocks, in one layer only."""
+    """Store query, key and value rows as blocks in one layer only."""
     made.layers[-1] = made.layer(
         te, 1, None, {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "device": "cpu"}
     )
 
 
 def test_each_layer_keeps_its_layout(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
-    """Such a folder had the rows of another layer's kind, with no word."""
+    """Bug class: a layer was converted with the layout of a different layer without an error."""
     folder = folders("llama")
     tokens = torch.arange(16).view(2, 8)
     usual, other = model(te, folder), model(te, folder, last_layer_otherwise)
@@ -87,7 +87,7 @@ def test_each_layer_keeps_its_layout(te: Any, folders: Callable[..., Path], tmp_
 
 
 def tie(te: Any, made: TeModel) -> None:
-    """One weight where the files have two."""
+    """Tie two weights that the files store separately."""
     made.head.weight = made.embedding.weight
 
 
@@ -110,10 +110,10 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_model_is_refused(
+def test_models_that_differ_from_config_json_are_rejected(
     te: Any, folders: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """On the way in and out, and of a checkpoint; nothing changes, and nothing is written."""
+    """Load, save and export raise, change nothing and write nothing."""
     folder, (change, text, out) = folders("llama"), REFUSED[name]
     here = model(te, folder, change)
     before = [parameter.detach().clone() for parameter in here.parameters()]
@@ -133,7 +133,7 @@ def test_another_model_is_refused(
 def test_parameters_missing_in_the_files_are_not_trained(
     te: Any, folders: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """A step of training leaves a model that can be saved, though TransformerEngine's layers have more biases."""
+    """TransformerEngine's layers have additional biases. The model can still be saved after a step."""
     folder = folders(name)
     here = model(te, folder)
     here.embedding.weight.requires_grad_(False)
@@ -157,10 +157,10 @@ ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_fac
 ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 
 
-def test_scaled_rotary_embeddings(
+def test_scaled_rotary_frequencies_round_trip(
     te: Any, folders: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The right frequencies go in and out, as in the checkpoint; those that the constructor makes are refused."""
+    """Correct frequencies are loaded, saved and exported. The constructor's unscaled ones are rejected."""
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -181,8 +181,10 @@ def test_scaled_rotary_embeddings(
     assert "not of the frequencies by" in capsys.readouterr().err
 
 
-def test_layers_of_torch(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
-    """Attention of torch under the names of TransformerEngine's is named, not an error of ours."""
+def test_torch_attention_layers_are_rejected_by_name(
+    te: Any, folders: Callable[..., Path], tmp_path: Path
+) -> None:
+    """torch attention under TransformerEngine's names gives an error that names it."""
 
     def replace(te: Any, made: TeModel) -> None:
         for item in made.layers:
@@ -195,8 +197,10 @@ def test_layers_of_torch(te: Any, folders: Callable[..., Path], tmp_path: Path) 
         hf.save_huggingface(tmp_path / "saved", model(te, folders("llama"), replace), config=folders("llama"))
 
 
-def test_invalid_state_dicts(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
-    """The error names the call that takes a model, however little it is given."""
+def test_export_of_incomplete_state_dicts_suggests_save_huggingface(
+    te: Any, folders: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The error names the call that takes a model, whichever arguments are missing."""
     folder = folders("llama")
     here = model(te, folder)
     weights, blocks = here.state_dict(), hf.TeBlocks.of(here)
@@ -216,10 +220,10 @@ def test_invalid_state_dicts(te: Any, folders: Callable[..., Path], tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_object_storage_is_no_place_for_folders(
+def test_save_huggingface_rejects_object_storage(
     te: Any, folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A URL was a directory here; one of a local file is that file's."""
+    """Bug class: a URL became a local directory. A file:// URL is the local path."""
     folder = folders("llama")
     here = model(te, folder)
     monkeypatch.chdir(tmp_path)

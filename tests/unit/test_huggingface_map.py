@@ -1,4 +1,4 @@
-"""The map of Hugging Face's tensors to TransformerEngine's, without either library."""
+"""Test the map of Hugging Face tensors to TransformerEngine's, without either library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
 def tensors(
     weights: hf.WeightMap, *, te: bool, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """Every element another number; gammas near one, where zero-centering is exact."""
+    """Return tensors with distinct elements, and gammas near one, where zero-centering is exact."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.rand(shape, generator=generator).to(dtype) + 0.5
@@ -65,7 +65,7 @@ PACKINGS = ("separate", "joined", "interleaved")
     st.integers(1, 3),
     st.integers(0, 3),
 )
-def test_every_form_to_every_form_and_back(one, other, transposed, groups, per_group, width):
+def test_every_qkv_layout_converts_to_every_other_and_back(one, other, transposed, groups, per_group, width):
     parts = ((groups * per_group * 2, width), (groups * 2, width), (groups * 2, width))
 
     def form(packing: str, side: str, transposed: bool = False) -> Form:
@@ -82,7 +82,7 @@ def test_every_form_to_every_form_and_back(one, other, transposed, groups, per_g
     assert same(group.convert(there, to_te=False, dtype=torch.float32), source)
 
 
-def test_interleaved_by_hand():
+def test_interleaved_qkv_rows_match_a_written_out_example():
     # two groups, two query heads each, heads of one row: q0 q1 k0 v0 q2 q3 k1 v1
     group = Group(((4, 1), (2, 1), (2, 1)), Form(("q", "k", "v")), Form(("qkv",), groups=2))
     source = {
@@ -102,7 +102,7 @@ def test_interleaved_by_hand():
     [LLAMA, GPT2, {**LLAMA, "tie_word_embeddings": True, "attention_bias": True}],
     ids=["llama", "gpt2", "tied"],
 )
-def test_there_and_back(config):
+def test_every_architecture_round_trips(config):
     weights = hf.WeightMap.build(config, hf.TeBlocks(fuse_qkv_params=True))
     source = tensors(weights, te=False)
     if config.get("tie_word_embeddings", config is GPT2):
@@ -118,7 +118,7 @@ def test_there_and_back(config):
     assert all(torch.equal(back[k], source[k]) for k in back)
 
 
-def test_lazy_tensors_are_read_once_and_a_group_at_a_time():
+def test_lazy_tensors_are_read_once_per_group():
     weights = hf.WeightMap.build(LLAMA, hf.TeBlocks(fuse_qkv_params=True))
     read: list[str] = []
 
@@ -137,7 +137,7 @@ def test_lazy_tensors_are_read_once_and_a_group_at_a_time():
     assert sorted(read) == sorted(source), "each tensor once"
 
 
-def test_dtype():
+def test_conversion_keeps_or_changes_the_dtype():
     weights = hf.WeightMap.build({**LLAMA, "attention_bias": True})
     source = tensors(weights, te=False, dtype=torch.bfloat16)
     there = dict(to_te(weights, source))
@@ -159,7 +159,7 @@ def test_dtype():
             weights.lazily(source, to_te=True, dtype=lossy)
 
 
-def test_zero_centered_gammas(caplog):
+def test_zero_centered_gammas_are_converted(caplog):
     blocks = hf.TeBlocks(zero_centered_gamma=True, final_norm_zero_centered=True)
     weights = hf.WeightMap.build(LLAMA, blocks)
     source = tensors(weights, te=False)
@@ -179,7 +179,7 @@ def test_zero_centered_gammas(caplog):
     assert "layers.0.self_attention.layernorm_qkv.layer_norm_weight: zero-centering rounded" in caplog.text
 
 
-def test_biases_that_only_transformer_engine_has():
+def test_additional_te_biases_are_zero_and_rejected_otherwise():
     weights = hf.WeightMap.build({**LLAMA, "attention_bias": True})
     source = tensors(weights, te=False)
     converted = dict(to_te(weights, source))
@@ -193,7 +193,7 @@ def test_biases_that_only_transformer_engine_has():
         dict(to_huggingface(weights, converted))
 
 
-def test_user_defined_names():
+def test_user_defined_names_are_mapped():
     names = hf.TeNames(
         "decoder.blocks.{layer}.te.", "tok.w", "pos.w", "last.", "out.w", ("rope*", "decoder.scale")
     )
@@ -215,7 +215,7 @@ def test_user_defined_names():
 # ----------------------------------------------------------------------------------------------- what must fail
 
 
-def test_everything_wrong_is_named_at_once():
+def test_all_missing_unexpected_and_misshaped_tensors_are_named_at_once():
     weights = hf.WeightMap.build(LLAMA)
     source = tensors(weights, te=False)
     del source["model.layers.1.mlp.up_proj.weight"], source["lm_head.weight"]
@@ -239,14 +239,14 @@ def test_everything_wrong_is_named_at_once():
         (torch.zeros(10, 8, device="meta"), "a meta tensor"),
     ],
 )
-def test_only_plain_tensors(value, text):
+def test_tensors_that_are_not_plain_are_rejected(value, text):
     weights = hf.WeightMap.build(LLAMA)
     source = {**tensors(weights, te=False), "lm_head.weight": value}
     with pytest.raises(CheckpointError, match=f"lm_head.weight.*{text}"):
         dict(to_te(weights, source))
 
 
-def test_tied_weights_that_differ():
+def test_tied_weights_that_differ_are_rejected():
     weights = hf.WeightMap.build({**LLAMA, "tie_word_embeddings": True})
     ours = tensors(weights, te=True)
     with pytest.raises(CheckpointError, match=r"head\.weight: differs from embedding\.weight"):
@@ -276,12 +276,12 @@ def test_tied_weights_that_differ():
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, None, None, "hidden_size is missing"),
     ],
 )  # fmt: skip
-def test_models_that_cannot_be_mapped(config, blocks, names, text):
+def test_unsupported_models_are_rejected(config, blocks, names, text):
     with pytest.raises(CheckpointError, match=text):
         hf.WeightMap.build(config, blocks, names)
 
 
-def test_config(tmp_path):
+def test_config_json_is_read_and_validated(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert hf.read_config(tmp_path) == hf.read_config(tmp_path / "config.json") == hf.read_config(LLAMA)
     with pytest.raises(CheckpointError, match="not a readable config.json"):
@@ -314,7 +314,7 @@ def test_config(tmp_path):
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if name not in ("llama-tied-biased", "gpt2-untied")]
 )
-def test_defaults_are_those_of_transformers(name: str) -> None:
+def test_config_defaults_match_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     kind, _ = MODELS[name]
     stock = getattr(transformers, kind)()
@@ -354,8 +354,8 @@ STRANGE = ("x", [1], {}, {"rope_theta": "x"}, -1, 0, 1e300, None, float("nan"), 
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-moe", "gemma", "mixtral", "gpt2"])
-def test_any_value_in_a_config(name: str) -> None:
-    """A description of the model, or an error of ours; and what is read off it is one or the other, too."""
+def test_invalid_config_values_raise_checkpoint_error(name: str) -> None:
+    """Reading gives a description or CheckpointError. So does every value derived from it."""
     kind, told = MODELS[name]
     config = {"model_type": hf_name(kind), "intermediate_size": 64, "num_experts": 4, **told}
     keys = re.findall(r'get\("(\w+)"', inspect.getsource(huggingface_config))
@@ -401,8 +401,8 @@ BOTH = {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings":
 
 @pytest.mark.parametrize("name", ["default", "linear", "llama3", "yarn", "dynamic"])
 @pytest.mark.parametrize("base", [500.0, 1e6])
-def test_frequencies_are_those_of_transformers(name: str, base: float) -> None:
-    """Compare those of a model, regardless of their origin; the plain ones are the negative control."""
+def test_rotary_frequencies_match_transformers(name: str, base: float) -> None:
+    """Compare a model's actual frequencies. Unscaled ones are the negative control."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -429,8 +429,8 @@ def test_frequencies_are_those_of_transformers(name: str, base: float) -> None:
     assert wrong(theirs, interleaved=True)
 
 
-def test_scaled_attention_is_refused() -> None:
-    """YaRN makes the scores larger as well, which no angles do; what its own model does is its own affair."""
+def test_yarn_scaled_attention_is_rejected() -> None:
+    """YaRN also scales attention scores, which frequencies cannot express. User-defined models are not checked."""
     rope = {"rope_type": "yarn", "factor": 4.0}
     about = hf.read_config({**LLAMA, "rope_scaling": rope})
     assert layer_differences(ModelDescription((), {}, {}), about, hf.TeNames()) == []
@@ -440,15 +440,15 @@ def test_scaled_attention_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "2", [2.0]], ids=str)
-def test_scaling_without_its_numbers(value: Any) -> None:
+def test_rope_scaling_with_invalid_factor_is_rejected(value: Any) -> None:
     about = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": value}})
     here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0})}
     with pytest.raises(CheckpointError, match=r"rope_scaling in config.json: factor: expected a number"):
         layer_differences(ModelDescription((), here, {}), about, hf.TeNames())
 
 
-def test_scaled_frequencies_are_asked_for() -> None:
-    """Of a model that does not tell its frequencies, those that its settings make are compared."""
+def test_rope_scaling_is_compared_with_rotary_settings() -> None:
+    """For a model without recorded frequencies, those that follow from its settings are compared."""
     scaled = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     for more, is_right in (({}, False), (BOTH, True), ({**BOTH, "seq_len_interpolation_factor": 4}, False)):
         here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **more})}

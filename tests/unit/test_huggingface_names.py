@@ -1,4 +1,4 @@
-"""Errors for arguments of Hugging Face folders, such as names of a model's parts."""
+"""Test errors for arguments of Hugging Face functions, such as names of model parts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def model(te: Any, folder: Path) -> nn.Module:
     return result
 
 
-def test_names_of_another_kind(tmp_path: Path, folder: Path, model: nn.Module) -> None:
-    """(kind: AttributeError and IndexError)."""
+def test_arguments_of_wrong_types_are_rejected(tmp_path: Path, folder: Path, model: nn.Module) -> None:
+    """Bug class: AttributeError and IndexError."""
     with pytest.raises(
         CheckpointError, match=r"names: expected te_fsdp.*huggingface.TeNames\(...\), got dict"
     ):
@@ -57,8 +57,10 @@ def test_names_of_another_kind(tmp_path: Path, folder: Path, model: nn.Module) -
 
 
 @pytest.mark.parametrize("part", ["embedding", "final_norm", "head"])
-def test_wrong_names(tmp_path: Path, folder: Path, model: nn.Module, part: str) -> None:
-    """(kind: advice to make the call that has failed)."""
+def test_wrong_te_names_are_rejected_with_a_fix(
+    tmp_path: Path, folder: Path, model: nn.Module, part: str
+) -> None:
+    """Bug class: the error recommends the call that has failed."""
     with pytest.raises(CheckpointError, match="TeNames") as caught:
         save_huggingface(
             tmp_path / "a", model, config=folder, names=huggingface.TeNames(**{**OWN, part: "x"})
@@ -68,8 +70,8 @@ def test_wrong_names(tmp_path: Path, folder: Path, model: nn.Module, part: str) 
         assert "last.weight" in str(caught.value) and "blocks" not in str(caught.value)
 
 
-def test_path_of_config_json(tmp_path: Path, folder: Path, model: nn.Module) -> None:
-    """(kind: tokenizer left out without an error)."""
+def test_config_path_also_copies_the_tokenizer(tmp_path: Path, folder: Path, model: nn.Module) -> None:
+    """Bug class: the tokenizer is omitted without an error."""
     names = huggingface.TeNames(**OWN)
     for number, config in enumerate((folder, folder / "config.json")):
         save_huggingface(tmp_path / str(number), model, config=config, names=names)

@@ -1,4 +1,4 @@
-"""Ranks' shares of tensors that are assembled for a Hugging Face model: every element once."""
+"""Check that ranks write every element of a Hugging Face model's tensors once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def told(shape, *places, dtype=torch.float32):
 
 
 def rows(name, height, width, ranks, rank):
-    """A tensor cut by rows, in pieces that need not be equal."""
+    """Shard a tensor by rows, possibly unevenly."""
     step = -(-height // ranks)
     low, high = min(rank * step, height), min((rank + 1) * step, height)
     return {name: told((height, width), ((low, 0), (high - low, width)))}
@@ -33,7 +33,7 @@ def holders(seen):
     return holders_of("iter_weights", held)
 
 
-def test_tensors_stored_by_several_ranks_or_none():
+def test_every_element_is_written_by_one_rank():
     seen = [rows("a", 8, 4, 4, rank) for rank in range(4)]
     assert holders(seen)["a"].pieces[(2, 0), (2, 4)] == [(1, 0)]
     with pytest.raises(CheckpointError, match=r"the pieces of a \(24 of 32 elements\)"):
@@ -57,14 +57,14 @@ def component(*shape, dtype):
     return share(*shape, dtype=dtype)._replace(is_component=True)
 
 
-def test_a_name_with_a_colon_is_not_one_of_fp8_bytes():
+def test_name_with_a_colon_is_not_an_fp8_component():
     shares = {name: share(8, 4) for name in ("layers:0.weight", "layers.weight")}
     plan = make_plan(shares, SimpleNamespace(groups=()), TeNames())
     assert [*plan.pieces] == [*shares]
 
 
-def test_ranks_number_pieces_in_one_order():
-    """Holders are chosen on each rank by itself, so the order must not be that of a set of names."""
+def test_ranks_number_shards_in_the_same_order():
+    """Each rank chooses senders independently, so the order must not depend on a set."""
     names = [f"layers.{n}.proj.weight" for n in range(12)]
     groups = [Group(((128, 128),), Form((f"theirs.{n}",)), Form((name,))) for n, name in enumerate(names)]
     shares = {name: share(128, 128) for name in names}

@@ -1,4 +1,4 @@
-"""materialize in one process."""
+"""Test materialize in one process."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def unset(model: nn.Module) -> str:
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
-def test_buffers_of_every_dtype(dtype):
-    """Zeros are a value, of unsigned dtypes too."""
+def test_buffers_of_every_dtype_are_initialized(dtype):
+    """Zero is a valid initial value, also of unsigned dtypes."""
     model = te_fsdp.materialize(Table(dtype, "zeros"))
     assert model.table.dtype == dtype and not model.table.is_meta and (model.table == 0).all()
     assert torch.equal(model.weight, torch.ones(3))
@@ -50,8 +50,8 @@ def test_buffers_of_every_dtype(dtype):
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 @pytest.mark.parametrize("fill", ["nothing", "half"])
-def test_buffers_that_are_left_unset(dtype, fill):
-    """Seen of floats also in part, of signed integers as a whole; not of dtypes without a value to spare."""
+def test_unset_buffers_are_detected_where_possible(dtype, fill):
+    """Floats are detected even if partly unset, signed integers if completely unset, other dtypes never."""
     seen = dtype in FLOATS or (fill == "nothing" and dtype.is_signed)
     if seen:
         assert unset(Table(dtype, fill)) == (
@@ -75,7 +75,7 @@ def test_modules_on_the_device_are_unchanged():
     assert model.table.isnan().all() and (model.weight == 1).all() and (whole.weight == 5).all()
 
 
-def test_a_buffer_of_no_elements_and_one_that_is_none():
+def test_empty_and_none_buffers_are_materialized():
     model = Table(torch.float32, "zeros")
     model.register_buffer("empty", torch.empty(0, 3, device="meta"))
     model.register_buffer("none", None)
@@ -92,7 +92,7 @@ def tree() -> nn.Module:
     )
 
 
-def test_the_values_are_those_of_building_on_the_device():
+def test_materialized_values_equal_construction_on_the_device():
     torch.manual_seed(3)
     expected = tree()
     with torch.device("meta"):
@@ -108,7 +108,7 @@ def test_the_values_are_those_of_building_on_the_device():
     assert not torch.equal(other[0].weight, expected[0].weight)
 
 
-def test_without_a_seed_it_draws_from_the_current_state():
+def test_materialize_without_seed_uses_the_current_rng_state():
     with torch.device("meta"):
         models = [tree(), tree()]
     torch.manual_seed(3)
@@ -119,8 +119,8 @@ def test_without_a_seed_it_draws_from_the_current_state():
     assert torch.equal(models[0][0].weight, tree()[0].weight)
 
 
-def test_everything_that_is_left_is_named_at_once():
-    """Modules without reset_parameters, and one that fills a part; the others are initialised all the same."""
+def test_all_uninitialized_tensors_are_named_at_once():
+    """Cover modules without reset_parameters and one that fills a part. The others are still initialized."""
     model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Module(), Table(torch.float32, "half"))
     model[1].gain = nn.Parameter(torch.empty(2, device="meta"))
     model[1].register_buffer("shift", torch.empty(2, device="meta"))
@@ -128,8 +128,8 @@ def test_everything_that_is_left_is_named_at_once():
     assert not model[0].weight.is_meta
 
 
-def test_a_reset_may_write_to_its_parameters_in_place():
-    """TE's ops write to a bias on the GPU outside of ``no_grad`` (kind: code of ``reset_parameters`` for meta)."""
+def test_reset_parameters_may_write_in_place():
+    """TE's ops write to a bias outside of ``no_grad`` if it is not on meta."""
 
     class InPlace(nn.Linear):
         def reset_parameters(self) -> None:
@@ -143,7 +143,7 @@ def test_a_reset_may_write_to_its_parameters_in_place():
     assert model.weight.requires_grad
 
 
-def test_an_error_of_reset_parameters_is_raised():
+def test_exception_in_reset_parameters_is_raised():
     class Broken(nn.Linear):
         def reset_parameters(self) -> None:
             if not self.weight.is_meta:
@@ -153,8 +153,8 @@ def test_an_error_of_reset_parameters_is_raised():
         te_fsdp.materialize(Broken(2, 2, device="meta"))
 
 
-def test_without_transformer_engine(python):
-    """A model of plain modules needs no TE; asking for a TE class says how to get it."""
+def test_plain_models_work_without_transformer_engine(python):
+    """Plain modules do not require TE. Access to a TE class raises with install instructions."""
     script = """
 import sys
 sys.modules["transformer_engine"] = None  # as if it were not installed
@@ -178,7 +178,7 @@ except ImportError as error:
 
 
 def test_checksums_distinguish_patterns_of_two_values():
-    """Biases after Adam's first step are plus and minus the learning rate: many have equal sums of positions."""
+    """After Adam's first step, biases are plus or minus the learning rate, so weak checksums collide."""
     patterns = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=12)), dtype=torch.bfloat16) * 0.003
     sums = {int(checksum(pattern)) for pattern in patterns}
     assert len(sums) == len(patterns)
@@ -186,8 +186,8 @@ def test_checksums_distinguish_patterns_of_two_values():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.complex64], ids=str)
-def test_checksums_see_every_bit(dtype):
-    """Signs of 8-byte elements too: an even weight shifts the top bit out of the sum."""
+def test_checksums_depend_on_every_bit(dtype):
+    """Includes signs of 8-byte elements: an even weight shifts the top bit out of the sum."""
     tensor = torch.arange(1, 17, dtype=torch.int32).view(dtype)
     expected = int(checksum(tensor))
     for byte, bit in itertools.product(range(64), range(8)):
@@ -196,8 +196,8 @@ def test_checksums_see_every_bit(dtype):
         assert int(checksum(changed)) != expected, (byte, bit)
 
 
-def test_counters_of_a_module_with_children():
-    """Its reset_parameters runs for the children too; a zero must differ from the value of unset integers."""
+def test_buffers_of_a_module_with_children_are_initialized():
+    """Its reset_parameters also initializes children. Zero must differ from the marker of unset integers."""
 
     class Mixer(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Boxes: on any mesh they tile the original tensor exactly once."""
+"""Check that boxes tile the original tensor exactly once on any mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ relaxed = settings(max_examples=150, deadline=None)
 
 @relaxed
 @given(cuts())
-def test_shards_equal_the_slow_reference(cut):
+def test_shards_equal_the_reference(cut):
     original = cut.original()
     for at in cut.places():
         shape, boxes = shard_boxes(cut.shape, cut.rule, at)
@@ -30,7 +30,7 @@ def test_shards_equal_the_slow_reference(cut):
 @relaxed
 @given(cuts())
 def test_boxes_tile_every_shard_and_the_original_once(cut):
-    """Each element is in one shard, or, replicated over tp, in one shard of each tensor-parallel rank."""
+    """Each element is in one shard, or in one shard per TP rank if replicated over tp."""
     in_original = torch.zeros(cut.shape, dtype=torch.long)
     for at in cut.places():
         shape, boxes = shard_boxes(cut.shape, cut.rule, at)
@@ -46,7 +46,7 @@ def test_boxes_tile_every_shard_and_the_original_once(cut):
 
 @relaxed
 @given(cuts())
-def test_boxes_come_in_local_order_and_a_plain_shard_is_one(cut):
+def test_boxes_are_in_local_order_and_plain_shards_have_one(cut):
     for at in cut.places():
         shape, boxes = shard_boxes(cut.shape, cut.rule, at)
         assert [box.local for box in boxes] == sorted(box.local for box in boxes)
@@ -58,8 +58,8 @@ def test_boxes_come_in_local_order_and_a_plain_shard_is_one(cut):
 
 @relaxed
 @given(stacked_layouts().flatmap(lambda layout: cuts(layout, min_tp=2)))
-def test_the_plain_rule_misplaces_a_stacked_parameter(cut):
-    """Negative control: had the layout no effect, the tests above would not notice it either."""
+def test_control_plain_rule_misplaces_stacked_rows(cut):
+    """Negative control: without the stacked layout, values differ although shapes agree."""
     original = cut.original()
     plain = ParameterRule(0)
     wrong = 0
@@ -73,7 +73,7 @@ def test_the_plain_rule_misplaces_a_stacked_parameter(cut):
 
 @relaxed
 @given(st.integers(0, 40), st.integers(1, 12))
-def test_chunk_range_is_torch_chunk(length, chunks):
+def test_chunk_range_equals_torch_chunk(length, chunks):
     expected = [tuple(chunk.tolist()) for chunk in torch.arange(length).chunk(chunks) if len(chunk)]
     ranges = [chunk_range(length, chunks, index) for index in range(chunks)]
     assert [tuple(range(*r)) for r in ranges if r[0] < r[1]] == expected
@@ -89,7 +89,7 @@ def test_chunk_range_is_not_a_balanced_split():
 # ------------------------------------------------------------------------------------------- examples by hand
 
 
-def test_gated_over_two_by_two():
+def test_gated_rows_over_tp_2_and_fsdp_2():
     """The example of the module's docstring: `[gate; up]` of 8 rows."""
 
     def rows(tp_rank: int, fsdp_rank: int) -> list[int]:
@@ -108,7 +108,7 @@ def test_an_fsdp_shard_across_blocks_has_two_boxes():
     assert boxes == [Box((8, 0), (0, 0), (2, 3)), Box((12, 0), (2, 0), (2, 3))]
 
 
-def test_fsdp_may_cut_another_dim_than_tp():
+def test_fsdp_and_tp_may_shard_different_dims():
     shape, boxes = shard_boxes((4, 6), ParameterRule(0), Coordinates(2, 1, 2, 1, fsdp_dim=1))
     assert (shape, boxes) == ((2, 3), [Box((2, 3), (0, 0), (2, 3))])
 
@@ -119,18 +119,18 @@ def test_an_empty_shard_has_a_shape_and_no_box():
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
 @pytest.mark.parametrize("fsdp_size", [1, 2])
-def test_an_empty_parameter(shape, fsdp_size):
-    """TE registers an empty tensor where a bias is off."""
+def test_empty_parameter_has_no_boxes(shape, fsdp_size):
+    """TE registers an empty tensor for a disabled bias."""
     local, boxes = shard_boxes(shape, ParameterRule(None), Coordinates(fsdp_size=fsdp_size))
     assert boxes == [] and 0 in local
 
 
-def test_a_scalar_is_not_sharded():
+def test_scalar_is_not_sharded():
     at = Coordinates(tp_size=2, tp_rank=1, fsdp_size=1)
     assert shard_boxes((), ParameterRule(None), at) == ((), [Box((), (), ())])
 
 
-def test_indivisible_sizes_are_refused():
+def test_sizes_that_tp_does_not_divide_are_rejected():
     with pytest.raises(PlacementError) as caught:
         shard_boxes((9, 4), ParameterRule(0, PLAIN), Coordinates(tp_size=2), name="up.weight")
     assert str(caught.value) == (
@@ -146,7 +146,7 @@ def test_indivisible_sizes_are_refused():
         ((10, 4), (1, 2), "[3, 6]"),  # 10 rows are no whole number of such blocks
     ],
 )
-def test_a_block_that_does_not_divide_is_refused(shape, blocks, sizes):
+def test_blocks_that_tp_does_not_divide_are_rejected(shape, blocks, sizes):
     rule = ParameterRule(0, Layout("stacked", blocks))
     with pytest.raises(
         PlacementError, match=re.escape(f"layout stacked{blocks}: expected every block")
@@ -162,17 +162,17 @@ def test_a_block_that_does_not_divide_is_refused(shape, blocks, sizes):
     ("kind", "blocks"),
     [("plain", (1, 1)), ("stacked", (1,)), ("stacked", (1, 0)), ("stacked", ()), ("grouped", (1, 1))],
 )
-def test_a_layout_that_contradicts_itself(kind, blocks):
+def test_inconsistent_layouts_are_rejected(kind, blocks):
     with pytest.raises(AssertionError):
         Layout(kind, blocks)
 
 
-def test_rules_that_contradict_themselves():
+def test_inconsistent_rules_are_rejected():
     with pytest.raises(AssertionError, match="owns its gradient"):
         ParameterRule(0, partial_grad=True)
 
 
-def test_layouts_as_text():
+def test_layouts_are_formatted_as_text():
     assert (str(PLAIN), str(GATED), str(Layout("stacked", (4, 2, 2)))) == (
         "plain",
         "stacked(1, 1)",
@@ -180,8 +180,8 @@ def test_layouts_as_text():
     )
 
 
-def test_the_reference_can_fail():
-    """A box one row off is seen by the comparison that every test above relies on."""
+def test_control_comparison_detects_a_shifted_box():
+    """A box that is off by one row is detected by the comparison that all tests here use."""
     cut = Cut((6, 2), ParameterRule(0), Coordinates(tp_size=2, fsdp_size=1))
     shape, [box] = shard_boxes(cut.shape, cut.rule, cut.at)
     moved = replace(box, original=(1, 0))

@@ -1,4 +1,4 @@
-"""Components of quantized weights: over all ranks they tile the original once, or a rank says that it cuts a block."""
+"""Check that components of quantized weights tile the original once, or that split blocks are rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shards(cut: Cut) -> list[tuple[tuple[int, ...], list[Box]]]:
 
 @relaxed
 @given(quantized_cuts(), st.sampled_from(BLOCKS))
-def test_component_boxes_tile_the_original_once_or_are_refused(cut, block):
+def test_component_boxes_tile_the_original_once_or_are_rejected(cut, block):
     shape = tuple(size // step for size, step in zip(cut.shape, block, strict=True))
     written, refused = torch.zeros(shape, dtype=torch.long), 0
     for local_shape, boxes in shards(cut):
@@ -63,7 +63,7 @@ def test_component_boxes_tile_the_original_once_or_are_refused(cut, block):
 @relaxed
 @given(quantized_cuts(), st.sampled_from(BLOCKS))
 def test_covering_blocks_contain_the_rectangle(cut, block):
-    """The data that a rank reads contains its rectangles, and no block without a part of them."""
+    """A rank reads the blocks that overlap its rectangles, no others."""
     for _, boxes in shards(cut):
         for box in boxes:
             start, size = covering(box.original, box.sizes, block)
@@ -73,6 +73,6 @@ def test_covering_blocks_contain_the_rectangle(cut, block):
             assert math.prod(size) >= math.prod(box.sizes) // math.prod(block)
 
 
-def test_a_value_of_the_unsharded_weight_is_read_by_every_rank():
+def test_per_tensor_values_are_read_by_every_rank():
     assert covering((128, 0), (64, 32), None) == ((0,), (1,))
     assert covering((5, 7, 2), (3, 3, 3), (1, 1)) == ((5, 7, 2), (3, 3, 3))

@@ -1,4 +1,4 @@
-"""The experts of a rank: every expert once, every name one expert's."""
+"""Check that every expert belongs to one rank, every name to one expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from te_fsdp.layout import ExpertRange, expert_index, expert_ranges
 
 @pytest.mark.parametrize("total", range(1, 20))
 @pytest.mark.parametrize("ranks", range(1, 8))
-def test_ranges_are_those_of_torch_chunk(total, ranks):
+def test_expert_ranges_equal_torch_chunk(total, ranks):
     dealt = [part.tolist() for part in torch.arange(total).chunk(ranks)]
     if len(dealt) < ranks:
         with pytest.raises(MeshError, match="at least one on each rank"):
@@ -31,14 +31,14 @@ def test_ranges_are_those_of_torch_chunk(total, ranks):
 
 
 @pytest.mark.parametrize("counts", [[1, 2], [2, 1, 2], [3, 3, 0], [4, 2], [1, 1, 3]])
-def test_other_distributions_are_refused(counts):
+def test_other_expert_distributions_are_rejected(counts):
     with pytest.raises(MeshError) as caught:
         expert_ranges(counts, "layers.0.experts")
     assert f"layers.0.experts: experts over ep={len(counts)}" in str(caught.value)
     assert f"got num_gemms of the ranks {counts}" in str(caught.value)
 
 
-def test_message():
+def test_uneven_expert_distribution_raises_with_the_full_text():
     with pytest.raises(MeshError) as caught:
         expert_ranges([1, 2], "up")
     assert str(caught.value) == (
@@ -59,7 +59,7 @@ def test_message():
         ("weight1_", None),
     ],
 )
-def test_names_of_experts(name, index):
+def test_expert_names_are_parsed(name, index):
     assert expert_index(name) == index
     held = ExpertRange(4, 2, 8)
     if index is None:

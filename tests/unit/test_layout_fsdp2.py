@@ -1,4 +1,4 @@
-"""Boxes against torch: FSDP2 shards real tensors on a mesh of many ranks, of which this process plays each in turn."""
+"""Compare boxes with FSDP2's shards on a mesh of many ranks, which this process simulates in turn."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ CASES = {**EVEN, **UNEVEN, **STACKED}
 
 
 def positions(shape: tuple[int, ...]) -> list[DeviceMesh]:
-    """Meshes of one shape, a stretch of the world's ranks each, with this process at every place in turn."""
+    """Yield meshes of one shape over consecutive ranks, with this process at each position in turn."""
     ranks = torch.arange(math.prod(shape)).reshape(shape)
     return [DeviceMesh("cpu", ME - place + ranks, mesh_dim_names=AXES) for place in range(math.prod(shape))]
 
 
 def original(name: str) -> torch.Tensor:
-    """The unsharded parameter of a case, every element another number."""
+    """Return the unsharded parameter of a case with distinct elements."""
     shape = CASES[name][0]
     return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
 
 
 def sharded_model(mesh: DeviceMesh) -> nn.Module:
-    """A bound module with the parameters of all cases, cut by FSDP2 itself."""
+    """Return a bound module with the parameters of all cases, sharded by FSDP2."""
     tp = mesh["tp"] if mesh["tp"].size() > 1 else None
     tp_size, tp_rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
     module, dims = nn.Module(), {}
@@ -81,7 +81,7 @@ def sharded_model(mesh: DeviceMesh) -> nn.Module:
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
 def test_boxes_equal_shards_of_fsdp2(fake_world, shape):
-    """Shapes, coordinates and every value, of plain and stacked, even, uneven and empty shards, on every rank."""
+    """Compare shapes, coordinates and values of plain and stacked, even, uneven and empty shards on every rank."""
     fake_world(WORLD, ME)
     wrong_if_plain = 0
     for mesh in positions(shape):
@@ -112,8 +112,8 @@ def _plain(model: nn.Module, name: str, parameter: DTensor) -> tuple[tuple[int, 
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
-def test_plain_boxes_are_dtensors_own(fake_world, shape):
-    """DTensor's own offsets for its placements, `_StridedShard` among them, uneven and empty shards too.
+def test_plain_boxes_equal_dtensor_offsets(fake_world, shape):
+    """Compare with DTensor's own offsets, including `_StridedShard`, uneven and empty shards.
 
     Plain DCP writes and reads by these: it is right for plain layouts as long as they agree with ours.
     """
@@ -134,8 +134,8 @@ def test_plain_boxes_are_dtensors_own(fake_world, shape):
     assert compared == len({**EVEN, **UNEVEN}) * math.prod(shape)
 
 
-def test_a_parameter_that_was_never_bound(fake_world):
-    """A DTensor of FSDP2 alone: its last axis is FSDP2's, not tp."""
+def test_shard_info_of_an_unbound_fsdp2_parameter(fake_world):
+    """The DTensor is sharded by FSDP2 only, so its last mesh dimension is FSDP2's, not tp."""
     fake_world(4, rank=3)
     model = nn.Linear(3, 10, bias=False)
     value = torch.arange(30.0).reshape(10, 3)
@@ -147,7 +147,7 @@ def test_a_parameter_that_was_never_bound(fake_world):
     assert torch.equal(model.weight.to_local(), value[9:])
 
 
-def test_a_local_tensor_of_the_wrong_shape(fake_world):
+def test_local_tensor_of_the_wrong_shape_is_rejected(fake_world):
     fake_world(2)
     module = nn.Module()
     module.p = nn.Parameter(DTensor.from_local(torch.ones(3, 2), DeviceMesh("cpu", [0, 1]), [Shard(0)]))
@@ -160,7 +160,7 @@ def test_a_local_tensor_of_the_wrong_shape(fake_world):
     assert "Fix: do not replace local tensors by hand; bind and shard the model again." in str(caught.value)
 
 
-def test_two_cuts_beside_tp(fake_world):
+def test_two_fsdp_shard_axes_are_rejected(fake_world):
     fake_world(4)
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
     module = nn.Module()
@@ -173,7 +173,7 @@ def test_two_cuts_beside_tp(fake_world):
     )
 
 
-def test_a_rank_that_is_not_on_the_mesh(fake_world):
+def test_rank_outside_of_the_mesh_is_rejected(fake_world):
     fake_world(4)
     module = nn.Module()
     module.p = nn.Parameter(DTensor.from_local(torch.ones(2, 2), DeviceMesh("cpu", [1, 2]), [Shard(0)]))

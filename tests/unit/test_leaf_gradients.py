@@ -1,4 +1,4 @@
-"""Gradients that a node assigns to leaves are those of autograd, for every use of a leaf."""
+"""Check that gradients that a node assigns to leaves equal autograd's for every use of a leaf."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def _derived(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("use", [_plain, _again, _hooks, _returned, _some, _frozen, _frozen_later, _derived])
-def test_as_autograd(monkeypatch: pytest.MonkeyPatch, use: Callable[..., list[Any]]) -> None:
+def test_assigned_leaf_gradients_equal_autograd(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[..., list[Any]]
+) -> None:
     outcomes = []
     for assigns in (True, False):
         monkeypatch.setattr(_Twice, "assigns", assigns)
@@ -87,8 +89,8 @@ def test_as_autograd(monkeypatch: pytest.MonkeyPatch, use: Callable[..., list[An
         assert torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual is expected
 
 
-def test_nothing_is_left_to_autograd() -> None:
-    """The control: without hooks or earlier gradients autograd gets no gradient."""
+def test_control_assigned_gradients_are_not_returned_to_autograd() -> None:
+    """Control: without hooks or earlier gradients, nothing is returned to autograd."""
     left = list[Any]()
 
     class Seen(_Twice):

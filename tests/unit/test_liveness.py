@@ -1,4 +1,4 @@
-"""Processes are taken for dead only if that is certain."""
+"""Check that processes are reported as exited only if that is certain."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def on_another_machine() -> Liveness:
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_a_closed_port_of_a_connected_process_means_its_end(port: socket.socket, accepted: bool) -> None:
-    """The kernel closes accepted connections, and resets those that wait to be accepted."""
+def test_closed_port_of_a_connected_process_means_exit(port: socket.socket, accepted: bool) -> None:
+    """When the process exits, the kernel closes accepted connections and resets pending ones."""
     watcher, addresses = on_another_machine(), {3: address_of(port)}
     assert watcher.ended(addresses) == []
     with port.accept()[0] if accepted else contextlib.nullcontext():
@@ -44,14 +44,14 @@ def test_a_closed_port_of_a_connected_process_means_its_end(port: socket.socket,
     assert watcher.ended(addresses) == [3], "also in the next check"
 
 
-def test_a_refused_connection_on_this_machine_means_its_end(port: socket.socket) -> None:
+def test_refused_connection_on_this_machine_means_exit(port: socket.socket) -> None:
     addresses = {3: address_of(port)}
     port.close()
     assert on_this_machine().ended(addresses) == [3]
 
 
-def test_a_firewall_that_rejects_does_not_mean_an_end(port: socket.socket) -> None:
-    """Kind: a rank that is late is dead for all ranks on other nodes, since their firewall refuses the connection."""
+def test_refused_connection_behind_a_firewall_does_not_mean_exit(port: socket.socket) -> None:
+    """Bug class: ranks on other nodes report a late rank as exited because a firewall refuses connections."""
     addresses = {3: address_of(port)}
     port.close()
     watcher = on_another_machine()
@@ -59,8 +59,8 @@ def test_a_firewall_that_rejects_does_not_mean_an_end(port: socket.socket) -> No
     assert watcher.ended(addresses) == []
 
 
-def test_a_machine_that_was_reached_does_not_reject(port: socket.socket) -> None:
-    """One rank of each machine is connected to while all live. Its other ranks are known from that."""
+def test_refused_connection_on_a_reachable_machine_means_exit(port: socket.socket) -> None:
+    """One connection per machine while all ranks run shows that no firewall blocks its other ranks."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         addresses = {2: address_of(other), 3: address_of(port)}
         watcher = on_another_machine()
@@ -77,8 +77,8 @@ def test_this_machine_needs_no_connections_in_advance(port: socket.socket) -> No
     assert not watcher.outgoing
 
 
-def test_a_connection_that_is_reset_does_not_mean_an_end(port: socket.socket) -> None:
-    """A port whose queue is full may reset connections; so does a firewall that has forgotten them."""
+def test_reset_connection_does_not_mean_exit(port: socket.socket) -> None:
+    """A full accept queue or a firewall may reset connections."""
     watcher, addresses = on_this_machine(), {3: address_of(port)}
     assert watcher.ended(addresses) == []
     peer = port.accept()[0]
@@ -89,8 +89,8 @@ def test_a_connection_that_is_reset_does_not_mean_an_end(port: socket.socket) ->
     assert watcher.ended(addresses) == [3], "the control"
 
 
-def test_ranks_without_an_answer_do_not_hold_up_a_check(port: socket.socket) -> None:
-    """Kind: a second per rank that a firewall or a missing route hides, up to a minute, in which nothing else runs."""
+def test_unresponsive_ranks_do_not_delay_the_check(port: socket.socket) -> None:
+    """Bug class: each unreachable rank delays the check by one second, up to a minute in total."""
     full = [socket.socket() for _ in range(8)]
     for connection in full:
         connection.setblocking(False)

@@ -1,4 +1,4 @@
-"""Main weights after a load, of parameters for which TE has kept the value of the initialization."""
+"""Test main weights after a load of parameters for which TE has kept the initial value."""
 
 import warnings
 
@@ -49,8 +49,8 @@ def main_weights(model):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("converts", [False, True])
-def test_main_weights_begin_with_loaded_values(te, tmp_path, monkeypatch, converts, single, sharded):
-    """Loaded bytes, and values that the load quantizes; before the mend the weights of the initialization came back."""
+def test_main_weights_start_from_loaded_values(te, tmp_path, monkeypatch, converts, single, sharded):
+    """Cover loaded bytes and values that the load quantizes. Bug class: the initial weights reappear."""
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     emulation.switch_arch("10.0")
     saved = build(te, 1, single, sharded, quantized=not converts)

@@ -1,4 +1,4 @@
-"""The bridge's arguments: the peer's names, the peer's defaults, none ignored silently."""
+"""Check the bridge's arguments: Megatron-FSDP's names, its defaults, none ignored silently."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def test_every_argument_is_mapped_or_has_an_equivalent():
 
 
 @pytest.mark.parametrize(("function", "own"), [("fully_shard_model", 1), ("fully_shard", 2)])
-def test_the_signature_shows_them(function, own):
+def test_signature_shows_every_argument(function, own):
     shown = list(inspect.signature(getattr(megatron_fsdp, function)).parameters)
     assert shown[own:] == [field.name for field in fields(Arguments)]
 
 
-def test_an_unknown_argument_is_an_error():
+def test_unknown_argument_raises_type_error():
     with pytest.raises(TypeError, match="overlap_everything"):
         megatron_fsdp.fully_shard_model(torch.nn.Linear(2, 2), overlap_everything=True)
 
 
-def test_unused_arguments_are_named_once(caplog):
+def test_arguments_without_effect_are_logged_once(caplog):
     changed = {"nccl_ub": True, "overlap_grad_reduce": False, "cuda_graph_mode": True}
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         Arguments(**changed)
@@ -73,7 +73,7 @@ def test_unused_arguments_are_named_once(caplog):
         assert caplog.messages == []
 
 
-def test_strategies():
+def test_strategy_names_and_numbers_are_mapped():
     names = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
     assert [native_strategy(number, "zero_dp_strategy") for number in range(4)] == names
     assert [native_strategy(name, "zero_dp_strategy") for name in names] == names
@@ -84,7 +84,7 @@ def test_strategies():
         native_strategy(2, "outer_dp_sharding_strategy", names[:2])
 
 
-def test_units_by_import_path():
+def test_unit_classes_are_resolved_from_import_paths():
     assert native_units(None) is None
     assert native_units(["torch.nn.Linear", torch.nn.Tanh]) == [torch.nn.Linear, torch.nn.Tanh]
     for wrong in ("torch.nn.NoSuch", "no_such_package.Class", "Linear", "torch.nn.functional.relu"):
@@ -92,7 +92,7 @@ def test_units_by_import_path():
             native_units([wrong])
 
 
-def test_policy():
+def test_mixed_precision_policy_is_mapped():
     policy = megatron_fsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
     native = policy.native()
     assert (native.main_params_dtype, native.main_grads_dtype) == (torch.float32, None)
@@ -103,7 +103,7 @@ def test_policy():
         policy.grad_comm_dtype = None
 
 
-def test_the_documentation_lists_unused_arguments():
+def test_documentation_lists_arguments_without_effect():
     """The page's table has one row for all arguments with the same equivalent."""
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.+) \|$", text, re.MULTILINE)
@@ -124,12 +124,12 @@ def test_every_field_of_the_configuration_is_mapped_or_has_an_equivalent():
 
 
 def test_fixes_respect_the_precision_policy():
-    """FSDP2 refuses these two where reductions are te_fsdp's own, as with the policy that the bridge always has."""
+    """FSDP2 rejects both with te_fsdp's own reductions, which the bridge's precision policy always uses."""
     for equivalent in (*UNUSED_ARGUMENTS.values(), *UNUSED_OPTIONS.values()):
         assert "set_symm_mem" not in equivalent and "from_process_group" not in equivalent
 
 
-def test_expert_meshes_of_another_order_or_size(fake_world, monkeypatch):
+def test_expert_meshes_of_a_different_order_or_size_are_rejected(fake_world, monkeypatch):
     """The bridge distributes experts as te_fsdp does: ep varies faster than the axis that shards."""
     fake_world(8, rank=1)
     raised: list[int] = []

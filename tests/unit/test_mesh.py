@@ -1,4 +1,4 @@
-"""Meshes: sizes, names, groups, refusals with their full messages."""
+"""Test meshes: sizes, names, groups, full error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ranks(mesh: DeviceMesh | None) -> list | None:
 
 
 def members(mesh: DeviceMesh | None) -> list[int] | None:
-    """The ranks of a 1-D mesh's process group: those that really communicate."""
+    """Return the ranks of a 1-D mesh's process group."""
     return None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
 
 
@@ -59,7 +59,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("replicate", "shard", "tp"), SIZES)
-def test_ranks_of_each_mesh(fake_world, replicate, shard, tp):
+def test_each_mesh_has_the_expected_ranks(fake_world, replicate, shard, tp):
     world = replicate * shard * tp
     for rank in {0, world // 2, world - 1}:
         fake_world(world, rank)
@@ -90,7 +90,7 @@ def test_any_axis_can_be_inferred(fake_world):
     assert build(dp_shard=2, tp=-1).size("tp") == 4
 
 
-def test_the_weight_mesh_is_made_once(fake_world):
+def test_weight_mesh_is_created_once(fake_world):
     fake_world(4)
     meshes = build(tp=2)
     assert meshes.weight.get_group() is meshes.weight.get_group()
@@ -102,7 +102,7 @@ def test_the_weight_mesh_is_made_once(fake_world):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(AXES)))
 def test_axes_are_found_by_name(fake_world, order):
-    """Whatever the order of the axes, the groups are those of the ranks that differ in one name alone."""
+    """In any order of axes, a group contains the ranks that differ along one named axis only."""
     sizes = {"dp_replicate": 2, "dp_shard": 3, "tp": 2}
     for rank in (0, 5, 11):
         fake_world(12, rank)
@@ -220,7 +220,7 @@ BUILD_ERRORS = {
 
 
 @pytest.mark.parametrize("mistake", BUILD_ERRORS)
-def test_build_refuses(fake_world, mistake):
+def test_build_rejects_invalid_sizes(fake_world, mistake):
     fake_world(8)
     sizes, text = BUILD_ERRORS[mistake]
     with pytest.raises(MeshError) as caught:
@@ -257,7 +257,7 @@ def test_build_refuses(fake_world, mistake):
     ],
     ids=["unnamed", "unknown", "experts_outside"],
 )
-def test_from_device_mesh_refuses(fake_world, shape, names, text):
+def test_from_device_mesh_rejects_invalid_meshes(fake_world, shape, names, text):
     fake_world(4)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     with pytest.raises(MeshError) as caught:
@@ -277,7 +277,7 @@ def test_from_device_mesh_refuses(fake_world, shape, names, text):
         ({"data": "dp_shard", "outer": 3}, ["names['outer']", "got 3"]),
     ],
 )
-def test_names_without_a_known_meaning(fake_world, names, words):
+def test_unknown_axis_names_are_rejected(fake_world, names, words):
     fake_world(8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "outer", "tp"))
     with pytest.raises(MeshError) as caught:
@@ -293,8 +293,8 @@ def test_names_without_a_known_meaning(fake_world, names, words):
         ({"tp": 2, "data": 2, "outer": 2}, {"outer": "dp_replicate", "data": "dp_shard"}),
     ],
 )
-def test_other_names(fake_world, axes, names, rank):
-    """Named otherwise, the same meshes as with our names."""
+def test_mapped_axis_names_give_the_same_meshes(fake_world, axes, names, rank):
+    """Renamed axes give the same meshes as te_fsdp's names."""
     fake_world(8, rank)
     ours = [names.get(axis, axis) for axis in axes]
     theirs = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -313,8 +313,8 @@ def test_other_names(fake_world, axes, names, rank):
         ({"x": 2, "dp_shard": 2, "tp": 2}, {"x": None}),
     ],
 )
-def test_stages(fake_world, axes, names, rank):
-    """The meshes are those of this rank's stage: of the ranks that differ from it along our axes alone."""
+def test_stage_of_a_pipeline_mesh_gets_its_own_meshes(fake_world, axes, names, rank):
+    """The meshes contain the ranks of this rank's stage only."""
     fake_world(8, rank)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     at = next(i for i, name in enumerate(axes) if name not in ("dp_shard", "tp"))
@@ -332,8 +332,8 @@ def test_stages(fake_world, axes, names, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 6])
-def test_stages_from_one_call(fake_world, rank):
-    """Complete blocks of ranks, also with experts; the same for a mesh of one stage and for one with all stages."""
+def test_build_creates_the_meshes_of_all_stages(fake_world, rank):
+    """Stages are contiguous ranks, also with experts. A mesh of one stage and one of all stages agree."""
     fake_world(8, rank)
     meshes = build(pp=2, ep=2, tp=2)
     first = rank // 4 * 4
@@ -355,7 +355,7 @@ def test_stages_from_one_call(fake_world, rank):
         Meshes.from_device_mesh(whole["dp_shard", "tp"], pp=whole["tp"])
 
 
-def test_values_that_are_not_meshes(fake_world):
+def test_values_that_are_not_meshes_are_rejected(fake_world):
     fake_world(2)
     for given, word in ((None, "NoneType"), ((2, 1), "tuple"), ("dp", "str")):
         with pytest.raises(MeshError) as caught:
@@ -369,8 +369,8 @@ def test_values_that_are_not_meshes(fake_world):
 
 
 @pytest.mark.parametrize("order", [[[1, 0], [3, 2]], [[2, 3], [0, 1]]])
-def test_ranks_that_do_not_ascend(fake_world, order):
-    """torch numbers the ranks of a group in ascending order: FSDP2 would cut another shard than the mesh says."""
+def test_descending_ranks_are_rejected(fake_world, order):
+    """torch sorts the ranks of a group, so FSDP2 would shard differently than the mesh says."""
     fake_world(4)
     mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp_shard", "tp"))
     by_mesh = mesh.get_coordinate()
@@ -387,7 +387,7 @@ def test_ranks_that_do_not_ascend(fake_world, order):
         te_fsdp.set_device_mesh(torch.nn.Linear(2, 2), tp_mesh=DeviceMesh("cpu", [1, 0]))
 
 
-def test_unknown_axis(fake_world):
+def test_size_of_an_unknown_axis_raises(fake_world):
     fake_world(1)
     with pytest.raises(MeshError) as caught:
         build().size("pp")
@@ -397,7 +397,7 @@ def test_unknown_axis(fake_world):
     )
 
 
-def test_check_1d(fake_world):
+def test_check_1d_rejects_2d_meshes(fake_world):
     fake_world(4)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     check_1d(None, "tp_mesh", "here")
@@ -418,7 +418,7 @@ def test_check_1d(fake_world):
 # ------------------------------------------------------------------------------------------------ one process
 
 
-def test_on_the_cpu(fake_world):
+def test_meshes_on_the_cpu_have_no_groups(fake_world):
     fake_world(1)
     meshes = build()
     assert (meshes.device_type, meshes.device) == ("cpu", torch.device("cpu"))
@@ -443,7 +443,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(("node", "sizes", "said"), SLOW)
-def test_axes_that_cross_nodes(fake_world, monkeypatch, caplog, node, sizes, said):
+def test_axes_that_cross_nodes_are_logged(fake_world, monkeypatch, caplog, node, sizes, said):
     fake_world(16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
     with caplog.at_level("WARNING", "te_fsdp"):
@@ -453,8 +453,8 @@ def test_axes_that_cross_nodes(fake_world, monkeypatch, caplog, node, sizes, sai
     assert all(text.startswith(f"Meshes: {words}") for text, words in zip(caplog.messages, said, strict=True))
 
 
-def test_replicas_within_a_node(fake_world, monkeypatch, caplog):
-    """Weights are gathered between nodes, though each node holds two copies of a part."""
+def test_replicas_within_a_node_are_logged(fake_world, monkeypatch, caplog):
+    """Weights are all-gathered across nodes although each node has two copies of a shard."""
     fake_world(16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mesh = DeviceMesh("cpu", torch.arange(16).reshape(8, 2).t(), mesh_dim_names=("dp_replicate", "dp_shard"))

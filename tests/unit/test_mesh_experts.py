@@ -1,4 +1,4 @@
-"""Meshes with context parallelism or expert parallelism."""
+"""Test meshes with context parallelism or expert parallelism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERT_SIZES = [
 
 
 def placed(sizes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Each rank's place on the five axes, counted out: the last axis runs fastest."""
+    """Return each rank's coordinates on the five axes by enumeration. The last axis varies fastest."""
     return dict(enumerate(itertools.product(*map(range, sizes))))
 
 
@@ -30,7 +30,7 @@ def same(sizes: tuple[int, ...], rank: int, free: str) -> list[int]:
 
 
 @pytest.mark.parametrize("sizes", EXPERT_SIZES)
-def test_ranks_of_each_mesh_with_experts(fake_world, sizes):
+def test_each_expert_mesh_has_the_expected_ranks(fake_world, sizes):
     world = math.prod(sizes)
     replicate, shard, cp, ep, tp = sizes
     for rank in {0, world // 2, world - 1}:
@@ -60,8 +60,8 @@ def test_ranks_of_each_mesh_with_experts(fake_world, sizes):
 
 
 @pytest.mark.parametrize("sizes", EXPERT_SIZES)
-def test_ranks_with_the_same_data(fake_world, sizes):
-    """Only the ranks of one tp and cp group; numbers from 0 on, in the order of ranks."""
+def test_data_rank_is_equal_within_tp_and_cp_groups(fake_world, sizes):
+    """Only ranks of one tp and cp group share a data rank. Data ranks are numbered from 0 in rank order."""
     numbers, asked = {}, dict(zip(ALL_AXES, sizes, strict=True))
     for rank, place in placed(sizes).items():
         fake_world(math.prod(sizes), rank)
@@ -75,7 +75,7 @@ def test_ranks_with_the_same_data(fake_world, sizes):
         assert group == same(sizes, group[0], "cp tp")
 
 
-def test_without_ep_experts_live_on_the_dense_meshes(fake_world):
+def test_without_ep_experts_use_the_dense_meshes(fake_world):
     fake_world(8)
     meshes = build(dp_replicate=2, tp=2)
     assert (meshes.ep, meshes.cp, meshes.expert_mesh) == (None, None, None)
@@ -94,7 +94,7 @@ def test_expert_meshes_share_groups_with_the_dense_ones(fake_world):
 
 @pytest.mark.parametrize("order", [("tp", "dp_shard", "ep"), ("dp_shard", "cp", "tp", "ep"), ("ep", "tp")])
 def test_expert_axes_are_found_by_name(fake_world, order):
-    """With any axes in between, if ep is within cp and cp within dp_shard."""
+    """Other axes may be in between if ep is nested in cp and cp in dp_shard."""
     for rank in (0, 3):
         fake_world(2 ** len(order), rank)
         mesh = init_device_mesh("cpu", (2,) * len(order), mesh_dim_names=order)
@@ -108,8 +108,8 @@ def test_expert_axes_are_found_by_name(fake_world, order):
 
 
 @pytest.mark.parametrize("order", [("ep", "dp_shard"), ("cp", "dp_shard"), ("ep", "tp", "cp")])
-def test_expert_axes_that_do_not_nest(fake_world, order):
-    """As one axis their ranks would not ascend: each rank would hold the shard of another one."""
+def test_expert_axes_that_are_not_nested_are_rejected(fake_world, order):
+    """Flattened, their ranks would not ascend, and each rank would have a different rank's shard."""
     fake_world(2 ** len(order))
     mesh = init_device_mesh("cpu", (2,) * len(order), mesh_dim_names=order)
     with pytest.raises(
@@ -118,7 +118,7 @@ def test_expert_axes_that_do_not_nest(fake_world, order):
         Meshes.from_device_mesh(mesh)
 
 
-def test_experts_of_a_rank(fake_world):
+def test_experts_are_distributed_like_torch_chunk(fake_world):
     """Distributed as by torch.chunk; an expert-parallel rank without experts is rejected."""
     for total in (4, 6, 7, 8):
         dealt = torch.arange(total).chunk(4)

@@ -1,4 +1,4 @@
-"""The table of faults (`make mutants`): its rows fit the sources, its runner judges correctly."""
+"""Check that the rows of tests/mutants match the sources, that their runner (`make mutants`) works."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ mutants = _load()
 ROWS = mutants.rows()
 
 
-def test_every_row_fits_the_tree():
-    """A change that moves a guarded line takes its row along."""
+def test_every_row_matches_the_sources():
+    """A change of a guarded line must update its row."""
     problems = [f"{row.area}.toml: {row.fault}: {row.problem()}" for row in ROWS if row.problem()]
     assert not problems, "\n" + "\n".join(problems)
 
@@ -44,7 +44,7 @@ def _undefined(source: str) -> set[str]:
     return read - defined - set(dir(builtins)) - {"__file__"}
 
 
-def test_new_texts_name_what_exists():
+def test_replacement_code_uses_defined_names():
     """A row with an undefined name is killed by NameError, whatever its test is about."""
     problems = []
     for row in ROWS:
@@ -57,7 +57,7 @@ def test_new_texts_name_what_exists():
     assert _undefined("import a\ndef f(x):\n    return a.b(x, missing, len(y))\ny = 1\n") == {"missing"}
 
 
-def test_rows_are_different():
+def test_rows_are_unique():
     faults = [(row.file, row.old, row.new) for row in ROWS]
     assert len(set(faults)) == len(faults)
 
@@ -69,13 +69,13 @@ def test_every_package_has_mutants():
     assert len(ROWS) >= 100
 
 
-def test_rows_of_absent_packages_are_left_out(tree):
+def test_rows_of_missing_packages_are_skipped(tree):
     _, row = tree
     rows = [row(needs=n) for n in ("", "json", "torch>=2.1", "no_such_package", "torch>=99")]
     assert mutants.without_absent(rows) == (rows[:3], ["no_such_package", "torch>=99"])
 
 
-def test_forks_distinguish_killed_and_survived(tree):
+def test_forked_runs_distinguish_killed_and_survived(tree):
     folder, row = tree
     forked = mutants.Forked()
     try:
@@ -125,6 +125,6 @@ def test_an_undetected_fault_survives(tree):
     ],
     ids=["gone", "twice", "syntax", "test", "noticed"],
 )
-def test_a_row_that_fits_no_longer_is_stale(tree, change):
+def test_outdated_row_is_stale(tree, change):
     folder, row = tree
     assert mutants.judge(row(**change), folder).verdict == mutants.STALE

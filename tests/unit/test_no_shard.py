@@ -1,4 +1,4 @@
-"""Marks of `fsdp_no_shard`: what they cover, what they survive; ties across units."""
+"""Test marks of `fsdp_no_shard`, ties across units."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ ENCODER = ["encoder.0.bias", "encoder.0.weight", "encoder.1.0.bias", "encoder.1.
 
 
 def planned(model: nn.Module, **units: object) -> list[str]:
-    """Names of what stays unsharded."""
+    """Return the names of replicated parameters."""
     rows = {name.replace("__", "."): row for name, row in units.items()}
     return [plan.label for plan in exempt(model, {"": SHARD, **rows})]
 
 
 def exempt(model: nn.Module, units: dict[str, Storage]) -> list[ParameterPlan]:
-    """Plans of what stays unsharded."""
+    """Return the plans of replicated parameters."""
     return [item.plan for item in replicated_parameters(model, plan_storage(model, units))]
 
 
-def test_a_module_a_parameter_and_several():
+def test_fsdp_no_shard_accepts_modules_and_parameters():
     model = Net()
     assert planned(model) == []
     te_fsdp.fsdp_no_shard(model.encoder)
@@ -96,7 +96,7 @@ def _reset(model: Net) -> Net:
 
 
 @pytest.mark.parametrize("change", [copy.deepcopy, _to_empty, _assigned, _reset])
-def test_marks_survive(change):
+def test_no_shard_marks_survive_model_changes(change):
     model = Net("meta")
     te_fsdp.fsdp_no_shard([model.encoder, model.scale])
     before = dict(model.named_parameters())
@@ -106,7 +106,7 @@ def test_marks_survive(change):
     assert planned(changed) == [*ENCODER, "scale"]
 
 
-def test_a_parameter_without_owner_keeps_its_mark_itself():
+def test_no_shard_mark_of_a_parameter_without_module_is_kept():
     scale = nn.Parameter(torch.ones(2))
     te_fsdp.fsdp_no_shard(scale)
     model = Net()
@@ -126,7 +126,7 @@ def test_strategy_no_shard_applies_to_the_innermost_unit():
     assert {plan.storage for plan in exempt(model, {"": SHARD})} == {STORAGE[REPLICATED, "no_shard"]}
 
 
-def test_a_plan_changes_nothing_until_it_is_carried_out(caplog, fake_world):
+def test_planning_does_not_mark_the_model(caplog, fake_world):
     fake_world(1)
     model, meshes = Net(), te_fsdp.Meshes.build(device_type="cpu")
     strategy = {"": "optim", "head": "no_shard"}
@@ -143,7 +143,7 @@ def test_a_plan_changes_nothing_until_it_is_carried_out(caplog, fake_world):
     assert "2 parameters of 6 elements" in record.getMessage() and "head.bias" in record.getMessage()
 
 
-def test_refused_arguments():
+def test_fsdp_no_shard_rejects_wrong_arguments():
     model = Net()
     for wrong in (3, "encoder", torch.ones(2), [model.head, 3], [model.head.weight.data]):
         with pytest.raises(TypeError, match="fsdp_no_shard: what: expected"):
@@ -151,7 +151,7 @@ def test_refused_arguments():
     assert planned(model) == []
 
 
-def test_ties_with_an_exempt_owner():
+def test_tie_between_replicated_and_sharded_modules_is_rejected():
     model = Net()
     model.blocks[0].weight = model.head.weight
     te_fsdp.fsdp_no_shard(model.head)
@@ -175,7 +175,7 @@ def test_ties_with_an_exempt_owner():
         (("blocks.1",), None),
     ],
 )
-def test_ties_across_units(units, error):
+def test_tie_across_units_is_rejected(units, error):
     model = Net()
     model.head.weight = model.blocks[0].weight
     rows = dict.fromkeys(("", *units), SHARD)
@@ -186,14 +186,14 @@ def test_ties_across_units(units, error):
         plan_storage(model, rows)
 
 
-def test_another_name_of_a_unit_is_no_tie():
+def test_second_name_of_a_unit_is_not_a_tie():
     model = Net()
     model.last = model.blocks[1]
     rows = plan_storage(model, {"": SHARD, "blocks.1": SHARD})
     assert rows[id(model.last), "weight"].label == "blocks.1.weight"
 
 
-def test_forward_methods_of_modules_that_gather_nothing():
+def test_register_forward_method_requires_a_unit():
     model = Net()
     with pytest.raises(OrderError, match=r"register_forward_method\(Linear, 'forward'\): expected a unit"):
         te_fsdp.register_forward_method(model.head, "forward")

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, with the saved outputs."""
+"""Check that the notebook runs completely with the saved outputs."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def losses(output: str, where: str) -> list[float]:
     return [float(loss) for loss in line.split()]
 
 
-def test_it_runs(tmp_path, python):
+def test_notebook_runs(tmp_path, python):
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("the notebook's second part needs 2 GPUs, found 1")
     (tmp_path / "notebook.py").write_text("\n".join(cells("code")))
@@ -33,8 +33,8 @@ def test_it_runs(tmp_path, python):
     assert first[0] > there[0] > last[-1], "each part continues where the previous one ended"
 
 
-def test_its_outputs_are_saved():
-    """Kind: outputs that are missing, of different cells, or that name a machine."""
+def test_notebook_outputs_are_saved():
+    """Outputs must not be missing, belong to different cells, or name a machine."""
     notebook = json.loads(NOTEBOOK.read_text())
     assert notebook["nbformat"] == 4
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

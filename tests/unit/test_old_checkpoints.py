@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions of te_fsdp wrote load with the same bits.
+"""Check that checkpoints of earlier te_fsdp versions load with the same bits.
 
 tests/unit/old_checkpoints has one archive per version: te_fsdp's own directory, written by 4 ranks on
 dp_shard 2 x tp 2, the same values as plain DCP, written by one rank, and the digests of what that version loaded. Its
@@ -59,12 +59,12 @@ def digests(model: nn.Module) -> dict[str, str]:
     return {name: digest(parameter) for name, parameter in model.named_parameters()}
 
 
-def test_two_versions_are_kept() -> None:
-    """Both versions whose files must load are there."""
+def test_two_older_versions_are_tested() -> None:
+    """Both versions whose files must load are present."""
     assert VERSIONS == ["a0e77c7", "b52647e"]
 
 
-def test_weights_and_optimizer_states_have_the_same_bits(te: Any, old: Path) -> None:
+def test_older_checkpoint_loads_with_the_same_bits(te: Any, old: Path) -> None:
     """A checkpoint of 4 ranks loads in one process: weights, main weights and moments as the old version read them."""
     expected = json.loads((old / "digests.json").read_text())
     model = build()
@@ -81,7 +81,7 @@ def test_weights_and_optimizer_states_have_the_same_bits(te: Any, old: Path) -> 
     assert states == expected["optimizer"]
 
 
-def test_plain_dcp_has_the_same_bits(te: Any, old: Path) -> None:
+def test_older_plain_dcp_loads_with_the_same_bits(te: Any, old: Path) -> None:
     """Plain DCP of the old version loads through ``te_fsdp.checkpoint.load``, and by DCP if torch finds the keys."""
     expected = json.loads((old / "digests.json").read_text())["parameters"]
     model = build()

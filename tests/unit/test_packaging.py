@@ -1,4 +1,4 @@
-"""Settings of packaging: requirements, files, lint with few packages installed."""
+"""Test packaging settings: requirements, files, lint with few packages installed."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ REQUIRED = {result.name: result.specifier for result in map(Requirement, PROJECT
         "2.16.0a0+0123456789.nv27.01": True,
     }.items(),
 )
-def test_which_torch_stays_as_it_is(version, fits):
+def test_requirement_admits_container_torch_versions(version, fits):
     """pip replaces an installed torch that the requirement does not admit."""
     assert REQUIRED["torch"].contains(version, prereleases=True) == fits
 
 
-def test_a_plain_bound_would_replace_the_torch_of_a_container():
+def test_control_upper_bound_excludes_container_torch():
     assert not SpecifierSet(">=2.11,<2.16").contains("2.11.0a0+eb65b36914.nv26.02", prereleases=True)
 
 
-def test_versions_are_the_same_everywhere():
-    """In the requirements, in the classifiers and in the table of tested versions. torch and TE have no upper bound."""
+def test_versions_agree_in_all_files():
+    """Requirements, classifiers and the table of tested versions agree. torch and TE have no upper bound."""
     for specifier, tested in (
         (REQUIRED["torch"], versions.TORCH),
         *(
@@ -72,8 +72,8 @@ def test_versions_are_the_same_everywhere():
     assert list(map(int, listed)) == list(pythons)
 
 
-def test_untested_versions_are_named_once(caplog):
-    """A newer torch or TE logs a warning that names what was tested; tested ones, containers' included, log nothing."""
+def test_untested_versions_are_logged_once(caplog):
+    """A newer torch or TE logs a warning with the tested versions. Tested ones, also in containers, log nothing."""
     assert (
         versions.untested("2.15.1", "2.20.2")
         == versions.untested("2.11.0a0+eb65b36914.nv26.02", "2.18.0")
@@ -92,8 +92,8 @@ def test_untested_versions_are_named_once(caplog):
     assert [record.getMessage().count("2.0 to 2.1") for record in caplog.records] == [1]
 
 
-def test_a_laptop_gets_nothing_of_cuda():
-    """TransformerEngine's compiled parts come with the extras for GPUs alone."""
+def test_cpu_extras_do_not_install_cuda_packages():
+    """Only the extras for GPUs install TransformerEngine's compiled parts."""
     for name in ("emulation", "test", "lint", "docs", "integrations"):
         told = [*REQUIRED, *(result.name for result in EXTRAS[name])]
         assert not [
@@ -108,8 +108,8 @@ def test_a_laptop_gets_nothing_of_cuda():
 # ------------------------------------------------------------------------------------------- what is distributed
 
 
-def test_the_package_has_all_its_files():
-    """Data files are named in the settings, or a wheel would lack them."""
+def test_package_data_lists_all_files():
+    """Data files must be listed in the settings, or a wheel would not contain them."""
     package = ROOT / "te_fsdp"
     patterns = SETTINGS["tool"]["setuptools"]["package-data"]["te_fsdp"]
     others = [
@@ -128,7 +128,7 @@ def test_the_package_has_all_its_files():
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
-def test_a_source_distribution_has_the_files_of_its_pages():
+def test_source_distribution_has_the_documented_files():
     told = (ROOT / "MANIFEST.in").read_text()
     named = [
         word for line in told.splitlines() if re.match("include|graft", line) for word in line.split()[1:]
@@ -137,14 +137,14 @@ def test_a_source_distribution_has_the_files_of_its_pages():
     assert {"constraints", "docs", "examples", "scripts", "tests", "Makefile"} <= set(named)
 
 
-def test_the_command_exists():
+def test_console_script_exists():
     for target in PROJECT["scripts"].values():
         module, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_the_image_is_built_from_existing_files():
-    """Check its lines as a linter would; scripts/setup.sh, which does the work, has no other test here."""
+def test_dockerfile_uses_existing_files():
+    """Check its lines like a linter. scripts/setup.sh, which does the work, has no other test here."""
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
     assert {word for word, _ in steps} <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "USER", "CMD"}
@@ -169,7 +169,7 @@ def test_the_image_is_built_from_existing_files():
     assert not [name for name in needed if any(fnmatch.fnmatch(name, pattern) for pattern in left_out)]
 
 
-def test_extras_on_pages_exist():
+def test_documented_extras_exist():
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
@@ -183,7 +183,7 @@ def test_extras_on_pages_exist():
     assert {name for names in told for name in names.split(",")} <= set(EXTRAS)
 
 
-def test_the_wheel_has_the_documented_name():
+def test_documented_wheel_name_is_correct():
     assert (
         f"te_fsdp-{te_fsdp.__version__}-py3-none-any.whl[emulation]" in (ROOT / "docs/install.md").read_text()
     )
@@ -207,7 +207,7 @@ def imports(text: str) -> set[str]:
 
 
 def unknown_to_lint(replaced: list[str]) -> list[str]:
-    """Imports of te_fsdp that pyrefly would not find where `make lint` has installed what it needs and nothing more."""
+    """Return imports of te_fsdp that pyrefly cannot resolve with only the packages that `make lint` installs."""
     told = [*REQUIRED, *(result.name for extra in ("emulation", "lint") for result in EXTRAS[extra])]
     there = {IMPORTED_AS.get(name, name) for name in told}
     sources = [path for kind in ("*.py", "*.pyi") for path in (ROOT / "te_fsdp").rglob(kind)]
@@ -220,8 +220,8 @@ def unknown_to_lint(replaced: list[str]) -> list[str]:
     )
 
 
-def test_lint_does_not_need_the_frameworks():
-    """`make lint` installs the extras emulation and lint; with more packages at hand a missing entry does not show."""
+def test_lint_does_not_require_optional_frameworks():
+    """`make lint` installs only the extras emulation and lint. With more packages, a missing entry is not detected."""
     replaced = SETTINGS["tool"]["pyrefly"]["replace-imports-with-any"]
     assert not unknown_to_lint(replaced)
     fewer = [pattern for pattern in replaced if pattern != "transformers"]
@@ -236,8 +236,8 @@ def commands(text: str) -> list[str]:
     return re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE)
 
 
-def test_the_workflow_runs_the_same_commands_as_ci():
-    """.github/workflows/ci.yml: the targets of .ci/run, tests on every Python, and nothing of its own."""
+def test_github_workflow_runs_the_ci_targets():
+    """.github/workflows/ci.yml runs the targets of .ci/run and tests on every Python, nothing else."""
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the workflow")
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
@@ -265,8 +265,8 @@ def test_the_workflow_runs_the_same_commands_as_ci():
         ("te_fsdp.checkpoint.portable.huggingface", "read_config import_huggingface export_huggingface"),
     ],
 )
-def test_earlier_public_paths(path, names):
-    """Modules that docs/api.md has listed stay importable, and have the same objects as the new ones."""
+def test_earlier_public_modules_are_importable(path, names):
+    """Modules that docs/api.md has listed stay importable and re-export the same objects."""
     module = importlib.import_module(path)
     for name in names.split():
         result = getattr(module, name)

@@ -1,4 +1,4 @@
-"""The record on a parameter: sharing, copies, pickles."""
+"""Test the record on a parameter: sharing, copies, pickles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(*(shape or (2,))))
 
 
-def test_nothing_is_made_by_looking():
+def test_reading_a_record_does_not_create_one():
     parameter = _parameter()
     assert get_record(parameter) is None
     assert records.PARAMETER not in parameter.__dict__
@@ -40,7 +40,7 @@ def test_nothing_is_made_by_looking():
     assert label_of(parameter) == "layer.weight"
 
 
-def test_a_successor_has_a_record_of_its_own_and_the_users_attributes():
+def test_replacement_parameter_has_its_own_record_and_user_attributes():
     old, state = _parameter(), _State()
     old.mine, old.skipped = "mine", 1
     (
@@ -67,7 +67,7 @@ def test_a_successor_has_a_record_of_its_own_and_the_users_attributes():
     assert get_or_create_record(old).label == "weight"
 
 
-def test_attributes_of_a_successor_are_kept():
+def test_replacement_parameter_keeps_its_own_attributes():
     old, new = _parameter(), _parameter()
     old.mine, new.mine = 1, 2
     get_or_create_record(old).label = "old"
@@ -76,7 +76,7 @@ def test_attributes_of_a_successor_are_kept():
     assert new.mine == 2 and get_or_create_record(new).label == "new"
 
 
-def test_a_gathered_parameter_shares_the_record():
+def test_unsharded_parameter_shares_the_record():
     shard, gathered = _parameter(), _parameter()
     get_or_create_record(gathered).label = "of an earlier shard"
     get_or_create_record(shard).label = "weight"
@@ -85,7 +85,7 @@ def test_a_gathered_parameter_shares_the_record():
     assert get_or_create_record(gathered).label == "weight" and get_or_create_record(gathered).tp_replica
 
 
-def test_copies_leave_references_behind():
+def test_deep_copied_record_drops_references():
     state = _State()
     facts = records.ParameterRecord(
         label="weight", tp_replica=True, state=weakref.ref(state), replaced_by=("a", "b")
@@ -95,7 +95,7 @@ def test_copies_leave_references_behind():
     assert copied.replaced_by == ("", "copy.deepcopy") and copied.copied_from() is facts
 
 
-def test_pickles_can_be_read_with_weights_only():
+def test_pickled_parameter_loads_with_weights_only():
     parameter = _parameter()
     parameter.mine = 3
     get_or_create_record(parameter).label = "weight"
@@ -107,7 +107,7 @@ def test_pickles_can_be_read_with_weights_only():
     assert get_record(read) is None and not get_or_create_record(read).tp_replica
 
 
-def test_places_name_tied_parameters_wherever_they_are():
+def test_iter_param_owners_returns_every_name_of_tied_parameters():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     results = list(iter_param_owners(model))
@@ -115,7 +115,7 @@ def test_places_name_tied_parameters_wherever_they_are():
     assert results[0].parameter is results[1].parameter and results[1].module is model[1]
 
 
-def test_a_parameter_that_is_tied_after_binding_keeps_its_own_record(fake_world):
+def test_parameter_tied_after_binding_keeps_its_record(fake_world):
     fake_world(2)
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     te_fsdp.set_device_mesh(model, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))

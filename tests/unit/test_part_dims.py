@@ -1,4 +1,4 @@
-"""The dims of a tensor that functions take parts of."""
+"""Test which dims a function slices or indexes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ WEIGHT = torch.zeros(4, 8, 3)  # (experts, out, in), whose rows are dim 1
         ((None, slice(None), 2), {1}),
     ],
 )
-def test_indexing(index: Any, dims: set[int]) -> None:
-    """Also rows behind another index: with the first dim alone, rows of one expert were in the order of the ranks."""
+def test_part_dims_of_indexing(index: Any, dims: set[int]) -> None:
+    """Includes rows behind a different index. Bug class: rows of one expert were in rank order."""
     assert part_dims(torch.Tensor.__getitem__, (WEIGHT, index), {}) == dims
 
 
-def test_functions_with_a_dim() -> None:
+def test_part_dims_of_functions_with_a_dim() -> None:
     assert part_dims(torch.chunk, (WEIGHT, 2, -2), {}) == {1}
     assert part_dims(torch.Tensor.split, (WEIGHT, 2), {"dim": 2}) == {2}
     assert part_dims(torch.Tensor.unbind, (WEIGHT,), {}) == {0}

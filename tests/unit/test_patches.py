@@ -1,4 +1,4 @@
-"""The tables of patches of TransformerEngine or torch."""
+"""Test the tables of patches of TransformerEngine or torch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ PAGE = (ROOT / "docs/upstream.md").read_text()
 ROWS = list(csv.DictReader((ROOT / "tests/unit/patches.csv").read_text().splitlines()))
 
 
-def test_each_row_of_the_tables_has_one_in_the_csv():
+def test_each_patch_has_a_row_in_the_csv():
     assert [(row["owner"], row["attribute"]) for row in ROWS] == [
         (patch.owner, patch.attribute) for patch in (*FSDP2, *_patches.PATCHES.values())
     ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['owner']} {row['attribute']}")
-def test_rows_name_existing_tests(row):
-    """The passage on the bug exists, and the test: it shows the bug in stock TE or torch, or fails without the patch.
+def test_patch_rows_name_existing_tests(row):
+    """The documented bug and the test exist. The test shows the bug in stock TE or torch, or fails without the patch.
 
     Without a passage the reason is a missing public API, not a bug.
     """
@@ -50,7 +50,7 @@ def test_rows_name_existing_tests(row):
     assert any(f"def {name}(" in source for source in sources) if name else sources
 
 
-def test_the_tables_are_read_without_a_change(python):
+def test_patch_tables_import_without_side_effects(python):
     program = (
         "import sys; from te_fsdp.upstream import patches as _patches\n"
         "assert len(_patches.PATCHES) > 9 and len(_patches.FSDP2) > 5\n"
@@ -59,7 +59,7 @@ def test_the_tables_are_read_without_a_change(python):
     assert subprocess.run([python, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
-def test_patches_of_classes_are_installed_once(te):
+def test_class_patches_are_installed_once(te):
     keep_amax_group_in_copies()
     patch_delayed_updates()
     patch_fsdp_hooks()
@@ -92,7 +92,7 @@ def weight_of(te, recipe: str, **options) -> torch.Tensor:
         return te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16, device="cpu").weight.detach()
 
 
-def test_te_drops_data_that_it_cannot_recompute(te):
+def test_stock_te_clears_mxfp8_columnwise_data(te):
     """Patch "columnwise"."""
     weight = weight_of(te, "MXFP8BlockScaling")
     (module, *_) = _patches._modules_with("clear_columnwise_cache")
@@ -111,7 +111,7 @@ def test_te_drops_data_that_it_cannot_recompute(te):
     ],
 )
 def test_cleared_columnwise_data_can_be_recomputed(te, recipe, options):
-    """The kind: any quantized weight, sharded or replicated, has its columnwise data in the second backward too."""
+    """Any quantized weight, sharded or replicated, has its columnwise data also in a second backward."""
     patch_fsdp_hooks()
     weight = weight_of(te, recipe, **options)
     before = weight.get_metadata()["columnwise_data"].clone()
@@ -125,14 +125,14 @@ def test_cleared_columnwise_data_can_be_recomputed(te, recipe, options):
 
 
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "NVFP4BlockScaling"])
-def test_copies_of_quantizers_forget(te, recipe):
+def test_stock_te_quantizer_copy_loses_attributes(te, recipe):
     """Patch "copy"."""
     quantizer = _te.quantizer_of(weight_of(te, recipe))
     quantizer.mark = True
     assert not hasattr(inspect.unwrap(type(quantizer).copy)(quantizer), "mark")
 
 
-def test_new_zeros_of_mxfp8_have_no_padding(te):
+def test_stock_te_mxfp8_new_zeros_has_no_padding(te):
     """Patch "new zeros"."""
     weight = weight_of(te, "MXFP8BlockScaling")
     padded = weight.get_metadata()["rowwise_scale_inv"].shape
@@ -140,8 +140,8 @@ def test_new_zeros_of_mxfp8_have_no_padding(te):
 
 
 @pytest.mark.parametrize("strategy", ["bound", "no_shard", "exempt"])
-def test_conversions_of_replicated_mxfp8_weights(te, fake_world, strategy):
-    """Kind: ``Module.to`` swaps weights that stay plain parameters, so that they must have no weak reference."""
+def test_replicated_mxfp8_weights_can_be_converted(te, fake_world, strategy):
+    """``Module.to`` swaps plain parameters, which therefore must have no weak references."""
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
     fake_world(2)
@@ -159,8 +159,8 @@ def test_conversions_of_replicated_mxfp8_weights(te, fake_world, strategy):
     assert len(after) == 2 and all(map(torch.equal, before, after))
 
 
-def test_apply_loses_attributes(te, fake_world):
-    """Patch "_apply": with stock torch the mark is lost, with te_fsdp's it is not."""
+def test_stock_torch_apply_loses_parameter_attributes(te, fake_world):
+    """Patch "_apply": stock torch loses the attribute, te_fsdp keeps it."""
     fake_world(2)
     model = nn.Sequential(te.Linear(16, 16, params_dtype=torch.bfloat16, device="cpu"))
     te_fsdp.fully_shard(model, Meshes.build(device_type="cpu"))
@@ -172,13 +172,13 @@ def test_apply_loses_attributes(te, fake_world):
 
 
 class _Quantized(torch.Tensor):
-    """Stand-in for tensors that are cut in their own way."""
+    """Stand-in for tensors with a sharding function of their own."""
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 21])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_pieces_of_all_ranks(rows, dim):
-    """FSDP2 creates a tensor for each rank's shard; te_fsdp's are equal, and created on request."""
+def test_fsdp2_chunks_of_all_ranks_match_lazy_ones(rows, dim):
+    """FSDP2 creates a tensor for each rank's shard. te_fsdp creates equal tensors on request."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     whole = torch.arange(3.0 * rows).reshape((rows, 3) if dim == 0 else (3, rows))
@@ -204,8 +204,8 @@ class Spec(NamedTuple):
     ndim: int = 2
 
 
-def test_dims_of_strided_shards(monkeypatch):
-    """With rules that do not move ``_StridedShard``, as those of torch 2.11."""
+def test_transpose_moves_the_dim_of_strided_shards(monkeypatch):
+    """The rules do not move ``_StridedShard``, as in torch 2.11."""
     strided, rule = strided_shard(0, 2), SimpleNamespace(input_specs=[], output_specs=None)
     rules, transposed = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs, torch.ops.aten.t.default
     monkeypatch.setitem(rules, transposed, lambda schema: SimpleNamespace(strategies=[rule]))

@@ -1,4 +1,4 @@
-"""The placement table against TE itself: which dim a module divides, which marks it sets, what it refuses."""
+"""Compare the placement table with TE: sharded dims, parameter marks, rejected options."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def rules_of(module: nn.Module, tp_size: int) -> dict:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_dim_is_the_one_that_te_divides(build, case):
+def test_shard_dim_equals_the_dim_that_te_divides(build, case):
     whole = dict(build(case, 1).named_parameters())
     module = build(case, TP)
     rules = rules_of(module, TP)
@@ -109,8 +109,8 @@ def test_the_dim_is_the_one_that_te_divides(build, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_dim_is_the_one_that_te_marks(build, case):
-    """TE's own tensor-parallel marks. Those of GroupedLinear it knows, but sets only when asked (2.20.2)."""
+def test_shard_dim_equals_te_partition_dim(build, case):
+    """Compare with TE's tensor-parallel marks. GroupedLinear sets them only on request (2.20.2)."""
     module = build(case, TP)
     if CASES[case][0] == "GroupedLinear":
         module.set_tensor_parallel_attributes()
@@ -128,8 +128,8 @@ def test_the_dim_is_the_one_that_te_marks(build, case):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_partial_where_te_marks_them(build, case, sequence_parallel):
-    """TE marks with `sequence_parallel` what a trainer must sum over tp; q/k norms are ours to know."""
+def test_partial_gradients_match_te_sequence_parallel_marks(build, case, sequence_parallel):
+    """TE marks parameters to sum over tp with `sequence_parallel`, except q/k norms."""
     kind = CASES[case][0]
     if kind == "DotProductAttention" or (kind == "GroupedLinear" and sequence_parallel):
         pytest.skip("has no sequence parallelism")
@@ -146,7 +146,7 @@ def test_gradients_are_partial_where_te_marks_them(build, case, sequence_paralle
         assert marked  # the comparison is not one of nothing with nothing
 
 
-def test_gated_activations_are_those_that_double_fc1(te):
+def test_gated_activations_match_te(te):
     from transformer_engine.pytorch.module import layernorm_mlp
 
     activations = set(layernorm_mlp._get_act_func_supported_list())
@@ -155,16 +155,16 @@ def test_gated_activations_are_those_that_double_fc1(te):
     assert {n for a, n in rows.items() if a not in GATED_ACTIVATIONS} == {4}
 
 
-def test_layout_comes_from_the_attention_module(build):
-    """The same projection planned by itself is plain: only the attention knows that its rows are stacked."""
+def test_qkv_layout_is_taken_from_the_attention_module(build):
+    """The projection planned alone is plain. Only its attention module determines that its rows are stacked."""
     attention = build("attention_fused", TP)
     alone = plan_tree(attention.layernorm_qkv, TP)[0].rules["weight"]
     within = rules_of(attention, TP)["layernorm_qkv.weight"]
     assert (str(alone.layout), str(within.layout)) == ("plain", "stacked(8, 4, 4)")
 
 
-def test_modules_outside_of_te(te):
-    """Replicated; partial where the user marks it; nothing planned for a module without parameters."""
+def test_plain_torch_modules_are_replicated(te):
+    """They are replicated, partial if the user marks them, and not planned without parameters."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model[0].bias.sequence_parallel = True
     planned = plan_tree(model, TP)
@@ -187,7 +187,7 @@ def refusal(error: type[Exception], model: nn.Module, tp_size: int) -> str:
     return str(caught.value)
 
 
-def test_built_for_another_size(build, te):
+def test_modules_built_for_a_different_tp_size_are_rejected(build, te):
     assert refusal(MeshError, build("linear_column", 1), TP) == (
         "Linear (Linear): tp_mesh of size 2: expected a module built with tp_size=2, got tp_size=1. "
         "Sizes were divided "
@@ -206,7 +206,7 @@ def test_built_for_another_size(build, te):
     assert plan_tree(te.Linear(4, 4, device="meta"), TP)[0].rules["weight"].shard_dim is None
 
 
-def test_options_that_would_be_silently_wrong(build, te):
+def test_unsupported_te_options_are_rejected(build, te):
     def up(module: nn.Module) -> nn.Module:
         return nn.ModuleDict({"up": module})
 
@@ -238,8 +238,8 @@ def test_options_that_would_be_silently_wrong(build, te):
 
 
 @pytest.mark.parametrize("mode", ["column", "row", None])
-def test_dims_of_all_experts_together(mode):
-    """One dim more than each expert's own, in front."""
+def test_grouped_weight_shard_dims_are_shifted_by_one(mode):
+    """A grouped weight has one leading dim for the experts."""
     each = table.grouped_linear_rules(["weight0"], ["bias0"], mode)
     whole = table.single_grouped_rules(["weight", "bias"], mode)
     for name, rule in whole.items():
@@ -248,7 +248,7 @@ def test_dims_of_all_experts_together(mode):
         assert rule.layout.is_grouped and rule.quantizable == (name == "weight")
 
 
-def test_a_grouped_parameter(te):
+def test_single_grouped_weight_without_grouped_kernels_is_rejected(te):
     module = te.GroupedLinear(2, 4, 4, device="meta")
     module.single_grouped_weight = True  # as the constructor's option of that name leaves it
     assert refusal(PlacementError, module, 1) == (
@@ -259,7 +259,7 @@ def test_a_grouped_parameter(te):
     )
 
 
-def test_user_parameters_on_a_te_module(te):
+def test_user_parameters_on_a_te_module_are_rejected(te):
     class Scaled(te.Linear):
         def __init__(self) -> None:
             super().__init__(4, 4, device="meta")
@@ -271,8 +271,8 @@ def test_user_parameters_on_a_te_module(te):
     )
 
 
-def test_te_modules_without_rules(te):
-    """Refused under tensor parallelism; without it FSDP2 alone is right for them."""
+def test_te_modules_without_placement_rules_are_rejected_under_tp(te):
+    """They are rejected under tensor parallelism. Without it, FSDP2 alone is correct."""
     operation = te.ops.Bias(4, device="cpu")
     message = refusal(PlacementError, nn.ModuleDict({"shift": operation}), TP)
     assert message == (

@@ -1,4 +1,4 @@
-"""Plans against closed forms."""
+"""Compare plans with closed forms."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def traffic(found: Plan) -> dict[tuple[str, str], int]:
     return {(row.what, row.collective): row.bytes for row in found.traffic}
 
 
-def test_closed_forms(te):
-    """bf16 on four ranks, two microbatches: nothing is left over where numbers divide."""
+def test_plan_matches_closed_forms(te):
+    """Use bf16, four ranks and two microbatches, with sizes that divide evenly."""
     job = Job(CONFIG, sequence=64, microbatches=2)
     result = plan(job, Sizes(dp_shard=4))
     assert result.parameters == ALL
@@ -69,8 +69,8 @@ def test_closed_forms(te):
     [({"strategy": "optim"}, 1, 1), ({"strategy": "optim_grads"}, 1, 3), ({}, 6, 3)],
     ids=["optim", "optim_grads", "optim_grads_params"],
 )
-def test_strategies(te, changes, gathers, reductions):
-    """How often a step of three microbatches gathers and reduces: docs/strategies.md."""
+def test_communication_of_each_strategy_matches_closed_forms(te, changes, gathers, reductions):
+    """Count all-gathers and reductions in a step of three microbatches, as in docs/strategies.md."""
     result = plan(Job(CONFIG, sequence=64, microbatches=3, **changes), Sizes(dp_shard=2))
     assert traffic(result) == {
         ("weights", "all-gather"): gathers * ALL,
@@ -78,8 +78,8 @@ def test_strategies(te, changes, gathers, reductions):
     }
 
 
-def test_replicas(te):
-    """HSDP sums over the replicas; HFSDP shards the optimizer's state over them; no_shard holds everything."""
+def test_replicated_and_outer_sharded_state_matches_closed_forms(te):
+    """HSDP all-reduces over replicas, HFSDP shards optimizer state over them, no_shard replicates everything."""
     sizes = Sizes(dp_replicate=2, dp_shard=2)
     hsdp, hfsdp = (
         plan(Job(CONFIG, sequence=64, outer_strategy=outer), sizes) for outer in ("no_shard", "optim")
@@ -92,8 +92,8 @@ def test_replicas(te):
     assert whole.report.total_bytes == 2 * ALL and whole.sent() == {"dp": 2 * 2 * ALL * 3 // 4}
 
 
-def test_tensor_parallel_in_mxfp8(te):
-    """Two bytes and two scales of 32 for each weight of a product; a layer's collectives over tp."""
+def test_tensor_parallel_mxfp8_plan_matches_closed_forms(te):
+    """Each weight has two bytes and two scales per 32 elements. Also counts a layer's collectives over tp."""
     job = Job(CONFIG, recipe="mxfp8", quantized_weights=True, optimizer="fused-adam", sequence=64, batch=2)
     result = plan(job, Sizes(dp_shard=2, tp=2))
     assert result.held["weights, mxfp8"] == pytest.approx(
@@ -110,7 +110,7 @@ def test_tensor_parallel_in_mxfp8(te):
     assert result.checkpoint["model"] == pytest.approx(2 * (ALL - LAYERS * LAYER) + 2 * byte * LAYERS * LAYER)
 
 
-def test_experts(te):
+def test_expert_parallel_plan_matches_closed_forms(te):
     result = plan(Job(MIXTRAL, sequence=64), Sizes(dp_shard=2, ep=2))
     rows = {row.name: row for row in result.report}
     assert rows["layers.0.experts_fc1.weight"].shape == (4, 2 * FFN, HIDDEN)
@@ -126,8 +126,8 @@ def test_experts(te):
     assert result.activations == 64 * (LAYERS * (attention + experts) + outside)
 
 
-def test_context_parallel(te):
-    """A rank has half of each sequence; keys and values go round once in forward, twice in backward."""
+def test_context_parallel_plan_matches_closed_forms(te):
+    """A rank has half of each sequence. Keys and values are sent once in forward, twice in backward."""
     sizes = Sizes(dp_shard=2), Sizes(dp_shard=1, cp=2)
     whole, half = (plan(Job(CONFIG, sequence=64), item) for item in sizes)
     assert half.activations == whole.activations // 2 and half.held == whole.held
@@ -135,7 +135,7 @@ def test_context_parallel(te):
     assert half.sent()["dp_shard"] == whole.sent()["dp_shard"]
 
 
-def test_a_strategy_for_each(te):
+def test_plan_accepts_a_strategy_per_unit(te):
     result = plan(Job(CONFIG, sequence=64, strategy={"": "optim", "head": "no_shard"}), Sizes(dp_shard=2))
     assert result.job["strategy"] == {"": "optim", "head": "no_shard"} and json.dumps(result.as_json())
     head = {row.name: row for row in result.report}["head.weight"]
@@ -146,15 +146,15 @@ WIDE = {"hidden_size": 16384, "num_attention_heads": 128, "num_key_value_heads":
 WIDE = {**CONFIG, **WIDE, "intermediate_size": 53248, "vocab_size": 128256}
 
 
-def test_1024_ranks(te):
-    """Any number of ranks is possible: only one is computed."""
+def test_plan_of_1024_ranks_scales_with_the_shard_size(te):
+    """Only one rank is computed, so any number of ranks is possible."""
     small, large = (plan(Job(WIDE, optimizer="fused-adam"), Sizes(dp_shard=n, tp=8)) for n in (16, 128))
     assert math.isclose(small.held_bytes, 8 * large.held_bytes, rel_tol=0.001)
     assert small.activations == large.activations and large.sizes.ranks == 1024
 
 
-def test_405_billion_parameters_on_1024_ranks(tmp_path):
-    """A minute of one core and 2 GiB, torch's import included; measured: 5 s, 0.4 GiB."""
+def test_plan_of_405b_parameters_on_1024_ranks_is_fast(tmp_path):
+    """The limit is one minute on one core and 2 GiB, including torch's import. Measured: 5 s, 0.4 GiB."""
     (tmp_path / "config.json").write_text(json.dumps({**WIDE, "num_hidden_layers": 126}))
     args = [
         "plan",
@@ -199,7 +199,7 @@ def build():
 
 
 class Own(nn.Module):
-    """A model of one's own; 96 rows do not divide into blocks of 32 over four ranks."""
+    """A user-defined model. 96 rows are not a multiple of 32 per rank on four ranks."""
 
     def __init__(self, meshes):
         super().__init__()
@@ -294,20 +294,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(te, case):
+def test_plan_rejects_invalid_jobs(te, case):
     call, kind, text = REFUSED[case]
     with pytest.raises(kind, match=text):
         call()
     assert not torch.distributed.is_initialized()
 
 
-def test_not_in_a_running_job(te, fake_world):
+def test_plan_raises_in_a_distributed_process(te, fake_world):
     fake_world(2)
     with pytest.raises(OrderError, match=r"torch.distributed is initialized.*te-fsdp plan"):
         plan(Job(CONFIG), Sizes(dp_shard=2))
 
 
-def test_a_user_defined_model(te):
+def test_plan_accepts_a_user_defined_model(te):
     result = plan(
         Job(f"{__name__}:Own" if __name__ != "__main__" else Own, vocabulary=None), Sizes(dp_shard=2)
     )
@@ -315,8 +315,8 @@ def test_a_user_defined_model(te):
     assert result.report.rows[0].name == "scale"
 
 
-def test_search(te):
-    """Meshes that fit come first, cheapest first; the others say why not."""
+def test_search_orders_meshes_by_cost(te):
+    """Meshes that fit are listed first, ordered by cost. The others have a reason."""
     job = Job(MIXTRAL, sequence=64)
     result = search(job, gpus=4, memory=2**40, node=2)
     assert {str(item.sizes) for item in result} >= {
@@ -344,8 +344,8 @@ def test_search(te):
     assert large and all("GiB over the limit" in item.reason for item in large)
 
 
-def test_peaks_on_h200(hopper, monkeypatch):
-    """Jobs that two H200s have trained: the allocator's peak within 3 %, and what they hold."""
+def test_planned_peaks_match_h200_measurements(hopper, monkeypatch):
+    """Compare with jobs on two H200s: the allocator's peak within 3 %, and the memory between steps."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import plan_memory
 
@@ -359,8 +359,8 @@ def test_peaks_on_h200(hopper, monkeypatch):
         assert planned.peak.bytes == pytest.approx(real["peak"], rel=0.03), (row, planned.peak)
 
 
-def test_transposes_of_unsharded_weights(hopper):
-    """One rank alone gathers nothing; Hopper's transposes of float8 weights are there all the same."""
+def test_transposes_are_planned_without_all_gathers(hopper):
+    """A single rank does not all-gather, but Hopper still keeps transposes of float8 weights."""
     job = Job(
         CONFIG, recipe="current", quantized_weights=True, optimizer="fused-adam", sequence=512, vocabulary=0
     )
@@ -376,7 +376,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_command(te, folder, capsys):
+def test_plan_command_prints_and_reads_json(te, folder, capsys):
     args = ["plan", str(folder), "--gpus", "8", "--tp", "2", "--arch", "10.0", "--sequence", "64"]
     args += ["--main-grads", "float32", "--grad-comm", "bfloat16", "--main-params", "model"]
     assert main([*args, "--json"]) == 0
@@ -427,7 +427,7 @@ def test_the_command(te, folder, capsys):
     assert main(timed) == 0 and " ms " in capsys.readouterr().out
 
 
-def test_invalid_plan_files(te, folder, capsys):
+def test_report_rejects_invalid_plan_files(te, folder, capsys):
     (folder / "other.json").write_text('{"te_fsdp_plan": 99}')
     assert main(["report", str(folder / "other.json"), "--json"]) == 1
     assert "not a plan: expected te_fsdp_plan: 1, got 99" in json.loads(capsys.readouterr().out)["error"]
@@ -441,7 +441,7 @@ def test_invalid_plan_files(te, folder, capsys):
         Plan.from_json({"te_fsdp_plan": 1})
 
 
-def test_the_page(te, folder, capsys, monkeypatch):
+def test_plan_page_commands_run(te, folder, capsys, monkeypatch):
     """The commands of docs/plan.md, in a folder with a model, and its block of Python."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -460,7 +460,7 @@ def test_the_page(te, folder, capsys, monkeypatch):
     assert "layers.0.layernorm_mlp.fc1_weight" in capsys.readouterr().out
 
 
-def test_sizes_of_memory(capsys: pytest.CaptureFixture[str]):
+def test_memory_sizes_with_units_are_parsed(capsys: pytest.CaptureFixture[str]):
     assert [bytes_of(text) for text in ("80GiB", "141GB", "1.5 ki", "7")] == [
         80 * 2**30,
         141 * 10**9,
@@ -472,12 +472,12 @@ def test_sizes_of_memory(capsys: pytest.CaptureFixture[str]):
     assert "a size with a unit, such as 80GiB" in capsys.readouterr().err
 
 
-def test_it_is_public():
+def test_planning_package_exports_plan():
     assert te_fsdp.planning.plan is plan
 
 
-def test_completion(python, tmp_path):
-    """tyro completes each command; ``te-fsdp completion`` puts them together."""
+def test_shell_completion_covers_each_command(python, tmp_path):
+    """tyro completes each command. ``te-fsdp completion`` combines them."""
     done = start(python, "te_fsdp.cli", ["completion", "bash"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--quantized-weights" in done.stdout and "verify" in done.stdout

@@ -1,4 +1,4 @@
-"""The formula of what modules keep, against what TransformerEngine's own code saves for backward."""
+"""Compare planned activations with the tensors that TransformerEngine saves for backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILD = {
 
 
 def saved(module: torch.nn.Module, x: torch.Tensor) -> int:
-    """Bytes of the memory that autograd holds after a forward, parameters left out."""
+    """Return the bytes that autograd saves in a forward, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     held: dict[int, int] = {}
     # As a module that FSDP2 manages: TransformerEngine keeps no quantized copies of its weights.
@@ -49,7 +49,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "recipe"), CASES)
-def test_activations_that_modules_save(te, kind, recipe):
+def test_planned_activations_match_tensors_saved_by_te(te, kind, recipe):
     import transformer_engine.common.recipe as recipes
 
     module = BUILD[kind](te, params_dtype=torch.bfloat16, device="cpu")

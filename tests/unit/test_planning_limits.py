@@ -1,4 +1,4 @@
-"""Comparison of `te-fsdp plan` with the device or a file."""
+"""Test limits of `te-fsdp plan`: device support, memory sizes, plan files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_timed_plan_is_read_back(te, folder, capsys):
-    """Kind: what the command adds to a plan's file must not keep the file from being read."""
+def test_timed_plan_can_be_read(te, folder, capsys):
+    """Values that the command adds to a plan file must not make it unreadable."""
     args = ["plan", str(folder), "--gpus", "2", "--sequence", "64", "--arch", "10.0", "--json"]
     printed = []
     for more in ([], ["--tflops", "400"], ["--tflops", "400", "--host-ms", "3"]):
@@ -37,8 +37,8 @@ def test_a_timed_plan_is_read_back(te, folder, capsys):
 
 
 @pytest.mark.parametrize("text", ["80", " 7.5 ", "0"])
-def test_a_size_of_memory_needs_its_unit(capsys: pytest.CaptureFixture[str], text: str):
-    """Kind: a number whose unit is guessed. A plan for 80 bytes helps no one."""
+def test_memory_option_requires_a_unit(capsys: pytest.CaptureFixture[str], text: str):
+    """Bug class: the unit of a number is guessed. A plan for 80 bytes is useless."""
     assert main(["plan", "config.json", "--memory", text]) == 1
     output = " ".join(capsys.readouterr().err.split())
     assert "expected a size with a unit" in output and f"Fix: --memory {text.strip()}GiB" in output
@@ -50,8 +50,8 @@ def test_a_size_of_memory_needs_its_unit(capsys: pytest.CaptureFixture[str], tex
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("arch", ["9.0", "10.0"])
-def test_recipes_that_the_device_does_not_have(te, arch, recipe, quantized):
-    """Kind: a plan of a job that TransformerEngine refuses at its first forward; for every recipe and device."""
+def test_plan_rejects_recipes_that_the_device_does_not_support(te, arch, recipe, quantized):
+    """Bug class: a plan of a job that TransformerEngine rejects in its first forward. Every recipe and device."""
     if quantized and recipe == "none":
         return
     emulation.switch_arch(arch)
@@ -70,8 +70,8 @@ def test_recipes_that_the_device_does_not_have(te, arch, recipe, quantized):
         emulation.switch_arch("10.0")
 
 
-def test_the_command_refuses_a_recipe(te, folder, capsys):
-    """As above, from the command line; the negative control is the same job on Blackwell."""
+def test_plan_command_rejects_unsupported_recipes(te, folder, capsys):
+    """As above, from the command line. The negative control is the same job on Blackwell."""
     args = ["plan", str(folder), "--recipe", "mxfp8", "--sequence", "64"]
     assert main([*args, "--arch", "9.0"]) == 1
     assert "compute capability 9.0" in " ".join(capsys.readouterr().err.split())

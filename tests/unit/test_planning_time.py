@@ -1,4 +1,4 @@
-"""Estimated step times, compared with closed forms or with measured runs on two H200s."""
+"""Compare estimated step times with closed forms or with runs on two H200s."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ ROWS = {
 }
 
 
-def test_beside_two_h200s(hopper, monkeypatch):
-    """Within 15 %; the page shows this table."""
+def test_estimated_step_times_match_h200_measurements(hopper, monkeypatch):
+    """Estimates are within 15 %. The page shows this table."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import plan_memory
 
@@ -104,7 +104,7 @@ def test_beside_two_h200s(hopper, monkeypatch):
         assert f"{rates_in_page} TFLOP/s in {name}" in page
 
 
-def test_measured_numbers_are_those_of_the_files():
+def test_expected_step_times_match_the_recorded_files():
     files = ("step-h200x2", "step-h200x2-transport")
     rows, later = (json.loads((ROOT / f"benchmarks/results/{f}.json").read_text())["rows"] for f in files)
     earlier = json.loads((ROOT / "benchmarks/results/strategies-h200x2.json").read_text())["results"]
@@ -134,8 +134,8 @@ def test_measured_numbers_are_those_of_the_files():
         assert value == round(earlier[f"{weights.lower()} {word} te_fsdp"]["ms"], 1)
 
 
-def test_closed_forms(te):
-    """Two microbatches on two nodes of two: tp within one, dp_shard between them."""
+def test_step_time_matches_closed_forms(te):
+    """Two microbatches on two nodes with two ranks each, tp within a node and dp_shard across nodes."""
     job = Job(CONFIG, sequence=TOKENS, microbatches=2, recompute=True)
     result = plan(job, Sizes(dp_shard=2, tp=2))
     # A rank of tp has half of each product in layers, and the head for half of the tokens; three times, and once again.
@@ -159,7 +159,7 @@ def test_closed_forms(te):
     assert fast.exposed["dp_shard"] == pytest.approx(sent["dp_shard"] / 1e9, rel=1e-3)
 
 
-def test_context_parallel(te):
+def test_context_parallel_step_time_matches_closed_forms(te):
     whole, half = (
         plan(Job(CONFIG, sequence=TOKENS), item) for item in (Sizes(dp_shard=2), Sizes(dp_shard=1, cp=2))
     )
@@ -178,12 +178,12 @@ def test_context_parallel(te):
         ({"tflops": 1.0, "host": -1.0}, "host"),
     ],
 )
-def test_refused(wrong, text):
+def test_machine_rejects_invalid_numbers(wrong, text):
     with pytest.raises(PlacementError, match=text):
         Machine(**wrong)
 
 
-def test_an_old_plan_has_no_time(te):
+def test_older_plan_without_operation_counts_is_rejected(te):
     result = plan(Job(CONFIG, sequence=TOKENS), Sizes())
     old = json.loads(json.dumps(result.as_json()))
     del old["flops"]

@@ -1,4 +1,4 @@
-"""The precision policy in one process: what it accepts, what it means for a model's units, what it refuses."""
+"""Test the precision policy in one process: valid fields, effects on units, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def plan_precision(model, units, policy):
-    """The plan of a model whose units are cut."""
+    """Return the plan of a model with sharded units."""
     rows = plan_storage(model, dict.fromkeys(units, STORAGE["optim_grads_params", "no_shard"]))
     return precision.plan_precision(model, rows, units, policy)
 
@@ -36,7 +36,7 @@ class Model(nn.Module):
 UNITS = ["", "first", "second"]
 
 
-def test_frozen_and_comparable():
+def test_policy_is_frozen_comparable_and_hashable():
     policy = MixedPrecisionPolicy()
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.main_params_dtype = None  # type: ignore[misc]
@@ -59,7 +59,7 @@ def test_frozen_and_comparable():
         ("cast_forward_inputs", None, "expected True or False, got None"),
     ],
 )
-def test_a_wrong_field_is_named(field, value, expected):
+def test_policy_error_names_the_wrong_field(field, value, expected):
     with pytest.raises(PrecisionError) as error:
         MixedPrecisionPolicy(**{field: value})
     message = str(error.value)
@@ -82,14 +82,14 @@ def test_a_wrong_field_is_named(field, value, expected):
         ({"main_params_dtype": None}, {"second": FP64}, {"second": (FP64, FP32, False)}),
     ],
 )
-def test_policies_passed_to_fsdp2(policy, model, units):
+def test_fsdp2_policies_of_units_match(policy, model, units):
     plan = plan_precision(Model(**model), UNITS, MixedPrecisionPolicy(**policy))
     for name, expected in units.items():
         told = plan.fsdp2_policy(name)
         assert (told.param_dtype, told.reduce_dtype, told.cast_forward_inputs) == expected, name
 
 
-def test_main_weights_keep_values_ties_and_attributes():
+def test_widened_main_weights_keep_values_ties_and_attributes():
     model = Model(head=FP32)
     model.second.weight = model.first.weight
     model.first.weight.mine = "kept"
@@ -103,7 +103,7 @@ def test_main_weights_keep_values_ties_and_attributes():
 
 
 @pytest.mark.parametrize("main", [None, FP32])
-def test_main_weights_that_exist_stay(main):
+def test_existing_main_weights_are_not_replaced(main):
     model = Model(first=FP32, second=FP32, head=FP32)
     kept = list(model.parameters())
     plan_precision(model, UNITS, MixedPrecisionPolicy(main_params_dtype=main)).widen(model)
@@ -118,13 +118,13 @@ def test_main_weights_that_exist_stay(main):
         ({"main_params_dtype": FP16}, {"second": FP32, "head": FP16}, ["second.weight", "of torch.float32"]),
     ],
 )
-def test_less_precise_main_weights_are_refused(policy, model, words):
+def test_less_precise_main_weights_are_rejected(policy, model, words):
     with pytest.raises(PrecisionError) as error:
         plan_precision(Model(**model), UNITS, MixedPrecisionPolicy(**policy))
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_several_dtypes_in_a_unit_are_refused():
+def test_several_dtypes_in_a_unit_are_rejected():
     model = Model(head=FP32)
     model.norm = nn.LayerNorm(2, dtype=BF16)
     with pytest.raises(PrecisionError, match=r"model: parameters of several dtypes.*head\.bias.*norm\.bias"):
@@ -136,7 +136,7 @@ def test_several_dtypes_in_a_unit_are_refused():
 
 
 @pytest.mark.parametrize("main", [None, BF16])
-def test_quantized_weights_want_fp32_main_weights(te, main):
+def test_quantized_weights_require_fp32_main_weights(te, main):
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
@@ -151,6 +151,6 @@ def test_quantized_weights_want_fp32_main_weights(te, main):
     plan_precision(model, [""], MixedPrecisionPolicy())
 
 
-def test_grad_comm_of_a_model_without_policy():
+def test_grad_comm_requires_a_precision_policy():
     with pytest.raises(OrderError, match="with a precision policy"), te_fsdp.grad_comm(Model(), BF16):
         pass

@@ -1,4 +1,4 @@
-"""Quantized weights that plain DCP wrote in pieces: their components joined, or their values."""
+"""Test quantized weights that plain DCP wrote in shards: joined components or dequantized values."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def half_of(weight: torch.Tensor, at: tuple[int, int], size: tuple[int, int] = (
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
-def test_components_of_pieces_are_joined(te, tmp_path, recipe):
-    """Bit for bit those of the weight that was sharded."""
+def test_quantized_shards_are_joined_exactly(te, tmp_path, recipe):
+    """Joined components equal those of the unsharded weight bit for bit."""
     weight = weight_of(te, recipe, 0)
     result = quantized_or_plain(
         "w", chunked(tmp_path, [half_of(weight, at) for at in HALVES]), scrambled=False
@@ -69,8 +69,8 @@ def test_components_of_pieces_are_joined(te, tmp_path, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
-def test_pieces_with_separate_scales_are_values(te, tmp_path, recipe):
-    """One scale of several is wrong for the rest of the weight, so the values are quantized again in a load."""
+def test_shards_with_different_scales_are_dequantized(te, tmp_path, recipe):
+    """One scale is wrong for the other shards, so a load quantizes the values again."""
     one, other = weight_of(te, recipe, 0), weight_of(te, recipe, 1)
     pieces = [half_of(one, HALVES[0]), half_of(other, HALVES[1])]
     result = quantized_or_plain("w", chunked(tmp_path, pieces), scrambled=False)
@@ -79,8 +79,8 @@ def test_pieces_with_separate_scales_are_values(te, tmp_path, recipe):
     assert not torch.equal(result.full(), values_of(one)), "the control"
 
 
-def test_values_next_to_components(te, tmp_path):
-    """A rank whose rectangle splits a block of scales writes values."""
+def test_mixed_quantized_and_plain_shards_are_dequantized(te, tmp_path):
+    """A rank whose rectangle splits a block writes dequantized values."""
     weight, offsets = weight_of(te, "nvfp4", 0), [(0, 0), (128, 0), (136, 0)]
     pieces = [half_of(weight, at, (n, 128)) for at, n in zip(offsets, (128, 8, 120), strict=True)]
     assert list(map(_te.is_quantized, pieces)) == [True, False, False]
@@ -90,15 +90,15 @@ def test_values_next_to_components(te, tmp_path):
     )
 
 
-def test_pieces_in_an_unknown_order_are_refused(te, tmp_path):
+def test_tp_shards_in_an_unknown_order_are_rejected(te, tmp_path):
     weight = weight_of(te, "mxfp8", 0)
     stored = chunked(tmp_path, [half_of(weight, at) for at in HALVES])
     with pytest.raises(CheckpointError, match="w: a quantized weight in 2 pieces of tensor parallelism"):
         quantized_or_plain("w", stored, scrambled=True)
 
 
-def test_plain_pieces_are_not_read(tmp_path):
-    """Their values are read by the load, a rank's rows at a time."""
+def test_plain_shards_are_read_lazily(tmp_path):
+    """The load reads their values later, only the rows of each rank."""
     stored = chunked(tmp_path, [torch.ones(128, 128, dtype=torch.bfloat16)] * 2)
     for number in range(2):
         (tmp_path / str(number)).unlink()

@@ -1,4 +1,4 @@
-"""Quantized weights in one process: shards of ones made on the device, packed buffers, what fits a format."""
+"""Test quantized weights in one process: shards, packed buffers, shape requirements of formats."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def meshes_at(place: int, size: int = 2) -> Meshes:
-    """Pure FSDP over ranks of which this process is the given one."""
+    """Return FSDP meshes in which this process simulates the given rank."""
     mesh = DeviceMesh("cpu", torch.arange(size) + ME - place, mesh_dim_names=("dp_shard",))
     return Meshes.from_device_mesh(mesh)
 
@@ -63,8 +63,8 @@ def local(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_shard_is_a_slice_of_the_unsharded_weight(world, recipe, place):
-    """In every byte, although FSDP2 cut high-precision values: the bytes are copied."""
+def test_quantized_shard_equals_a_slice_of_the_unsharded_weight(world, recipe, place):
+    """All bytes are equal: they are copied although FSDP2 shards high-precision values."""
     whole = Model(world, recipe).up.weight
     fmt = _te.format_of(whole)
     model = te_fsdp.fully_shard(Model(world, recipe), meshes_at(place))
@@ -84,7 +84,7 @@ def test_a_shard_is_a_slice_of_the_unsharded_weight(world, recipe, place):
     assert not torch.equal(shard.dequantize(), whole.dequantize()[other])  # negative control
 
 
-def test_delayed_scaling_keeps_the_scale_it_has(world):
+def test_delayed_scaling_shard_keeps_the_scale(world):
     whole = Model(world, "DelayedScaling").up.weight
     shard = local(te_fsdp.fully_shard(Model(world, "DelayedScaling"), meshes_at(1)))
     assert torch.equal(shard._data, whole._data[ROWS // 2 :])
@@ -92,8 +92,8 @@ def test_delayed_scaling_keeps_the_scale_it_has(world):
 
 
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "Float8CurrentScaling", "NVFP4BlockScaling"])
-def test_the_value_before_quantization_is_sharded(world, recipe):
-    """`preserve_high_precision_init_val`: what an optimizer takes its main weights from."""
+def test_high_precision_initial_value_is_sharded(world, recipe):
+    """Optimizers initialize main weights from it (`preserve_high_precision_init_val`)."""
     whole = Model(world, recipe, keep=True).up.weight.get_high_precision_init_val()
     model = te_fsdp.fully_shard(Model(world, recipe, keep=True), meshes_at(1))
     assert torch.equal(local(model).get_high_precision_init_val(), whole[ROWS // 2 :])
@@ -103,8 +103,8 @@ def test_the_value_before_quantization_is_sharded(world, recipe):
     assert _te.high_precision_value(local(unkept)) is None
 
 
-def test_every_format_has_its_block(te):
-    """The rows that one scale spans, against TE's own constants."""
+def test_block_sizes_match_te_constants(te):
+    """Compare the rows per scale with TE's own constants."""
     from transformer_engine.pytorch import constants
 
     assert FORMATS["mxfp8"].block == constants.MXFP8_BLOCK_SCALING_SIZE
@@ -119,8 +119,8 @@ def test_every_format_has_its_block(te):
     )
 
 
-def test_names_of_formats(te):
-    """Of a tensor and of the quantizer that makes it: the same, and TE's class name for one that we do not know."""
+def test_format_names_match_for_tensors_and_quantizers(te):
+    """A tensor and its quantizer have the same format name. An unknown format has TE's class name."""
     for recipe in RECIPES:
         module = Model(te, recipe).up
         quantizer = _te.weight_quantizer(module, "weight")
@@ -134,8 +134,8 @@ def test_names_of_formats(te):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_formats_match_te(te, recipe):
-    """Names of buffers, attributes, options and functions; which buffers hold the values."""
+def test_format_table_matches_te_tensors(te, recipe):
+    """Compare names of buffers, attributes, options and functions, and which buffers contain the values."""
     weight = Model(te, recipe).up.weight.detach()
     row, data = _te.format_of(weight), weight.get_metadata()
     assert all(data[buffer.name] is getattr(weight, buffer.attribute) for buffer in row.buffers)
@@ -160,7 +160,7 @@ DTYPES = (torch.uint8, torch.float32, torch.bfloat16)
         max_size=4,
     )
 )
-def test_packed_buffers_come_out_as_they_went_in(described):
+def test_packed_buffers_round_trip(described):
     buffers = tuple(
         torch.arange(torch.Size(shape).numel()).remainder(251).to(dtype).reshape(shape)
         for dtype, shape in described
@@ -175,7 +175,7 @@ def test_packed_buffers_come_out_as_they_went_in(described):
         assert first.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-def test_hooks_are_mended_once(te):
+def test_fsdp_hooks_are_patched_once(te):
     fsdp_hooks.patch_fsdp_hooks()
     classes = _patches.gathering_tensors()
     hooks = [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes]
@@ -184,8 +184,8 @@ def test_hooks_are_mended_once(te):
     assert [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes] == hooks
 
 
-def test_hooks_called_by_hand(te):
-    """TE's tests call them with `module=None`, where TE's own formats allow it; without a binding nothing changes."""
+def test_fsdp_hooks_accept_calls_without_a_module(te):
+    """TE's tests call them with `module=None`. Without a binding, the hooks behave as in stock TE."""
     told = []
 
     def stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
@@ -227,8 +227,8 @@ BLOCKS = sorted(name for name, row in FORMATS.items() if row.block)
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(BLOCKS), SIZES, SIZES, st.sampled_from([16, 32, 64]), st.integers(1, 6))
-def test_shards_fit_if_they_have_full_blocks(fmt, rows, columns, unit, ranks):
-    """Against the pieces themselves, as FSDP2 shards them (`torch.chunk`)."""
+def test_shards_require_full_blocks(fmt, rows, columns, unit, ranks):
+    """Compare with FSDP2's actual shards (`torch.chunk`)."""
     shape, block = (rows * unit, columns * unit), FORMATS[fmt].block
     for dim in (0, 1):
         pieces = [piece.shape[dim] for piece in torch.empty(shape).chunk(ranks, dim=dim)]
@@ -248,8 +248,8 @@ def test_shards_fit_if_they_have_full_blocks(fmt, rows, columns, unit, ranks):
 @given(
     st.sampled_from(["mxfp8", "nvfp4", "float8-block"]), SIZES, SIZES, st.integers(1, 8), st.integers(1, 3)
 )
-def test_proposed_shapes_fit(fmt, rows, columns, shard, tp_log):
-    """The mesh and the shape in the message, put to the test."""
+def test_proposed_meshes_and_shapes_are_valid(fmt, rows, columns, shard, tp_log):
+    """The mesh and the shape that the error message proposes are accepted."""
     tp = 2 ** (tp_log - 1)
     made = weight((rows * 16 * tp, columns * 16), fmt, ParameterRule(0)).over(tp)
     grid = Grid(1, shard, tp)
@@ -272,15 +272,15 @@ def test_proposed_shapes_fit(fmt, rows, columns, shard, tp_log):
     assert fitting_dim(weight(shape, fmt, ParameterRule(0)).over(tp), shard) is not None
 
 
-def test_proposed_shapes_of_grouped_queries_are_the_nearest():
-    """Query, key and value of 8 and 4 heads are as high as 2, 1 and 1 blocks: 4 blocks for each tp rank fit."""
+def test_proposed_gqa_shapes_are_the_nearest():
+    """Query, key and value of 8 and 4 heads take 2, 1 and 1 blocks, so 4 blocks per tp rank fit."""
     queries = ParameterRule(0, Layout("stacked", (8, 4, 4)))
     with pytest.raises(PlacementError, match=r"unsharded shape \(2048, 512\) instead of \(1024, 512\)"):
         check_fit(weight((1024, 512), "float8-block", queries).over(4), Grid(1, 1, 4))
     assert fits(weight((2048, 512), "float8-block", queries).over(4), 1, 0)
 
 
-def test_stacked_tensors_have_full_blocks():
+def test_stacked_weights_require_full_blocks():
     halves = ParameterRule(0, Layout("stacked", (1, 1)))
     assert fits(weight((128, 64), "mxfp8", halves), 2, 0)
     assert not fits(weight((96, 64), "mxfp8", halves), 1, 0)  # 48 rows each
@@ -316,8 +316,8 @@ def hybrid(te, rowwise: str, columnwise: str):
         (("block", "current"), 128),
     ],
 )
-def test_a_hybrid_is_cut_into_blocks_that_hold_those_of_both_formats(world, formats, block):
-    """128 rows hold four scales of MXFP8, of 32 no scale of 128 could be made."""
+def test_hybrid_weights_use_the_larger_block_of_both_formats(world, formats, block):
+    """128 rows contain four MXFP8 scales, but 32 rows are too few for one scale of 128."""
     from transformer_engine.common.recipe import CustomRecipe
 
     def factory(role):
@@ -337,7 +337,7 @@ def test_a_hybrid_is_cut_into_blocks_that_hold_those_of_both_formats(world, form
 
 
 @pytest.mark.parametrize("formats", [("delayed", "mxfp8"), ("block", "delayed")])
-def test_hybrids_with_delayed_scaling_are_refused(te, formats):
+def test_hybrid_weights_with_delayed_scaling_are_rejected(te, formats):
     with pytest.raises(PrecisionError, match=r"w: hybrid weight with a part in delayed scaling.*Fix: "):
         check_quantizer("w", hybrid(te, *formats))
     check_quantizer("w", hybrid(te, "current", "mxfp8"))

@@ -1,4 +1,4 @@
-"""Messages of all ranks through rank 0."""
+"""Test messages of all ranks through rank 0."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def rounds(call: Any, on_rank_0: Any, counts: Counter[str] | None = None) -> lis
 
 
 @pytest.mark.parametrize("size", [0, 700, *range(_FRAME - 40, _FRAME + 3), 100_000])
-def test_a_message_of_any_size_arrives(size: int) -> None:
-    """Kind: an end or a start of a message lost where its first part is full."""
+def test_messages_of_any_size_are_received(size: int) -> None:
+    """Bug class: the end or start of a message is lost if its first part is full."""
     results = rounds(lambda rank: bytes([rank]) * size, lambda seen: [b"".join(seen) + bytes([0])] * RANKS)
     assert results == [b"".join(bytes([rank]) * size for rank in range(RANKS)) + bytes([0])] * RANKS
 
 
-def test_ranks_get_replies_of_their_own() -> None:
-    """The control for replies that rank 0 packs once: equal objects of some ranks only."""
+def test_each_rank_gets_its_own_reply() -> None:
+    """Control for replies that rank 0 packs once: only some ranks get equal objects."""
     pair = ["a", "b"]
     assert rounds(lambda rank: rank, lambda seen: [pair, pair, [seen[2]], pair]) == [pair, pair, [2], pair]
 
 
-def test_small_messages_are_one_each() -> None:
-    """A round costs rank 0 one message from each rank and one to each (kind: sizes sent apart)."""
+def test_small_messages_are_sent_as_one_message() -> None:
+    """A round costs rank 0 one message from and to each rank. Bug class: sizes are sent separately."""
     counts: Counter[str] = Counter()
     rounds(lambda rank: None, lambda seen: seen, counts)
     both = 2 * 2 * (RANKS - 1)  # this round and the one that ends
@@ -73,7 +73,7 @@ def test_small_messages_are_one_each() -> None:
     assert [len(_pack(b"x" * size)) for size in (0, _FRAME)] == [1, 2]
 
 
-def test_an_error_reaches_all_ranks() -> None:
+def test_error_is_raised_on_all_ranks() -> None:
     def fail(rank: int) -> None:
         if rank == 2:
             raise CheckpointError("too late " + "x" * 2 * _FRAME)
@@ -83,7 +83,7 @@ def test_an_error_reaches_all_ranks() -> None:
 
 
 def test_ranks_connect_to_rank_0_only() -> None:
-    """Kind: connections of all pairs, whose number and time grow with the square of the ranks."""
+    """Bug class: connections between all pairs, which grow with the square of the number of ranks."""
 
     alive: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""``report`` in one process that simulates a rank of many."""
+"""Test ``report`` in one process that simulates one of many ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMS = ("mlp.layer_norm_weight", "mlp.layer_norm_bias")
 
 
 def meshes_at(shape: tuple[int, int, int], place: int) -> Meshes:
-    """Meshes of a stretch of the world in which this process has a given place."""
+    """Return meshes over consecutive ranks with this process at a given position."""
     ranks = torch.arange(math.prod(shape)).reshape(shape) + ME - place
     return Meshes(DeviceMesh("cpu", ranks, mesh_dim_names=AXES))
 
@@ -68,8 +68,8 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("shape", PLACEMENTS, ids=lambda shape: "x".join(map(str, shape)))
-def test_every_rank(world, shape, device):
-    """Logical shapes are the complete module's; local ones those of the closed form; the head has uneven shards."""
+def test_report_is_correct_on_every_rank(world, shape, device):
+    """Logical shapes equal the unsharded module's, local shapes a closed form. The head has uneven shards."""
     copies, first, second = PLACEMENTS[shape]
     shard, tp = shape[1:]
     for place in range(math.prod(shape)):
@@ -124,8 +124,8 @@ def quantized_bytes(fmt: str, rows: int, columns: int) -> int:
 
 
 @pytest.mark.parametrize("fmt", ["float8", "mxfp8", "float8-block", "nvfp4"])
-def test_formats(world, fmt):
-    """Check the format that a weight will have, and has: by name, and by counted bytes."""
+def test_report_shows_formats_and_bytes(world, fmt):
+    """Check the name and size of a weight's format before and after initialization."""
     hidden = 256 if fmt == "float8-block" else 64
     meshes = meshes_at((1, 2, 2), 1)
     model = te_fsdp.fully_shard(Model(world, meshes, "meta", recipes()[fmt], hidden), meshes)
@@ -173,14 +173,14 @@ def in_ascii(table: str) -> str:
     return "".join(c if c.isascii() else "+" for c in table.translate(BOXES))
 
 
-def test_the_table(world):
+def test_report_table_text(world):
     meshes = meshes_at((1, 2, 2), 1)
     model = te_fsdp.fully_shard(Model(world, meshes, "cpu", recipes()["mxfp8"]), meshes)
     assert in_ascii(str(te_fsdp.report(model))) == TABLE.strip()
 
 
-def test_the_table_fits_a_terminal(world, monkeypatch):
-    """Long names continue on the next line; nothing is cut off. Elsewhere (a log file) every name is on one line."""
+def test_report_table_fits_the_terminal(world, monkeypatch):
+    """Long names continue on the next line without truncation. In a log file every name is on one line."""
     meshes = meshes_at((1, 2, 2), 1)
     model = te_fsdp.fully_shard(Model(world, meshes, "cpu", recipes()["mxfp8"]), meshes)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
@@ -208,22 +208,22 @@ def test_long_names_are_not_truncated(world):
         assert "dp_shard:S(0)" in line and "tp:R" in line
 
 
-def test_names_that_look_like_markup():
-    """rich took brackets for tags, which raised or were left out, and words between colons for emoji."""
+def test_names_with_brackets_are_not_treated_as_markup():
+    """Bug class: rich interprets brackets as tags and words between colons as emoji."""
     names = ("head[de]", "end[/b]", "a:smile:")
     lines = str(te_fsdp.report(nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})))
     assert all(f" {name}.weight " in lines for name in names)
 
 
-def test_the_table_in_a_notebook(monkeypatch):
-    """Kind: text that depends on the program that prints it. In a notebook rich displays tables itself."""
+def test_report_table_is_printed_in_a_notebook(monkeypatch):
+    """Bug class: the text depends on the environment. In a notebook, rich displays tables itself."""
     expected = str(te_fsdp.report(nn.Linear(4, 4)))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert str(te_fsdp.report(nn.Linear(4, 4))) == expected and "local shape" in expected
 
 
-def test_before_anything_is_sharded(world):
-    """A plain model, a scalar among its parameters, one parameter registered twice, one named after no axis."""
+def test_report_of_an_unsharded_model(world):
+    """Cover a plain model with a scalar parameter and a parameter registered twice."""
     model = nn.Sequential(nn.Linear(3, 2, device="meta"), nn.BatchNorm1d(2))
     model.register_parameter("gain", nn.Parameter(torch.ones((), dtype=torch.float64)))
     model.register_parameter("again", model.gain)
@@ -239,7 +239,7 @@ def test_before_anything_is_sharded(world):
     assert "| scalar |" in in_ascii(str(report))
 
 
-def test_axes_without_names(world):
+def test_report_of_a_mesh_without_axis_names(world):
     model = nn.Linear(4, 4, bias=False)
     te_fsdp.set_device_mesh(model, tp_mesh=DeviceMesh("cpu", [ME, ME + 1]))
     assert rows(model, "placements") == {"weight": "0:R"}

@@ -1,4 +1,4 @@
-"""Streams of weights for inference engines: every family, in one process."""
+"""Test weight streams for inference engines in one process for every model family."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def build(te: Any, name: str, folder: Path) -> tuple[TeModel, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_family(te: Any, tmp_path: Path, name: str) -> None:
-    """The stream equals the files of ``save_huggingface``, name by name and bit by bit."""
+def test_weight_stream_equals_saved_files_for_every_family(te: Any, tmp_path: Path, name: str) -> None:
+    """The stream equals the files of ``save_huggingface`` bit for bit."""
     model, original = build(te, name, tmp_path)
     hf.save_huggingface(tmp_path / "saved", model, config=original.config)
     files = {key: item.full() for key, item in open_safetensors(tmp_path / "saved")[0].items()}
@@ -40,8 +40,8 @@ def test_every_family(te: Any, tmp_path: Path, name: str) -> None:
     assert not all(torch.equal(streamed[key], value) for key, value in files.items()), "the control"
 
 
-def test_a_folder_in_fp8(te: Any, tmp_path: Path) -> None:
-    """transformers reads the folder, and dequantizes to the values."""
+def test_fp8_folder_is_readable_by_transformers(te: Any, tmp_path: Path) -> None:
+    """transformers reads the folder and dequantizes it to the same values."""
     model, original = build(te, "qwen3-moe", tmp_path)
     rollout.save_folder(tmp_path / "fp8", model, config=original.config, bucket_bytes=10_000)
     stored = {key: item.full() for key, item in open_safetensors(tmp_path / "fp8")[0].items()}
@@ -68,8 +68,8 @@ def test_a_folder_in_fp8(te: Any, tmp_path: Path) -> None:
             assert error > 0, "the control: values were quantized"
 
 
-def test_quantized_blocks() -> None:
-    """One scale per block, short blocks at the edges included; zeros stay zeros."""
+def test_fp8_blocks_have_one_scale_each() -> None:
+    """Each block has one scale, including incomplete blocks at the edges. Zeros stay zeros."""
     weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
     weight[:128, 128:256] = 0.0
     values, scales = rollout.quantize_blocks(weight)
@@ -91,16 +91,18 @@ def test_quantized_blocks() -> None:
         ({"since": {}}, "got dict"),
     ],
 )
-def test_options(te: Any, tmp_path: Path, options: dict[str, Any], expected: str) -> None:
-    """An option that is not supported is named."""
+def test_unsupported_stream_options_are_rejected(
+    te: Any, tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    """The error names the unsupported option."""
     model, original = build(te, "llama", tmp_path)
     with pytest.raises(CheckpointError) as caught:
         rollout.iter_weights(model, config=original.config, **options)
     assert expected in str(caught.value) and next(iter(options)) in str(caught.value)
 
 
-def test_streams_that_cannot_be_compared(te: Any, tmp_path: Path) -> None:
-    """``since`` takes a stream that has ended, of the same format."""
+def test_since_requires_a_finished_stream_of_the_same_format(te: Any, tmp_path: Path) -> None:
+    """``since`` requires a finished stream of the same format."""
     model, original = build(te, "llama", tmp_path)
     begun = rollout.iter_weights(model, config=original.config)
     next(begun)
@@ -112,15 +114,15 @@ def test_streams_that_cannot_be_compared(te: Any, tmp_path: Path) -> None:
     assert list(rollout.iter_weights(model, config=original.config, since=begun)) == []
 
 
-def test_projections_that_engines_do_not_read(te: Any, tmp_path: Path) -> None:
-    """GPT-2's are transposed."""
+def test_transposed_gpt2_projections_are_rejected_in_fp8(te: Any, tmp_path: Path) -> None:
+    """GPT-2's projections are transposed."""
     model, original = build(te, "gpt2", tmp_path)
     with pytest.raises(CheckpointError, match="fp8-block.*GPT-2"):
         rollout.iter_weights(model, config=original.config, format="fp8-block")
 
 
-def test_biases_that_the_family_lacks(te: Any) -> None:
-    """A value that no tensor of the Hugging Face model stores is an error before the first tensor."""
+def test_biases_without_a_hugging_face_tensor_are_rejected(te: Any) -> None:
+    """The error is raised before the first tensor of the stream."""
     config = {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True}
     model = TeModel(te, hf.read_config(config), fuse_qkv_params=True)
     with torch.no_grad():

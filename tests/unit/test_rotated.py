@@ -1,4 +1,4 @@
-"""Files of `matrix.rotated`: each test runs a case daily, all its cases in five days."""
+"""Check files of `matrix.rotated`: each test runs a case daily, all its cases in five days."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def collected(python: str, *options: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def test_the_table_names_files():
+def test_rotated_table_names_existing_files():
     missing = [name for name in rotated.FILES if not (DISTRIBUTED / name).is_file()]
     assert not missing
     assert rotated.is_rotated(DISTRIBUTED / "test_rollout.py")
@@ -46,8 +46,8 @@ def test_each_case_runs_once_in_five_days(count, shift):
     assert set().union(*days) == set(range(count))
 
 
-def test_guards_run_with_every_seed(python):
-    """And `--matrix full` has all cases."""
+def test_cases_named_by_mutants_run_with_every_seed(python):
+    """`--matrix full` runs all cases."""
     assert GUARD in rotated.guards()
     everything = collected(python, "--matrix", "full")
     functions = {name.split("[")[0] for name in everything}

@@ -1,4 +1,4 @@
-"""The kind: which fp32 values round to the values of a low-precision tensor, for every format."""
+"""Test which fp32 values round to the values of a low-precision tensor, for every format."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _values() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [*PLAIN, *RECIPES])
 @pytest.mark.parametrize("change", ["flip", "next"])
-def test_values_that_round_are_kept(te, name, change):
-    """The exact values are kept bit for bit. A neighbor of the rounded value replaces them.
+def test_main_weights_that_round_to_the_weight_are_kept(te, name, change):
+    """Main weights are kept bit for bit if they round to the weight, and replaced if the weight has changed.
 
     The next number reaches powers of two from below, where numbers are denser.
     """
@@ -68,8 +68,8 @@ def test_values_that_round_are_kept(te, name, change):
     assert torch.equal(neighbor.keep(exact)[compared], neighbor.value[compared])
 
 
-def test_saturated_values_are_kept(te):
-    """Delayed scaling starts with scale 1, so that large values saturate."""
+def test_saturated_main_weights_are_kept(te):
+    """Delayed scaling starts with scale 1, where large values saturate."""
     exact = torch.full((256, 256), 1000.0)
     local = _quantize(te, "delayed", exact)
     assert torch.equal(local.dequantize(dtype=torch.float32), torch.full_like(exact, 448.0))
@@ -80,8 +80,8 @@ def test_saturated_values_are_kept(te):
 @pytest.mark.parametrize(
     ("recipe", "factor"), [("current", 0.75), ("block", 0.75), ("mxfp8", 0.75), ("nvfp4", 0.5)]
 )
-def test_values_above_a_smaller_amax_are_replaced(te, recipe, factor):
-    """The kind: a smaller amax has a smaller scale, under which the largest old values would saturate.
+def test_main_weights_above_a_smaller_amax_are_replaced(te, recipe, factor):
+    """Bug class: with a smaller amax, the largest old values would saturate and look unchanged.
 
     They do not round to the written values. Keeping them dropped a lookahead or an average of the largest weights.
     """
@@ -91,15 +91,15 @@ def test_values_above_a_smaller_amax_are_replaced(te, recipe, factor):
     assert torch.equal(rounded.keep(old)[large], rounded.value[large])
 
 
-def test_values_of_small_blocks_are_kept(te):
-    """NVFP4's scale of a block is a number of 8 bits. A subnormal one is rounded by more than FP4's spacing."""
+def test_main_weights_of_small_nvfp4_blocks_are_kept(te):
+    """NVFP4's 8-bit block scale may be subnormal, with a rounding error above FP4's spacing."""
     exact = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
     exact[:128] *= torch.exp2(-torch.arange(128.0) / 6)[:, None]
     assert torch.equal(rounded_values(_quantize(te, "nvfp4", exact)).keep(exact), exact)
 
 
-def test_values_above_a_smaller_amax_of_a_block_are_replaced(te):
-    """As above, for NVFP4 in blocks that are 2^-10 of the largest one: their scales are normal numbers of float8."""
+def test_main_weights_above_a_smaller_block_amax_are_replaced(te):
+    """As above, for NVFP4 blocks of 2^-10 of the largest one, whose scales are normal float8 numbers."""
     old = torch.full((256, 256), 3.0)
     old[:16] *= 2.0**-10
     rounded = rounded_values(_quantize(te, "nvfp4", 0.5 * old))

@@ -1,4 +1,4 @@
-"""The trainings that `make same-bits` compares."""
+"""Test the training runs that `make same-bits` compares."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ collectives = _load("collectives", "collectives.py")
 same_bits = _load("same_bits_main", "__main__.py")
 
 
-def test_names_are_different():
+def test_case_names_are_unique():
     names = [str(case) for case in cases.cases()]
     assert len(set(names)) == len(names)
 
@@ -46,16 +46,16 @@ def test_names_are_different():
         ("sequence_parallel", (True, False)),
     ],
 )
-def test_every_value_is_trained(field, values):
+def test_every_option_value_has_a_case(field, values):
     assert {getattr(case, field) for case in cases.cases()} == set(values)
 
 
-def test_every_module_is_trained_in_every_format():
+def test_every_module_has_a_case_in_every_format():
     trained = {(case.module, case.recipe, case.weights) for case in cases.cases()}
     assert {(module, *how) for module in cases.MODULES for how in cases.FORMATS} <= trained
 
 
-def test_a_difference_names_rank_and_value():
+def test_difference_names_the_rank_and_value():
     before = [{"loss 0.0": "a", "gradient 0 x": "b"}, {"loss 0.0": "a", "gradient 0 x": "b"}]
     assert same_bits.difference(before, [dict(seen) for seen in before]) == ""
     changed = [dict(before[0]), {**before[1], "gradient 0 x": "c"}]
@@ -64,7 +64,7 @@ def test_a_difference_names_rank_and_value():
     assert same_bits.difference(before, fewer) == "rank 1: gradient 0 x: b before, None now"
 
 
-def test_the_exit_status_respects_expected_differences(capsys):
+def test_exit_status_ignores_expected_differences(capsys):
     results = {"linear": [{"loss": "a"}], "grouped": [{"error": "MeshError"}]}
     assert same_bits.show({}, "", results) == 0
     assert same_bits.show({"linear": "rank 0: loss"}, "", results) == 1
@@ -72,7 +72,7 @@ def test_the_exit_status_respects_expected_differences(capsys):
     assert "1 of them refused" in capsys.readouterr().out
 
 
-def test_a_recording_replaces_the_commit_to_compare_with(tmp_path):
+def test_recorded_results_replace_the_commit_to_compare_with(tmp_path):
     case, other = cases.cases()[:2]
     digests = {str(case): [{"loss 0.0": "a", "collective 0": "allreduce_"}], str(other): [{"loss 0.0": "b"}]}
     file = tmp_path / "recorded.json"
@@ -86,7 +86,7 @@ def test_a_recording_replaces_the_commit_to_compare_with(tmp_path):
     )
 
 
-def test_collectives_are_recorded_in_order_with_sizes_and_ranks():
+def test_collectives_are_recorded_in_order():
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         seen = {}

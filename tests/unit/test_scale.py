@@ -1,4 +1,4 @@
-"""Costs on one rank do not grow with the number of ranks: fake process group, scale_worker.py."""
+"""Check with a fake process group that costs per rank do not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.commands import python_path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_small_model_on_few_and_on_many_ranks(python):
+def test_cost_per_rank_does_not_grow_with_the_number_of_ranks(python):
     worker = str(ROOT / "benchmarks/scale_worker.py")
     environment = {
         **os.environ,
@@ -38,7 +38,7 @@ def test_a_small_model_on_few_and_on_many_ranks(python):
     )
 
 
-def test_real_processes(python, tmp_path):
+def test_many_ranks_runs(python, tmp_path):
     environment = {
         **os.environ,
         "TE_FSDP_EMULATION": "9.0",
@@ -74,8 +74,8 @@ def _text_chunks(path: Path) -> dict[str, str]:
     return results
 
 
-def test_the_plot_of_the_page_shows_the_recorded_rows(monkeypatch, tmp_path):
-    """Kind: a figure drawn from different numbers than its JSON. The PNG records a digest of its rows."""
+def test_scaling_plot_shows_the_recorded_rows(monkeypatch, tmp_path):
+    """Bug class: the figure and its JSON differ. The PNG contains a digest of its rows."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import scale
 
@@ -90,8 +90,8 @@ def test_the_plot_of_the_page_shows_the_recorded_rows(monkeypatch, tmp_path):
     assert _text_chunks(tmp_path / "b.png")["Rows"] != scale.digest(json.loads(path.read_text())["rows"])
 
 
-def test_the_page_shows_the_recorded_rows():
-    """Kind: as above, for the table of benchmarks/README.md."""
+def test_benchmark_page_shows_the_recorded_rows():
+    """As above, for the table of benchmarks/README.md."""
     page = (ROOT / "benchmarks/README.md").read_text()
     for row in json.loads((ROOT / "benchmarks/results/scale-cpu.json").read_text())["rows"]:
         if row["model"] == "step":

@@ -1,4 +1,4 @@
-"""The record of modules in a checkpoint, without weights."""
+"""Test the module settings that a checkpoint records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(te: Any, **kwargs: Any) -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 32), layer, te.RMSNorm(32, device="cpu"), nn.Linear(32, 8))
 
 
-def test_recorded_settings(te: Any) -> None:
+def test_module_settings_are_recorded(te: Any) -> None:
     result = semantics_of(model(te, zero_centered_gamma=True, layernorm_epsilon=1e-6, qk_norm_type="RMSNorm"))
     assert result["1.self_attention"].settings["num_gqa_groups"] == 2
     assert (
@@ -55,7 +55,7 @@ def test_recorded_settings(te: Any) -> None:
     assert not any("flash" in name or "fused" in name for name in result), "backends of attention"
 
 
-def test_a_record_survives_json(te: Any) -> None:
+def test_module_settings_round_trip_through_json(te: Any) -> None:
     expected = model(te)
     text = json.dumps(record(expected), allow_nan=False)
     assert differences(from_json(json.loads(text)), semantics_of(expected)) == []
@@ -66,7 +66,7 @@ def test_a_record_survives_json(te: Any) -> None:
     )
 
 
-def test_wrappers_bindings_and_shards_change_nothing(te: Any, fake_world: Any) -> None:
+def test_wrappers_bindings_and_shards_do_not_change_settings(te: Any, fake_world: Any) -> None:
     expected = semantics_of(model(te))
     wrapped = model(te)
     wrapped[1] = checkpoint_wrapper(wrapped[1])
@@ -82,7 +82,7 @@ def test_wrappers_bindings_and_shards_change_nothing(te: Any, fake_world: Any) -
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_tensor_parallelism_changes_nothing(te: Any, tp: int) -> None:
+def test_tensor_parallelism_does_not_change_settings(te: Any, tp: int) -> None:
     cut = model(te, tp_size=tp, set_parallel_mode=True, sequence_parallel=tp > 1)
     assert semantics_of(cut) == semantics_of(model(te))
 
@@ -90,8 +90,8 @@ def test_tensor_parallelism_changes_nothing(te: Any, tp: int) -> None:
 @pytest.mark.parametrize(
     "name", [*KINDS, "ops.LayerNorm", "ops.RMSNorm", "ops.SwiGLU", "ops.ClampedSwiGLU", "ops.ConstantScale"]
 )
-def test_every_argument_of_te_is_accounted_for(te: Any, name: str) -> None:
-    """A new argument of TE must be looked at: does it change what weights mean?"""
+def test_every_te_argument_is_a_setting_or_listed_as_none(te: Any, name: str) -> None:
+    """A new TE argument must be classified: it may change the meaning of weights."""
     cls = te
     for part in name.split("."):
         cls = getattr(cls, part)

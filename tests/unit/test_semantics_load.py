@@ -1,4 +1,4 @@
-"""Models that differ although their tensors have equal names: refused or noted as the page says."""
+"""Test loads into models with equal tensor names but different settings, as documented."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def page() -> dict[str, str]:
 
 
 class Attention(nn.Module):
-    """Attention without weights, and something to load."""
+    """Attention without weights, and a parameter to load."""
 
     def __init__(self, te: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """A rotary embedding whose frequencies are in no checkpoint."""
+    """A rotary embedding whose frequencies are not stored in a checkpoint."""
 
     def __init__(self, te: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def ending(te: Any, **last: Callable[[], nn.Module]) -> nn.Module:
 
 
 def apply(te: Any, model: nn.Module) -> torch.Tensor:
-    """A forward in which every setting has a say: positions, more keys than queries, values beyond limits."""
+    """Run a forward that depends on every setting: positions, more keys than queries, values beyond limits."""
     x = 3 * torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(5))
     if not isinstance(model, te.TransformerLayer):
         return model(x)
@@ -225,7 +225,7 @@ OTHER_INPUTS = {
 
 @pytest.fixture(scope="module")
 def saved(te: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[nn.Module, Path]]:
-    """A model and its checkpoint; models of equal construction are one."""
+    """Return a model and its checkpoint, cached by construction arguments."""
     done: dict[str, tuple[nn.Module, Path]] = {}
 
     def make(build: Build, kwargs: dict[str, Any]) -> tuple[nn.Module, Path]:
@@ -242,7 +242,7 @@ def saved(te: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tu
     return make
 
 
-def test_the_page_lists_every_setting() -> None:
+def test_checkpoint_page_lists_every_setting() -> None:
     known = {name: setting.effect for name, setting in SETTINGS.items()}
     extra = {"class": "error", "recipes": "note", "settings": "strict"}
     assert page() == known | extra
@@ -264,7 +264,9 @@ def needs_2_20(te: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_one_setting_differs(te: Any, saved: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_rejects_or_logs_each_different_setting(
+    te: Any, saved: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if name in ("beta1", "beta2", "softcap"):
         needs_2_20(te)
     build, one, other = PAIRS[name]
@@ -295,7 +297,7 @@ def test_one_setting_differs(te: Any, saved: Any, name: str, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("name", EQUALS)
-def test_settings_that_act_alike(te: Any, saved: Any, name: str) -> None:
+def test_load_accepts_equivalent_settings(te: Any, saved: Any, name: str) -> None:
     build, one, other = EQUALS[name]
     here = build(te, **other).eval()
     loaded = checkpoint.load(saved(build, one)[1], here)
@@ -303,14 +305,14 @@ def test_settings_that_act_alike(te: Any, saved: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOTES)
-def test_harmless_differences(te: Any, saved: Any, name: str) -> None:
+def test_load_logs_harmless_differences(te: Any, saved: Any, name: str) -> None:
     build, one, other = NOTES[name]
     loaded = checkpoint.load(saved(build, one)[1], build(te, **other).eval())
     assert loaded.is_complete and len(loaded.notes) == 1
 
 
 class Scaled(nn.Module):
-    """A module of one's own, whose attributes are a part of what it computes."""
+    """A user-defined module whose attributes affect its output."""
 
     def __init__(self, te: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -322,8 +324,8 @@ def encoder(te: Any, activation: Any) -> nn.Module:
     return nn.TransformerEncoderLayer(32, 4, 64, activation=activation)
 
 
-def test_functions_that_modules_are_given(te: Any, saved: Any) -> None:
-    """Functions are compared by name; of partials and lambdas nothing is recorded, which a note says."""
+def test_load_compares_activation_functions_by_name(te: Any, saved: Any) -> None:
+    """Functions are compared by name. Partials and lambdas are not recorded, and a note says so."""
     gelu, relu = nn.functional.gelu, nn.functional.relu
     path = saved(encoder, {"activation": gelu})[1]
     for strict in (True, False):
@@ -337,7 +339,9 @@ def test_functions_that_modules_are_given(te: Any, saved: Any) -> None:
     assert not checkpoint.load(path, encoder(te, lambda x: gelu(x))).notes
 
 
-def test_attributes_of_user_defined_modules(te: Any, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_compares_attributes_of_user_defined_modules(
+    te: Any, saved: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A different function is an error, a different value is logged; wrappers and private attributes are ignored."""
     gelu, relu = nn.functional.gelu, nn.functional.relu
     same = {"act": gelu, "factor": 0.5, "_rank": 0, "forward": nn.Identity.forward, "table": torch.ones(1)}
@@ -354,7 +358,7 @@ def test_attributes_of_user_defined_modules(te: Any, saved: Any, capsys: pytest.
     assert "act: function gelu / function relu" in capsys.readouterr().out
 
 
-def test_all_differences_in_one_text(te: Any, saved: Any) -> None:
+def test_load_lists_all_setting_differences_in_one_error(te: Any, saved: Any) -> None:
     """Modules of many layers appear as a pattern, single ones by their names; allowed differences do not appear."""
 
     def stack(te: Any, **kwargs: Any) -> nn.Module:
@@ -380,7 +384,9 @@ def test_all_differences_in_one_text(te: Any, saved: Any) -> None:
     assert here["norm"].eps == 1e-3, "a model keeps its settings"
 
 
-def test_checkpoints_without_a_record(te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_without_settings_are_rejected_where_settings_matter(
+    te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unrecorded settings that matter for the model are an error; other modules need none."""
     model, plain, torchs = layer(te), nn.Linear(4, 4), nn.LayerNorm(4)
     describe = saving._describe
@@ -402,7 +408,7 @@ def test_checkpoints_without_a_record(te: Any, tmp_path: Path, monkeypatch: pyte
     assert loaded.is_complete and loaded.notes == ["settings: saved none, model has eps 1e-05"]
 
 
-def test_files_of_other_kinds_have_no_record(te: Any, tmp_path: Path) -> None:
+def test_plain_dcp_files_load_without_recorded_settings(te: Any, tmp_path: Path) -> None:
     model = layer(te)
     weights = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
     dcp.save(weights, checkpoint_id=tmp_path / "a", no_dist=True)
@@ -415,8 +421,8 @@ def test_files_of_other_kinds_have_no_record(te: Any, tmp_path: Path) -> None:
         assert any("settings: saved none, model has activation" in note for note in loaded.notes)
 
 
-def test_versions_of_te_that_lack_a_setting(te: Any, saved: Any) -> None:
-    """Such a setting has the value with which that version acts; an unknown one is logged."""
+def test_settings_of_newer_te_versions_have_defaults(te: Any, saved: Any) -> None:
+    """A missing setting has the value that the older version implies. An unknown one is logged."""
     needs_2_20(te)
     path = saved(layer, {})[1]
     old = manifest.read_manifest(path)

@@ -1,4 +1,4 @@
-"""Progress of the set-up while pip works."""
+"""Test progress messages of the setup script while pip works."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ esac
 
 
 @pytest.mark.parametrize("fails", ["", "1"])
-def test_each_step_is_a_line_with_seconds(tmp_path: Path, fails: str) -> None:
+def test_each_setup_step_prints_a_line_with_seconds(tmp_path: Path, fails: str) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)

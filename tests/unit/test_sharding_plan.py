@@ -1,4 +1,4 @@
-"""The plan of `fully_shard` by value: units, storage, cuts; made once, without touching the model."""
+"""Test the plan of `fully_shard` by value: units, storage, shards, no change of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLE = {
 }
 
 
-def test_the_table():
+def test_storage_table_has_the_expected_rows():
     results = {
         key: f"{r.parameter} {r.gradient} {r.optimizer} {r.gather} {r.reduce}" for key, r in STORAGE.items()
     }
@@ -42,7 +42,7 @@ def test_the_table():
     }
 
 
-def test_the_page_has_the_table():
+def test_strategies_page_has_the_storage_table():
     expected = [
         "| strategy | `outer_strategy` | parameter | gradient | optimizer | gathered | reduced |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -58,8 +58,8 @@ def test_the_page_has_the_table():
 
 
 @pytest.mark.parametrize("row", STORAGE.values(), ids=str)
-def test_invariants_of_every_row(row):
-    """A rank updates what it has, from gradients of all ranks: a state may be cut further than its parameter only."""
+def test_storage_rows_satisfy_invariants(row):
+    """A rank updates its shard with reduced gradients. Only optimizer state may be sharded further."""
     assert set(row.parameter) <= {"R", "S"} and set(row.optimizer) <= {"R", "S"}
     assert row.is_replicated == (row.gather == "never")
     for parameter, gradient, optimizer in zip(row.parameter, row.gradient, row.optimizer, strict=True):
@@ -73,7 +73,7 @@ def test_invariants_of_every_row(row):
 
 
 class Block(nn.Module):
-    """A norm between two linears, of which tp shards the one by rows, the other by columns; 32 x 128 by default."""
+    """A norm between two linears, one column- and one row-parallel; 32 x 128 by default."""
 
     def __init__(self, te, tp, hidden=32, ffn=128):
         super().__init__()
@@ -109,7 +109,7 @@ def shown(plan: ModelPlan) -> dict[str, str]:
 
 
 def untouched(model: nn.Module, make) -> None:
-    """Nothing hangs on parameters or modules, and they are what their maker made."""
+    """Check that parameters and modules are unchanged and have no te_fsdp attributes."""
     fresh = make()
     assert [type(m) for m in model.modules()] == [type(m) for m in fresh.modules()]
     for (name, parameter), (same, other) in zip(
@@ -122,14 +122,14 @@ def untouched(model: nn.Module, make) -> None:
         )
 
 
-def test_an_unknown_word_for_gradients(te, fake_world):
+def test_unknown_zero_copy_gradients_value_is_rejected(te, fake_world):
     fake_world(2)
     request = ShardRequest(zero_copy_gradients="always")
     with pytest.raises(PlacementError, match="zero_copy_gradients.*True, False or 'auto'.*got 'always'"):
         plan_sharding(nn.Linear(4, 4), te_fsdp.Meshes.build(device_type="cpu"), request)
 
 
-def test_dense_over_tp_and_fsdp(te, fake_world):
+def test_plan_of_a_dense_model_over_tp_and_fsdp(te, fake_world):
     fake_world(4)
     meshes = te_fsdp.Meshes.build(dp_shard=2, tp=2, device_type="cpu")
 
@@ -162,8 +162,8 @@ def test_dense_over_tp_and_fsdp(te, fake_world):
     untouched(model, make)
 
 
-def test_hybrid_with_exempt_and_tied_parameters(te, fake_world):
-    """Copies of the model that share the optimizer's state; a tied weight that no unit cuts."""
+def test_plan_of_hfsdp_with_replicated_and_tied_parameters(te, fake_world):
+    """Replicas share the optimizer state. A tied weight is not sharded."""
     fake_world(4)
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=2, device_type="cpu")
     model = Net(te, tied=True)
@@ -198,8 +198,8 @@ def test_hybrid_with_exempt_and_tied_parameters(te, fake_world):
     )
 
 
-def test_experts(te, fake_world):
-    """By global names, in units of their own, cut over the ranks that hold the same ones."""
+def test_plan_of_experts_over_ep(te, fake_world):
+    """Experts have global names and separate units, sharded over ranks with the same experts."""
     fake_world(4)
     meshes = te_fsdp.Meshes.build(dp_shard=2, ep=2, device_type="cpu")
     options = {"bias": False, "device": "meta"}
@@ -232,7 +232,7 @@ def test_fully_shard_plans_once(te, fake_world, monkeypatch):
     assert calls == ["plan_sharding", "plan_tree"]
 
 
-def test_nothing_is_bound_when_a_parameter_has_too_few_dims(te, fake_world):
+def test_too_few_dims_are_rejected_before_binding(te, fake_world):
     fake_world(2)
     meshes = te_fsdp.Meshes.build(tp=2, device_type="cpu")
     options = {"device": "meta", "parallel_mode": "column", **meshes.te_kwargs()}
@@ -249,7 +249,7 @@ def test_nothing_is_bound_when_a_parameter_has_too_few_dims(te, fake_world):
         assert type(model[0]) is te.LayerNorm and "_te_fsdp_binding" not in model[0].__dict__
 
 
-def test_experts_of_one_parameter_stay_replicated_together(te):
+def test_no_shard_requires_all_experts_of_a_grouped_parameter(te):
     module = te.GroupedLinear(2, 8, 16, bias=False, device="meta")
     module.single_grouped_weight = True  # as the constructor's option of that name leaves it
     te_fsdp.fsdp_no_shard(module.weight1)
@@ -261,7 +261,7 @@ def test_experts_of_one_parameter_stay_replicated_together(te):
 
 
 def test_renamed_parameters_keep_their_plan(te, fake_world):
-    """As torch.compile renames those of a module that it wraps."""
+    """torch.compile renames the parameters of a module that it wraps."""
     fake_world(1)
     model = te_fsdp.fully_shard(
         Net(te), te_fsdp.Meshes.build(device_type="cpu"), strategy={"head": "no_shard"}
@@ -275,8 +275,8 @@ def test_renamed_parameters_keep_their_plan(te, fake_world):
 
 
 @pytest.mark.parametrize("other", ["embedding", "row", "column", "own class"])
-def test_ties_of_tp_shards(te, fake_world, other):
-    """A weight that tp shards for one of its modules only, or along another dim, is refused by name."""
+def test_ties_with_different_tp_sharding_are_rejected(te, fake_world, other):
+    """A weight that tp shards in one of its modules only, or along different dims, is rejected by name."""
 
     class Parallel(nn.Module):
         def __init__(self) -> None:
@@ -306,8 +306,8 @@ def test_ties_of_tp_shards(te, fake_world, other):
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_sparse_gradients(fake_world, kind, strategy):
-    """Kind: gradients that no reduction supports; frozen and dense embeddings are sharded."""
+def test_sparse_gradients_are_rejected(fake_world, kind, strategy):
+    """No reduction supports sparse gradients. Frozen and dense embeddings are sharded."""
     fake_world(2)
     meshes = te_fsdp.Meshes.build(device_type="cpu")
     model = nn.Sequential(kind(8, 4, sparse=True), nn.Linear(4, 4))

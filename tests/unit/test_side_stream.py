@@ -1,4 +1,4 @@
-"""Waits between streams while copies run on a side stream, with stand-ins that write a log."""
+"""Test waits between streams while copies run on a side stream, with fakes that write a log."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return result
 
 
-def test_a_stream_aside(device: Device) -> None:
-    """After all that was there; all of a move before its event; memory is kept; who asks waits for that one."""
+def test_side_stream_waits_for_earlier_work_and_keeps_memory(device: Device) -> None:
+    """Work starts after earlier work, ends before its event, keeps its memory, and is waited for by its reader."""
     log, side = device.log, SideStream()
 
     def begin() -> Pending[None]:

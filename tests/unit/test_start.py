@@ -1,4 +1,4 @@
-"""Start of a process: the launcher's environment, devices, a process without torchrun."""
+"""Test process start: the launcher's environment, devices, a process without torchrun."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from te_fsdp.errors import MeshError
 from tests.unit.commands import run_text
 
 
-def test_a_process_without_torchrun(python):
-    """Meshes.build starts a world of one rank by itself, which then trains; and keeps one that runs already."""
+def test_single_process_trains_without_torchrun(python):
+    """Meshes.build initializes a process group of one rank, which then trains, and reuses an existing one."""
     script = """
 import torch, torch.distributed as dist
 import te_fsdp
@@ -63,7 +63,7 @@ assert "transformer_engine" not in sys.modules  # a model without TE needs none 
         ({}, {}, ""),
     ],
 )
-def test_several_processes_without_torchrun(monkeypatch, environment, sizes, text):
+def test_several_processes_without_torchrun_are_rejected(monkeypatch, environment, sizes, text):
     for name in ("RANK", *mesh_checks._STARTED):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -94,7 +94,7 @@ def test_several_processes_without_torchrun(monkeypatch, environment, sizes, tex
         ),
     ],
 )
-def test_the_device_of_a_rank(monkeypatch, environment, devices, text):
+def test_device_of_a_rank_is_taken_from_local_rank(monkeypatch, environment, devices, text):
     for name in ("LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -107,7 +107,7 @@ def test_the_device_of_a_rank(monkeypatch, environment, devices, text):
         mesh_checks.device_of_rank("cuda")
 
 
-def test_types_of_devices():
+def test_device_type_rejects_unknown_values():
     assert [mesh_checks.check_device_type(given) for given in ("cuda", torch.device("cpu"))] == [
         "cuda",
         "cpu",

@@ -1,4 +1,4 @@
-"""Entries of state dicts as one tensor."""
+"""Test _extra_state entries, which are one tensor each."""
 
 from __future__ import annotations
 
@@ -83,21 +83,21 @@ def saved(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("marks", MARKS)
-def test_copies_and_casts(marks, change):
+def test_state_entries_survive_copies_and_casts(marks, change):
     check_same(unpack(change(pack_old(marks, state())))[1])
     plain = unpack(change(pack_old(marks, None)))
     assert plain == ((marks, None) if marks else None)
 
 
 @pytest.mark.parametrize("marks", MARKS[1:])
-def test_the_shape_keeps_the_condition_if_bytes_change(marks):
+def test_entry_shape_preserves_the_load_condition(marks):
     entry = pack_old(marks, None)
     for changed in (torch.zeros_like(entry), entry.float() * 1.7, entry.to(torch.float8_e4m3fn), entry != 0):
         assert unpack(changed) == (marks, None)
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_lost_bytes_are_noticed(marks):
+def test_changed_bytes_of_an_entry_are_detected(marks):
     entry = pack_old(marks, state())
     changed = entry.clone()
     changed.view(-1)[entry.numpy().tobytes().index(b'"crc"') + 40] += 1  # among the values, which follow
@@ -110,13 +110,13 @@ def test_lost_bytes_are_noticed(marks):
             unpack(torch.zeros_like(entry))
 
 
-def test_words_and_marks():
+def test_load_conditions_are_parsed_from_text():
     for marks in MARKS[1:]:
         assert marks_of(describe_load_condition(marks)) == marks
     assert marks_of("something else") == (-1,)
 
 
-def test_entries_as_torch_reads_them():
+def test_entries_behave_as_plain_uint8_tensors():
     entry = pack(state()).as_subclass(extra_state._Entry)
     assert isinstance(entry, torch.Tensor) and entry.dtype == torch.uint8
     assert entry.numel() == entry.size().numel() == entry.size(0) and len(entry.size()) == 1
@@ -127,8 +127,8 @@ def test_entries_as_torch_reads_them():
         assert type(made) is torch.Tensor
 
 
-def test_plain_dcp_cannot_write_copies_of_the_state_of_experts():
-    """Rows of experts without the experts' indices would overwrite those of other ranks."""
+def test_plain_dcp_rejects_copies_of_expert_state():
+    """Expert rows without indices would overwrite those of other ranks."""
     entry = pack_experts(state_of_experts(), 2).as_subclass(extra_state.ExpertEntry)
     for own in (entry, entry.clone(), entry.float(), entry.detach().cpu(), copy.deepcopy(entry)):
         with pytest.raises(
@@ -142,8 +142,8 @@ def test_plain_dcp_cannot_write_copies_of_the_state_of_experts():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_rows_of_experts_come_back(dtype):
-    """The same state as before, with a row for each expert, in any dtype that a script casts entries to."""
+def test_expert_state_rows_round_trip(dtype):
+    """The state with one row per expert is unchanged in any dtype that a script casts entries to."""
     own = state_of_experts()
     entry = pack_experts(own, 7).to(dtype)
     assert len(entry) == 3 and has_expert_rows(entry)
@@ -153,8 +153,8 @@ def test_rows_of_experts_come_back(dtype):
     assert not has_expert_rows(pack(own)) and not has_expert_rows(pack_old((2,), own))
 
 
-def test_stock_te_refuses_entries_of_sharded_modules(te, monkeypatch):
-    """And takes what is whole as its own empty entry."""
+def test_stock_te_rejects_entries_of_sharded_modules(te, monkeypatch):
+    """Entries of unsharded modules are accepted like TE's own empty entry."""
     module = te.Linear(16, 16)
     for marks in MARKS[1:]:
         if set(marks) == {1}:
@@ -170,8 +170,8 @@ def test_stock_te_refuses_entries_of_sharded_modules(te, monkeypatch):
 
 
 @pytest.mark.parametrize("marks", MARKS[1:])
-def test_load_conditions_of_older_entries(marks):
-    """Versions before 0.3 wrote the mesh of quantized or stacked weights into the entry, as a key at first."""
+def test_load_conditions_of_older_entries_are_enforced(marks):
+    """Versions before 0.3 recorded the mesh of quantized or stacked weights in the entry, first as a key."""
     for entry in (pack_old(marks, None), {describe_load_condition(marks): None}):
         if set(marks) == {1}:  # of modules that are not sharded
             extra_state.decode_extra_state(torch.nn.Linear(2, 2), entry)

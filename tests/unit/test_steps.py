@@ -1,4 +1,4 @@
-"""The order of everything that te_fsdp attaches or runs, as its page prints it."""
+"""Check the order of everything that te_fsdp attaches or runs, as documented."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _names(functions):
     return [function.__name__ for function in functions]
 
 
-def test_the_order():
+def test_step_functions_are_in_the_documented_order():
     assert (
         _names(components.BEFORE_STEP)
         == [
@@ -57,7 +57,7 @@ def test_the_order():
 
 
 @pytest.mark.parametrize("when", LISTS)
-def test_a_bound_model_has_a_part_of_it_in_the_same_order(when):
+def test_step_functions_of_a_bound_model_are_a_subsequence(when):
     for shorter, longer in itertools.pairwise(LISTS[when]):
         assert shorter == tuple(function for function in longer if function in shorter)
         assert len(shorter) < len(longer)
@@ -74,7 +74,7 @@ def _file_of(item):
 
 
 def listed(functions, *shorter):
-    """The order alone: the functions' docstrings say what each one does."""
+    """Format the order only. The functions' docstrings describe them."""
     # The shortest list first: a function gets the mark of the first list that contains it.
     marks = {
         function: next(
@@ -91,7 +91,7 @@ def setup_list():
 
 
 def step_list(when):
-    """With a mark where `set_device_mesh` or `main_weights` also register a function."""
+    """Mark functions that `set_device_mesh` or `main_weights` also register."""
     *shorter, every = LISTS[when]
     return listed(every, *shorter)
 
@@ -108,14 +108,14 @@ def phase_table():
 
 
 @pytest.mark.parametrize("when", LISTS)
-def test_the_page_has_the_list(when):
+def test_internals_page_lists_the_step_functions(when):
     assert f"{when} a step:\n\n{step_list(when)}\n\n" in (ROOT / "docs/internals.md").read_text(), step_list(
         when
     )
 
 
 @pytest.mark.parametrize("table", [setup_list, phase_table])
-def test_the_page_has_setup_and_phases(table):
+def test_internals_page_lists_setup_and_phases(table):
     assert f"\n\n{table()}\n\n" in (ROOT / "docs/internals.md").read_text(), table()
 
 
@@ -152,7 +152,7 @@ def test_phases_run_the_overridden_methods_in_the_order_of_attachment():
     assert attached.unreduced == () and attached.get(Second) is None
 
 
-def test_names_on_the_page_exist():
+def test_names_on_the_internals_page_exist():
     """`name` | `file.py` in a row, and `name` of `file.py` in the text."""
     page = (ROOT / "docs/internals.md").read_text()
     named = re.findall(r"(?m)^\| [^|`]+ \| `(\w+)` \| `([\w/]+\.py)`", page) + re.findall(
@@ -185,5 +185,5 @@ def check_list():
     return "\n".join(f"- `{level}`, {error}: {'; '.join(names)}" for (level, error), names in results.items())
 
 
-def test_the_page_has_every_check():
+def test_checks_page_lists_every_check():
     assert check_list() in (ROOT / "docs/checks.md").read_text(), check_list()

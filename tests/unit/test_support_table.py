@@ -1,4 +1,4 @@
-"""docs/support.md is what the definitions of the test matrix give."""
+"""Check that docs/support.md matches the definitions of the test matrix."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def default() -> list[definitions.Case]:
     return definitions.default()
 
 
-def test_the_committed_page_is_up_to_date(text):
+def test_support_page_is_up_to_date(text):
     assert support_table.PAGE.read_text(encoding="utf-8") == text, "run: python scripts/support_table.py"
 
 
-def test_the_page_lists_refusals(text):
+def test_support_page_lists_rejected_combinations(text):
     for case, refusal in definitions.refused():
         assert case.arch == "9.0" or refusal.reason in text
 
 
-def test_every_possible_pair_occurs(default):
+def test_covering_contains_every_valid_pair(default):
     names = tuple(definitions.FACTORS)
     pairs = {pair for case in definitions.full() for pair in covering.pairs_of(vars(case), names)}
     covered = {pair for case in default for pair in covering.pairs_of(vars(case), names)}
     assert covered == pairs and len(pairs) > 300
 
 
-def test_the_covering_is_the_same_every_time(default):
-    """In a process with other hashes, too, so that sets have another order."""
+def test_covering_is_deterministic(default):
+    """A process with a different hash seed, and so a different set order, gives the same covering."""
     program = "from matrix.definitions import default; print(*default(), sep='\\n')"
     printed = subprocess.run(
         [sys.executable, "-c", program],
@@ -66,14 +66,14 @@ def test_the_covering_is_the_same_every_time(default):
     assert printed.stdout.splitlines() == [str(case) for case in default]
 
 
-def test_a_pair_that_is_never_allowed_is_left_out():
+def test_covering_omits_invalid_pairs():
     factors = {"a": (1, 2), "b": (1, 2), "c": (1, 2)}
     cases = covering.covering(factors, lambda case: not (case["a"] == 2 and case["b"] == 2))
     assert {(case["a"], case["b"]) for case in cases} == {(1, 1), (1, 2), (2, 1)}
     assert len(cases) < 6
 
 
-def test_the_subset_has_every_format_on_every_mesh():
+def test_subset_has_every_format_on_every_mesh():
     cases = definitions.subset()
     places = {(case.recipe, case.weights, case.mesh) for case in cases}
     assert len(places) == 3 * 2 * 4 and all(definitions.supported(case) for case in cases)
@@ -81,7 +81,7 @@ def test_the_subset_has_every_format_on_every_mesh():
     assert all(definitions.MESHES[case.mesh].ranks == 4 for case in cases)
 
 
-def test_another_seed_covers_the_same_with_other_cases(default):
+def test_different_seed_covers_the_same_pairs(default):
     names = tuple(definitions.FACTORS)
     other = definitions.default(seed=740_000)
     assert other == definitions.default.__wrapped__(seed=740_000) and set(other) != set(default)
@@ -93,8 +93,8 @@ def test_another_seed_covers_the_same_with_other_cases(default):
     assert len(other) < 1.2 * len(default), "as quick as the first"
 
 
-def test_some_days_run_a_covering():
-    """Each case of a covering once in `COVER_DAYS` seeds; the covering is the same for these, another one later."""
+def test_rotated_days_run_a_full_covering():
+    """`COVER_DAYS` consecutive seeds run each case of one covering once. Later seeds use a different covering."""
     first = 740_000 - 740_000 % rotation.COVER_DAYS
     days = range(first, first + rotation.COVER_DAYS)
     whole = definitions.default(first)

@@ -1,4 +1,4 @@
-"""The table of mistakes in docs/troubleshooting.md quotes errors that tests raise; mistakes.csv names these tests."""
+"""Check that errors in docs/troubleshooting.md are raised by the tests that mistakes.csv names."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def joined(source: str) -> str:
     return re.sub(r"[\"']\s*\n\s*f?r?[\"']", "", source)
 
 
-def test_the_page_quotes_each_error_once() -> None:
+def test_troubleshooting_page_quotes_each_error_once() -> None:
     quoted = quoted_errors(PAGE.read_text(encoding="utf-8"))
     assert len(quoted) == len(set(quoted)) >= 40
     assert set(quoted) == {row.text for row in rows()}
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.text}-{row.test}")
-def test_a_row_is_true(row: Row) -> None:
+def test_quoted_error_is_raised_by_its_test(row: Row) -> None:
     assert all(row)
     error = getattr(te_fsdp, row.error, None)
     # The emulation is a separate product with one error class.
@@ -82,11 +82,11 @@ def test_a_row_is_true(row: Row) -> None:
     assert any(row.text in text for source in sources for text in (source, joined(source))), row.text
 
 
-def test_a_wrong_row_is_noticed() -> None:
+def test_control_wrong_row_is_detected() -> None:
     row = rows()[0]
     with pytest.raises(AssertionError, match="no such words"):
-        test_a_row_is_true(row._replace(text="no such words"))
+        test_quoted_error_is_raised_by_its_test(row._replace(text="no such words"))
     with pytest.raises((AssertionError, ValueError)):
-        test_a_row_is_true(row._replace(test="test_nowhere.py::test_nothing"))
+        test_quoted_error_is_raised_by_its_test(row._replace(test="test_nowhere.py::test_nothing"))
     page = PAGE.read_text(encoding="utf-8").replace(row.text, "no such words")
     assert set(quoted_errors(page)) != {row.text for row in rows()}

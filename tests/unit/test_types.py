@@ -1,4 +1,4 @@
-"""Types for a user's type checker: every public name, TransformerEngine's constructors with te_fsdp's keywords."""
+"""Test types for type checkers: public names, TransformerEngine's constructors with te_fsdp's keywords."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HANDED_ON = {"device", "dtype", "sm_margin"}
 
 
 @pytest.mark.parametrize("kind", te_fsdp._MODULES)
-def test_signatures_are_those_of_transformer_engine(te, kind):
-    """Every argument of the installed version, in its place and with its default; a newer version may have more."""
+def test_stub_signatures_match_transformer_engine(te, kind):
+    """Every argument of the installed version has the same position and default. Newer versions may have more."""
     stub = STUBS[kind]
     assert [ast.unparse(base) for base in stub.bases] == [mesh_class(kind).__mro__[1].__name__, f"te.{kind}"]
     (init,) = [node for node in stub.body if isinstance(node, ast.FunctionDef)]
@@ -80,7 +80,7 @@ def train(mesh: DeviceMesh, meshes: te_fsdp.Meshes, model: torch.nn.Sequential) 
 """
 
 
-def test_a_checker_finds_the_mistakes_of_a_script_and_no_others(tmp_path):
+def test_type_checker_reports_exactly_the_mistakes(tmp_path):
     if importlib.util.find_spec("pyrefly") is None:
         pytest.skip("pyrefly comes with the extra lint")
     names = "\n".join(f"te_fsdp.{name}" for name in te_fsdp.__all__)

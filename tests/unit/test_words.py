@@ -1,4 +1,4 @@
-"""The language of the project: words that readers of PyTorch's documentation do not expect.
+"""Check for words that readers of PyTorch's documentation do not expect.
 
 The rule covers comments, docstrings and other texts of all Python files, and pages outside code blocks.
 It finds words, not unclear sentences. A comment `words: ok` on the line accepts a word in its ordinary sense.
@@ -88,13 +88,13 @@ def files() -> list[Path]:
     return [ROOT / name for name in listed if name.endswith((".py", ".md")) and ROOT / name != Path(__file__)]
 
 
-def test_plain_words():
+def test_no_private_words():
     results = {p.relative_to(ROOT).as_posix(): private_words(p) for p in files()}
     assert {name: hits for name, hits in results.items() if hits} == {}
 
 
-def test_the_rule_finds_words(tmp_path):
-    """The negative control: words in each kind of prose are found, and those in code and accepted lines are not."""
+def test_control_word_rule_detects_private_words(tmp_path):
+    """Negative control: words in each kind of prose are found, words in code and accepted lines are not."""
     (tmp_path / "a.py").write_text(
         '"""What is told."""\n# It lies in the buffer.\nn = 1\nx = f"{n} doors are {n}"\n'
         "y = 2  # a door of a room (words: ok)\n"

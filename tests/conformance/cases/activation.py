@@ -72,7 +72,7 @@ def _dbias_quantized(name: str, make: Make, dtype: torch.dtype) -> Callable[[Env
 
 
 def cases() -> Iterator[Case]:
-    """All in all dtypes, a few patterns, and each format."""
+    """Yield every activation in all dtypes, a few patterns and each format."""
     for name in PLAIN + GATED:
         for dtype_name, dtype in DTYPES.items():
             bound = BOUNDS[dtype]

@@ -89,7 +89,7 @@ def _swap(dtype: torch.dtype, shape: tuple[int, ...], named: bool) -> Callable[[
 
 
 def cases() -> Iterator[Case]:
-    """One of each for the dtypes and options that matter."""
+    """Yield one case per function for the relevant dtypes and options."""
     for algo in ("max", "most_recent"):
         yield Case(f"bookkeeping/amax_unused/{algo}", _unused(algo))
         for fp8 in ("e4m3", "e5m2"):

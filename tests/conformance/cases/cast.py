@@ -76,7 +76,7 @@ def _amax(dtype: torch.dtype, pattern: str) -> Callable[[Env], Outputs]:
 
 
 def cases() -> Iterator[Case]:
-    """For every format one of each."""
+    """Yield one case per function for every format."""
     for name, _, make in formats():
         if name.split("/")[2] not in ("plain", "pow2", "scale3.5"):
             continue

@@ -109,7 +109,7 @@ ULP = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 def bound(name: str, out: torch.dtype, split: bool = True, accumulate: bool = False) -> Bound:
-    """K products of about normal values: the sum of their sizes is about 3 times the largest result."""
+    """Bound a sum of K products of normal values, whose absolute values sum to about 3 times the largest result."""
     relative = ULP[out]
     if accumulate and out != torch.float32:
         return Bound(

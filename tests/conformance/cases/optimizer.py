@@ -54,7 +54,7 @@ def _plain(dtype: torch.dtype, grad: torch.dtype, options: dict[str, Any]) -> Ca
 
 
 def _main(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers whose high halves, rounded by the low ones, are `param`."""
+    """Return the fp32 master weights from bf16 parameters and their remainders."""
     low = remainder.to(torch.int32)
     high = param.detach().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)

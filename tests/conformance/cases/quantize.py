@@ -45,7 +45,7 @@ def block(env: Env, fp8: str, dims: int, pow2: bool, epsilon: float = 0.0) -> An
 
 
 def formats() -> Iterator[tuple[str, tuple[int, int], Make]]:
-    """Name, a shape that shows its blocks, and the quantizer of every format."""
+    """Yield name, a shape with several blocks, and the quantizer of every format."""
     for fp8 in FP8:
         for scale in (3.5, 0.25, 1000.0):
             yield (

@@ -14,7 +14,7 @@ except emulation.EmulationError as error:  # a machine with a GPU, or with the r
 
 
 def pytest_collection_modifyitems(items):
-    """Skip this folder, saying why, where the emulation refuses to be installed."""
+    """Skip this folder with a reason if the emulation cannot be installed."""
     if REFUSED is not None:
         for item in items:
             if "emulation" in item.path.parts:

@@ -1,4 +1,4 @@
-"""Inputs that reach every corner of the formats."""
+"""Provide inputs that reach all edge cases of the formats."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_bytes(got: torch.Tensor, expected: np.ndarray, what: str) -> None:
 
 
 def assert_floats(got: torch.Tensor, expected: np.ndarray, what: str) -> None:
-    """Equal float32 values, NaN where NaN is due (its payload means nothing), zeros with their sign."""
+    """Check equal float32 values, including NaN (with any payload) and the sign of zeros."""
     left, right = array(got), expected.astype(np.float32)
     assert left.shape == right.shape, f"{what}: shape {left.shape}, expected {right.shape}"
     same = (left.view(np.uint32) == right.view(np.uint32)) | (np.isnan(left) & np.isnan(right))

@@ -124,7 +124,7 @@ def divide(a: float, b: float) -> float:
 
 
 def amax(values) -> float:
-    """Largest magnitude; NaN is not seen (CUDA's fmaxf returns the other argument)."""
+    """Return the largest magnitude. NaN is ignored (CUDA's fmaxf returns the other argument)."""
     return max((abs(v) for v in values if not math.isnan(v)), default=0.0)
 
 
@@ -163,7 +163,7 @@ def e8m0_decode(byte: int) -> float:
 
 
 def swizzled_index(row: int, col: int, cols: int) -> int:
-    """Place of a scale in GEMM order: tiles of 128 x 4; in each 32 row residues, row quarters, columns."""
+    """Return the index of a scale in GEMM order: tiles of 128 x 4, each by row modulo 32, row quarter, column."""
     tile = (row // 128) * (cols // 4) + col // 4
     return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + col % 4
 

@@ -1,4 +1,4 @@
-"""Attention functions as attention over a context-parallel axis calls them, against plain torch."""
+"""Compare attention functions, as context parallelism calls them, with plain torch."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def _plain(q, k, v, window, bottom_right):
     ],
 )
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-def test_fused_attention_and_its_backward(te, layout, mask, window, keys):
+def test_fused_attention_matches_plain_torch(te, layout, mask, window, keys):
     from transformer_engine.pytorch.cpp_extensions import fused_attn
 
     q, grad = (torch.randn(2, 8, 4, 16).bfloat16() for _ in range(2))
@@ -70,7 +70,7 @@ def test_fused_attention_and_its_backward(te, layout, mask, window, keys):
         assert ref.distance(turned(actual), leaf.grad) <= 2 * BF16, name
 
 
-def test_attention_that_is_not_emulated_has_no_backend(te):
+def test_unsupported_attention_has_no_fused_backend(te):
     import transformer_engine_torch as tex
 
     good = {
@@ -97,7 +97,7 @@ def test_attention_that_is_not_emulated_has_no_backend(te):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_rotary_embedding_of_a_part_of_the_sequence(te, rank):
+def test_rotary_embedding_of_a_context_parallel_rank_matches_unfused(te, rank):
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
     x, freqs = torch.randn(2, 4, 3, 16), te.RotaryPositionEmbedding(16)(12)

@@ -1,4 +1,4 @@
-"""TransformerEngine's cross entropy in one process, against torch's. Two ranks: ``test_distributed.py``."""
+"""Compare TransformerEngine's cross entropy in one process with torch's. ``test_distributed.py`` tests two ranks."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.unit.emulation import reference as ref
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_and_gradient(te, dtype, reduced, smoothing):
-    """Mean or loss of each row, smoothed labels, ignored targets."""
+def test_cross_entropy_loss_and_gradient_match_torch(te, dtype, reduced, smoothing):
+    """Cover mean and per-row losses, smoothed labels and ignored targets."""
     logits = (3 * torch.randn(2, 6, 40)).to(dtype).requires_grad_()
     target = torch.randint(0, 40, (2, 6))
     target[0, 2] = target[1, 5] = -100

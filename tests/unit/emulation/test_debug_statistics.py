@@ -1,4 +1,4 @@
-"""TransformerEngine's statistics of tensors (``nvdlfw_inspect``) under the emulation, in their own process."""
+"""Run TransformerEngine's tensor statistics (``nvdlfw_inspect``) under the emulation in a separate process."""
 
 import os
 import re
@@ -56,8 +56,8 @@ print(tokens.mean().item(), tokens.abs().sum().item(), tokens.max().item())
 """
 
 
-def test_statistics_are_those_of_the_tensors(tmp_path):
-    """Mean, norm and maximum of the activation, the gradient's mean, and the error that quantization makes."""
+def test_debug_statistics_match_the_tensors(tmp_path):
+    """Cover the activation's mean, norm and maximum, the gradient's mean, and the quantization error."""
     pytest.importorskip("nvdlfw_inspect", reason="nvdlfw-inspect is not installed (extra: test)")
     (tmp_path / "config.yaml").write_text(STATISTICS)
     root = Path(__file__).resolve().parents[3]

@@ -1,4 +1,4 @@
-"""Parallelism on two gloo processes: tensor parallelism, FSDP2, distributed checkpoints."""
+"""Test tensor parallelism, FSDP2, distributed checkpoints on two Gloo processes."""
 
 import math
 
@@ -28,7 +28,7 @@ def results(tmp_path_factory, python):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("arch,name", cases(two_processes.RECIPES))
-def test_tensor_parallel_is_the_single_process_layer(results, arch, name, sequence_parallel):
+def test_tensor_parallel_layer_matches_single_process(results, arch, name, sequence_parallel):
     # fp32: eight chained products, sums split over two ranks. Quantized: where a rank scales its own part the
     # same value is rounded on another grid, so that both sides carry the error of one product of the
     # backward; NVFP4 rounds stochastically.
@@ -44,8 +44,8 @@ def test_tensor_parallel_is_the_single_process_layer(results, arch, name, sequen
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_cross_entropy_over_a_sharded_vocabulary(results, dtype, smoothing, reduced):
-    """Loss and gradient are torch's of all logits; the loss of one shard by itself is another."""
+def test_cross_entropy_over_a_sharded_vocabulary_matches_torch(results, dtype, smoothing, reduced):
+    """Loss and gradient equal torch's over all logits. The control is the loss of one shard, which differs."""
     for rank in results:
         loss, gradient, alone = rank["loss", dtype, smoothing, reduced]
         # the gradient is rounded once to the dtype of the logits
@@ -56,7 +56,7 @@ def test_cross_entropy_over_a_sharded_vocabulary(results, dtype, smoothing, redu
 
 
 @pytest.mark.parametrize("arch,name,primary", cases(two_processes.SHARDED))
-def test_fsdp2_trains_like_one_process(results, arch, name, primary):
+def test_fsdp2_training_matches_single_process(results, arch, name, primary):
     # Both ranks hold the same batch, so the mean of their gradients is the single process's gradient, bit for
     # bit: the losses are equal. Not so where the scale depends on the sharding (delayed: a rank's amax
     # history sees its own shard of the weights), and for block-scaled weights, whose shards TransformerEngine
@@ -88,7 +88,7 @@ def test_meta_init_then_fully_shard_then_reset_parameters(results, arch):
 
 
 @pytest.mark.parametrize("arch,name", cases(two_processes.SAVED))
-def test_checkpoint_round_trip_is_exact(results, arch, name):
+def test_dcp_round_trip_is_exact(results, arch, name):
     for rank in results:
         before, after = rank["dcp", arch, name]
         assert before > 1e-3 and after == 0.0

@@ -1,4 +1,4 @@
-"""Steps of a quantization against enumeration or exact fractions."""
+"""Compare each step of a quantization with enumeration or exact fractions."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def around_midpoints(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2", "e2m1"])
-def test_the_two_references_agree(kind):
+def test_both_reference_roundings_agree(kind):
     for x in around_midpoints(kind).tolist():
         assert reference.nearest(x, kind) == reference.nearest_by_search(x, kind), x
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", [every_bfloat16, around_midpoints], ids=["every_bfloat16", "midpoints"])
-def test_cast_fp8(kind, source):
+def test_cast_fp8_matches_reference(kind, source):
     x = source(kind) if source is around_midpoints else source()
     got = cast.cast_fp8(x, KINDS[kind]).tolist()
     assert got == [reference.cast(v, kind) for v in x.tolist()]
 
 
 @pytest.mark.parametrize("source", [every_bfloat16, around_midpoints], ids=["every_bfloat16", "midpoints"])
-def test_round_to_fp4(source):
+def test_round_to_fp4_matches_reference(source):
     x = source("e2m1") if source is around_midpoints else source()
     assert nvfp4.round_to_nearest(x).tolist() == [reference.cast(v, "e2m1") for v in x.tolist()]
 
@@ -58,14 +58,14 @@ def test_round_to_fp4(source):
 @pytest.mark.parametrize("wrong", [reference.truncated, reference.ties_away])
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2", "e2m1"])
 def test_control_other_roundings_differ(kind, wrong):
-    """The inputs above tell round-to-nearest-even from truncation and from ties away from zero."""
+    """The inputs distinguish round-to-nearest-even from truncation and from rounding ties away from zero."""
     x = around_midpoints(kind).tolist()
     assert [reference.cast(v, kind, wrong) for v in x] != [reference.cast(v, kind) for v in x]
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=20))
-def test_cast_of_any_float32(values):
+def test_casts_of_any_float32_match_reference(values):
     x = torch.tensor(values, dtype=torch.float32)
     for kind, dtype in KINDS.items():
         assert cast.cast_fp8(x, dtype).tolist() == [reference.cast(v, kind) for v in x.tolist()]
@@ -73,14 +73,14 @@ def test_cast_of_any_float32(values):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decode_every_byte(kind):
+def test_decode_fp8_matches_reference_for_every_byte(kind):
     got = cast.decode_fp8(torch.arange(256, dtype=torch.uint8), KINDS[kind]).tolist()
     expected = [reference.decode(code, kind) for code in range(256)]
     assert np.array_equal(np.array(got), np.array(expected), equal_nan=True)
     assert math.copysign(1, got[0x80]) == -1.0
 
 
-def test_pack_and_unpack():
+def test_fp4_pack_and_unpack_are_inverse():
     codes = torch.arange(16, dtype=torch.uint8).repeat(3, 2)
     packed = nvfp4.pack(codes)
     assert packed[0, :2].tolist() == [0x10, 0x32]  # the even index in the low half
@@ -105,7 +105,7 @@ def test_control_e8m0_truncation_differs():
     assert cast.e8m0_from_float(x).tolist() != truncated
 
 
-def test_e8m0_values_and_reciprocals():
+def test_e8m0_values_and_reciprocals_match_reference():
     bytes_ = torch.arange(256, dtype=torch.uint8)
     expected = np.array([reference.e8m0_decode(byte) for byte in range(256)])
     assert np.array_equal(cast.e8m0_value(bytes_).double().numpy(), expected, equal_nan=True)
@@ -120,14 +120,14 @@ def test_e8m0_values_and_reciprocals():
     st.sampled_from([0.0, 1e-12, 0.25]),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_scale_from_amax(value, kind, power_of_two, epsilon, dtype):
+def test_scale_from_amax_matches_reference(value, kind, power_of_two, epsilon, dtype):
     largest_input = torch.finfo(dtype).max
     options = {"epsilon": epsilon, "power_of_two": power_of_two, "value_for_inf": largest_input}
     got = cast.scale_from_amax(torch.tensor([value]), cast.fp8_max(KINDS[kind]), **options)
     assert got.item() == reference.scale_of(value, reference.largest(kind), **options)
 
 
-def test_scale_from_amax_edges():
+def test_scale_from_amax_handles_zero_inf_nan_and_subnormals():
     amax = torch.tensor([0.0, math.inf, math.nan, 1e-45, cast.FLOAT32_MAX, 448.0])
     assert cast.scale_from_amax(amax, 448.0).tolist() == [
         1.0,
@@ -141,8 +141,8 @@ def test_scale_from_amax_edges():
 
 @settings(max_examples=200, deadline=None)
 @given(FINITE, FINITE)
-def test_reference_arithmetic_is_ieee(a, b):
-    """The reference's products and quotients, exact ones rounded once, are float32 arithmetic."""
+def test_reference_arithmetic_is_ieee_float32(a, b):
+    """The reference rounds exact products and quotients once, which equals float32 arithmetic."""
     with np.errstate(all="ignore"):
         product = np.float32(a) * np.float32(b)
         assert np.float32(reference.multiply(a, b)).tobytes() == product.tobytes()
@@ -152,7 +152,7 @@ def test_reference_arithmetic_is_ieee(a, b):
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (256, 4), (128, 12), (384, 8)])
-def test_swizzle(shape):
+def test_swizzle_matches_reference_and_is_invertible(shape):
     scales = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
     got = cast.swizzle_scales(scales)
     assert np.array_equal(got.numpy(), reference.swizzle(scales.numpy()))
@@ -160,7 +160,7 @@ def test_swizzle(shape):
     assert not torch.equal(got, scales)
 
 
-def test_amax_ignores_nan_and_empty():
+def test_amax_ignores_nan_and_empty_tensors():
     assert cast.amax_of(torch.tensor([1.0, math.nan, -3.0])).tolist() == [3.0]
     assert cast.amax_of(torch.tensor([math.nan])).tolist() == [0.0]
     assert cast.amax_of(torch.empty(0)).tolist() == [0.0]
@@ -185,6 +185,6 @@ def test_stochastic_rounding_keeps_exact_values_and_nan():
     assert nvfp4.round_stochastically(both).tolist() == [*range(16), 7, 7, 15]
 
 
-def test_unknown_8bit_dtype_is_refused():
+def test_cast_rejects_unknown_8bit_dtype():
     with pytest.raises(EmulationError, match="expected an FP8 dtype"):
         cast.cast_fp8(torch.zeros(1), 4)

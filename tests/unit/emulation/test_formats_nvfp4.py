@@ -1,4 +1,4 @@
-"""NVFP4 against the slow reference: codes, scales, amaxes, the Hadamard transform, transposes."""
+"""Compare NVFP4 with the slow reference: codes, scales, amaxes, Hadamard transform, transposes."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def check_direction(y, source, name, *, two_dim=False, swizzled=False, rounding=
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("two_dim", [False, True])
-def test_nvfp4(dtype, pattern, two_dim):
+def test_nvfp4_matches_reference(dtype, pattern, two_dim):
     x = make(pattern, SHAPE, dtype)
     y = quantizer(with_2d_quantization=two_dim)(x)
     check_direction(y, array(x), "rowwise", two_dim=two_dim)
     check_direction(y, np.ascontiguousarray(array(x).T), "columnwise", two_dim=two_dim)
 
 
-def test_control_truncation_differs():
+def test_control_nvfp4_truncation_differs():
     x = make("normal", SHAPE, torch.float32)
     with pytest.raises(AssertionError, match="rowwise data"):
         check_direction(quantizer()(x), array(x), "rowwise", rounding=reference.truncated)
@@ -67,8 +67,8 @@ def test_control_truncation_differs():
 
 @pytest.mark.parametrize("shape", [(48, 80), (128, 128)])
 @pytest.mark.parametrize("two_dim", [False, True])
-def test_swizzled(shape, two_dim):
-    """Aligned 2-D tensors come swizzled from the kernel, all others from a pass after it: the same bytes."""
+def test_swizzled_nvfp4_scales_match_reference(shape, two_dim):
+    """The kernel swizzles aligned 2-D tensors and a later pass all others. Both give the same bytes."""
     made = quantizer(with_2d_quantization=two_dim)
     made.optimize_for_gemm = True
     x = make("normal", shape, torch.bfloat16)
@@ -91,13 +91,13 @@ def test_hadamard_transform_is_columnwise_only(random_signs):
     check_direction(y, turned, "columnwise")
 
 
-def test_hadamard_transform_needs_bfloat16():
+def test_hadamard_transform_requires_bfloat16():
     made = quantizer(with_rht=True, with_post_rht_amax=True)
     with pytest.raises(EmulationError, match="bfloat16 input only, got torch.float32"):
         made(make("normal", SHAPE, torch.float32))
 
 
-def test_stochastic_rounding_stays_next_to_the_value_and_is_unbiased():
+def test_stochastic_rounding_is_bounded_and_unbiased():
     x = make("normal", (64, 64), torch.bfloat16)
     torch.manual_seed(1)
     made = quantizer(stochastic_rounding=True)
@@ -117,7 +117,7 @@ def test_stochastic_rounding_stays_next_to_the_value_and_is_unbiased():
     assert abs((draws.mean() - x.float().mean()).item()) < 2e-3
 
 
-def test_data_and_scale_transpose():
+def test_nvfp4_data_and_scale_transposes_match_columnwise():
     x = make("normal", (48, 80), torch.bfloat16)
     y = quantizer(with_2d_quantization=True)(x)
     data = formats.nvfp4_data_transpose(y._rowwise_data, out=None)
@@ -134,12 +134,12 @@ def test_data_and_scale_transpose():
 
 
 @pytest.mark.parametrize("option", ["nvfp4_use_4over6", "row_scaled_nvfp4"])
-def test_variants_that_are_not_emulated_are_named(option):
+def test_unsupported_nvfp4_options_raise_with_their_name(option):
     with pytest.raises(EmulationError, match=f"{option} is not emulated"):
         quantizer(**{option: True})(make("normal", SHAPE, torch.bfloat16))
 
 
-def test_columnwise_only_tiles_that_no_kernel_writes():
+def test_columnwise_only_nvfp4_tiles_reject_float32():
     made = quantizer(with_2d_quantization=True, rowwise=False)
     made(make("normal", (64, 64), torch.bfloat16))
     with pytest.raises(EmulationError, match="columnwise-only NVFP4 in 16x16 tiles"):

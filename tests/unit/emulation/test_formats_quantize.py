@@ -1,4 +1,4 @@
-"""Quantization in every format against the slow reference: all bytes, scales, dequantized values."""
+"""Compare quantization in every format with the slow reference: bytes, scales, dequantized values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_per_tensor(y, x, kind, scale, arch, rounding=reference.nearest):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_delayed(arch, dtype, pattern):
+def test_delayed_scaling_matches_reference(arch, dtype, pattern):
     delayed, _, _, _ = quantizers()
     x = make(pattern, (24, 40), dtype)
     for kind, scale in (("e4m3", 3.7), ("e5m2", 1.0)):
@@ -68,7 +68,7 @@ def test_delayed(arch, dtype, pattern):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_current(arch, dtype, pattern):
+def test_current_scaling_matches_reference(arch, dtype, pattern):
     _, current, _, _ = quantizers()
     x = make(pattern, (24, 40), dtype)
     amax = reference.amax(array(x).ravel().tolist())
@@ -92,8 +92,8 @@ def test_control_per_tensor_truncation_differs():
         check_per_tensor(y, x, "e4m3", scale, "10.0", reference.truncated)
 
 
-def test_per_tensor_shapes(arch):
-    """More than two dims: the transpose moves the last dim to the front."""
+def test_transpose_of_a_3d_tensor_moves_the_last_dim_to_the_front(arch):
+    """With more than two dims, the transpose moves the last dim to the front."""
     _, current, _, _ = quantizers()
     x = make("normal", (6, 8), torch.float32).reshape(2, 3, 8)
     y = current(te_dtype("e4m3"), device="cpu")(x)
@@ -132,7 +132,7 @@ def check_mxfp8(y, x, kind, *, two_dim=False, swizzled=False, rounding=reference
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("two_dim", [False, True])
-def test_mxfp8(dtype, pattern, two_dim):
+def test_mxfp8_matches_reference(dtype, pattern, two_dim):
     emulation.switch_arch("10.0")
     _, _, _, mxfp8 = quantizers()
     kind = "e5m2" if pattern == "heavy" else "e4m3"
@@ -146,7 +146,7 @@ def test_mxfp8(dtype, pattern, two_dim):
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (160, 160), (128, 128)])
-def test_mxfp8_swizzled_and_padding(shape):
+def test_swizzled_and_padded_mxfp8_scales_match_reference(shape):
     emulation.switch_arch("10.0")
     _, _, _, mxfp8 = quantizers()
     quantizer = mxfp8(te_dtype("e4m3"))
@@ -190,8 +190,8 @@ def check_block(y, x, kind, *, two_dim, rounding=reference.nearest, **options):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("block_dim", [1, 2])
 @pytest.mark.parametrize(("arch", "power_of_two"), [("9.0", False), ("10.0", True)])
-def test_block(arch, power_of_two, dtype, pattern, block_dim):
-    """Ragged in both dims: 2 x 2 blocks, the last ones cut."""
+def test_block_scaling_matches_reference(arch, power_of_two, dtype, pattern, block_dim):
+    """Neither dim is a multiple of the block size, so that the last of the 2 x 2 blocks are incomplete."""
     emulation.switch_arch(arch)
     _, _, block, _ = quantizers()
     kind = "e5m2" if pattern == "heavy" else "e4m3"
@@ -208,7 +208,7 @@ def test_block(arch, power_of_two, dtype, pattern, block_dim):
 
 
 @pytest.mark.parametrize("block_dim", [1, 2])
-def test_block_epsilon(block_dim):
+def test_block_scaling_with_amax_epsilon_matches_reference(block_dim):
     emulation.switch_arch("9.0")
     _, _, block, _ = quantizers()
     quantizer = block(

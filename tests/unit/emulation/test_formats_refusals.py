@@ -1,4 +1,4 @@
-"""Errors for inputs that a GPU would reject, hang on or read wrongly; the amax reduction of two ranks."""
+"""Test errors for inputs that a GPU would reject, hang on or misread."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ SHAPE = (64, 96)
         ("nvfp4", (2, 16, 40), r"\(2, 16, 40\) = \(32, 40\)"),
     ],
 )
-def test_alignment(name, shape, text):
+def test_quantizers_reject_unaligned_shapes(name, shape, text):
     emulation.switch_arch("10.0")
     with pytest.raises(EmulationError, match=text):
         build(name)(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_block_scaled_hardware(name):
+def test_block_formats_are_rejected_on_architecture_9_0(name):
     emulation.switch_arch("9.0")
     with pytest.raises(EmulationError, match="needs architecture 10.0 or later, got 9.0"):
         build(name)(torch.zeros(SHAPE))
 
 
 @pytest.mark.parametrize("name", ["block1", "block2"])
-def test_block_scales_that_are_no_powers_of_two(name):
+def test_block_scales_must_be_powers_of_two_on_architecture_10_0(name):
     x = make("normal", SHAPE, torch.bfloat16)
     quantizer = build(name)
     quantizer.force_pow_2_scales = False
@@ -53,7 +53,7 @@ def test_block_scales_that_are_no_powers_of_two(name):
         formats.operand(y, rowwise=True)
 
 
-def test_quantizers_must_be_stock():
+def test_quantize_rejects_quantizer_subclasses():
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
     class Custom(MXFP8Quantizer):
@@ -64,7 +64,7 @@ def test_quantizers_must_be_stock():
 
 
 @pytest.mark.parametrize("name", ["current", "block1", "mxfp8", "nvfp4"])
-def test_input_dtype_and_output(name):
+def test_quantize_rejects_wrong_input_dtypes_and_outputs(name):
     emulation.switch_arch("10.0")
     quantizer = build(name)
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_input_dtype_and_output(name):
 
 
 def test_operand_reads_only_what_the_kernel_reads():
-    """The transposed bytes on architecture 9.0, the one buffer on 10.0."""
+    """The kernel reads the transpose on architecture 9.0, and the only buffer on 10.0."""
     x = make("normal", SHAPE, torch.bfloat16)
     emulation.switch_arch("9.0")
     y = build("current")(x)
@@ -104,7 +104,7 @@ def test_operand_reads_only_what_the_kernel_reads():
 
 
 @pytest.mark.parametrize("name", ["block1", "block2", "mxfp8", "nvfp4"])
-def test_operand_needs_its_direction_and_padded_scales(name):
+def test_operand_requires_its_direction_and_padded_scales(name):
     emulation.switch_arch("10.0")
     y = build(name, columnwise=False)(make("normal", SHAPE, torch.bfloat16))
     with pytest.raises(EmulationError, match="is read columnwise, but _columnwise_data is missing"):
@@ -114,12 +114,12 @@ def test_operand_needs_its_direction_and_padded_scales(name):
         formats.operand(y, rowwise=True)
 
 
-def test_operand_passes_plain_tensors():
+def test_operand_accepts_plain_tensors():
     x = torch.randn(2, 3, 4, dtype=torch.bfloat16)
     assert torch.equal(formats.operand(x, rowwise=False), x.float().reshape(6, 4))
 
 
-def test_dequantize_dtypes_and_refusals():
+def test_dequantize_casts_or_rejects_unsupported_tensors():
     from transformer_engine.pytorch.constants import DType
 
     emulation.switch_arch("10.0")
@@ -138,7 +138,7 @@ def test_dequantize_dtypes_and_refusals():
     assert torch.equal(column_only, formats.operand(build("mxfp8")(x), rowwise=False))
 
 
-def test_scale_buffer_too_small():
+def test_quantize_rejects_too_small_scale_buffers():
     emulation.switch_arch("10.0")
     quantizer = build("mxfp8")
     x = make("normal", SHAPE, torch.bfloat16)
@@ -154,7 +154,7 @@ def test_scale_buffer_too_small():
         formats.quantize(x, quantizer, y)
 
 
-def test_split_sizes():
+def test_split_quantize_rejects_wrong_sections():
     with pytest.raises(EmulationError, match=r"sections \[64, 64\] exceed the 64 rows"):
         formats.split_quantize(torch.zeros(SHAPE), [64, 64], [build("mxfp8"), build("mxfp8")])
     with pytest.raises(EmulationError, match="2 sections but 1 quantizers"):
@@ -193,8 +193,8 @@ def _two_ranks(rank: int, store: str, results: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_amax_reduction_of_two_ranks(tmp_path, python):
-    """With reduction the shards' scales are those of the unsharded tensor, and the data are its rows."""
+def test_amax_reduction_over_two_ranks_matches_the_unsharded_tensor(tmp_path, python):
+    """With amax reduction, shards have the scale of the unsharded tensor and its rows as data."""
     run_ranks(python, TWO_RANKS, str(tmp_path / "store"), str(tmp_path / "rank"))
     for rank in range(2):
         result = torch.load(tmp_path / f"rank{rank}")

@@ -1,4 +1,4 @@
-"""Buffers of quantized tensors: creation, update in place, changed usages, no-op flag, meta, empty."""
+"""Test buffers of quantized tensors: creation, update in place, changed usages, no-op flag, meta, empty."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(name, **usages):
 
 
 def buffers(y):
-    """All tensors that a quantized tensor holds, by attribute name."""
+    """Return all tensors of a quantized tensor by attribute name."""
     return {k: v for k, v in vars(y).items() if isinstance(v, torch.Tensor) and k != "amax_reduction_group"}
 
 
@@ -61,7 +61,7 @@ def name(request):
 
 
 @pytest.mark.parametrize("internal", [False, True])
-def test_create_empty(name, internal):
+def test_empty_quantized_tensors_have_the_buffers_of_filled_ones(name, internal):
     quantizer = build(name)
     quantizer.internal = internal
     y = formats.create_empty_quantized_tensor(
@@ -78,8 +78,8 @@ def test_create_empty(name, internal):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), st.booleans(), st.booleans(), st.sampled_from(ALL[1:]))
-def test_buffers_are_those_of_transformer_engine(rows, cols, rowwise, columnwise, name):
-    """TransformerEngine describes in Python what its extension allocates (2.19 and later)."""
+def test_buffers_match_transformer_engine_specs(rows, cols, rowwise, columnwise, name):
+    """TransformerEngine 2.19 and later describes in Python the buffers that its extension allocates."""
     emulation.switch_arch("10.0")
     quantizer = build(name, rowwise=rowwise or not columnwise, columnwise=columnwise)
     if not hasattr(quantizer, "inner_tensor_specs"):
@@ -92,7 +92,7 @@ def test_buffers_are_those_of_transformer_engine(rows, cols, rowwise, columnwise
     }
 
 
-def test_update_in_place_equals_a_fresh_tensor(name):
+def test_update_in_place_equals_a_new_tensor(name):
     quantizer = build(name)
     first, second = make("normal", SHAPE, torch.bfloat16), make("heavy", SHAPE, torch.bfloat16, seed=1)
     y = quantizer(first)
@@ -104,7 +104,7 @@ def test_update_in_place_equals_a_fresh_tensor(name):
     assert any(not torch.equal(before[k], fresh[k]) for k in before)
 
 
-def test_noop_flag(name):
+def test_noop_flag_keeps_buffers_and_amax(name):
     quantizer = build(name)
     y = quantizer(make("normal", SHAPE, torch.bfloat16))
     before, amax = snapshot(y), getattr(quantizer, "amax", torch.zeros(1)).clone()
@@ -116,8 +116,8 @@ def test_noop_flag(name):
     assert_same(y, snapshot(quantizer(other)))
 
 
-def test_usages_changed_in_between(name):
-    """Rowwise only, then both, then rowwise only: buffers appear filled and disappear."""
+def test_update_follows_changed_usages(name):
+    """Switching from rowwise to both usages and back creates filled buffers and removes them."""
     x, other = make("normal", SHAPE, torch.bfloat16), make("heavy", SHAPE, torch.bfloat16, seed=1)
     quantizer = build(name, columnwise=False)
     y = quantizer(x)
@@ -132,7 +132,7 @@ def test_usages_changed_in_between(name):
 
 
 @pytest.mark.parametrize("kind", ["block1", "mxfp8", "nvfp4"])
-def test_columnwise_only(kind):
+def test_columnwise_only_quantization_matches_both_directions(kind):
     emulation.switch_arch("10.0")
     x = make("normal", SHAPE, torch.bfloat16)
     both = build(kind)(x)
@@ -148,7 +148,7 @@ def test_columnwise_only(kind):
         formats.operand(y, rowwise=True)
 
 
-def test_columnwise_only_where_kernels_need_rowwise_and_where_they_do_not():
+def test_columnwise_only_is_rejected_where_kernels_need_rowwise():
     emulation.switch_arch("9.0")
     x = make("normal", SHAPE, torch.bfloat16)
     for kind in ("delayed", "current"):
@@ -164,7 +164,7 @@ def test_columnwise_only_where_kernels_need_rowwise_and_where_they_do_not():
     assert formats.operand(y, rowwise=False).shape == SHAPE
 
 
-def test_dtype_change_on_update():
+def test_update_follows_a_changed_dtype():
     from transformer_engine.pytorch.constants import DType
 
     emulation.switch_arch("10.0")
@@ -177,7 +177,7 @@ def test_dtype_change_on_update():
     assert_same(y, snapshot(quantizer(x)))
 
 
-def test_meta_and_empty(name):
+def test_meta_and_empty_tensors_are_quantized(name):
     quantizer = build(name)
     y = formats.quantize(torch.empty(SHAPE, dtype=torch.bfloat16, device="meta"), quantizer)
     assert all(value.is_meta for value in buffers(y).values())
@@ -186,7 +186,7 @@ def test_meta_and_empty(name):
     assert formats.operand(torch.empty(0, 64), rowwise=True).shape == (0, 64)
 
 
-def test_swizzle_flag_follows_the_quantizer():
+def test_update_follows_a_changed_swizzle_flag():
     emulation.switch_arch("10.0")
     x = make("normal", (160, 160), torch.bfloat16)
     for kind in ("mxfp8", "nvfp4"):
@@ -209,7 +209,7 @@ def test_swizzle_flag_follows_the_quantizer():
         assert_same(by_hand, snapshot(quantizer(x)))
 
 
-def test_without_quantizer():
+def test_quantize_without_quantizer_returns_the_input():
     x = torch.randn(3, 4)
     assert formats.quantize(x, None) is x
     out = torch.zeros(3, 4)
@@ -217,7 +217,7 @@ def test_without_quantizer():
     assert torch.equal(out, x)
 
 
-def test_bgrad_split_multi_and_amax(name):
+def test_batched_quantize_functions_equal_separate_calls(name):
     quantizer = build(name)
     grad = make("normal", SHAPE, torch.bfloat16)
     bias, y = formats.bgrad_quantize(grad, quantizer)
@@ -236,7 +236,7 @@ def test_bgrad_split_multi_and_amax(name):
     assert amax.item() == grad.float().abs().max().item()
 
 
-def test_fp8_transpose():
+def test_fp8_transpose_moves_the_last_dim_to_the_front():
     data = torch.randint(0, 256, (2, 3, 5), dtype=torch.uint8)
     expected = data.reshape(6, 5).t().reshape(5, 2, 3)
     assert torch.equal(formats.fp8_transpose(data, 7, out=None), expected)

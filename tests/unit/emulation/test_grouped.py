@@ -1,4 +1,4 @@
-"""The single grouped parameter of GroupedLinear against one parameter per expert."""
+"""Compare GroupedLinear's single grouped parameter with one parameter per expert."""
 
 import contextlib
 import inspect
@@ -32,7 +32,7 @@ def recipe_of(name):
 
 @pytest.fixture
 def te_on(monkeypatch):
-    """Function that gives TE on an architecture, with the single grouped parameter switched on."""
+    """Return a function that returns TE on an architecture, with single grouped parameters enabled."""
     from te_fsdp import emulation
 
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
@@ -93,7 +93,7 @@ def step(te, recipe, module):
 
 @pytest.mark.parametrize(("arch", "name"), CASES)
 @pytest.mark.parametrize("quantized", [False, True])
-def test_single_equals_discrete(te_on, arch, name, quantized):
+def test_single_grouped_parameter_equals_one_parameter_per_expert(te_on, arch, name, quantized):
     te, recipe = te_on(arch), recipe_of(name)
     if quantized and recipe is None:
         pytest.skip("nothing to quantize")
@@ -107,8 +107,8 @@ def test_single_equals_discrete(te_on, arch, name, quantized):
 
 
 @pytest.mark.parametrize(("arch", "name"), CASES)
-def test_grouped_path_equals_the_split_path(te_on, arch, name):
-    """Without bias bit for bit; the grouped path adds the bias after it has rounded the product."""
+def test_grouped_gemms_equal_separate_gemms(te_on, arch, name):
+    """Results without bias are bitwise equal. The grouped path adds the bias after rounding the product."""
     te, recipe = te_on(arch), recipe_of(name)
     native = step(te, recipe, build(te, recipe, single=True, bias=False))
     split = step(te, recipe, build(te, recipe, single=False, native=False, bias=False))
@@ -122,8 +122,8 @@ def test_grouped_path_equals_the_split_path(te_on, arch, name):
 
 
 @pytest.mark.parametrize(("arch", "name"), [case for case in CASES if case[1] != "none"])
-def test_bytes_of_members(te_on, arch, name):
-    """Each member's buffers are those of the expert quantized alone; another expert's are not."""
+def test_grouped_weight_members_have_the_buffers_of_separate_experts(te_on, arch, name):
+    """Each member has the buffers of the same expert quantized alone. A different expert's buffers differ."""
     te, recipe = te_on(arch), recipe_of(name)
     single = build(te, recipe, single=True, quantized=True).weight
     discrete = build(te, recipe, single=False, quantized=True)
@@ -142,7 +142,7 @@ def test_bytes_of_members(te_on, arch, name):
     assert any(not torch.equal(value, other[key]) for key, value in buffers(members[0]).items())
 
 
-def test_refusals(te_on):
+def test_grouped_linear_rejects_unsupported_arguments(te_on):
     te = te_on("10.0")
     module = build(te, None, single=True)
     x = torch.randn(sum(SPLITS), IN).bfloat16()
@@ -167,8 +167,8 @@ def test_refusals(te_on):
         grouped.group_quantize(rows, block, 2, torch.tensor([32, 32]))
 
 
-def test_workspace_is_written_again(te_on):
-    """``is_first_microbatch``: quantized once, read by the second microbatch, written again by the next first one."""
+def test_quantized_workspace_is_refreshed_by_the_next_first_microbatch(te_on):
+    """``is_first_microbatch=True`` quantizes the weight. Later microbatches reuse it until the next first one."""
     te, recipe = te_on("10.0"), recipe_of("mxfp8")
     module = build(te, recipe, single=True, bias=False)
     x, splits = torch.randn(sum(SPLITS), IN).bfloat16(), torch.tensor(SPLITS)

@@ -1,4 +1,4 @@
-"""Installation of the emulation: refusals, entry points, effects on user code's torch."""
+"""Test installation of the emulation: errors, entry points, effects on the user's torch."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ def run_with(python, *arguments, cwd=None, path=(), **environment):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_install_twice_and_for_another_architecture():
+def test_install_is_repeatable_and_rejects_a_different_architecture():
     name = emulation._state.arch_name()
     emulation.install(name)
     assert emulation.active() and emulation.arch() == emulation._state.ARCHITECTURES[name]
@@ -84,7 +84,7 @@ print("all refused")
 """
 
 
-def test_refusals_and_what_importing_does(tmp_path, run):
+def test_install_rejects_unsupported_environments(tmp_path, run):
     (tmp_path / "transformer_engine_torch.py").write_text("raise ImportError\n")
     script = tmp_path / "script.py"
     script.write_text(REFUSALS)
@@ -92,7 +92,7 @@ def test_refusals_and_what_importing_does(tmp_path, run):
     assert done.returncode == 0 and "all refused" in done.stdout, done.stderr
 
 
-def test_user_code_keeps_its_torch(te):
+def test_user_code_does_not_see_the_emulated_gpu(te):
     x = te.Linear(16, 16, device="cpu")(torch.randn(2, 16))
     assert torch.cuda.is_available() is False and torch.cuda.device_count() == 0
     assert x.device.type == "cpu" and x.is_cuda is False
@@ -115,7 +115,7 @@ def test_user_code_keeps_its_torch(te):
     assert torch.distributed.__name__ == "torch.distributed" and type(torch) is types.ModuleType
 
 
-def test_te_code_sees_a_gpu(te, arch):
+def test_te_code_sees_an_emulated_gpu(te, arch):
     from transformer_engine.pytorch import utils
 
     assert utils.get_device_compute_capability() == emulation._state.ARCHITECTURES[arch]
@@ -131,7 +131,7 @@ def test_te_code_sees_a_gpu(te, arch):
     assert te.is_fp8_available() is True and te.is_fp8_block_scaling_available() is True
 
 
-def test_modules_look_as_if_loaded_by_the_stock_loader(te):
+def test_te_modules_have_stock_loader_attributes(te):
     import inspect
 
     assert type(te.Linear.__module__) is str
@@ -139,7 +139,7 @@ def test_modules_look_as_if_loaded_by_the_stock_loader(te):
     assert te.__spec__.loader.__class__.__name__ == "SourceFileLoader"
 
 
-def test_switching_the_architecture(te):
+def test_switch_arch_changes_quantization_and_raises_inside_autocast(te):
     emulation.switch_arch("10.0")
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
     assert quantizer(torch.randn(16, 16))._transpose is None
@@ -150,7 +150,7 @@ def test_switching_the_architecture(te):
 
 
 @pytest.mark.parametrize("patch", _patches.PATCHES, ids=lambda patch: patch.targets[0])
-def test_a_patch_refuses_a_module_without_its_target(patch):
+def test_patch_raises_if_its_target_is_missing(patch):
     assert patch.reason.startswith(("pytorch/", "common/"))
     empty = types.ModuleType(patch.module)
     with pytest.raises(emulation.EmulationError, match=f"{patch.module} has no"):
@@ -178,7 +178,7 @@ def test_launcher_runs_scripts_and_modules(tmp_path, run):
     assert done.stdout.splitlines()[-1:] == ["['1'] (4, 32) (10, 0) 10.0 True"], done.stderr
 
 
-def test_launcher_under_torchrun(tmp_path, run):
+def test_launcher_runs_under_torchrun(tmp_path, run):
     script = tmp_path / "program.py"
     script.write_text(
         "import os, torch.distributed as d, transformer_engine.pytorch as te\n"
@@ -201,7 +201,7 @@ def test_launcher_under_torchrun(tmp_path, run):
     assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout, done.stderr
 
 
-def test_launcher_errors(tmp_path, capsys, monkeypatch):
+def test_launcher_reports_usage_errors(tmp_path, capsys, monkeypatch):
     from te_fsdp.emulation.__main__ import main
 
     monkeypatch.setenv("TE_FSDP_EMULATION", emulation._state.arch_name())
@@ -215,7 +215,7 @@ def test_launcher_errors(tmp_path, capsys, monkeypatch):
         main(["--arch", other, "x.py"])
 
 
-def test_pytest_plugin(tmp_path, run):
+def test_pytest_plugin_installs_the_emulation(tmp_path, run):
     (tmp_path / "test_it.py").write_text(
         "import transformer_engine.pytorch as te\nfrom te_fsdp import emulation\n"
         "def test_arch():\n    assert emulation.arch() == (9, 0) and te.is_fp8_available()\n"

@@ -1,4 +1,4 @@
-"""Functions of the extension one by one: activations, softmax, rotary embedding, amax bookkeeping."""
+"""Test functions of the extension one by one: activations, softmax, rotary embedding, amax bookkeeping."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def tex(te):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_and_its_backward(tex, name):
+def test_activations_and_their_backward_match_float64(tex, name):
     x = torch.randn(16, 64) * 4
     x64 = x.double().requires_grad_()
     expected = ref.activation(name, x64)
@@ -35,7 +35,7 @@ def test_activation_and_its_backward(tex, name):
     )  # fp32 inside, rounded once
 
 
-def test_clamped_swiglu_arguments(tex):
+def test_clamped_swiglu_respects_its_arguments(tex):
     x = torch.randn(16, 64) * 4
     x64, grad = x.double().requires_grad_(), torch.randn(16, 32)
     expected = ref.activation("clamped_swiglu", x64, limit=2.0, alpha=1.3, offset=0.5)
@@ -45,7 +45,7 @@ def test_clamped_swiglu_arguments(tex):
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu", "qgelu", "srelu"])
-def test_backward_with_bias_gradient(tex, name):
+def test_activation_backward_with_bias_gradient_matches_separate_calls(tex, name):
     x, grad = torch.randn(16, 32), torch.randn(16, 32)
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -66,7 +66,7 @@ SOFTMAXES = ["scaled_softmax", "scaled_masked_softmax", "scaled_aligned_causal_m
 
 
 @pytest.mark.parametrize("name", [*SOFTMAXES, "scaled_upper_triang_masked_softmax"])
-def test_softmax(tex, name):
+def test_softmax_forward_and_backward_match_float64(tex, name):
     queries, keys = (12, 12) if "upper" in name else (8, 12)
     x = torch.randn(6, queries, keys) if "upper" in name else torch.randn(2, 3, queries, keys)
     x64, extra, hidden = x.double().requires_grad_(), (), torch.zeros(queries, keys, dtype=torch.bool)
@@ -93,7 +93,7 @@ def test_aligned_causal_softmax_of_rows_without_keys_is_zero(tex):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-def test_rotary_embedding_is_that_of_te_in_python(te, layout, interleaved):
+def test_fused_rotary_embedding_matches_te_unfused(te, layout, interleaved):
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
     x = torch.randn(10, 2, 3, 16) if layout == "sbhd" else torch.randn(2, 10, 3, 16)
@@ -110,7 +110,7 @@ def test_rotary_embedding_is_that_of_te_in_python(te, layout, interleaved):
         assert ref.distance(fused, plain) <= ULPS
 
 
-def test_rotary_embedding_from_a_start_position(te, tex):
+def test_rotary_embedding_respects_start_positions(te, tex):
     x, freqs = torch.randn(4, 2, 1, 8), te.RotaryPositionEmbedding(8)(10)
     got = tex.fused_rope_forward(x, freqs, torch.tensor([0, 5]), 0, False, None, 1, 0)
     late = tex.fused_rope_forward(
@@ -123,7 +123,7 @@ def test_rotary_embedding_from_a_start_position(te, tex):
         tex.fused_rope_forward(x, freqs, None, 5, False, None, 1, 0)
 
 
-def test_row_padding(tex):
+def test_row_padding_and_unpadding_are_inverse(tex):
     x, padded, back = torch.randn(5, 3), torch.full((8, 3), 7.0), torch.empty(5, 3)
     tex.fused_multi_row_padding(x, padded, [2, 3], [4, 4])
     assert torch.equal(padded, torch.cat([x[:2], torch.zeros(2, 3), x[2:], torch.zeros(1, 3)]))
@@ -134,7 +134,7 @@ def test_row_padding(tex):
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_amax_and_scale_update_is_that_of_te_in_python(te, tex, algo):
+def test_fused_amax_and_scale_update_matches_te_python(te, tex, algo):
     from transformer_engine.common.recipe import DelayedScaling
     from transformer_engine.pytorch.quantization import _amax_and_scale_update
 
@@ -154,7 +154,7 @@ def test_amax_and_scale_update_is_that_of_te_in_python(te, tex, algo):
     assert not history[0].any()
 
 
-def test_amax_and_scale_update_edges(te, tex):
+def test_amax_and_scale_update_handles_subnormals_and_rejects_unknown_algorithms(te, tex):
     history, scale = torch.zeros(2, 2), torch.tensor([3.0, 3.0])
     tex.fused_amax_and_scale_update_after_reduction(
         torch.tensor([1e-44, 2.0]), [history], [scale], "most_recent", te.DType.kFloat8E5M2, 0
@@ -182,7 +182,7 @@ def test_missing_functions_raise_with_their_name(te, tex):
         tex.generic_gemm(*[torch.ones(2, 2)] * 16, comm_overlap=object())
 
 
-def test_enums_travel_through_pickle_under_the_extension_name(tex):
+def test_enums_are_pickled_under_the_extension_module(tex):
     import pickle
 
     stream = pickle.dumps(tex.DType.kFloat8E4M3)
@@ -202,7 +202,7 @@ def test_gemm_into_bf16_rounds_the_product_before_it_accumulates(te):
         general_gemm(x.float(), dy.float(), torch.bfloat16, layout="NT")
 
 
-def test_gemm_epilogues(te):
+def test_gemm_with_bias_and_gelu_matches_float64(te):
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     weight, x, bias = torch.randn(32, 16), torch.randn(8, 16), torch.randn(32)

@@ -1,4 +1,4 @@
-"""Each module against float64 PyTorch; tolerances are derived in ``reference``."""
+"""Compare each module with float64 PyTorch; ``reference`` derives the tolerances."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def inputs(*shape, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(te, bias):
+def test_linear_matches_float64(te, bias):
     check(
         te.Linear(H, FFN, bias=bias, device="cpu"),
         inputs(TOKENS, H),
@@ -41,7 +41,7 @@ def test_linear(te, bias):
     )
 
 
-def test_the_comparison_can_fail(te):
+def test_control_comparison_detects_a_scaled_weight(te):
     module = te.Linear(H, FFN, bias=True, device="cpu")
     with pytest.raises(AssertionError):
         check(
@@ -51,7 +51,7 @@ def test_the_comparison_can_fail(te):
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norms(te, kind, zero_centered):
+def test_norms_match_float64(te, kind, zero_centered):
     module = getattr(te, kind)(H, zero_centered_gamma=zero_centered, device="cpu")
     with torch.no_grad():
         for param in module.parameters():
@@ -66,7 +66,7 @@ def test_norms(te, kind, zero_centered):
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_layernorm_linear(te, kind):
+def test_layernorm_linear_matches_float64(te, kind):
     check(
         te.LayerNormLinear(H, FFN, normalization=kind, device="cpu"),
         inputs(TOKENS, H),
@@ -79,7 +79,7 @@ def test_layernorm_linear(te, kind):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_layernorm_mlp(te, name):
+def test_layernorm_mlp_matches_float64(te, name):
     check(
         te.LayerNormMLP(H, FFN, activation=name, device="cpu"),
         inputs(TOKENS, H),
@@ -89,7 +89,7 @@ def test_layernorm_mlp(te, name):
     )
 
 
-def test_layernorm_mlp_without_bias(te):
+def test_layernorm_mlp_without_bias_matches_float64(te):
     module = te.LayerNormMLP(H, FFN, activation="swiglu", normalization="RMSNorm", bias=False)
     assert {name for name, _ in module.named_parameters()} == {
         "layer_norm_weight",
@@ -100,7 +100,7 @@ def test_layernorm_mlp_without_bias(te):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_grouped_linear(te, bias):
+def test_grouped_linear_matches_float64(te, bias):
     splits = [8, 0, 24]
 
     def expected(p, x):
@@ -126,7 +126,7 @@ def test_grouped_linear(te, bias):
 
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("rotary", [False, True])
-def test_transformer_layer(te, groups, rotary):
+def test_transformer_layer_matches_float64(te, groups, rotary):
     s, b, heads = 16, 2, 4
     module = te.TransformerLayer(
         H,
@@ -172,7 +172,7 @@ def test_transformer_layer(te, groups, rotary):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_multihead_attention(te, fused):
+def test_multihead_attention_matches_float64(te, fused):
     s, b, heads = 16, 2, 4
     module = te.MultiheadAttention(H, heads, attention_dropout=0.0, fuse_qkv_params=fused, device="cpu")
 
@@ -208,7 +208,7 @@ MASKS = ["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal"
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
 @pytest.mark.parametrize("mask_type", MASKS)
-def test_dot_product_attention(te, mask_type, softmax_type):
+def test_dot_product_attention_matches_float64(te, mask_type, softmax_type):
     s, b, heads, d = 16, 2, 4, 16
     module = te.DotProductAttention(
         heads, d, num_gqa_groups=2, attention_dropout=0.0, softmax_type=softmax_type, qkv_format="sbhd"
@@ -251,7 +251,7 @@ def test_dot_product_attention(te, mask_type, softmax_type):
         assert ref.distance(offset.grad.reshape(-1), offset64.grad) <= 4 * bound
 
 
-def test_bf16_goes_through_the_masked_softmax_kernel(te):
+def test_bf16_attention_with_fused_masked_softmax_matches_float64(te):
     s, b, heads, d = 32, 2, 4, 16
     module = te.DotProductAttention(heads, d, attention_dropout=0.0)
     q, k, v = (inputs(s, b, heads, d, dtype=torch.bfloat16) for _ in range(3))
@@ -262,7 +262,7 @@ def test_bf16_goes_through_the_masked_softmax_kernel(te):
     assert ref.distance(y, y64) <= 6 * 2 * ref.BF16_EPS
 
 
-def test_checkpoint_gives_the_same_gradients(te):
+def test_activation_checkpointing_gives_the_same_gradients(te):
     module = te.TransformerLayer(H, FFN, 4, hidden_dropout=0.1, attention_dropout=0.1, device="cpu")
     x = inputs(16, 2, H)
     results = []
@@ -278,7 +278,7 @@ def test_checkpoint_gives_the_same_gradients(te):
         )  # the recomputation repeats the same operations with the same random numbers
 
 
-def test_meta_init_and_reset_parameters(te):
+def test_reset_parameters_materializes_meta_modules(te):
     module = te.LayerNormMLP(H, FFN, device="meta")
     assert all(p.is_meta for p in module.parameters())
     module.reset_parameters()

@@ -1,4 +1,4 @@
-"""Fused optimizers: FusedAdam, FusedSGD, their multi-tensor kernels."""
+"""Test FusedAdam, FusedSGD, their multi-tensor kernels."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def train(optimizer, params, dtype=None):
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("capturable", [True, False])
-def test_fused_adam_fp32_is_torch_adam(te, decoupled, capturable):
+def test_fused_adam_fp32_matches_torch_adam(te, decoupled, capturable):
     ours, theirs = parameters(), parameters()
     options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     train(te.optimizers.FusedAdam(ours, adam_w_mode=decoupled, capturable=capturable, **options), ours)
@@ -43,14 +43,14 @@ def test_fused_adam_fp32_is_torch_adam(te, decoupled, capturable):
         assert ref.distance(a, b.detach()) <= ADAM_BOUND
 
 
-def test_the_adam_comparison_can_fail(te):
+def test_control_adam_comparison_detects_coupled_weight_decay(te):
     actual, expected = parameters(), parameters()
     train(te.optimizers.FusedAdam(actual, lr=1e-2, weight_decay=0.1, adam_w_mode=False), actual)
     train(torch.optim.AdamW(expected, lr=1e-2, weight_decay=0.1), expected)
     assert ref.distance(actual[0], expected[0].detach()) > 100 * ADAM_BOUND
 
 
-def test_master_weights_follow_fp32_adam_and_parameters_are_their_rounding(te):
+def test_master_weights_match_fp32_adam_and_parameters_are_rounded_copies(te):
     ours, theirs = (
         parameters(torch.bfloat16),
         [torch.nn.Parameter(p.detach().float()) for p in parameters(torch.bfloat16)],
@@ -68,7 +68,7 @@ def test_master_weights_follow_fp32_adam_and_parameters_are_their_rounding(te):
         assert torch.equal(a, b.bfloat16())
 
 
-def test_parameter_remainders_hold_the_fp32_master_exactly(te):
+def test_parameter_remainders_reconstruct_fp32_master_weights(te):
     ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
     optimizer = te.optimizers.FusedAdam(ours, lr=1e-2, master_weights=True, store_param_remainders=True)
     plain = te.optimizers.FusedAdam(theirs, lr=1e-2, master_weights=True)
@@ -81,7 +81,7 @@ def test_parameter_remainders_hold_the_fp32_master_exactly(te):
         assert torch.equal(master, plain.state[b]["master_param"])
 
 
-def test_fp8_weights_of_delayed_scaling(te):
+def test_fused_adam_updates_delayed_scaling_weights(te):
     from transformer_engine.common.recipe import DelayedScaling
 
     with te.quantized_model_init(enabled=True, recipe=DelayedScaling()):
@@ -105,7 +105,7 @@ def test_fp8_weights_of_delayed_scaling(te):
 
 
 @pytest.mark.parametrize("name", ["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])
-def test_other_quantized_weights_are_requantized_from_the_master(te, arch, name):
+def test_quantized_weights_are_requantized_from_master_weights(te, arch, name):
     from transformer_engine.common import recipe as recipes
 
     if name == "MXFP8BlockScaling" and arch == "9.0":
@@ -122,7 +122,7 @@ def test_other_quantized_weights_are_requantized_from_the_master(te, arch, name)
     assert not torch.equal(again, before)
 
 
-def test_fused_sgd_is_torch_sgd(te):
+def test_fused_sgd_matches_torch_sgd(te):
     ours, theirs = parameters(), parameters()
     options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     train(te.optimizers.FusedSGD(ours, **options), ours)
@@ -133,7 +133,7 @@ def test_fused_sgd_is_torch_sgd(te):
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scale_flags_overflow(tex, bad, dtype):
+def test_multi_tensor_scale_flags_overflow(tex, bad, dtype):
     source, target, flag = torch.randn(100).to(dtype), torch.empty(100), torch.zeros(1, dtype=torch.int)
     if bad is not None:
         source[99] = bad
@@ -145,7 +145,7 @@ def test_scale_flags_overflow(tex, bad, dtype):
     assert flag.item() == (0 if bad is None else 1)
 
 
-def test_l2norm(tex):
+def test_multi_tensor_l2norm_matches_float64(tex):
     tensors, flag = [torch.randn(100), torch.randn(7, 3).bfloat16()], torch.zeros(1, dtype=torch.int)
     expected = torch.stack([t.double().norm() for t in tensors])
     total, each = tex.multi_tensor_l2norm(2048, flag, [tensors], True)
@@ -158,7 +158,7 @@ def test_l2norm(tex):
     assert flag.item() == 1
 
 
-def test_scales_of_amaxes(tex):
+def test_multi_tensor_scales_are_computed_from_amaxes(tex):
     amaxes = [torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([float("inf")]), torch.tensor([3.0])]
     scales, inverses = [torch.empty(1) for _ in amaxes], [torch.empty(1) for _ in amaxes]
     tex.multi_tensor_compute_scale_and_scale_inv(
@@ -168,7 +168,7 @@ def test_scales_of_amaxes(tex):
     assert [s.item() for s in inverses] == [1 / 128, 1.0, 1.0, 1 / 128]
 
 
-def test_capturable_adam_obeys_the_flag(tex):
+def test_capturable_adam_skips_updates_on_overflow(tex):
     lists = [[torch.ones(3)] for _ in range(4)]
     args = (1e-3, 0.9, 0.999, 1e-8, torch.tensor([1]), 1, 1, 0.0, torch.tensor([0.5]))
     tex.multi_tensor_adam_capturable(2048, torch.ones(1, dtype=torch.int), lists, *args)

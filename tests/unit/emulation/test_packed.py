@@ -1,4 +1,4 @@
-"""Sequences of different lengths, packed or cached; each sequence by itself is the reference."""
+"""Compare packed or cached sequences of different lengths with each sequence computed alone."""
 
 import math
 
@@ -22,8 +22,8 @@ def _packed(causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_of_packed_sequences(te, causal):
-    """Output and gradients are those of each sequence by itself; over the bounds nothing is attended to."""
+def test_packed_attention_matches_separate_sequences(te, causal):
+    """Output and gradients equal those of separate sequences. No query attends to a different sequence."""
     packed = te.DotProductAttention(4, 16, qkv_format="thd", attention_dropout=0.0)
     alone = te.DotProductAttention(4, 16, qkv_format="bshd", attention_dropout=0.0)
     inputs = [torch.randn(13, 4, 16, requires_grad=True) for _ in range(3)]
@@ -44,8 +44,8 @@ def test_attention_of_packed_sequences(te, causal):
     assert ref.distance(whole, expected) > 0.1
 
 
-def test_bounds_must_fit(te):
-    """A GPU would read memory of others: fewer tokens than the bounds count, and a sequence above the maximum."""
+def test_packed_sequence_bounds_are_validated(te):
+    """Reject fewer tokens than the bounds state, and sequences above the maximum. A GPU would read out of bounds."""
     import transformer_engine_torch as tex
 
     with pytest.raises(RuntimeError, match="12 packed tokens, but cu_seqlens ends at 13"):
@@ -56,8 +56,8 @@ def test_bounds_must_fit(te):
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_padding_between_sequences(te, mask, groups):
-    """Output and gradients are those of each sequence by itself, in float64; padding gets zeros.
+def test_padding_between_packed_sequences_is_ignored(te, mask, groups):
+    """Output and gradients equal those of separate sequences in float64. Padding gets zeros.
 
     Negative control: bounds without the padding.
     """
@@ -90,8 +90,8 @@ def test_padding_between_sequences(te, mask, groups):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_embedding_of_packed_sequences(te, interleaved):
-    """Positions start at each sequence, or where ``start_positions`` says; gradients are those of the parts."""
+def test_packed_rotary_embedding_matches_separate_sequences(te, interleaved):
+    """Positions restart at each sequence or follow ``start_positions``. Gradients equal those of separate sequences."""
     from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
     angles = RotaryPositionEmbedding(16, interleaved=interleaved)(32)
@@ -120,8 +120,8 @@ def test_rotary_embedding_of_packed_sequences(te, interleaved):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_layer_on_packed_sequences(te, quantized):
-    """A TransformerLayer of the public Llama recipe: packed sequences equal sequences by themselves."""
+def test_transformer_layer_on_packed_sequences_matches_separate_sequences(te, quantized):
+    """Use a TransformerLayer of the public Llama recipe."""
     from transformer_engine.common.recipe import Float8CurrentScaling
     from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
@@ -164,8 +164,8 @@ def test_layer_on_packed_sequences(te, quantized):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_generation_with_a_cache(te, paged):
-    """Token by token, with sequences that end and begin, logits equal those of the full sequence at once."""
+def test_generation_with_a_kv_cache_matches_the_full_sequence(te, paged):
+    """Generate token by token while sequences end and start. Outputs equal those of the full sequence."""
     from collections import OrderedDict
 
     from transformer_engine.pytorch import InferenceParams

@@ -1,4 +1,4 @@
-"""Quantized modules against float64 PyTorch."""
+"""Compare quantized modules with float64 PyTorch."""
 
 import math
 
@@ -73,7 +73,7 @@ def build(te, recipe, primary, make):
 
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
-def test_linear(te, arch, name, primary):
+def test_quantized_linear_matches_float64_within_bound(te, arch, name, primary):
     recipe = make_recipe(name, arch)
     module = build(te, recipe, primary, lambda: te.Linear(H, FFN, params_dtype=torch.bfloat16, device="cpu"))
     x = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True)
@@ -83,7 +83,7 @@ def test_linear(te, arch, name, primary):
 
 @pytest.mark.parametrize("activation,kind", [("gelu", "LayerNorm"), ("swiglu", "RMSNorm")])
 @pytest.mark.parametrize("name", RECIPES)
-def test_layernorm_mlp(te, arch, name, activation, kind):
+def test_quantized_layernorm_mlp_matches_float64_within_bound(te, arch, name, activation, kind):
     recipe = make_recipe(name, arch)
     module = te.LayerNormMLP(
         H, FFN, activation=activation, normalization=kind, params_dtype=torch.bfloat16, device="cpu"
@@ -97,7 +97,7 @@ def test_layernorm_mlp(te, arch, name, activation, kind):
 
 @pytest.mark.parametrize("name", ["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])
 @pytest.mark.parametrize("activation", [*ref.PLAIN, *ref.GATED, "glu", "clamped_swiglu"])
-def test_every_activation(te, arch, name, activation):
+def test_quantized_mlp_with_every_activation_matches_float64_within_bound(te, arch, name, activation):
     recipe = make_recipe(name, arch)
     module = te.LayerNormMLP(H, FFN, activation=activation, params_dtype=torch.bfloat16, device="cpu")
     x = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True)
@@ -112,7 +112,7 @@ def test_every_activation(te, arch, name, activation):
 @pytest.mark.parametrize(
     "name", ["Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling"]
 )
-def test_layernorm_linear_and_grouped_linear(te, arch, name):
+def test_quantized_layernorm_linear_and_grouped_linear_match_float64_within_bound(te, arch, name):
     recipe = make_recipe(name, arch)
     x = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True)
     module = te.LayerNormLinear(H, FFN, params_dtype=torch.bfloat16, device="cpu")
@@ -136,7 +136,7 @@ def test_layernorm_linear_and_grouped_linear(te, arch, name):
 
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
-def test_transformer_layer(te, arch, name, primary):
+def test_quantized_transformer_layer_matches_float64_within_bound(te, arch, name, primary):
     recipe, heads, s, b = make_recipe(name, arch), 4, 32, 4
     module = build(
         te,
@@ -169,8 +169,8 @@ def test_transformer_layer(te, arch, name, primary):
     )
 
 
-def test_the_bound_excludes_an_unquantized_direction(te, arch):
-    """Negative control: reading the weight transposed, or a scale off by 2, is far outside."""
+def test_control_bound_excludes_a_transposed_weight_and_a_wrong_scale(te, arch):
+    """Negative control: a transposed weight or a scale that is off by 2 exceeds the bound."""
     recipe = make_recipe("Float8CurrentScaling", arch)
     module = te.Linear(H, H, bias=False, params_dtype=torch.bfloat16, device="cpu")
     x = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True)
@@ -194,7 +194,7 @@ def _current(te):
     return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
 
 
-def test_delayed_scaling_rounds_once_from_fp32(te):
+def test_delayed_scaling_quantizes_activations_directly_from_fp32(te):
     import transformer_engine_torch as tex
 
     x = torch.randn(64, 256).bfloat16()
@@ -213,7 +213,7 @@ def test_delayed_scaling_rounds_once_from_fp32(te):
     assert quantizer.amax.item() == pytest.approx(value.abs().max().item(), rel=4 * ref.FP32_UNIT)
 
 
-def test_current_scaling_takes_the_amax_before_rounding_in_activations_only(te):
+def test_current_scaling_uses_the_unrounded_amax_in_activations_only(te):
     import transformer_engine_torch as tex
 
     weight = torch.ones(128, dtype=torch.bfloat16)
@@ -253,7 +253,7 @@ def test_gemm_reads_only_the_representation_that_the_kernel_reads(te, arch):
             general_gemm(weight, x, torch.bfloat16, layout="TN")
 
 
-def test_gemm_has_the_refusals_of_the_kernels(te):
+def test_gemm_rejects_operands_that_kernels_reject(te):
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     quantizer = _current(te)

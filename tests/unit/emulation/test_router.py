@@ -1,4 +1,4 @@
-"""The routing of tokens in a mixture of experts against plain torch in float64."""
+"""Compare the routing of tokens in a mixture of experts with plain torch in float64."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ FP32 = 16 * ref.FP32_UNIT
 
 
 def _probabilities(logits, topk, pre, groups, group_topk, scale, function, bias):
-    """Return the probabilities and the routing mask, step by step as the paper of each score function has it."""
+    """Compute probabilities and routing mask step by step, as in the paper of each score function."""
     score = {
         "softmax": lambda x: x.softmax(-1),
         "sigmoid": torch.sigmoid,
@@ -48,8 +48,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_probabilities_and_their_gradients(te, case):
-    """Every score function, groups of experts, a bias that chooses and changes no probability."""
+def test_router_probabilities_and_gradients_match_float64(te, case):
+    """Cover every score function, expert groups, and a bias that affects the choice but not the probabilities."""
     from transformer_engine.pytorch import router
 
     topk, pre, groups, group_topk, scale, function, biased = CASES[case]
@@ -69,8 +69,8 @@ def test_probabilities_and_their_gradients(te, case):
         assert not torch.equal(_probabilities(exact, *arguments[:-1], None)[1], mask)
 
 
-def test_formats_of_the_routing_map(te):
-    """Bits and dense indices hold what the mask holds; gradients are the same bits."""
+def test_routing_map_formats_are_equivalent(te):
+    """Bitmaps and dense indices contain the same routing as the mask. Gradients are bitwise equal."""
     from transformer_engine.pytorch import router
 
     arguments = (3, True, None, None, None, "softmax", None)
@@ -90,8 +90,8 @@ def test_formats_of_the_routing_map(te):
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_balancing_loss(te, function):
-    """Scores and loss by their formulas; gradients by autograd. The count of tokens may be a tensor."""
+def test_load_balancing_loss_matches_formula(te, function):
+    """Scores and loss equal their formulas, gradients equal autograd's. The number of tokens may be a tensor."""
     from transformer_engine.pytorch import router
 
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
@@ -122,8 +122,8 @@ def _sorted_rows(mask):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_permutation_by_mask(te, dtype):
-    """Rows, probabilities, the weighted sum back, and the gradients of all."""
+def test_permutation_by_mask_matches_indexing(te, dtype):
+    """Cover rows, probabilities, the weighted unpermutation, and all gradients."""
     mask, probs = _routing(), torch.rand(TOKENS, EXPERTS, requires_grad=True)
     tokens = torch.randn(TOKENS, HIDDEN).to(dtype).requires_grad_()
     order, experts = _sorted_rows(mask), mask.T.nonzero()[:, 0]
@@ -142,8 +142,8 @@ def test_permutation_by_mask(te, dtype):
     assert ref.distance(probs.grad, exact_probs.grad) <= unit
 
 
-def test_permutation_with_padding(te):
-    """Groups of rows are padded to a multiple; the padding is zero and leaves no trace in the sum back."""
+def test_padded_permutation_is_zero_padded_and_invertible(te):
+    """Groups of rows are padded with zeros to a multiple. Unpermutation ignores the padding."""
     mask, probs = _routing(), torch.rand(TOKENS, EXPERTS)
     tokens, counts = torch.randn(TOKENS, HIDDEN), mask.sum(0)
     result = te.moe_permute_and_pad_with_probs(tokens, probs, mask, counts, 4)
@@ -162,8 +162,8 @@ def test_permutation_with_padding(te):
 
 
 @pytest.mark.parametrize("kept", [0, 15])
-def test_permutation_by_index(te, kept):
-    """Rows by expert, the weighted sum back, gradients; rows after the last kept one are dropped."""
+def test_permutation_by_index_matches_indexing(te, kept):
+    """Rows are sorted by expert, and unpermutation sums them with weights. Rows above the limit are dropped."""
     index = torch.rand(TOKENS, EXPERTS).topk(2).indices.to(torch.int32)
     tokens = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     probs = torch.rand(TOKENS, 2, requires_grad=True)
@@ -182,8 +182,8 @@ def test_permutation_by_index(te, kept):
     assert ref.distance(probs.grad, exact_probs.grad) <= FP32
 
 
-def test_chunks_change_their_order(te):
-    """Chunks are moved whole, with their probabilities; the gradient moves back."""
+def test_chunk_sort_moves_rows_probabilities_and_gradients(te):
+    """Chunks move with their probabilities, and their gradients move back."""
     sizes, order = torch.tensor([3, 0, 5, 4]), torch.tensor([2, 0, 3, 1])
     tokens, probs = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS)
     chunks = torch.arange(TOKENS).split(sizes.tolist())

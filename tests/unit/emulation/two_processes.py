@@ -171,7 +171,7 @@ def checkpoint(te, name, mesh, folder):
 
 
 def cross_entropy(te, dtype, smoothing, reduced, rank):
-    """Distances of loss and gradient from torch's of all logits, and of the loss of this shard by itself."""
+    """Return distances of loss and gradient from torch's over all logits, and of the loss of this shard alone."""
     from tests.unit.emulation import reference as ref
 
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The record of a user's own modules or functions in a checkpoint."""
+"""Test the recorded settings of user-defined modules or functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from te_fsdp.modules.semantics import user_settings
 
 
 class Own(nn.Module):
-    """A module with weights, whose attributes are a part of what it computes."""
+    """A module with weights whose attributes affect its output."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ FUNCTIONS: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_another_function_is_asked_for(tmp_path: Path, name: str) -> None:
+def test_load_rejects_a_different_function(tmp_path: Path, name: str) -> None:
     one, other, text = FUNCTIONS[name]
     assert not loaded(tmp_path, Own(it=one), Own(it=one)).notes
     with pytest.raises(CheckpointError, match=text):
@@ -134,9 +134,7 @@ def with_default(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     ],
     ids=["partial", "lambda", "operator", "method of one class", "default"],
 )
-def test_functions_that_a_name_does_not_determine_are_not_compared(
-    tmp_path: Path, one: Any, other: Any
-) -> None:
+def test_lambdas_and_partials_are_not_compared(tmp_path: Path, one: Any, other: Any) -> None:
     assert not loaded(tmp_path, Own(it=one), Own(it=other)).notes
 
 
@@ -150,15 +148,15 @@ VALUES: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_another_value_is_noted(tmp_path: Path, name: str) -> None:
+def test_load_logs_a_different_value(tmp_path: Path, name: str) -> None:
     one, other, text = VALUES[name]
     assert not loaded(tmp_path, Own(it=one), Own(it=one)).notes
     assert loaded(tmp_path, Own(it=one), Own(it=other)).notes == [text]
 
 
 @pytest.mark.parametrize("cls", [nn.Sequential, nn.ModuleDict])
-def test_the_order_of_modules(tmp_path: Path, cls: type[nn.Module]) -> None:
-    """Return those that both have; a container does not count as a module of one."""
+def test_load_rejects_a_different_module_order(tmp_path: Path, cls: type[nn.Module]) -> None:
+    """Only modules that both have are compared. A container is not a module with one entry."""
     one, other = (OrderedDict((n, nn.Linear(4, 4)) for n in names) for names in ("abc", "acb"))
     shorter = OrderedDict((n, nn.Linear(4, 4)) for n in "ab")
     text = r"(order|keys): saved \['a', 'b', 'c'\], model has \['a', 'c', 'b'\]"
@@ -173,19 +171,19 @@ def test_the_order_of_modules(tmp_path: Path, cls: type[nn.Module]) -> None:
     assert not loaded(tmp_path, *numbers).notes
 
 
-def test_long_values_differ_beyond_the_recorded_part(tmp_path: Path) -> None:
+def test_long_values_are_compared_completely(tmp_path: Path) -> None:
     long, other = [1.0] * 200, [*[1.0] * 199, 2.0]
     assert not loaded(tmp_path, Own(it=long), Own(it=list(long))).notes
     (note,) = loaded(tmp_path, Own(it=long), Own(it=other)).notes
     assert note.startswith("it: saved [1.0, 1.0, ") and len(note) < 600
 
 
-def test_another_class_of_a_module_with_weights_is_noted(tmp_path: Path) -> None:
+def test_load_logs_a_different_module_class(tmp_path: Path) -> None:
     assert loaded(tmp_path, Own(), Other()).notes == ["class: saved Own, model has Other"]
 
 
-def test_a_configuration_is_recorded_once() -> None:
-    """By the first of the modules that hold it; what is large, such as a vocabulary, by none."""
+def test_shared_configuration_is_recorded_once() -> None:
+    """The first module that references it records it. Large values, such as a vocabulary, are not recorded."""
     config, words = Config(1.0), {str(n): n for n in range(1000)}
     result = user_settings(Own(config=config, part=Own(config=config, words=words)))
     assert result[""].settings == {"class": "Own", "config.scale": 1.0, "config.layers": 2}
@@ -193,7 +191,7 @@ def test_a_configuration_is_recorded_once() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda eps: nn.LayerNorm(4, eps=eps), lambda eps: nn.RMSNorm(4, eps=eps)])
-def test_numbers_of_numpy_are_settings(tmp_path: Path, make: Callable[[Any], nn.Module]) -> None:
+def test_numpy_numbers_are_recorded_as_settings(tmp_path: Path, make: Callable[[Any], nn.Module]) -> None:
     assert not loaded(tmp_path, make(np.float32(1e-5)), make(1e-5)).notes
     with pytest.raises(CheckpointError, match="eps: saved 9.99.*e-06, model has 0.1"):
         loaded(tmp_path, make(np.float32(1e-5)), make(np.float64(0.1)), strict=False)
@@ -205,8 +203,8 @@ def shared(order: list[int]) -> nn.Module:
     return nn.ModuleList(layers[n] for n in order)
 
 
-def test_layers_that_are_shared_otherwise(tmp_path: Path) -> None:
-    """The same tensors of the same shapes are in the files: which layer is repeated is another function."""
+def test_load_rejects_differently_shared_layers(tmp_path: Path) -> None:
+    """The files contain the same tensors, but repeating a different layer is a different function."""
     assert not loaded(tmp_path, shared([0, 1, 0]), shared([0, 1, 0])).notes
     here = shared([0, 1, 1])
     before = [parameter.detach().clone() for parameter in here.parameters()]

@@ -1,4 +1,4 @@
-"""Pieces of a plain DCP directory show whether tensor parallelism has sharded the rows of a weight."""
+"""Infer from the shards of a plain DCP directory whether tensor parallelism has reordered rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN, FFN = 24, 40
 
 
 def cut(rows: int, columns: int | None, shards: int, *, by_rows: int = 1, by_columns: int = 1) -> Lazy:
-    """A tensor as FSDP and tensor parallelism cut it: each rank's part of tp into even pieces, as torch.chunk does."""
+    """Shard a tensor over tp, then each tp shard evenly over FSDP, as torch.chunk does."""
     pieces: list[tuple[tuple[int, ...], Lazy]] = []
     for part in range(by_rows):
         height = rows // by_rows
@@ -50,8 +50,8 @@ STACKED = ("mlp.fc1_weight", "mlp.fc1_bias", "qkv.weight")
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_tensor_parallelism_is_inferred_from_pieces(shards: int, tp: int) -> None:
-    """By columns, which FSDP never shards, whether or not the rows divide evenly."""
+def test_tensor_parallelism_is_inferred_from_column_shards(shards: int, tp: int) -> None:
+    """Column shards show it, because FSDP never shards columns, whether or not rows divide evenly."""
     result = cut_by_tp(layer(shards, tp))
     assert result.issuperset(f"model.{name}" for name in STACKED) if tp > 1 else not result
 
@@ -75,10 +75,10 @@ def contents_of(tmp_path: Path, tensors: dict[str, Lazy], extras: list[str]) -> 
         (1, 1, ["qkv"], [], True),
     ],
 )
-def test_stacked_weights_of_plain_directories(
+def test_plain_dcp_load_reports_stacked_weights_with_unknown_row_order(
     tmp_path: Path, shards: int, tp: int, extras: list[str], refused: list[str], asked: bool
 ) -> None:
-    """In pieces of tensor parallelism: a difference. A module's entry excludes it, else a note says so."""
+    """TP shards are a difference unless a module's entry excludes it. Otherwise a note is logged."""
     tensors = layer(shards, tp)
     contents = contents_of(tmp_path, tensors, extras)
     source, result = Source(tmp_path, DCP_KIND, contents.manifest, tensors), Differences()
@@ -91,8 +91,8 @@ def test_stacked_weights_of_plain_directories(
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_recorded_order_confirms_the_rows(tmp_path: Path, recorded: bool) -> None:
-    """Of a directory that dcp.save wrote from a te_fsdp model whose state dict drops ``_extra_state``."""
+def test_recorded_row_order_is_accepted(tmp_path: Path, recorded: bool) -> None:
+    """dcp.save wrote the directory from a te_fsdp model whose state dict omits ``_extra_state``."""
     tensors = layer(2, 2)
     tensors["model.mlp.fc1_weight"].in_original_order = recorded  # type: ignore[missing-attribute]
     source, result = (
@@ -103,7 +103,7 @@ def test_a_recorded_order_confirms_the_rows(tmp_path: Path, recorded: bool) -> N
     assert source.notes == [] and bool(result) is not recorded
 
 
-def test_without_a_model_pieces_of_tensor_parallelism_are_refused(tmp_path: Path) -> None:
+def test_convert_rejects_tp_shards_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"in pieces of tensor parallelism: mlp.fc1_bias, mlp.fc1_weight"
     ):

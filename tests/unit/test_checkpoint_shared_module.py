@@ -1,4 +1,4 @@
-"""A module that is registered under two names."""
+"""Test a module that is registered under two names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from te_fsdp.checkpoint.manifest import read_manifest
 
 
 @pytest.mark.parametrize("kind", ["plain", "ours"])
-def test_delayed_scaling_of_a_module_with_two_names(te: Any, tmp_path: Path, kind: str) -> None:
-    """A plain state dict has its state under both names (kind: refused, as state of a module that the model lacks)."""
+def test_delayed_scaling_state_of_a_shared_module_loads(te: Any, tmp_path: Path, kind: str) -> None:
+    """A plain state dict contains its state under both names. Bug class: rejected as state of an unknown module."""
     from transformer_engine.common.recipe import DelayedScaling
 
     def model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""The place where a checkpoint is written, such as a path with ``~``."""
+"""Test checkpoint paths such as ``~/run``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "fsdp2_tp"
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_tilde_is_the_home_directory(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kind: every path of te_fsdp.checkpoint and ``te-fsdp ckpt``; Python itself would make a directory "~"."""
+def test_checkpoint_paths_expand_the_home_directory(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cover every path argument of te_fsdp.checkpoint and ``te-fsdp ckpt``. Python alone would create a "~"."""
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()
@@ -43,8 +45,8 @@ def test_a_tilde_is_the_home_directory(kind: Any, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["train.py", "train_moe.py", "train_elastic.py"])
-def test_examples_wait_for_their_last_save(name: str) -> None:
-    """They end by ``os._exit``, which waits for no thread: an asynchronous save would not be whole."""
+def test_examples_wait_for_the_last_async_save(name: str) -> None:
+    """The examples end with ``os._exit``, which does not wait for threads. An asynchronous save would be incomplete."""
     tree = ast.parse((EXAMPLES / name).read_text())
     text = ast.unparse(tree)
     assert "os._exit(" in text, "the reason for this test"

@@ -1,4 +1,4 @@
-"""Collectives that are packed into one piece of memory, waited for later."""
+"""Test collectives that are packed into one buffer, waited for later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def values(shape: torch.Size) -> torch.Tensor:
 
 @given(st.lists(SHAPES, max_size=5), st.sampled_from([1, 3, 16]), st.integers(0, 2))
 def test_packed_tensors_are_unpacked(shapes: list[torch.Size], align: int, missing: int) -> None:
-    """Each at an aligned place, zeros in between and for what is missing; flags behind."""
+    """Each tensor is aligned, with zeros for gaps and missing tensors, and flags at the end."""
     tensors = [None if at == missing else values(shape) for at, shape in enumerate(shapes)]
     buffer = PackedLayout(tuple(math.prod(shape) for shape in shapes), align, trailing=2)
     packed = buffer.pack(tensors, torch.float64, CPU, torch.tensor([7.0, 8.0], dtype=torch.float64))
@@ -34,8 +34,8 @@ def test_packed_tensors_are_unpacked(shapes: list[torch.Size], align: int, missi
 
 
 @given(SHAPES, st.integers(1, 4), st.data())
-def test_rows_are_those_of_chunk(shape: torch.Size, ranks: int, data: st.DataObject) -> None:
-    """Rows that are split and joined again; those of each rank are ``torch.chunk``'s."""
+def test_row_partition_equals_torch_chunk(shape: torch.Size, ranks: int, data: st.DataObject) -> None:
+    """Rows are split and joined again. Each rank's rows equal ``torch.chunk``'s."""
     rows = RowPartition(shape, data.draw(st.integers(0, len(shape) - 1)), ranks)
     whole = values(shape)
     split = torch.zeros((ranks, rows.numel))
@@ -52,7 +52,7 @@ def test_rows_are_those_of_chunk(shape: torch.Size, ranks: int, data: st.DataObj
     assert torch.equal(joined, whole)
 
 
-def test_nothing_is_done_before_the_wait() -> None:
+def test_pending_result_is_unpacked_only_on_wait() -> None:
     log: list[str] = []
 
     class Work:
@@ -72,8 +72,8 @@ def test_nothing_is_done_before_the_wait() -> None:
 
 
 @pytest.mark.parametrize(("arrivals", "begun"), [("ab", ["a", "b"]), ("b", []), ("ba", ["a", "b"])])
-def test_units_begin_in_the_agreed_order(arrivals: str, begun: list[str]) -> None:
-    """A unit that is complete waits for those before it."""
+def test_units_start_in_the_agreed_order(arrivals: str, begun: list[str]) -> None:
+    """A complete unit waits for earlier ones in the agreed order."""
     order, results = UnitOrder(["a", "b"]), list[str]()
     order.agreed = ("a", "b")
     order.begin("aabb")

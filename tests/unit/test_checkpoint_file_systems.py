@@ -1,4 +1,4 @@
-"""Surroundings of a checkpoint: clocks of other machines, long names, permissions, indexes without files, folders."""
+"""Test file system conditions: different clocks, long names, permissions, missing files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ELSEWHERE = Owner("node7-12345678", 17, "99", 1700000000, "0" * 8)
 
 
 @pytest.mark.parametrize("hours", [-48, 0, 48])
-def test_clocks_of_machines_do_not_decide(
+def test_cleanup_does_not_depend_on_local_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
-    """Ages are differences of two times of the file system; the control: a folder without a write for a day goes."""
+    """Ages are differences of two file system times. Control: a folder without a write for one day is removed."""
     running = tmp_path / f".x.te_fsdp-saving.{ELSEWHERE}"
     left = tmp_path / f".y.te_fsdp-saving.{ELSEWHERE}"
     server = time.time() + 3600 * hours
@@ -50,8 +50,8 @@ def test_clocks_of_machines_do_not_decide(
     ["n" * 200, "\N{LATIN SMALL LETTER E WITH ACUTE}" * 120, "n" * 255],
     ids=["200", "240 bytes", "255"],
 )
-def test_long_names(tmp_path: Path, name: str) -> None:
-    """Hidden names add mark and owner to a name; a file system takes 255 bytes. What is left is found and removed."""
+def test_save_accepts_names_of_the_maximum_length(tmp_path: Path, name: str) -> None:
+    """Hidden names add a mark and an owner, within the 255 bytes of a file name. Leftovers are still removed."""
     model = nn.Linear(2, 2)
     for step in (1, 2):
         checkpoint.save(tmp_path / str(step) / name, model, keep_last=1)
@@ -67,7 +67,7 @@ def test_long_names(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
-def test_files_that_may_not_be_read_are_not_damaged(
+def test_verify_reports_missing_permissions_instead_of_corruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
@@ -86,8 +86,8 @@ def test_files_that_may_not_be_read_are_not_damaged(
     assert ("damaged" in str(result.value)) != may
 
 
-def test_an_index_without_files(tmp_path: Path) -> None:
-    """An error that names the tensor, not an IndexError; negative numbers would take files from the end."""
+def test_load_rejects_an_index_without_files(tmp_path: Path) -> None:
+    """The error names the tensor instead of an IndexError. Negative numbers would select files from the end."""
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
     manifest = manifests.read_manifest(tmp_path / "a")
     good = read_index(tmp_path / "a", manifest)
@@ -110,7 +110,7 @@ def test_an_index_without_files(tmp_path: Path) -> None:
     assert file.is_file()
 
 
-def test_folders_of_safetensors_without_weights(tmp_path: Path) -> None:
+def test_load_rejects_folders_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="a folder without weights.*hf download NAME") as result:
         open_safetensors(tmp_path)
@@ -125,8 +125,8 @@ def test_folders_of_safetensors_without_weights(tmp_path: Path) -> None:
         open_safetensors(tmp_path)
 
 
-def test_the_model_has_other_names(tmp_path: Path) -> None:
-    """The error names ``names=TeNames(...)`` with the layers' prefix, and does not advise the call that has failed."""
+def test_save_huggingface_suggests_te_names_for_renamed_layers(tmp_path: Path) -> None:
+    """The error suggests ``names=TeNames(...)`` with the layers' prefix instead of the call that has failed."""
     model = nn.ModuleDict({"decoder": nn.ModuleList([nn.ModuleDict({"self_attention": nn.Linear(2, 2)})])})
     config = {"model_type": "llama"}
     with pytest.raises(CheckpointError) as result:

@@ -1,4 +1,4 @@
-"""Saves under bad conditions: concurrent jobs, clocks that are set back, full disks."""
+"""Test saves under bad conditions: concurrent jobs, clocks that are set back, full disks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 from tests.unit.commands import python_path
 
-SCRIPT = Path(__file__).with_name("neighbour_worker.py")
+SCRIPT = Path(__file__).with_name("concurrent_save_worker.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 #: Above the largest process id of a Linux kernel.
 DEAD = 2**22 + 1
@@ -55,8 +55,8 @@ def met(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, list
     return {plan: [o for o in outcomes if o["plan"] == plan] for plan in plans}
 
 
-def test_one_of_two_concurrent_jobs_wins(met: dict[str, list[dict[str, Any]]]) -> None:
-    """The first rename wins; the other job reports that the target exists, and leaves nothing."""
+def test_one_of_two_concurrent_saves_wins(met: dict[str, list[dict[str, Any]]]) -> None:
+    """The first rename wins. The other job reports that the target exists and leaves no files."""
     winners = set()
     for outcome in met["stopped"]:
         won = [told == "done" for told in outcome["told"]]
@@ -68,7 +68,9 @@ def test_one_of_two_concurrent_jobs_wins(met: dict[str, list[dict[str, Any]]]) -
     assert winners == {0, 1} and len(met["stopped"]) > 20
 
 
-def test_two_jobs_on_a_slow_disk(met: dict[str, list[dict[str, Any]]]) -> None:
+def test_concurrent_saves_on_a_slow_disk_keep_a_complete_checkpoint(
+    met: dict[str, list[dict[str, Any]]],
+) -> None:
     for outcome in met["slow"]:
         told, values, kept = outcome["told"], outcome["values"], outcome["names"]
         assert set(outcome["seen"]) <= {"step-3", "step-4", "step-5"}, (
@@ -89,8 +91,8 @@ def test_two_jobs_on_a_slow_disk(met: dict[str, list[dict[str, Any]]]) -> None:
         assert kept == sorted(values), "nothing hidden is left"
 
 
-def test_a_job_killed_anywhere_does_not_block_the_next(met: dict[str, list[dict[str, Any]]]) -> None:
-    """The next one saves to the same path at once, unless the killed one was complete."""
+def test_killed_save_does_not_block_the_next_save(met: dict[str, list[dict[str, Any]]]) -> None:
+    """The next job can save to the same path at once, unless the killed save was complete."""
     told = set()
     for outcome in met["killed"]:
         whole = outcome["newest"] == "step-3"
@@ -108,8 +110,8 @@ def test_a_job_killed_anywhere_does_not_block_the_next(met: dict[str, list[dict[
 # ------------------------------------------------------------------------------------- folders of killed jobs
 
 
-def test_a_reused_process_id(tmp_path: Path) -> None:
-    """A process with the id of a dead owner started later; the control is this process itself."""
+def test_leftovers_of_a_reused_process_id_are_removed(tmp_path: Path) -> None:
+    """A process with the ID of an exited owner started later. The control is this process itself."""
     here = Owner.new()
     for start, stays in (("1", False), (here.start, True)):
         owner = Owner(here.machine, here.pid, start, here.since, "0" * 8)
@@ -119,8 +121,8 @@ def test_a_reused_process_id(tmp_path: Path) -> None:
         assert left.exists() == stays
 
 
-def test_a_killed_process_without_waitpid(tmp_path: Path) -> None:
-    """A zombie has a process id, and writes nothing any more."""
+def test_zombie_process_counts_as_exited(tmp_path: Path) -> None:
+    """A zombie has a process ID but no longer writes."""
     child = subprocess.Popen(["sleep", "100"])
     owner = Owner(directory._machine(), child.pid, directory._start_of(child.pid) or "", 0, "0" * 8)
     assert owner.is_alive() is True
@@ -131,8 +133,8 @@ def test_a_killed_process_without_waitpid(tmp_path: Path) -> None:
     assert owner.is_alive() is False
 
 
-def test_files_of_killed_jobs(tmp_path: Path) -> None:
-    """Removed if its process is dead, or unknown and a day old; never what a living process writes."""
+def test_leftovers_of_exited_jobs_are_removed(tmp_path: Path) -> None:
+    """Leftovers are removed if their process has exited, or is unknown and they are a day old."""
     here = Owner.new()
     dead, elsewhere = Owner(here.machine, DEAD, "1", 0, "0"), Owner("node7-12345678", 1, "1", 0, "0")
     actual = directory.begin(tmp_path / "step-1")
@@ -161,8 +163,8 @@ def test_files_of_killed_jobs(tmp_path: Path) -> None:
     directory.discard(actual)
 
 
-def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process id means nothing in a container with its own ones, nor on another host of the same name."""
+def test_machine_ids_differ_for_containers_and_hosts_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process IDs are not valid in other containers or on other hosts with the same name."""
     here, stat, read = directory._machine(), os.stat, Path.read_text
     assert directory._machine() == here
 
@@ -184,7 +186,9 @@ def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------- order, not time
 
 
-def test_order_if_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_is_correct_after_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [2 * 10**18]
 
     def clock() -> int:
@@ -203,7 +207,9 @@ def test_order_if_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.Monk
     assert manifest.save_number(tmp_path / "step-50") == 4
 
 
-def test_order_without_numbers_or_with_equal_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_orders_checkpoints_with_missing_or_equal_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(directory, "next_number", lambda where: 0)  # as earlier versions saved, ...
         for name, when in (("old-2", 8), ("old-1", 9)):
@@ -220,10 +226,10 @@ def test_order_without_numbers_or_with_equal_ones(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == ["new", "step-10", "step-9"], "what latest would find last goes first"
 
 
-def test_latest_while_a_neighbour_saves(
+def test_latest_finds_a_checkpoint_saved_during_the_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between a look at the names and one at the files a newer one appears, and those that were seen go."""
+    """Between listing names and reading files, a newer checkpoint appears and the listed ones are removed."""
     checkpoint.save(tmp_path / "step-1", model())
     read = manifest.read_manifest
 
@@ -239,7 +245,7 @@ def test_latest_while_a_neighbour_saves(
     assert not caplog.records, "nothing was damaged"
 
 
-def test_two_jobs_that_remove_the_same(
+def test_concurrent_removal_of_one_checkpoint_is_not_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2, 3):
@@ -257,10 +263,10 @@ def test_two_jobs_that_remove_the_same(
     assert names(tmp_path) == ["step-3", "step-4"] and not caplog.records
 
 
-def test_a_load_while_a_different_job_removes_the_checkpoint(
+def test_load_during_removal_succeeds_or_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each touch of its files it either has read all, or says so and has changed nothing."""
+    """At each file access, the load either has read everything, or raises and has changed nothing."""
     told = set()
     for at in range(20):
         (tmp_path / "a").exists() or checkpoint.save(tmp_path / "a", model())
@@ -283,8 +289,8 @@ def test_a_load_while_a_different_job_removes_the_checkpoint(
     assert told == {"loaded", "refused"}
 
 
-def test_paths_of_which_the_system_does_not_say_whether_they_exist(tmp_path: Path) -> None:
-    """On every release of Python an error, and False for a path that does not exist."""
+def test_path_checks_raise_system_errors_except_missing_paths(tmp_path: Path) -> None:
+    """On every Python version, system errors are raised, and a missing path returns False."""
     for text in ("n" * 300, "none/inside", "null\0"):
         path = resolve_path(tmp_path / text)
         for exists in (path.exists, path.is_dir, path.is_file):
@@ -301,7 +307,7 @@ def test_paths_of_which_the_system_does_not_say_whether_they_exist(tmp_path: Pat
 def test_inaccessible_directories_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The directories are another user's; a test that root runs may enter all."""
+    """The directories belong to a different user. This is simulated because root may read everything."""
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", model())
     closed, stat = {"lost+found", "step-2"}, Path.stat
@@ -366,7 +372,7 @@ PLACES = {
 
 @pytest.mark.parametrize("number", FULL)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_full_disk_is_reported(
+def test_full_disk_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int
 ) -> None:
     checkpoint.save(tmp_path / "a", model())
@@ -405,8 +411,8 @@ for name in ("x.pt", "x.safetensors", "x"):
 """
 
 
-def test_a_limit_that_the_system_sets(tmp_path: Path, python: str) -> None:
-    """Real errors, also those that torch.save makes others of."""
+def test_file_size_limit_is_reported(tmp_path: Path, python: str) -> None:
+    """Real errors are reported, including those that torch.save converts."""
     command = [python, "-c", LIMIT, str(tmp_path)]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -1,6 +1,6 @@
-"""Jobs that meet at one path, one forked process each; a script, run by test_checkpoint_neighbours.
+"""Run concurrent saves to one path in forked processes; a script for test_checkpoint_concurrent_jobs.
 
-    python neighbour_worker.py DIRECTORY PLAN...
+    python concurrent_save_worker.py DIRECTORY PLAN...
 
 A job may be stopped before its n-th touch of a directory's files, killed there, or slowed down at each: Python's audit
 events (opening, renaming, removing, making and listing) are counted, so that nothing depends on the machine's load. One
@@ -30,7 +30,7 @@ MANY = 200
 
 
 def at_touches(where: Path, act: Callable[[int], None]) -> None:
-    """Call a function with the number of each touch from now on."""
+    """Call a function with the number of each later file access."""
     count, within = 0, str(where)
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
@@ -43,7 +43,7 @@ def at_touches(where: Path, act: Callable[[int], None]) -> None:
 
 
 class Job:
-    """A forked process: what it tells at its end, and how to let it go on where it has stopped."""
+    """A forked process: its output at exit, and a way to resume it after it has stopped."""
 
     def __init__(self, where: Path, work: Callable[[], object], at: int = -1, how: str = "stop") -> None:
         self.stopped, stop = os.pipe()
@@ -121,7 +121,7 @@ def put(target: Path, text: str) -> Callable[[], None]:
 
 
 def stopped(where: Path) -> Iterator[dict[str, object]]:
-    """Two jobs at one path: one stops at each of its touches, the other runs, or stops too and ends after it."""
+    """Run two jobs at one path. One stops at each file access while the other runs, or stops and ends later."""
     for also in (None, 4, 9, 14):
         for at in range(MANY):
             here = where / f"{at}-{also}"
@@ -141,7 +141,7 @@ def stopped(where: Path) -> Iterator[dict[str, object]]:
 
 
 def killed(where: Path) -> Iterator[dict[str, object]]:
-    """A job is killed at each touch of a save, and the next one saves to the same path at once."""
+    """Kill a job at each file access of a save. The next job saves to the same path at once."""
     for at in range(MANY):
         here = where / str(at)
         for step in (1, 2):
@@ -172,7 +172,7 @@ def killed(where: Path) -> Iterator[dict[str, object]]:
 
 
 def slow(where: Path) -> Iterator[dict[str, object]]:
-    """Two jobs on a slow disk: the same path and others, with and without removing what is old."""
+    """Run two jobs on a slow disk: same or different paths, with and without removal of old checkpoints."""
     for trial in range(8):
         here = where / str(trial)
         for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Other libraries' words for strategies, or typing errors: the error names the word that is meant."""
+"""Check that errors suggest the strategy for names of other libraries or misspellings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize(("ours", "word"), [(ours, word) for ours, words in WORDS.items() for word in words])
-def test_the_word_meant(ours, word):
+def test_strategy_names_of_other_libraries_get_a_suggestion(ours, word):
     with pytest.raises(PlacementError) as caught:
         check_option("strategy", word)
     message = str(caught.value)
@@ -62,14 +62,14 @@ def test_the_word_meant(ours, word):
 
 
 @pytest.mark.parametrize("ours", STRATEGIES)
-def test_own_names_are_accepted(ours):
+def test_native_strategy_names_are_accepted(ours):
     assert check_option("strategy", ours) == ours
 
 
 @pytest.mark.parametrize(
     "word", ["hybrid_shard", ShardingStrategy.HYBRID_SHARD, "hsdp", "hfsdp", "HYBRID_SHARD_ZERO2"]
 )
-def test_two_axes_in_a_word(word):
+def test_names_of_hybrid_strategies_suggest_a_mesh(word):
     with pytest.raises(
         PlacementError, match=r"Fix: strategy='optim_grads.*Meshes.build\(dp_replicate="
     ) as caught:
@@ -78,8 +78,8 @@ def test_two_axes_in_a_word(word):
 
 
 @pytest.mark.parametrize("word", ["bananas", "", 7, object(), "x"])
-def test_no_word_at_all(word):
-    """No suggestion is made for values that resemble none."""
+def test_unknown_strategy_gets_no_suggestion(word):
+    """Values that are not similar to a name get no suggestion."""
     with pytest.raises(PlacementError, match=r"Fix: use one of these, or leave strategy out\.$"):
         check_option("strategy", word)
 
@@ -98,13 +98,13 @@ def test_no_word_at_all(word):
         ("optim", "Optim"),
     ],
 )
-def test_the_outer_word_meant(ours, word):
+def test_outer_strategy_names_get_a_suggestion(ours, word):
     with pytest.raises(PlacementError, match=f"outer_strategy: .*Fix: outer_strategy='{ours}'"):
         check_option("outer_strategy", word)
     assert all(check_option("outer_strategy", known) == known for known in OUTER_STRATEGIES)
 
 
-def test_a_misspelt_unit():
+def test_misspelled_unit_gets_a_suggestion():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model.add_module("decoder", torch.nn.Linear(2, 2))
     with pytest.raises(
@@ -115,14 +115,14 @@ def test_a_misspelt_unit():
         find_units(model, "embedding", "optim")
 
 
-def test_meant():
+def test_suggest_finds_similar_names():
     assert suggest("Dp-Shrd", ("dp_shard", "tp")) == "dp_shard"
     assert suggest("data", ("dp_shard", "tp")) is None
     assert suggest("data", ("dp_shard", "tp"), {"data": "dp_shard"}) == "dp_shard"
 
 
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
-def test_offloading_is_refused_before_anything_changes(fake_world, policy):
+def test_cpu_offload_policy_is_rejected_before_changes(fake_world, policy):
     fake_world(1)
     meshes, model = te_fsdp.Meshes.build(device_type="cpu"), torch.nn.Linear(4, 4, device="meta")
     with pytest.raises(PlacementError) as caught:

@@ -1,4 +1,4 @@
-"""Shared memory of ranks: conditions that are known before communication."""
+"""Test conditions for shared memory of ranks that are known before communication."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from te_fsdp import peer_memory as peers
 from te_fsdp.upstream import symmetric_memory as _torch_transport
 
 
-def test_numbers_of_a_group():
-    """Torch numbers keys by process: two ranks that have met other ranks before use the same ones all the same."""
+def test_symmetric_memory_keys_are_numbered_per_group():
+    """torch numbers keys per process. Ranks with different earlier groups must still use the same keys."""
     store = dist.HashStore()
     first, second = _torch_transport._Numbered(store), _torch_transport._Numbered(store)
     for number in range(3):
@@ -22,8 +22,8 @@ def test_numbers_of_a_group():
             assert second.get(f"{kind}/{number + 7}/0") == f"{kind} {number}".encode()
 
 
-def test_alias():
-    """The alias has its own storage of exactly its bytes, which cannot be resized; it is the same memory."""
+def test_alias_shares_memory_with_its_own_storage():
+    """The alias shares memory through its own storage, which has exactly its size and cannot be resized."""
     memory = torch.zeros(1024, dtype=torch.uint8)
     result = peers.alias(memory, 256, torch.empty(8, dtype=torch.bfloat16))
     result.fill_(1)
@@ -35,8 +35,8 @@ def test_alias():
 @pytest.mark.parametrize(
     ("allowed", "shared"), [((False, False), False), ((True, False), False), ((True, True), True)]
 )
-def test_ranks_of_one_gpu(monkeypatch, allowed, shared):
-    """Ranks share memory if torch is set to do so on all of them; a single rank would wait for the others."""
+def test_ranks_share_a_gpu_only_if_all_allow_it(monkeypatch, allowed, shared):
+    """All ranks must enable the torch setting. A single rank would wait for the others."""
     told = [("host", "GPU-0", set(), flag, "token") for flag in allowed]
     monkeypatch.setattr(peers, "is_simulated", lambda: False)
     monkeypatch.setattr(peers, "_identity", lambda device: "GPU-0")

@@ -1,4 +1,4 @@
-"""Parts of saving in one process: copies, checksums, retention, metadata that is not trusted, the interpreter's end."""
+"""Test internals of saving: staging, checksums, retention, untrusted metadata, interpreter exit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def names(directory: Path) -> list[str]:
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=6),
     st.data(),
 )
-def test_copies_are_exact_and_separate(shapes: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+def test_staged_copies_are_exact_and_independent(
+    shapes: list[tuple[int, int, bool]], data: st.DataObject
+) -> None:
     memory = Staging()
     for _ in range(2):  # the second time in the memory of the first
         tensors = {}
@@ -72,7 +74,7 @@ def test_copies_are_exact_and_separate(shapes: list[tuple[int, int, bool]], data
         assert all(each.is_contiguous() for each in rows)
 
 
-def test_memory_of_copies_is_kept_and_grows() -> None:
+def test_staging_memory_is_reused_and_grows() -> None:
     memory = Staging()
 
     def place(size: int) -> int:
@@ -101,8 +103,8 @@ def test_large_tensors_are_not_stacked() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
 )
-def test_checksums_see_every_element_and_its_place(dtype: torch.dtype) -> None:
-    """The sum that is used on GPUs, and the one of the host."""
+def test_checksums_depend_on_every_element_and_position(dtype: torch.dtype) -> None:
+    """Cover the checksum for GPUs and the one for the CPU."""
     tensor = (
         torch.arange(100).remainder(2).to(dtype) if dtype == torch.bool else torch.arange(100.0).to(dtype)
     )
@@ -121,7 +123,7 @@ def test_checksums_see_every_element_and_its_place(dtype: torch.dtype) -> None:
     assert checksum(many) != checksum(many[::-1])  # of one block
 
 
-def test_checksums_of_several_blocks() -> None:
+def test_checksums_distinguish_positions_in_different_blocks() -> None:
     tensor = torch.zeros(2 * _PIECE + 3, dtype=torch.uint8)
     tensor[5] = 1
     other = tensor.roll(_PIECE)  # the same place in the next block
@@ -134,7 +136,7 @@ def test_checksums_of_several_blocks() -> None:
 # --------------------------------------------------------------------------------------------------- retention
 
 
-def test_the_last_few_are_kept(tmp_path: Path) -> None:
+def test_keep_last_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
     for step in range(5):
         handle = checkpoint.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep_last=3)
         assert handle.done() and handle.result() == tmp_path / f"step-{step}"
@@ -150,7 +152,7 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "b", "notes"]
 
 
-def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_earlier_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
 
     def full(self: object) -> Any:
@@ -165,7 +167,9 @@ def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.
 # ---------------------------------------------------------------------------------------- asynchronous, and its end
 
 
-def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_save_handle_returns_the_path_and_saves_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go, original = threading.Event(), planner.RankWriter.blocks
 
     def late(self: planner.RankWriter) -> Any:
@@ -188,8 +192,8 @@ def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(model.weight, expected)
 
 
-def test_the_interpreter_waits_for_a_running_save(tmp_path: Path, python: str) -> None:
-    """It ends well in one process; in its child it fails, which is reported without a call of `result`."""
+def test_interpreter_exit_waits_for_a_running_save(tmp_path: Path, python: str) -> None:
+    """The save succeeds in the parent process. It fails in the child, which reports it without a call to `result`."""
     code = """
 import os, sys, time
 import torch
@@ -217,8 +221,8 @@ raise SystemExit(3)
     assert names(tmp_path) == ["a"]
 
 
-def test_waits_end_with_a_timeout(tmp_path: Path, python: str) -> None:
-    """Rank 1 is stopped while it writes: rank 0's save fails, and its interpreter ends."""
+def test_save_with_a_stopped_rank_fails_after_the_timeout(tmp_path: Path, python: str) -> None:
+    """Rank 1 is stopped while it writes. Rank 0's save fails, and its interpreter exits."""
     code = """
 import os, signal, sys
 import torch
@@ -263,8 +267,8 @@ class Evil:
         return Path.write_text, (Path("executed"), "")
 
 
-def test_metadata_of_a_newer_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.15 describes tensors with one field more than 2.14; so will others."""
+def test_metadata_of_a_newer_torch_is_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 has one more field per tensor than 2.14. Later versions may add more."""
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
     file = tmp_path / "a" / ".metadata"
     expected = unpickle_metadata(file.read_bytes())
@@ -277,7 +281,7 @@ def test_metadata_of_a_newer_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert unpickle_metadata(written) == expected
 
 
-def test_metadata_cannot_execute_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_cannot_execute_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
     file = tmp_path / "a" / ".metadata"
@@ -301,8 +305,8 @@ def test_metadata_cannot_execute_anything(tmp_path: Path, monkeypatch: pytest.Mo
     [(b"r\xff\xff\xff\x0f", "268,435,455"), (b"p268435455\n", "268,435,455")],
     ids=["long", "written"],
 )
-def test_metadata_that_would_fill_the_memory(put: bytes, number: str) -> None:
-    """Python's unpickler makes a table as long as the number under which an object is kept, here of 4 GiB."""
+def test_metadata_with_huge_memo_indices_is_rejected(put: bytes, number: str) -> None:
+    """Python's unpickler allocates its memo table up to the largest index, here 4 GiB."""
     good = pickle.dumps({"name": ["r" * 300, (1, 2.5, b"x" * 300)], "other": 1 << 70})
     for data in (good[:-1], b"\x80\x02}q\x00r\x01\x00\x00\x00p2\ncbuiltins\nint\nU\x03abc"):
         with pytest.raises(pickle.UnpicklingError, match=f"object number {number} in a pickle of"):
@@ -316,7 +320,7 @@ def test_metadata_that_would_fill_the_memory(put: bytes, number: str) -> None:
     [(Path, "read_bytes"), (ChunkStorageMetadata, "offsets"), (ChunkStorageMetadata, "more")],
 )
 def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
-    """A pickle need not call anything to do harm: it may set attributes of a class that it names."""
+    """A pickle can do harm without a call, by setting attributes of a class."""
     state = pickle.dumps((None, {name: "set"}), protocol=2)[2:-1]
     named = f"c{owner.__module__}\n{owner.__name__}\n".encode()
     before = dict(vars(owner))
@@ -339,7 +343,7 @@ def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
 
 
 def swap_in(path: Path, file: str) -> None:
-    """Make the metadata of a directory take a piece from another file."""
+    """Make the metadata of a directory refer to a stored tensor in a different file."""
     result = pickle.loads((path / ".metadata").read_bytes())
     place = next(iter(result.storage_data.values()))
     place.relative_path, place.offset, place.length = file, 0, (path / file).stat().st_size
@@ -347,10 +351,10 @@ def swap_in(path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "te_fsdp"])
-def test_stored_tensors_cannot_execute_anything(
+def test_stored_tensors_cannot_execute_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Pieces of both kinds of directories, with checksums recomputed by an attacker; different objects."""
+    """Cover tensors of te_fsdp and plain DCP directories, with checksums that an attacker has recomputed."""
     monkeypatch.chdir(tmp_path)
     path, model = tmp_path / "a", nn.Linear(2, 2)
     if kind == "plain":
@@ -386,7 +390,7 @@ def test_stored_tensors_cannot_execute_anything(
 # ------------------------------------------------------------------------------------------------- values per rank
 
 
-def test_values_per_rank() -> None:
+def test_per_rank_values_are_joined_and_split() -> None:
     encoded = {
         "a": [{"te_fsdp.per_rank": "extra/a/0"}],
         "b": {"te_fsdp.tuple": [1, {"te_fsdp.per_rank": "extra/b/1"}]},
@@ -410,8 +414,8 @@ def _mark(key: str, size: int = 1) -> dict[str, Any]:
     return {"te_fsdp.tensor": {"key": key, "shape": [size], "dtype": "torch.float32"}}
 
 
-def test_dtensors_of_other_ranks() -> None:
-    """Such as averages of the experts of other ranks, of which rank 0 has none; they were lost without an error."""
+def test_dtensors_of_other_ranks_are_added_to_extra() -> None:
+    """Example: averages of experts that rank 0 does not have. They were lost without an error."""
     first, second = "extra/ema/a~1b~2~0", "extra/new/c"
     encoded = join_ranks(
         {"step": 1, "ema": {"x": 2}}, [({}, {}), ({}, {first: _mark(first), second: _mark(second)})]
@@ -428,7 +432,7 @@ def test_dtensors_of_other_ranks() -> None:
         )
 
 
-def test_values_per_rank_in_one_process(tmp_path: Path) -> None:
+def test_per_rank_values_round_trip_in_one_process(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     torch.manual_seed(3)
     random.seed(3)
@@ -449,8 +453,8 @@ def test_values_per_rank_in_one_process(tmp_path: Path) -> None:
         checkpoint.set_rng_state(back["rng"], tracker=object())
 
 
-def test_tensors_that_are_computed_are_read_by_one_thread() -> None:
-    """Those of a Hugging Face folder keep the group of layers that was read last."""
+def test_computed_tensors_are_read_by_one_thread() -> None:
+    """Tensors of a Hugging Face folder cache the group of layers that was read last."""
     seen: list[threading.Thread] = []
 
     def rows(first: int, last: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Concurrent jobs: other names of a checkpoint, jobs that are held up at the last moment, what is replaced."""
+"""Test races between jobs: symbolic links, a target that appears before the rename, replaced targets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def names(where: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_symbolic_links_are_not_counted_and_stay(tmp_path: Path, linked: bool) -> None:
-    """A script's `latest` and `best` are further names: without them as many checkpoints stay."""
+def test_keep_last_ignores_symbolic_links(tmp_path: Path, linked: bool) -> None:
+    """Links such as `latest` and `best` do not count. The same number of checkpoints is kept without them."""
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     checkpoint.save(elsewhere / "step-9", nn.Linear(2, 2))
     for step in (1, 2, 3):
@@ -37,8 +37,10 @@ def test_symbolic_links_are_not_counted_and_stay(tmp_path: Path, linked: bool) -
         checkpoint.verify(run / name)
 
 
-def test_the_parent_of_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes `link/..` as the system does: what was saved there is found there."""
+def test_paths_through_symbolic_links_resolve_like_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call resolves `link/..` like the operating system, so saved checkpoints are found."""
     (tmp_path / "disk" / "job").mkdir(parents=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "link").symlink_to(tmp_path / "disk" / "job")
@@ -57,7 +59,7 @@ def test_the_parent_of_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _at_rename(monkeypatch: pytest.MonkeyPatch, target: Path, act: Any) -> None:
-    """Do something between a job's last look at its target and the rename to it."""
+    """Call a function between a job's last check of its target and the rename."""
     rename = os.rename
 
     def late(source: Any, to: Any) -> None:
@@ -69,10 +71,10 @@ def _at_rename(monkeypatch: pytest.MonkeyPatch, target: Path, act: Any) -> None:
     monkeypatch.setattr(os, "rename", late)
 
 
-def test_another_job_is_faster_between_the_last_check_and_the_rename(
+def test_save_reports_a_target_created_before_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rename wins: the error says that the target exists, and what the other job wrote stays."""
+    """The first rename wins. The error says that the target exists, and the other job's files are kept."""
     target = tmp_path / "a"
 
     def be_faster() -> None:
@@ -86,10 +88,8 @@ def test_another_job_is_faster_between_the_last_check_and_the_rename(
     assert (target / "text").read_text() == "theirs" and names(tmp_path) == ["a"]
 
 
-def test_a_target_that_is_replaced_while_a_job_saves_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--force` onto an empty directory that a job is saving to: the first rename wins here too."""
+def test_save_reports_a_target_that_force_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--force` targets an empty directory that a job is saving to. The first rename wins."""
     checkpoint.save(tmp_path / "other", nn.Linear(2, 2))
     target, args = tmp_path / "x", ["--to", "checkpoint", "--force"]
     target.mkdir()
@@ -108,7 +108,9 @@ def test_a_target_that_is_replaced_while_a_job_saves_to_it(
     assert names(tmp_path) == ["other", "x"]
 
 
-def test_a_full_disk_in_an_asynchronous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_save_reports_required_bytes_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -118,8 +120,10 @@ def test_a_full_disk_in_an_asynchronous_save(tmp_path: Path, monkeypatch: pytest
             checkpoint.save(tmp_path / "a", nn.Linear(2, 2), asynchronous=asynchronous).result()
 
 
-def test_an_unreadable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a network's that has gone, for example: no error of the system's reaches the caller."""
+def test_unreadable_directory_raises_checkpoint_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Example: a network mount that has disappeared. The caller gets CheckpointError, not OSError."""
 
     def gone(path: Path) -> Any:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
