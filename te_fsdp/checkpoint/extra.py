@@ -56,7 +56,9 @@ _FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 #: As in a JSON pointer, so that different paths have different keys.
 _ESCAPES = {"/": "~1", "@": "~2", "~": "~0"}
 _NAMED = (collections.Counter, collections.OrderedDict)
-_MAPS = {kind.__name__: kind for kind in (dict, *_NAMED)}
+_MAPS: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (dict, *_NAMED)}
+#: Factories of a ``defaultdict`` by their names, which the files have.
+_FACTORIES = {str(f and f.__name__): f for f in (None, bool, int, float, str, tuple, list, dict, set)}
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def encode(
             return mark
         # A Counter is a dict, too. It is written with its class name. Other subclasses load as dicts.
         is_plain_dict = isinstance(value, dict) and type(value) not in _NAMED
+        is_plain_dict = is_plain_dict and not isinstance(value, collections.defaultdict)
         # A key that is one of the marks would be read as a mark, so such a dict is written as pairs.
         if is_plain_dict and all(type(k) is str and k not in _MARKS for k in value):
             escapes = str.maketrans(_ESCAPES)
@@ -179,6 +182,16 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
             raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
         items = enumerate(value.items())
         pairs = [[walk(k, f"{where}/{index}/key"), walk(v, f"{where}/{index}")] for index, (k, v) in items]
+        if isinstance(value, collections.defaultdict):
+            name = next((name for name, f in _FACTORIES.items() if f is value.default_factory), None)
+            if name is None:
+                raise CheckpointError(
+                    f"{where}: a defaultdict",
+                    expected=f"a factory out of {', '.join(_FACTORIES)}",
+                    got=repr(value.default_factory),
+                    fix="store dict(value), and make the defaultdict of it after the load",
+                )
+            return {_VALUE: ["defaultdict", [name, pairs]]}
         return {_VALUE: [kind.__name__ if kind in _NAMED else "dict", pairs]}
     if kind in _FORMS:
         content = walk(_FORMS[kind][0](value), where)
@@ -342,6 +355,8 @@ def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
     kind, content = node[0], inner(node[1])
     if kind in _MAPS:
         return _MAPS[kind](dict(content))
+    if kind == "defaultdict" and content[0] in _FACTORIES:
+        return collections.defaultdict(_FACTORIES[content[0]], dict(content[1]))
     if kind == "torch.save":
         return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True, map_location="cpu")
     if kind == "numpy" and np.dtype(content[0]).kind in "biuf":

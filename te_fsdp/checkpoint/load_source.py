@@ -61,10 +61,11 @@ from te_fsdp.collectives.agreement import (
     gather_if_any,
     rank,
     rank_messenger,
+    result_of,
     world_size,
 )
 from te_fsdp.collectives.watching import run_while_all_live
-from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.upstream.te_formats import NVFP4_ROWS, NVFP4_SQUARES
 
@@ -108,8 +109,13 @@ class Source(Contents):
         share = ReadShare.of(self.ranks, required, dtypes)
         # No rank sends before all have read and checked: damage must be found before anything is used.
         all_agree(lambda: share.read(self.staged, self._read))
+        problem: TeFsdpError | None = None
+        try:
+            run_while_all_live(lambda: share.exchange(self.staged))
+        except TeFsdpError as error:  # others interrupt the load: ranks wait for data of this one
+            problem = error
         # All ranks name a rank that ends here, also those that do not exchange data with it.
-        all_agree(lambda: run_while_all_live(lambda: share.exchange(self.staged)))
+        all_agree(lambda: result_of(None, problem))
         _log.info("%s: read shared with rank(s) %s", self.source, shorten(list(map(str, share.members)), 8))
 
     def tensor(self, key: str) -> torch.Tensor:

@@ -36,6 +36,7 @@ from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.features.main_params import MAIN, is_low_precision, optimizer_shard_in, rows_of_state
 from te_fsdp.features.main_weights import check_optimizer, initialize_fused_adam, unwrap_optimizer
 from te_fsdp.layout import cut_boxes
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import require_optimizer
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -301,7 +302,11 @@ def compare_optimizer(
             expected = {key: dtype for key, dtype in expected.items() if key == MAIN}
         for key in sorted(states.keys() ^ expected.keys()):
             where = "only in the checkpoint" if key in states else "not in the checkpoint"
-            if key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
+            # TE's FusedAdam has an option for main weights, and FP32 weights need none.
+            if not hasattr(optimizer, "name_to_dtype_map") and is_low_precision(target.parameter):
+                fix = "call te_fsdp.main_weights(model, optimizer) before load"
+                add(f"optimizer state {key!r} is {where}: {fix}", name)
+            elif key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
                 add(f"optimizer state {key!r} is {where}", name)
             else:
                 result = "left out" if key in states else "made from the loaded weights"
@@ -342,7 +347,7 @@ def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: State
             expected |= {MAIN: "float32"} if is_low_precision(parameter) else {}
         return expected
     present = optimizer.state.get(parameter, {})
-    if is_cut and not is_low_precision(parameter):
+    if not is_low_precision(parameter) or not (MAIN in present or hasattr(optimizer, KEEPS_MAIN_WEIGHTS)):
         saved = {key: described for key, described in saved.items() if key != MAIN}
     # State that torch allocates on demand (amsgrad, momentum) may be in the checkpoint.
     return {k: dtype_name(v.dtype) if isinstance(v := present.get(k), torch.Tensor) else None for k in saved}

@@ -370,7 +370,7 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
             raise OrderError(
                 f"{step.where}: {step.names[id(parameter)]}: a main weight in the optimizer's state",
                 expected="the optimizer of the te_fsdp.main_weights call",
-                got="a different optimizer, such as a copy.copy of it, which shares only its state",
+                got="a different optimizer, such as a copy.copy of it, or one that has loaded this state",
                 why="It would update the low-precision weight, and not the main weight",
-                fix="call step() of the optimizer that was passed to te_fsdp.main_weights",
+                fix="call step() of that optimizer; call te_fsdp.main_weights before load_state_dict",
             )

@@ -207,7 +207,7 @@ def from_rank_0(call: Callable[[], T]) -> T:
     Exceptions other than ``TeFsdpError`` become ``CheckpointError``.
     """
     if (ranks := _coordinated.get()) is not None:
-        return ranks.round(lambda: None, lambda seen: [_result_of(*_call(call, "rank 0: "))] * len(seen))
+        return ranks.round(lambda: None, lambda seen: [result_of(*_call(call, "rank 0: "))] * len(seen))
     outcome: list[Any] = [*_call(call, "rank 0: ")] if rank() == 0 else [None, None]
     if world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
@@ -220,7 +220,7 @@ def all_agree(call: Callable[[], T]) -> T:
     """Run a function on every rank; if any rank fails, raise the first error on all. Collective over the world."""
     result, own_error = _call(call)
     if (ranks := _coordinated.get()) is not None:
-        ranks.round(lambda: _result_of(None, own_error), lambda seen: [None] * len(seen))
+        ranks.round(lambda: result_of(None, own_error), lambda seen: [None] * len(seen))
         return result  # type: ignore[return-value]
     problem = _first_error(gather_if_any(_serialize_error(own_error)))
     if problem is None:
@@ -242,7 +242,7 @@ def _call(call: Callable[[], T], where: str = "") -> tuple[T | None, TeFsdpError
         return None, converted
 
 
-def _result_of(result: Any, error: TeFsdpError | None) -> Any:
+def result_of(result: Any, error: TeFsdpError | None) -> Any:
     """Return the result of :func:`_call`, or raise its error."""
     if error is not None:
         raise error

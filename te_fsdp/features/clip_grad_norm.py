@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.collectives.agreement import raised_on_all_ranks
+from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError, require_flags, require_number
 from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.gradient_sync import require_reduced
@@ -69,10 +71,6 @@ def clip_grad_norm_(
     """
     require_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     listed = _check_parameter_list(parameters)
-    require_number(
-        "clip_grad_norm_", "max_norm", max_norm, least=0, fix="max_norm=1.0; math.inf clips nothing"
-    )
-    require_number("clip_grad_norm_", "norm_type", norm_type, least=_SMALLEST, fix="norm_type=2.0")
     stages = _stages(listed, pp_mesh)
     chosen = _averaged(_parameters(listed, max_norm, norm_type))
     total = _norm(chosen, norm_type, stages)
@@ -195,7 +193,7 @@ def _stages(parameters: Sequence[torch.Tensor], stages: DeviceMesh | bool) -> De
 
 
 def _parameters(chosen: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> Sequence[torch.Tensor]:
-    """Return each trainable parameter once; raise if gradients are unreduced or belong to replaced parameters."""
+    """Return each trainable parameter once; raise for wrong arguments, and unreduced or replaced gradients."""
     for parameter in chosen:
         record = get_record(parameter)
         if record is not None and record.replaced_by and parameter.grad is None:
@@ -209,6 +207,12 @@ def _parameters(chosen: Sequence[torch.Tensor], max_norm: float, norm_type: floa
                 fix="pass the model, or list model.parameters() after te_fsdp.fully_shard and te_fsdp.materialize",
             )
     states = {id(state): state for state in map(sharded_model_of, chosen) if state is not None}
+    # Ranks that wait in the norm cannot raise, so only the first call shares wrong arguments.
+    new = [s for s in states.values() if s.checks.clipping and not (s.checked.clipping[0] or is_capturing())]
+    with raised_on_all_ranks(new[0].meshes.device_mesh if new else None, "clip_grad_norm_"):
+        fix = "max_norm=1.0; math.inf clips nothing"
+        require_number("clip_grad_norm_", "max_norm", max_norm, least=0, fix=fix)
+        require_number("clip_grad_norm_", "norm_type", norm_type, least=_SMALLEST, fix="norm_type=2.0")
     for state in states.values():
         require_reduced(state, "clip_grad_norm_", chosen)
         for record_arguments in state.checks.clipping:

@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +172,7 @@ def _wrap_state_initialization(stock: Any) -> Any:
     torch omits the step if the optimizer has any state. Main weights that exist before the first step are state.
     torch replaces a learning rate on the device by one on the CPU. FusedAdam's kernel then reads invalid memory.
     """
+    original = stock
 
     @functools.wraps(stock)
     def init_states(optimizer: torch.optim.Optimizer) -> None:
@@ -185,7 +187,7 @@ def _wrap_state_initialization(stock: Any) -> Any:
         on_device = any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for _, rate in rates)
         is_usual = not (dtypes or unstepped or on_device)
         if is_usual or initialized or any(p.grad is not None for p in parameters):
-            stock(optimizer)
+            original(optimizer)
             return
         for parameter in parameters:
             if parameter.requires_grad:
@@ -199,6 +201,11 @@ def _wrap_state_initialization(stock: Any) -> Any:
                 group["lr"] = rate
             optimizer.zero_grad(set_to_none=True)
 
+    # Scripts import torch's function by name before, as PyTorch's FSDP2 example does, so its code is replaced.
+    if isinstance(stock, FunctionType) and stock.__closure__ is None:
+        original = FunctionType(stock.__code__, stock.__globals__, None, stock.__defaults__)
+        stock.__code__, stock.__defaults__ = (lambda optim, call: call(optim)).__code__, (init_states,)
+        return stock
     return init_states
 
 

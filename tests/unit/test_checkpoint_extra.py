@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import pickle
 from pathlib import Path
@@ -48,3 +49,24 @@ def test_extra_rejects_recursive_containers(tmp_path: Path) -> None:
     for value in (own, deep):
         with pytest.raises(CheckpointError, match="extra: nested containers.*a value that contains itself"):
             checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"value": value})
+
+
+def test_defaultdicts(tmp_path: Path) -> None:
+    """They loaded as dicts, whose first new key raised. Factories without a name in the files are refused."""
+    losses = collections.defaultdict(list, {"a": [1.0, torch.ones(2)], 3: [2]})
+    counts = collections.defaultdict(int, {"b": collections.defaultdict(None, {"c": {1, 2}})})
+    extra = {"losses": losses, "counts": counts, "rank": checkpoint.PerRank(collections.defaultdict(set))}
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra=extra)
+    loaded = checkpoint.load(tmp_path / "a", nn.Linear(2, 2))
+    assert repr(dict(loaded)) == repr({**extra, "rank": collections.defaultdict(set)})
+    loaded["losses"]["new"].append(1)
+    loaded["counts"]["new"] += 1
+
+    class Of(dict[str, int]):
+        """A class of the user."""
+
+    for factory in (lambda: 0, Of, torch.zeros):
+        text = "extra/value: a defaultdict: expected a factory out of None, bool, .*, got .*Fix: store dict"
+        with pytest.raises(CheckpointError, match=text):
+            value = collections.defaultdict(factory)  # type: ignore[arg-type]
+            checkpoint.save(tmp_path / "b", nn.Linear(2, 2), extra={"value": value})

@@ -69,6 +69,16 @@ def one_rank_fails_alone() -> None:
     te_fsdp.fully_shard(Block(nn.Linear(8, 8, device="meta"), "meta"), meshes, units=unit)
 
 
+def one_rank_clips_without_a_norm() -> None:
+    """A configuration that only one rank lacks."""
+    import te_fsdp
+
+    model = nn.Linear(8, 8, device=harness.device())
+    te_fsdp.fully_shard(model, _meshes())
+    model(torch.ones(2, 8, device=harness.device())).sum().backward()
+    te_fsdp.clip_grad_norm_(model, 1.0 if torch.distributed.get_rank() != 1 else None)  # type: ignore[bad-argument-type]
+
+
 def never_initialised() -> None:
     import te_fsdp
 

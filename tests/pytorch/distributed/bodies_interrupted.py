@@ -89,7 +89,7 @@ def saving(folder: str, victim: int) -> list[str]:
 def loading(folder: str, moment: str) -> tuple[list[str], float]:
     """Interrupt a rank that waits for a reply of two parts, or before it sends data that were read once.
 
-    The other moments are errors of rank 1, between two agreements and at the end.
+    The other moments are errors of rank 1: between two agreements, in the exchange, and at the end.
     """
     import te_fsdp
     from te_fsdp.checkpoint import loading
@@ -114,6 +114,7 @@ def loading(folder: str, moment: str) -> tuple[list[str], float]:
         "reply": (agreement.RankMessenger, "_receive", interrupted),
         "exchange": (ReadShare, "exchange", lambda *args: signal.raise_signal(signal.SIGINT)),
         "error": (loading, "for_rank", mock.Mock(side_effect=MemoryError("no memory"))),
+        "error in the exchange": (ReadShare, "exchange", mock.Mock(side_effect=MemoryError("no memory"))),
         "error at the end": (loading, "decode", mock.Mock(side_effect=MemoryError("no memory"))),
     }[moment]
     with mock.patch.object(rendezvous, "ASK_AFTER", 0.3), listening(timeout=20):

@@ -52,3 +52,23 @@ def test_main_weights_follow_a_load_that_is_not_given_the_optimizer(pool, tmp_pa
     cases = [("current", "fused", 1, 2), ("delayed", "adamw", 1, 2), ("current", "cut", 2, 1)]
     results = pool.run(main_weights.not_given, 4, cases=cases, directory=str(tmp_path))
     assert results == [[2, 2, 2]] * 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("only_rank", [None, 1])
+def test_main_weights_that_the_optimizer_does_not_keep(pool, tmp_path, only_rank):
+    """Over BF16 weights the next step raised, and spoke of a copied optimizer; over FP32 weights it raised, too."""
+    for found in pool.run(main_weights.not_kept, 2, directory=str(tmp_path), only_rank=only_rank):
+        kind, text = found.pop("refused")
+        assert kind == "CheckpointError" and "Nothing was loaded" in text
+        fix = "call te_fsdp.main_weights(model, optimizer) before load"
+        assert f"optimizer state 'master_param' is only in the checkpoint: {fix} (0.bias, 0.weight," in text
+        states = [f"optimizer.state.{layer}.{name}" for layer in range(3) for name in ("bias", "weight")]
+        assert found == {
+            "changed": 0,
+            "left": states,
+            "weights": True,
+            "converted": "only in the checkpoint: left out",
+            "keys": ["exp_avg", "exp_avg_sq", "step"],
+            "same": True,
+        }

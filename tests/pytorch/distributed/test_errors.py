@@ -102,8 +102,14 @@ def bodies_support() -> bool:
     [
         (bodies.one_rank_fails_alone, "fully_shard", "PlacementError", "unit 'lin' matches no module"),
         (bodies.reset_fails_on_one_rank, "materialize", "TeFsdpError", "no such table on this host"),
+        (
+            bodies.one_rank_clips_without_a_norm,
+            "clip_grad_norm_",
+            "PlacementError",
+            "max_norm must be a number",
+        ),
     ],
-    ids=["fully_shard", "materialize"],
+    ids=["fully_shard", "materialize", "clip_grad_norm_"],
 )
 def test_one_rank_alone(pool, body, where, error, cause):
     """The rank that fails says why; the others say which rank failed, and why, instead of waiting for it."""

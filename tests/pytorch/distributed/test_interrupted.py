@@ -42,9 +42,9 @@ def test_load(pool, tmp_path, moment):
     assert TEXT in first[0] and TEXT in first[1] and seconds < 15
 
 
-@pytest.mark.parametrize("moment", ["error", "error at the end"])
+@pytest.mark.parametrize("moment", ["error", "error in the exchange", "error at the end"])
 def test_an_error_of_one_rank_in_load(pool, tmp_path, moment):
-    """The other rank waited in the next agreement. At the end, its next call raises."""
+    """The other rank waited in the next agreement, or for data. At the end, its next call raises."""
     (first, seconds), (second, _) = pool.run(bodies.loading, 2, folder=str(tmp_path), moment=moment)
     text = "te_fsdp.checkpoint.load: interrupted on rank 1 by MemoryError"
     assert text in first[1] and text in second[1] and seconds < 15

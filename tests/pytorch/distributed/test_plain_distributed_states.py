@@ -23,13 +23,17 @@ def test_assigned_to_parameters_on_meta(pool):
         ("none", {"dp_shard": 2, "tp": 2}, "torch", "the example"),
         ("none", {"tp": 2}, "te_fsdp", "the example"),
         ("bf16", {"tp": 2}, "torch", "the example"),
+        ("bf16", {"dp_shard": 2}, "te_fsdp", "the example, main weights"),
         ("none", {"tp": 2}, "torch", "torch.save"),
         ("bf16", {"tp": 2}, "te_fsdp", "torch.save"),
     ],
 )
 def test_optimizer_states(pool, recipe, axes, sharder, by):
-    """Kind: moments and main weights of other rows, or later exports in the order of the ranks, without an error."""
-    ranks = axes["tp"] * axes.get("dp_shard", 1)
+    """Kind: moments and main weights of other rows, or later exports in the order of the ranks, without an error.
+
+    With main weights the example's function created no other states: ``KeyError: 'step'``.
+    """
+    ranks = axes.get("tp", 1) * axes.get("dp_shard", 1)
     run = {"recipe": recipe, "axes": axes, "sharder": sharder, "by": by}
     for found in pool.run(distributed_states.loaded_states, ranks, **run):
         assert found.pop("control") > 0 and found.pop("after") <= NEXT_STEP[recipe], found

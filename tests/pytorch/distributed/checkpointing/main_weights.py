@@ -1,10 +1,12 @@
-"""Body: a load that is not given the optimizer, over quantized weights; against the same in one process."""
+"""Bodies: loads into optimizers that are not given, or have no main weights of their own."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import harness
 import torch
+import torch.distributed as dist
 from quantization.bodies import SEED, Stepper, batch_of
 from quantization.one_scale import (
     HIDDEN,
@@ -103,3 +105,81 @@ def _same_values(model: nn.Module, one: nn.Module, when: str) -> int:
             expected = whole[name].dequantize(dtype=torch.float32)
             assert torch.equal(gathered(module, own, value), expected), (when, name)
     return len(weights)
+
+
+def _three_layers(dtype: torch.dtype, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model, and AdamW without main weights."""
+    import te_fsdp
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(16, 16, dtype=dtype, device=harness.device()) for _ in range(3)))
+    te_fsdp.fully_shard(model, te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step with gradients that each dtype represents."""
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        local = torch.arange(parameter.to_local().numel(), device=harness.device()) % 7 / 8 - 0.25
+        parameter.grad = DTensor.from_local(
+            local.reshape(parameter.to_local().shape).to(parameter.dtype),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _state(optimizer: torch.optim.Optimizer, key: str) -> list[torch.Tensor]:
+    return [state[key].full_tensor().clone() for state in optimizer.state.values()]
+
+
+def not_kept(directory: str, only_rank: int | None) -> dict[str, Any]:
+    """Load main weights into optimizers that keep none: over BF16 weights (perhaps of one rank), and over FP32."""
+    import te_fsdp
+    from checkpointing.mistakes import error_of
+
+    saved, optimizer = _three_layers(torch.bfloat16, SEED)
+    te_fsdp.main_weights(saved, optimizer)
+    _step(saved, optimizer)
+    path = f"{directory}/a"
+    te_fsdp.checkpoint.save(path, saved, optimizer)
+
+    low, without = _three_layers(torch.bfloat16, SEED + 1)
+    if only_rank not in (None, dist.get_rank()):
+        te_fsdp.main_weights(low, without)
+    before, states = [p.full_tensor().clone() for p in low.parameters()], len(without.state)
+    outcome: dict[str, Any] = {"refused": error_of(lambda: te_fsdp.checkpoint.load(path, low, without))}
+    outcome["changed"] = (
+        [
+            not torch.equal(p.full_tensor(), old) for p, old in zip(low.parameters(), before, strict=True)
+        ].count(True)
+        + len(without.state)
+        - states
+    )
+
+    low, without = _three_layers(torch.bfloat16, SEED + 1)
+    outcome["left"] = list(te_fsdp.checkpoint.load(path, low, without, strict=False).left)
+    pairs = zip(low.parameters(), saved.parameters(), strict=True)
+    outcome["weights"] = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    _step(low, without)
+
+    full, own = _three_layers(torch.float32, SEED + 1)
+    loaded = te_fsdp.checkpoint.load(path, full, own)
+    outcome["converted"] = loaded.converted["optimizer.state.0.weight.master_param"]
+    outcome["keys"] = sorted({key for state in own.state.values() for key in state})
+    # The same FP32 values and moments, so the same steps.
+    for _ in range(2):
+        mains = _state(optimizer, "master_param")
+        outcome["same"] = all(
+            torch.equal(p.full_tensor(), main) for p, main in zip(full.parameters(), mains, strict=True)
+        ) and all(
+            torch.equal(a, b)
+            for key in ("exp_avg", "exp_avg_sq")
+            for a, b in zip(_state(own, key), _state(optimizer, key), strict=True)
+        )
+        _step(full, own)
+        _step(saved, optimizer)
+    return outcome

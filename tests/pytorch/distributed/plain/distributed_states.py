@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
@@ -56,21 +57,33 @@ def assigned_on_meta() -> dict[str, Any]:
 
 def _load_states(optimizer: Any, full: dict[str, Any]) -> None:
     """Shard unsharded states as the example does: in the optimizer's own state dict."""
-    state_dict._init_optim_state(optimizer)
+    # Torch's function, which the example imports by name before te_fsdp replaces anything.
+    inspect.unwrap(state_dict._init_optim_state)(optimizer)
     own = optimizer.state_dict()
     for key, states in own["state"].items():
-        for name, target in states.items():
-            value = copy.deepcopy(full[key][name])
+        for name, loaded in full[key].items():
+            value, target = copy.deepcopy(loaded), states[name]
             states[name] = _like(value, target) if isinstance(target, DTensor) else value
     optimizer.load_state_dict(own)
 
 
+def _job(recipe: str, axes: dict[str, int], sharder: str, by: str, seed: int) -> Job:
+    import te_fsdp
+
+    job = Job(KIND, recipe, axes, sharder, False, seed=seed)
+    if by == "the example, main weights":
+        job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-2, eps=1e-3)
+        te_fsdp.main_weights(job.model, job.optimizer)
+    return job
+
+
 def loaded_states(recipe: str, axes: dict[str, int], sharder: str, by: str) -> dict[str, Any]:
     """Load the states of a trained optimizer ``by`` the example or ``torch.save``; compare them, and the next step."""
-    job, other = (Job(KIND, recipe, axes, sharder, False, seed=seed) for seed in (3, 4))
+    job, other = (_job(recipe, axes, sharder, by, seed) for seed in (3, 4))
     job.step(0)
     job.step(1)
-    values, control = job.values(), other.values()
+    # Of a third one, because it creates the states of the optimizer.
+    values, control = job.values(), _job(recipe, axes, sharder, by, 4).values()
     if by == "torch.save":
         file = io.BytesIO()
         torch.save({"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}, file)
@@ -79,7 +92,7 @@ def loaded_states(recipe: str, axes: dict[str, int], sharder: str, by: str) -> d
         other.model.load_state_dict(saved["model"])
         other.optimizer.load_state_dict(saved["optimizer"])
     else:
-        other.take({"model": job.state()["model"], "optimizer": other.state()["optimizer"]})
+        state_dict.set_model_state_dict(other.model, job.state()["model"])
         entries = job.optimizer.state_dict()["state"]
         full = {
             key: {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in states.items()}
