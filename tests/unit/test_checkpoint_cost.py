@@ -390,6 +390,7 @@ def test_load_reuses_buffers_of_idle_saves(tmp_path: Path, monkeypatch: pytest.M
     model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
     first = [weight.detach().clone() for weight in model]
     checkpoint.save(tmp_path / "first", model, asynchronous=True).result()
+    background().wait()  # buffers are idle when its thread has ended, which is after the result
     goes_on, write = threading.Event(), planner.RankWriter.write
 
     def later(self: planner.RankWriter, tick: Any) -> Any:
