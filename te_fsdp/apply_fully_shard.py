@@ -42,7 +42,6 @@ from te_fsdp.upstream import (
     fsdp2_settled as _fsdp2_settled,
     fsdp2_state as _fsdp2,
     fsdp2_units,
-    torch_functions as _torch_functions,
 )
 from te_fsdp.upstream.fsdp2_unused import complete_gradients
 from te_fsdp.upstream.torch_mixed_lists import support_foreach_copy
@@ -289,8 +288,3 @@ def start_checks(setup: Setup) -> None:
 def hook_forward(setup: Setup) -> None:
     """Register the hooks of forward. Local operation."""
     register_forward_hooks(setup.state)
-
-
-def unscale_over_all_meshes(setup: Setup) -> None:
-    """Let ``torch.amp.GradScaler`` find infinite gradients over all meshes of the model. Local operation."""
-    _torch_functions.unscale_over_all_meshes()

@@ -66,6 +66,7 @@ from te_fsdp.state_dict_wrappers import place_full_tensors
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.patches import pickle_element_types_by_value
 from te_fsdp.upstream.torch_data import count_writes_to_data
+from te_fsdp.upstream.torch_functions import unscale_over_all_meshes
 from te_fsdp.versions import warn_if_untested
 
 
@@ -258,6 +259,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     watch_loading(model)
     place_full_tensors(PARAMETER)
     count_writes_to_data(PARAMETER)
+    unscale_over_all_meshes()
     patch_loading()
     patch_expert_loading()
     if _te.is_loaded():

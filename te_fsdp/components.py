@@ -17,7 +17,6 @@ from te_fsdp.apply_fully_shard import (
     prepare_units,
     reduce_unused_parameters,
     start_checks,
-    unscale_over_all_meshes,
 )
 from te_fsdp.component import Component
 from te_fsdp.features.conversions import follow_conversions
@@ -70,7 +69,6 @@ SETUP: SetupFunctions = (
     hook_forward,
     follow_conversions,
     hook_optimizer_steps,
-    unscale_over_all_meshes,
     fuse_wgrad,
     choose_communication,
     prefetch_in_forward,

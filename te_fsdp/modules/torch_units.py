@@ -30,7 +30,8 @@ from te_fsdp.upstream.torch_autograd import current_node, refuse_hooks, second_b
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 from te_fsdp.upstream.torch_rows import sharding_meshes
 
-#: The models of ``set_device_mesh``, whose unsharded units are resharded after every step of their optimizer.
+#: The models of ``set_device_mesh`` and FSDP2's roots of them. Their unsharded units are resharded after every step of
+#: their optimizer.
 bound_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -75,6 +76,7 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
     for root in [root for root in fsdp2_units.roots_in_forward() if root in around] or around:
         if _end_evaluation in module_record(root).hooks:
             continue
+        bound_models.add(root)  # if it has bound parts, and was not itself bound
         for unit in filter(fsdp2_units.is_fsdp_module, root.modules()):
             refuse_hooks(fsdp2_units.named_shards(unit))
             if _end_evaluation not in (hooks := module_record(unit).hooks):

@@ -112,7 +112,7 @@ def with_group(quantizer: Any, group: Any) -> Any:
 # functions. All of these call ``quantize_`` of a tensor that has a copy of the same quantizer. The copies share one
 # counter.
 def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Return numbers that change with each write: versions, plus quantizations that are counted from the first call."""
+    """Return numbers that change with each write: versions, plus quantizations. Local operation."""
     # Every step calls it twice, so it makes few calls.
     numbers, local_tensors = _torch.versions_and_locals_of(parameters)
     for index, local in enumerate(local_tensors):
@@ -120,7 +120,7 @@ def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
         if quantizer is None:
             continue
         record = quantizer.__dict__.get(QUANTIZER_RECORD)
-        if not record or record.writes is None:
+        if not record or record.writes is None:  # a weight of one process
             patch_quantize()
             change_quantizer_record(quantizer, writes=[0])
         else:
@@ -160,7 +160,8 @@ def patch_clone_of_scales(tensor: torch.Tensor) -> None:
         quantizer = _te.quantizer_of(part)
         if quantizer is not None and not quantizer_record(quantizer).clones_scales:
             patch_block_copies()
-            change_quantizer_record(quantizer, clones_scales=True)
+            patch_quantize()  # now, because views that the user takes before the first step need the counter
+            change_quantizer_record(quantizer, clones_scales=True, writes=[0])
 
 
 # ``weight.copy_(source)`` of two tensors of one TE class copies the bytes and scales that both have (TE 2.20.2). If the

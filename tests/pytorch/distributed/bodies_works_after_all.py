@@ -269,10 +269,11 @@ def all_that_works(strategy: str) -> dict[str, bool]:
     return {make.__name__: make(strategy) for make in WORKS}
 
 
-def scaled_losses(axes: dict[str, int], mixed: bool, infinite: bool) -> tuple[bool, float]:
+def scaled_losses(axes: dict[str, int], mixed: bool | None, infinite: bool) -> tuple[bool, float]:
     """``GradScaler`` over parameters of several meshes: whether the step was as without it, and the scale afterwards.
 
-    ``infinite``: the gradient of one element, on one rank alone, is infinite, and no rank may step.
+    ``mixed`` is ``None`` for a model of ``set_device_mesh`` alone. ``infinite``: the gradient of one element, on one
+    rank alone, is infinite, and no rank may step.
     """
     import te_fsdp
 
@@ -281,7 +282,10 @@ def scaled_losses(axes: dict[str, int], mixed: bool, infinite: bool) -> tuple[bo
     for _ in range(2):
         model = Model(meshes)
         strategy = {"": "optim_grads_params", "head": "no_shard"} if mixed else "optim_grads_params"
-        te_fsdp.fully_shard(model, meshes, units=["layer"], strategy=strategy)
+        if mixed is None:
+            te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+        else:
+            te_fsdp.fully_shard(model, meshes, units=["layer"], strategy=strategy)
         made.append(te_fsdp.materialize(model, seed=0))
     scaled, plain = made
     before = [whole(p.detach()).clone() for p in scaled.parameters()]

@@ -7,7 +7,7 @@ from parity import torch_units
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["evaluated", "kept"])
+@pytest.mark.parametrize("how", ["evaluated", "kept", "parts"])
 def test_a_step_reaches_units_that_are_unsharded(pool, how):
     for outcome in pool.run(torch_units.stepped, 2, how=how):
         assert outcome["worst"] < 1e-5  # sums of fp32 in another order; stale weights: 0.1 and more

@@ -6,6 +6,8 @@ te_fsdp's own error with the name and the fix, or works and is compared by value
 
 from __future__ import annotations
 
+import math
+
 import bodies_unsupported as bodies
 import bodies_works_after_all as works
 import pytest
@@ -130,11 +132,12 @@ def test_two_models(pool, tmp_path, strategy):
         pytest.param({"dp_shard": 2}, True, marks=pytest.mark.ranks(2)),
         pytest.param({"dp_shard": 2, "tp": 2}, False, marks=pytest.mark.ranks(4)),
         pytest.param({"dp_shard": 2, "tp": 2}, True, marks=pytest.mark.ranks(4)),
+        pytest.param({"tp": 2}, None, marks=pytest.mark.ranks(2)),
     ],
 )
 def test_scaler(pool, axes, mixed):
     """Parameters on several meshes in one ``GradScaler``: ranks step, or skip, together."""
-    ranks = 2 * axes.get("tp", 1)
+    ranks = math.prod(axes.values())
     for infinite, scale in ((False, 4.0), (True, 2.0)):
         for found in pool.run(works.scaled_losses, ranks, axes=axes, mixed=mixed, infinite=infinite):
             assert found == (True, scale), infinite

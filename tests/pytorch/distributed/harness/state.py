@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy
 import torch
@@ -156,7 +157,7 @@ def reset() -> None:
     if graph is not None:
         graph.set_capture_end()  # an exception in make_graphed_callables leaves it set
     gc.collect()
-    _remove_foreach_handlers()
+    _remove_handlers()
     _empty_lost_meshes()
     # The remaining objects are modules and caches, which stay: later collections need not scan them each time.
     gc.freeze()
@@ -172,16 +173,22 @@ def restore_environment(saved: dict[str, str], updates: dict[str, str]) -> None:
     os.environ.update(wanted)
 
 
-def _remove_foreach_handlers() -> None:
-    """Stop counting writes of `torch._foreach_` functions for models of this run, which would hide faults of the next.
+def _remove_handlers() -> None:
+    """Remove handlers of operators that te_fsdp installed in this run, which would hide faults of the next.
 
-    te_fsdp itself removes the handlers in the first call after the last model.
+    te_fsdp itself removes those of `torch._foreach_` functions in the first call after the last model.
     """
     mixed_lists = sys.modules.get("te_fsdp.upstream.torch_mixed_lists")
     if mixed_lists is not None:
         writes = mixed_lists.foreach_writes()
         writes._owners.clear()
         writes._restore()
+    functions = sys.modules.get("te_fsdp.upstream.torch_functions")
+    dispatch: Any = importlib.import_module("torch.distributed.tensor._dispatch")
+    scaler = getattr(dispatch, "found_inf_reduce_handler", None)
+    if functions is not None and scaler is not None:
+        functions.unscale_over_all_meshes.cache_clear()
+        dispatch.dtensor.DTensor._op_dispatcher._custom_op_handlers[functions._UNSCALE] = scaler
 
 
 def _clear_te_caches() -> None:

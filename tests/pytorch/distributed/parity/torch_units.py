@@ -13,13 +13,17 @@ from torch.distributed.fsdp import fully_shard
 LEARNING_RATE = 0.5
 
 
-def _models(**options: Any) -> tuple[Any, Any, Any]:
-    """Meshes, a bound model whose blocks and root are units of torch, and its reference in one process."""
+def _models(bound: str = "", **options: Any) -> tuple[Any, Any, Any]:
+    """Meshes, a model whose blocks and root are units of torch, and its reference in one process.
+
+    ``bound`` is the submodule whose children are bound one by one. The default binds the model.
+    """
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
     model = Model("meta")
-    te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+    for module in model.get_submodule(bound).children() if bound else (model,):
+        te_fsdp.set_device_mesh(module, meshes.tp, meshes.weight)
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=meshes.fsdp, **options)
     te_fsdp.materialize(model, seed=SEED)
@@ -27,9 +31,12 @@ def _models(**options: Any) -> tuple[Any, Any, Any]:
 
 
 def stepped(how: str) -> dict[str, float]:
-    """Three steps of a bound model. ``how``: "evaluated" between backward and step, or "kept" after backward."""
-    meshes, model, reference = _models()
-    if how == "kept":
+    """Three steps of a bound model.
+
+    ``how``: "evaluated" between backward and step, "kept" after backward, or "parts": the same, with bound blocks.
+    """
+    meshes, model, reference = _models("blocks" if how == "parts" else "")
+    if how != "evaluated":
         model.set_reshard_after_backward(False)
     ours, theirs = (
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=LEARNING_RATE)

@@ -109,7 +109,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 #: Name -> function that writes to the weights of a model.
-WAYS: dict[str, Callable[[nn.Module], None]] = {
+WAYS: dict[str, Callable[[Any], Any]] = {
     "copy_": _each(lambda p: p.copy_(_like(p, _negated(values(p))))),
     "mul_": _each(lambda p: p.mul_(-1)),
     "data.copy_": _each(lambda p: p.data.copy_(_like(p, _negated(values(p))))),
@@ -123,6 +123,7 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
     "load": _load,
     "nothing": lambda model: None,
     "in and out": _each(lambda p: _in_and_out(p, lambda p, value: p.copy_(value))),
+    "held.copy_": lambda model: [v.copy_(_like(v, _negated(values(v)))) for v in model.held],
 }
 #: Ways through local tensors.
 LOCAL_WAYS: dict[str, Callable[[nn.Module], None]] = {
@@ -221,7 +222,7 @@ def trained(
             fully_shard(model, mesh=meshes.fsdp)
     else:
         te_fsdp.fully_shard(model, meshes, strategy=strategy, outer_strategy=outer, checks="setup")
-    te_fsdp.materialize(model, seed=0)
+    model.held = [p.detach() for p in te_fsdp.materialize(model, seed=0).parameters()]
     sharded = OPTIMIZERS[optimizer](te, model.parameters())
     if outer == "optim":
         te_fsdp.shard_optimizer(sharded)
