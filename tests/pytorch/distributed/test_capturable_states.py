@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import devices
-from plain import capturable
+from plain_dcp import capturable
 
 
 @pytest.mark.ranks(2)

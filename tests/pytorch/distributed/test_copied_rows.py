@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from plain import copied_rows
+from plain_dcp import row_index_writes
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("by", ["torch", "optim_grads_params"])
 def test_writes_raise(pool, by):
-    for found in pool.run(copied_rows.outcomes, 2, by=by):
+    for found in pool.run(row_index_writes.outcomes, 2, by=by):
         assert found == {"accepted": [], "wrong": []}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hfsdp import fusion, unstepped
 from no_sharding import grad_dtypes
-from plain import programs
+from plain_dcp import search_regressions
 
 
 @pytest.mark.ranks(4)
@@ -37,14 +37,14 @@ def test_fp32_gradients_of_bf16_parameters_that_only_tp_shards(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_a_save_after_a_backward_that_completes_gradients(pool, strategy):
-    results = pool.run(programs.saved_after_a_complete_backward, 2, strategy=strategy)
+    results = pool.run(search_regressions.saved_after_a_complete_backward, 2, strategy=strategy)
     assert all(result == {"saved": 4, "refused": 4} for result in results)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checks", ["setup", "full"])
 def test_torch_clips_gradients_of_no_shard_modules_over_tp(pool, checks):
-    for norms in pool.run(programs.clipped_by_torch, 2, dtype=torch.bfloat16, checks=checks):
+    for norms in pool.run(search_regressions.clipped_by_torch, 2, dtype=torch.bfloat16, checks=checks):
         assert norms["theirs"] == pytest.approx(norms["ours"], rel=2**-6)  # torch rounds norms to bf16
         assert norms["after"] == pytest.approx(norms["ours"] / 2, rel=2**-6)
 
@@ -52,5 +52,7 @@ def test_torch_clips_gradients_of_no_shard_modules_over_tp(pool, checks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_states_of_optimizers_whose_parameters_take_fp32_gradients(pool, strategy):
-    results = pool.run(programs.states_of_unused_optimizers, 2, strategy=strategy, grads=torch.float32)
+    results = pool.run(
+        search_regressions.states_of_unused_optimizers, 2, strategy=strategy, grads=torch.float32
+    )
     assert all(result == {"dtypes": {"torch.float32"}, "states": 2, "moved": 2} for result in results)

@@ -6,7 +6,7 @@ The DTensor has the row order of the unsharded module.
 from __future__ import annotations
 
 import pytest
-from plain import arithmetic
+from plain_dcp import arithmetic
 
 
 @pytest.mark.ranks(4)

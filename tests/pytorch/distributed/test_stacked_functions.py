@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plain import row_functions
+from plain_dcp import row_functions
 
 #: torch 2.11 has fewer functions for DTensors.
 LEAST = 150 if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) else 140

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plain import parts
+from plain_dcp import row_slices
 
 
 @pytest.mark.ranks(4)
@@ -12,6 +12,6 @@ from plain import parts
 @pytest.mark.parametrize("kind", ["gated MLP", "fused attention"])
 def test_parts_of_rows(pool, kind, axes, sharder):
     """``gate, up = p.chunk(2)`` (kind: rows in the order of the ranks, without an error)."""
-    for found in pool.run(parts.differing_parts, 4, kind=kind, axes=axes, sharder=sharder, recipe="none"):
+    for found in pool.run(row_slices.compare_slices, 4, kind=kind, axes=axes, sharder=sharder, recipe="none"):
         assert found["wrong"] == []
         assert found["joined"] == [False, False]

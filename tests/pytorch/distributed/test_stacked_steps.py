@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plain import stacked_steps
+from plain_dcp import stacked_steps
 from test_compiled_steps import TRACES_VIEWS
 
 

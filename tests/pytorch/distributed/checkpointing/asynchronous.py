@@ -82,7 +82,7 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
     return {"saves": outcome}
 
 
-def one_after_the_other(directory: str) -> dict[str, Any]:
+def several_saves(directory: str) -> dict[str, Any]:
     """A second save waits for the first; a failure is raised by the handle, or else by the next save."""
     import te_fsdp
     from te_fsdp.checkpoint import planner
@@ -179,7 +179,7 @@ def out_of_memory(directory: str) -> tuple[str, str]:
     return result
 
 
-def planned_again(directory: str) -> dict[str, Any]:
+def plan_reuse(directory: str) -> dict[str, Any]:
     """Later saves of a model take the plan of the first, unless what any rank holds has changed."""
     import te_fsdp
     from te_fsdp.checkpoint import PerRank, saving

@@ -51,7 +51,7 @@ def save_and_load(directory: str) -> dict[str, Any]:
     return {"wrong": wrong, "control": control, "drifted": drifted}
 
 
-def load_elsewhere(directory: str, saved_on: int) -> list[str]:
+def load_on_different_mesh(directory: str, saved_on: int) -> list[str]:
     """Load what another number of ranks has saved; the names that are wrong."""
     import te_fsdp
 

@@ -41,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """The mesh and strategy.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place:
 class Run:
     """A mixture of experts on a mesh with its optimizer."""
 
-    def __init__(self, case: Case, place: Place, seed: int) -> None:
+    def __init__(self, case: Case, place: Setup, seed: int) -> None:
         import te_fsdp
 
         self.case, self.place = case, place
@@ -126,7 +126,7 @@ def logical(run: Run) -> dict[str, torch.Tensor]:
         _add_delayed(mine, prefix, module)
     everyone = wire.gather(mine)
     names = sorted({name for result in everyone for name in result})
-    return {name: _together(name, [result[name] for result in everyone if name in result]) for name in names}
+    return {name: _assemble(name, [result[name] for result in everyone if name in result]) for name in names}
 
 
 def _pieces(
@@ -171,7 +171,7 @@ def _add_delayed(mine: dict[str, Any], prefix: str, module: Any) -> None:
                 mine[f"{prefix}:{key}.{name}.{index}"] = (tuple(part.shape), [((...,), part)])
 
 
-def _together(name: str, held: list[tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]]) -> torch.Tensor:
+def _assemble(name: str, held: list[tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]]) -> torch.Tensor:
     shape = held[0][0]
     whole = torch.empty(shape, dtype=held[0][1][0][1].dtype)
     written = torch.zeros(shape, dtype=torch.bool)
@@ -187,7 +187,7 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def save_on(case: Case, places: list[Place], directory: str, *, optimizer: bool = True) -> None:
+def save_on(case: Case, places: list[Setup], directory: str, *, optimizer: bool = True) -> None:
     """Train on each of the meshes, save, write down the logical state."""
     import te_fsdp
 
@@ -200,7 +200,7 @@ def save_on(case: Case, places: list[Place], directory: str, *, optimizer: bool 
             torch.save(expected, f"{directory}/{place.name}.pt")
 
 
-def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dict[str, Any]:
+def load_on(case: Case, pairs: list[tuple[Setup, Setup]], directory: str) -> dict[str, Any]:
     """Load what one mesh saved on another; compare logical values bit for bit.
 
     Returns:
@@ -222,7 +222,7 @@ def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dic
 
 
 def convert_on(
-    case: Case, places: list[Place], source: str, optimizer: bool, directory: str
+    case: Case, places: list[Setup], source: str, optimizer: bool, directory: str
 ) -> dict[str, Any]:
     """Load what was saved in another format; the first place in one process says what must come."""
     import te_fsdp
@@ -242,7 +242,7 @@ def convert_on(
     return results
 
 
-def plain_dcp(case: Case, place: Place, others: list[Place], directory: str) -> dict[str, Any]:
+def plain_dcp(case: Case, place: Setup, others: list[Setup], directory: str) -> dict[str, Any]:
     """Plain DCP with global names: loaded by te_fsdp.checkpoint.load and, unless experts are apart, by DCP itself."""
     import te_fsdp
 

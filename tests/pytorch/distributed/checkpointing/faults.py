@@ -161,7 +161,7 @@ def _refuses(load: Any) -> bool:
     return told[0] == "CheckpointError" and all(other == told for other in seen)
 
 
-def drifted_replicas(directory: str, axes: dict[str, int], name: str, of: str) -> tuple[str, str]:
+def save_different_replicas(directory: str, axes: dict[str, int], name: str, of: str) -> tuple[str, str]:
     """One rank's replica of a parameter, or of its state, has another value; the save fails and names it.
 
     Args:

@@ -45,13 +45,13 @@ def _sharded(recipe: str, meshes: Any, kind: str, seed: int) -> nn.Module:
     return model
 
 
-def _stand_still(optimizer: Any) -> None:
+def _set_zero_learning_rate(optimizer: Any) -> None:
     """From now on each parameter becomes its main weight, whatever the gradients."""
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.0, 0.0
 
 
-def not_given(cases: list[tuple[str, str, int, int]], directory: str) -> list[int]:
+def load_without_optimizer(cases: list[tuple[str, str, int, int]], directory: str) -> list[int]:
     """Load into a model whose optimizer has stepped, step with a learning rate of 0, compare raw buffers.
 
     Args:
@@ -80,7 +80,7 @@ def not_given(cases: list[tuple[str, str, int, int]], directory: str) -> list[in
             assert any("its main weights are those of the loaded weights" in note for note in loaded.notes)
         compare(model, one, f"{recipe} {kind}: as loaded")
         for each in (step, one_step):
-            _stand_still(each.optimizer)
+            _set_zero_learning_rate(each.optimizer)
             each(*batch_of(HIDDEN))
         compared.append(_same_values(model, one, f"{recipe} {kind}: after the next step"))
     return compared

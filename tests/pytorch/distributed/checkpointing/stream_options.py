@@ -9,7 +9,7 @@ import torch.distributed as dist
 from checkpointing.rollout import trained
 
 
-def differ(folder: str, option: str) -> int:
+def error_of_different_options(folder: str, option: str) -> int:
     """Stream with another value of an option on rank 1; ``""``: without."""
     from te_fsdp import huggingface as rollout
 

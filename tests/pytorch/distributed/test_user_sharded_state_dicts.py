@@ -1,0 +1,52 @@
+"""Scripts that shard state dicts themselves: ``distribute_tensor``, ``torch.save`` of each rank, rank 0's tensors."""
+
+from __future__ import annotations
+
+import pytest
+from plain_dcp import user_sharded_state_dicts
+
+# One step of AdamW from the same state, with sums in another order.
+NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}
+
+
+@pytest.mark.ranks(2)
+def test_assign_distributed_tensors_to_meta_parameters(pool):
+    """The FSDP2 tutorial's load (kind: rows in the order of the unsharded module, taken for those of the ranks)."""
+    for found in pool.run(user_sharded_state_dicts.assigned_on_meta, 2):
+        assert found.pop("after") <= NEXT_STEP["none"] and found == {"wrong": [], "control": False}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("recipe", "axes", "sharder", "by"),
+    [
+        ("none", {"dp_shard": 2, "tp": 2}, "torch", "the example"),
+        ("none", {"tp": 2}, "te_fsdp", "the example"),
+        ("bf16", {"tp": 2}, "torch", "the example"),
+        ("none", {"tp": 2}, "torch", "torch.save"),
+        ("bf16", {"tp": 2}, "te_fsdp", "torch.save"),
+    ],
+)
+def test_user_sharded_optimizer_state(pool, recipe, axes, sharder, by):
+    """Kind: moments and main weights of other rows, or later exports in the order of the ranks, without an error."""
+    ranks = axes["tp"] * axes.get("dp_shard", 1)
+    run = {"recipe": recipe, "axes": axes, "sharder": sharder, "by": by}
+    for found in pool.run(user_sharded_state_dicts.loaded_states, ranks, **run):
+        assert found.pop("control") > 0 and found.pop("after") <= NEXT_STEP[recipe], found
+        assert found == {"wrong": [], "exported": []}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "nvfp4"])
+def test_quantized_tensors_of_rank_0(pool, recipe, broadcast):
+    """Rank 0 copied bytes, while the others waited for its part of the amax. NVFP4 tensors were sliced, and raised."""
+    run = {"recipe": recipe, "broadcast": broadcast, "timeout": 60}
+    assert pool.run(user_sharded_state_dicts.quantized_tensors, 2, **run) == [[], []]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_async_save_of_main_weights_in_a_process(pool, recipe):
+    """``dcp.async_save`` raised TypeError: cannot pickle a weak reference."""
+    assert pool.run(user_sharded_state_dicts.main_weights_in_a_process, 2, recipe=recipe) == [[], []]
