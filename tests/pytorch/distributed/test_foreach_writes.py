@@ -15,7 +15,7 @@ LEAST = 40 if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) els
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_values(pool, strategy):
+def test_evaluation_uses_foreach_writes(pool, strategy):
     for found in pool.run(bodies_averages.written, 2, strategy=strategy):
         assert found["unequal"] == []
         assert len(found["equal"]) > LEAST, found
@@ -23,6 +23,6 @@ def test_values(pool, strategy):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_training_has_no_handlers(pool, strategy):
+def test_training_installs_no_foreach_handlers(pool, strategy):
     """Handlers would make steps of torch's optimizers slower."""
     assert pool.run(bodies_averages.handlers, 2, strategy=strategy) == [[True, False]] * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfsdp import bodies, checkpoints, experts, leftovers, readers, wire
+from hfsdp import bodies, checkpoints, discarded_state, experts, gradient_reads, quantized_transfers
 from hfsdp.models import OPTIMIZERS
 
 #: Axes of each mesh -> cases that run on it one after the other.
@@ -82,7 +82,7 @@ TOGETHER = 8
 
 
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in PARITY])
-def test_equals_one_process(pool, request, mesh):
+def test_training_equals_one_process(pool, request, mesh):
     """Pairs of what matters; with `--matrix full` every optimizer, strategy, loop, clipping or not, on each mesh."""
     axes, cases = PARITY[mesh]
     if request.config.getoption("--matrix", "covering") == "full":
@@ -95,24 +95,26 @@ def test_equals_one_process(pool, request, mesh):
 
 
 @pytest.mark.ranks(4)
-def test_tensors_that_travel_alone(pool):
+def test_large_tensors_are_averaged_in_place(pool):
     """In-place averages without a copy give the same values as those of weights sharded by columns or unevenly."""
     cases = [{"optimizer": "te", "microbatches": 3, "clip": 0.5}, {"optimizer": "sgd", "exempt": ("head",)}]
-    assert all(pool.run(bodies.alone, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases))
+    assert all(
+        pool.run(bodies.parity_with_large_tensors, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases)
+    )
 
 
 @pytest.mark.ranks(4)
-def test_state_of_exempt_parameters_is_cut(pool):
+def test_optimizer_state_of_exempt_parameters_is_sharded(pool):
     """The weight's 32 columns are even over 4 ranks, its 11 rows are not; the bias has 3, 3, 3 and 2 elements."""
     shapes = pool.run(bodies.exempt_parts, 4, axes={"dp_replicate": 2, "dp_shard": 2})
     assert shapes == [[(11, 8), (count,)] for count in (3, 3, 3, 2)]
 
 
 @pytest.mark.ranks(2)
-def test_summed_gradients_would_show(pool):
+def test_negative_control_summed_gradients(pool):
     """The peer sums over the outer axis where it should average; Adam without clipping hides it, SGD does not."""
     axes = {"dp_replicate": 2, "dp_shard": 1}
-    for seen in pool.run(bodies.summed, 2, axes=axes, case={"optimizer": "sgd"}):
+    for seen in pool.run(bodies.sum_instead_of_mean, 2, axes=axes, case={"optimizer": "sgd"}):
         assert "relative error" in seen
 
 
@@ -130,9 +132,9 @@ def test_precision_policy(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
-def test_holders_without_gradients(pool, marked):
+def test_parameters_without_gradients_on_their_owners(pool, marked):
     """A parameter without a gradient on its owners does not change, with weight decay, too."""
-    pool.run(bodies.some_lack_gradients, 2, marked=marked)
+    pool.run(bodies.missing_gradients, 2, marked=marked)
 
 
 @pytest.mark.ranks(4)
@@ -166,7 +168,7 @@ def test_collectives_and_memory(pool, dtype):
 @pytest.mark.ranks(2)
 def test_gradients_of_any_dtype(pool):
     """FusedAdam(use_decoupled_grad=True) takes fp32 gradients of bf16 weights: they are not rounded on their way."""
-    assert pool.run(bodies.decoupled, 2) == [[("reduce_scatter", "float32")]] * 2
+    assert pool.run(bodies.decoupled_gradients, 2) == [[("reduce_scatter", "float32")]] * 2
 
 
 #: Bytes on the wire per element, of both orientations where these are quantized independently.
@@ -182,7 +184,7 @@ BYTES = {
     "e4m3/e5m2": 1 + 1,
     "e4m3/block": 1 + (1 + 4 / 128**2),
 }
-#: Recipe, mesh, and options of hfsdp/wire.py. The second weight of "block" is cut along its columns; that of the mxfp8
+#: Recipe, mesh, and options of hfsdp/quantized_transfers.py. The second weight of "block" is cut along its columns; that of the mxfp8
 #: MLP of width 96 by four ranks has no whole blocks either way.
 WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "current 2x1xtp2": ("current", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
@@ -211,17 +213,17 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
         for case, (recipe, axes, _) in WIRE.items()
     ],
 )
-def test_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
+def test_weights_are_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
     """Of the rows of three ranks one scale for all holds equally many nowhere: the last rank sends fewer."""
     if arch.startswith("9") and recipe.partition("/")[2] not in ("", "block"):
         pytest.skip("Hopper quantizes a hybrid weight's column-wise part to blocks or not at all")
     _, axes, options = WIRE[case]
     ranks = math.prod(axes.values())
-    results = pool.run(wire.quantized, ranks, recipe=recipe, axes=axes, **options)
+    results = pool.run(quantized_transfers.quantized, ranks, recipe=recipe, axes=axes, **options)
     wide = options.get("hidden") == 96
     assert [len(result["logged"]) for result in results] == [int(wide), *[0] * (ranks - 1)]
     for result in results:
-        assert result["compared"] >= 2 * wire.STEPS
+        assert result["compared"] >= 2 * quantized_transfers.STEPS
         as_bytes, as_fp32 = result["elements"]
         assert as_bytes and bool(as_fp32) == wide
         sent = dict.fromkeys(("uint8", "float32", "bfloat16"), 0)
@@ -236,13 +238,15 @@ def test_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
 
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
-def test_faults_on_the_wire_would_show(pool):
+def test_negative_control_transfer_faults(pool):
     """As fp32 the same bytes arrive, of which four times as many were sent; a scale of each holder is seen."""
     axes = {"dp_replicate": 2, "dp_shard": 1}
-    for result in pool.run(wire.quantized, 2, recipe="current", axes=axes, fault="no bytes"):
+    for result in pool.run(quantized_transfers.quantized, 2, recipe="current", axes=axes, fault="no bytes"):
         sent = [call.bytes for call in result["sent"] if call.dtype == "float32"]
         assert sum(sent) == pytest.approx(4 * result["elements"][1], rel=0.01)
-    errors = pool.run_expect_error(wire.quantized, 2, recipe="current", axes=axes, fault="amax")
+    errors = pool.run_expect_error(
+        quantized_transfers.quantized, 2, recipe="current", axes=axes, fault="amax"
+    )
     assert all("bits" in error.message for error in errors), errors
 
 
@@ -254,10 +258,13 @@ def test_faults_on_the_wire_would_show(pool):
     ids=["2x2 of 3", "2x2 of 5", "4x1 of 3"],
 )
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_shards_of_different_rows(pool, recipe, replicas, shape):
+def test_uneven_shards_of_quantized_weights(pool, recipe, replicas, shape):
     """Two shards that the replicas cut evenly and unevenly go the same way, and ranks without rows take part."""
     axes = {"dp_replicate": replicas, "dp_shard": 4 // replicas}
-    assert pool.run(wire.odd, 4, recipe=recipe, axes=axes, shape=shape, timeout=30) == [2 * wire.STEPS] * 4
+    assert (
+        pool.run(quantized_transfers.uneven_weight, 4, recipe=recipe, axes=axes, shape=shape, timeout=30)
+        == [2 * quantized_transfers.STEPS] * 4
+    )
 
 
 #: Where checkpoints go: HFSDP, HSDP, plain FSDP, one process.
@@ -286,9 +293,12 @@ ALONE, TP = (None, "no_shard"), ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "o
     ],
     ids=["adamw", "sgd", "te-bf16", "adamw-bf16", "exempt"],
 )
-def test_checkpoints_onto_other_meshes(pool, tmp_path, case, saved, others):
+def test_checkpoints_load_on_different_meshes(pool, tmp_path, case, saved, others):
     arguments = {"case": case, "saved": saved, "others": others, "directory": str(tmp_path)}
-    assert all(len(counts) == len(others) for counts in pool.run(checkpoints.elsewhere, 4, **arguments))
+    assert all(
+        len(counts) == len(others)
+        for counts in pool.run(checkpoints.load_on_different_meshes, 4, **arguments)
+    )
 
 
 @pytest.mark.ranks(2)
@@ -301,7 +311,7 @@ def test_state_dict_of_the_optimizer(pool, case):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", [{"optimizer": "adamw"}, {"optimizer": "te"}], ids=["adamw", "te"])
-def test_torch_checkpoints(pool, tmp_path, case):
+def test_dcp_round_trip(pool, tmp_path, case):
     """11 rows over 2 x 2 ranks: right on the same mesh, refused on another, never in wrong places."""
     on_2x2, on_4x1 = {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}
     pool.run(
@@ -330,18 +340,18 @@ def test_torch_checkpoints(pool, tmp_path, case):
         ("other order", "MeshError", "the same parameters in the same order"),
     ],
 )
-def test_refused(pool, case, kind, words):
-    for error in pool.run_expect_error(bodies.refused, 2, case=case):
+def test_wrong_usage_raises(pool, case, kind, words):
+    for error in pool.run_expect_error(bodies.error_of, 2, case=case):
         assert error.type_name == kind and words in error.message, error
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
-def test_own_gradients_are_not_read(pool, marked):
+def test_reading_unaveraged_gradients_raises(pool, marked):
     """Reads of `.grad` before the average over dp_replicate raise on each rank separately, without waiting."""
-    for found in pool.run(readers.refused, 2, marked=marked):
+    for found in pool.run(gradient_reads.errors_of_reads, 2, marked=marked):
         assert found["read"] == found["harmful"] == []
-        assert len(found["texts"]) == 2 * 2 * 3 * len(readers.READERS)
+        assert len(found["texts"]) == 2 * 2 * 3 * len(gradient_reads.READERS)
         assert all("use te_fsdp.clip_grad_norm_" in text for text in found["texts"])
 
 
@@ -349,24 +359,24 @@ def test_own_gradients_are_not_read(pool, marked):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("how", ["optimizer", "model", "te_fsdp"])
-def test_a_step_that_was_given_up_leaves_no_factor(pool, how, marked):
+def test_discarded_step_leaves_no_clip_factor(pool, how, marked):
     """Kind: a clip factor of an average that was dropped multiplies gradients of later steps."""
-    pool.run(leftovers.given_up, 2, how=how, marked=marked)
+    pool.run(discarded_state.discard_clipped_step, 2, how=how, marked=marked)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
-def test_padding_is_not_reported(pool, marked):
+def test_nan_in_padding_is_not_reported(pool, marked):
     """Kind: memory that pads uneven rows is sent as it was, so that ``report_nan`` sees it."""
-    for raised, finite in pool.run(leftovers.padding, 2, marked=marked, poisoned=False):
+    for raised, finite in pool.run(discarded_state.nan_in_padding, 2, marked=marked, poisoned=False):
         assert raised == ["", "", ""] and len(finite) >= 3 and all(finite)
-    for raised, finite in pool.run(leftovers.padding, 2, marked=marked, poisoned=True):
+    for raised, finite in pool.run(discarded_state.nan_in_padding, 2, marked=marked, poisoned=True):
         assert raised[:2] == ["", ""] and "NaN or infinity" in raised[2], raised
         assert all(finite) is not marked  # a step that raises sends nothing; backward may have
 
 
 @pytest.mark.ranks(4)
-def test_experts(pool):
+def test_uneven_experts(pool):
     """Seven experts, four and three per rank of ep; on each rank their state is cut over the two copies."""
     axes = {"dp_replicate": 2, "dp_shard": 1, "ep": 2}
     arguments = {"axes": axes, "route": "uneven"}

@@ -7,6 +7,6 @@ from no_sharding import specs
 
 
 @pytest.mark.ranks(2)
-def test_a_gradient_keeps_its_spec(pool):
+def test_reduced_gradient_keeps_its_dtensor_spec(pool):
     """Kind: work on the host in each step."""
-    assert pool.run(specs.kept, 2) == [[], []]
+    assert pool.run(specs.changed_specs, 2) == [[], []]

@@ -27,12 +27,12 @@ REFUSED = {
 @pytest.mark.parametrize(
     "mesh", [pytest.param(m, marks=pytest.mark.ranks(math.prod(MESHES[m].values()))) for m in MESHES]
 )
-def test_lbfgs(pool, mesh):
+def test_lbfgs_equals_one_process(pool, mesh):
     pool.run(optimizers.lbfgs, math.prod(MESHES[mesh].values()), axes=MESHES[mesh])
 
 
 @pytest.mark.ranks(2)
-def test_lbfgs_of_kept_weights(pool):
+def test_lbfgs_with_weights_kept_unsharded(pool):
     """Which a closure reads several times while they change; with a negative control."""
     pool.run(optimizers.lbfgs, 2, axes={}, strategy="optim")
     for error in pool.run_expect_error(optimizers.lbfgs, 2, axes={}, spoil=True):
@@ -40,7 +40,7 @@ def test_lbfgs_of_kept_weights(pool):
 
 
 @pytest.mark.ranks(2)
-def test_refused(pool):
+def test_unsupported_optimizers_raise(pool):
     for found in pool.run(optimizers.refused, 2):
         assert set(found) == set(REFUSED)
         for case, text in REFUSED.items():
@@ -49,7 +49,7 @@ def test_refused(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_copies_are_refused(pool, tp):
+def test_copied_optimizers_raise(pool, tp):
     for found in pool.run(optimizers.copies, 2, tp=tp):
         assert len(found) == 5
         for case, text in found.items():
@@ -60,12 +60,12 @@ def test_copies_are_refused(pool, tp):
 
 
 @pytest.mark.ranks(2)
-def test_copies_that_are_right(pool):
+def test_copied_models_with_their_optimizers_train(pool):
     pool.run(optimizers.right_copies, 2)
 
 
 @pytest.mark.ranks(2)
-def test_a_shallow_copy_has_no_main_weights(pool):
+def test_shallow_copied_optimizer_has_no_main_weights(pool):
     for text in pool.run(optimizers.without_main_weights, 2):
         assert (
             text.startswith("SGD.step: first.weight: a main weight in the optimizer's state")
@@ -75,8 +75,8 @@ def test_a_shallow_copy_has_no_main_weights(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_closures_that_come_too_late(pool, optimizer):
+def test_closures_with_late_gradients_raise(pool, optimizer):
     """Kind: each condition of the refusal by itself, tensor parallelism among them; a plain model is the control."""
-    for found in pool.run(closures.too_late, 2, optimizer=optimizer):
+    for found in pool.run(closures.closure_errors, 2, optimizer=optimizer):
         assert found.pop("plain") is False  # it was updated
         assert len(found) == 4 and all(found.values()), found

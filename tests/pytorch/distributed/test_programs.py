@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hfsdp import fusion, unstepped
+from hfsdp import unstepped_parameters, wgrad_fusion
 from no_sharding import grad_dtypes
 from plain_dcp import search_regressions
 
@@ -14,19 +14,19 @@ from plain_dcp import search_regressions
     "axes", [{"dp_shard": 2, "ep": 2}, {"dp_shard": 1, "ep": 2, "tp": 2}], ids=["dp", "tp"]
 )
 def test_fused_gradients_of_experts_over_ep(pool, axes):
-    pool.run(fusion.over_ep, 4, axes=axes)
+    pool.run(wgrad_fusion.compare_experts_with_unfused, 4, axes=axes)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("axes", [{"dp_replicate": 2, "dp_shard": -1}, {"dp_shard": -1}], ids=["hfsdp", "dp"])
 def test_main_weights_that_have_not_stepped_are_loaded(pool, axes):
-    pool.run(unstepped.continues, 4, axes=axes)
+    pool.run(unstepped_parameters.continues, 4, axes=axes)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0", "10.0")
 def test_fused_gradients_of_weights_that_a_recipe_casts(pool):
-    pool.run(fusion.cast_weights, 2, recipe="current")
+    pool.run(wgrad_fusion.compare_cast_weights_with_unfused, 2, recipe="current")
 
 
 @pytest.mark.ranks(2)

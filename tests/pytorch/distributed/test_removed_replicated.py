@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from no_sharding import removed
+from no_sharding import removed_weight
 
 
 @pytest.mark.cpu
@@ -11,5 +11,5 @@ from no_sharding import removed
 @pytest.mark.parametrize("kind", ["parametrized", "deleted", "none"])
 def test_a_replicated_weight_removed_after_a_step(pool, kind):
     """Kind: ``KeyError: 'weight'`` without the module's name, from the hooks before a forward."""
-    for text in pool.run(removed.removed, 2, kind=kind):
+    for text in pool.run(removed_weight.error_of_removed_weight, 2, kind=kind):
         assert text.startswith("OrderError: 1.weight: removed after fully_shard"), text

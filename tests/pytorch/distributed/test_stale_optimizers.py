@@ -22,7 +22,7 @@ BY = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("route", "moment"), WRONG)
-def test_refused_at_the_first_step(pool, route, moment, tp):
+def test_stale_optimizer_raises_at_the_first_step(pool, route, moment, tp):
     for kind, text in pool.run(stale.step, 2, route=route, moment=moment, tp=tp):
         assert kind == "OrderError"
         assert text.startswith(
@@ -35,7 +35,7 @@ def test_refused_at_the_first_step(pool, route, moment, tp):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("several", [False, True], ids=["one_group", "two_groups"])
 @pytest.mark.parametrize("name", list(stale.OPTIMIZERS))
-def test_any_optimizer(pool, name, several):
+def test_every_stale_optimizer_raises(pool, name, several):
     how = {"route": "fully_shard", "tp": 2, "name": name, "several": several}
     for kind, text in pool.run(stale.step, 2, moment="before materialize", **how):
         assert kind == "OrderError" and text.startswith(f"{name}.step: up.weight")
@@ -45,17 +45,17 @@ def test_any_optimizer(pool, name, several):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("route", list(stale.MOMENTS))
-def test_the_right_moment(pool, route, tp):
+def test_optimizer_built_after_materialize_trains(pool, route, tp):
     assert pool.run(stale.step, 2, route=route, moment="", tp=tp) == [("", "")] * 2
 
 
 @pytest.mark.ranks(2)
-def test_one_among_the_right_ones(pool):
+def test_one_stale_parameter_raises(pool):
     for text in pool.run(stale.one_of_them, 2):
         assert text.startswith("SGD.step: down.weight: expected parameters that the model has")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("body", [stale.others_go_on, stale.shared_parameter, stale.memory])
-def test_nobody_else_is_concerned(pool, body):
+def test_unrelated_optimizers_step(pool, body):
     pool.run(body, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import harness
 import torch
-from hfsdp.wire import logged
+from hfsdp.quantized_transfers import logged
 from matrix.bodies import _dense, _optimizer
 from matrix.tolerances import MANTISSA, bounds, rounding
 from quantization.one_scale import fine_draws

@@ -135,7 +135,7 @@ def moved_gradients() -> list[Any]:
     return [why, *results]
 
 
-def watched() -> list[str]:
+def report_nan_of_microbatch() -> list[str]:
     """``report_nan`` names the microbatch, also if its graph has run for several."""
     import te_fsdp
 

@@ -7,7 +7,7 @@ import torch
 from strategies.models import batch, sharded
 
 
-def kept() -> list[str]:
+def changed_specs() -> list[str]:
     """Return the parameters whose gradients have a new spec in the second step, or another dtype than its spec."""
     import te_fsdp
 

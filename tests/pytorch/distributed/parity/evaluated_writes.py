@@ -7,7 +7,7 @@ from typing import Any
 
 import harness
 import torch
-from strategies.models import Model, batch, sharded, whole
+from strategies.models import Model, batch, one_process, sharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -118,7 +118,7 @@ def changed(by: str) -> dict[str, float]:
 
 def _changed(by: str, change: str) -> float:
     meshes, model = make_model(by)
-    reference, worst = whole(), 0.0
+    reference, worst = one_process(), 0.0
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=LEARNING_RATE)) for m in (model, reference)]
 
     def evaluate(number: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import harness
 import torch
-from strategies.models import SEED, Model, batch, whole
+from strategies.models import SEED, Model, batch, one_process
 from torch.distributed.tensor import Shard
 
 
@@ -16,7 +16,7 @@ def projected(checks: str, main: bool) -> dict[str, float]:
     model = Model("meta", set_parallel_mode=True, **meshes.te_kwargs())
     te_fsdp.fully_shard(model, meshes, checks=checks)
     te_fsdp.materialize(model, seed=SEED)
-    reference = whole()
+    reference = one_process()
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
     if main:
         te_fsdp.main_weights(model, ours)

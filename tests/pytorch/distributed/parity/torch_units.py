@@ -7,7 +7,7 @@ from typing import Any
 
 import harness
 import torch
-from strategies.models import SEED, Model, batch, whole
+from strategies.models import SEED, Model, batch, one_process
 from torch.distributed.fsdp import fully_shard
 
 LEARNING_RATE = 0.5
@@ -23,7 +23,7 @@ def _models(**options: Any) -> tuple[Any, Any, Any]:
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=meshes.fsdp, **options)
     te_fsdp.materialize(model, seed=SEED)
-    return meshes, model, whole()
+    return meshes, model, one_process()
 
 
 def stepped(how: str) -> dict[str, float]:
@@ -255,4 +255,4 @@ def _nested() -> tuple[Any, Any, Any]:
         fully_shard(unit, mesh=meshes.fsdp, reshard_after_forward=False)
     te_fsdp.fully_shard(model, meshes)
     te_fsdp.materialize(model, seed=SEED)
-    return meshes, model, whole()
+    return meshes, model, one_process()

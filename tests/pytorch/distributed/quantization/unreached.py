@@ -8,7 +8,7 @@ from typing import Any
 
 import harness
 import torch
-from no_sharding.decayed import context_of
+from no_sharding.weight_decay import context_of
 from torch import nn
 
 from quantization.models import recipe_of

@@ -1,0 +1,28 @@
+"""The kind: evaluations of an average compute with its last update.
+
+Under ``optim`` and ``optim_grads`` they used the weights that an earlier evaluation had all-gathered.
+"""
+
+from __future__ import annotations
+
+import bodies_averages
+import pytest
+
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+#: Sums of 16 terms of order one in fp32, over two layers and four steps.
+CLOSE = 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("average", ["ema", "swa", "own"])
+def test_evaluation_uses_the_last_average(pool, average, strategy):
+    for errors in pool.run(bodies_averages.averaged, 2, strategy=strategy, average=average):
+        assert max(errors) < CLOSE, errors
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_foreach_copy_is_used_by_the_next_evaluation(pool, strategy):
+    for error in pool.run(bodies_averages.copied, 2, strategy=strategy):
+        assert error < CLOSE
