@@ -46,7 +46,7 @@ def _meshes(tp: int = 1):
     return te_fsdp.Meshes.build(tp=tp, device_type=harness.device_type())
 
 
-def world_not_filled() -> None:
+def world_size_mismatch() -> None:
     import te_fsdp
 
     te_fsdp.Meshes.build(dp_shard=3, tp=2, device_type=harness.device_type())
@@ -60,7 +60,7 @@ def model_differs_between_ranks() -> None:
     te_fsdp.fully_shard(Block(nn.Linear(width, 8, device="meta"), "meta"), meshes)
 
 
-def one_rank_fails_alone() -> None:
+def one_rank_fails() -> None:
     """A unit name that exists on all ranks but one."""
     import te_fsdp
 
@@ -76,18 +76,18 @@ def never_initialised() -> None:
     te_fsdp.materialize(model)
 
 
-class ResetForgets(nn.Linear):
+class ResetOmitsBias(nn.Linear):
     """Its reset_parameters fills the weight and forgets the bias."""
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
 
-def reset_forgets_one() -> None:
+def reset_leaves_bias_uninitialized() -> None:
     """Called by the user, after FSDP2, on a module outside of TE."""
     import te_fsdp
 
-    model = te_fsdp.fully_shard(Block(ResetForgets(8, 8, device="meta"), "meta"), _meshes())
+    model = te_fsdp.fully_shard(Block(ResetOmitsBias(8, 8, device="meta"), "meta"), _meshes())
     model.own.reset_parameters()
 
 
@@ -133,7 +133,7 @@ def part_of_a_sharded_model() -> None:
     te_fsdp.fully_shard(model.linear, meshes)
 
 
-def unfit_blocks() -> None:
+def incomplete_blocks() -> None:
     """MXFP8 shards of 8 rows."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
@@ -145,7 +145,7 @@ def unfit_blocks() -> None:
     te_fsdp.fully_shard(model, _meshes())
 
 
-def unfit_stacked_blocks() -> None:
+def incomplete_stacked_blocks() -> None:
     """MXFP8, gate and up of 16 rows each in one tp-local weight of 32: a block would hold rows of both."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
@@ -166,7 +166,7 @@ def fused_accumulation() -> None:
     te_fsdp.set_device_mesh(model, _meshes().tp, _meshes().weight)
 
 
-def a_weight_that_shards_itself() -> None:
+def weight_with_its_own_sharding() -> None:
     import te_fsdp
 
     model = Block(nn.Linear(8, 8, device="meta"), "meta")
@@ -174,7 +174,7 @@ def a_weight_that_shards_itself() -> None:
     te_fsdp.fully_shard(model, _meshes())
 
 
-def forgotten_parallel_mode() -> None:
+def missing_parallel_mode() -> None:
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -185,7 +185,7 @@ def forgotten_parallel_mode() -> None:
     )
 
 
-def experts_dealt_wrongly() -> None:
+def wrong_number_of_experts() -> None:
     import transformer_engine.pytorch as te
 
     import te_fsdp

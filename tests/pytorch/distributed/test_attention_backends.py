@@ -18,12 +18,12 @@ BACKENDS = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "
 HEADS, GROUPS, HEAD_DIM, SEQUENCE = 4, 2, 64, 128
 
 
-def alone(backend: str) -> dict[str, str]:
+def select_backend(backend: str) -> dict[str, str]:
     """Variables that leave TransformerEngine one backend."""
     return {variable: str(int(name == backend)) for name, variable in BACKENDS.items()}
 
 
-def picked() -> dict:
+def chosen_backend() -> dict:
     """Return the backend that TransformerEngine would choose."""
     return _te_modules.attention_backend_for(heads=HEADS, groups=GROUPS, head_dim=HEAD_DIM, sequence=SEQUENCE)
 
@@ -62,7 +62,7 @@ def by_one_backend(backend: str) -> dict:
     torch.manual_seed(1)
     inputs = torch.randn(SEQUENCE, 2, HEADS * HEAD_DIM, dtype=torch.bfloat16).to(harness.device())
     stock, sharded = trained(None, inputs), trained(meshes, inputs)
-    os.environ.update(alone("unfused"))
+    os.environ.update(select_backend("unfused"))
     _attention_backends["backend_selection_requires_update"] = True
     unfused = trained(None, inputs)
     checks = harness.Comparisons()
@@ -81,9 +81,9 @@ def by_one_backend(backend: str) -> dict:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parity_of_backends(pool, backend):
-    found = pool.run(picked, 1, env=alone(backend), init_group=False)[0]
+def test_attention_backends_equal_unfused(pool, backend):
+    found = pool.run(chosen_backend, 1, env=select_backend(backend), init_group=False)[0]
     if found["backend"] != backend:
         why = [text for text in found["reasons"] if text.lower().startswith(f"disabling {backend}")]
         pytest.skip(f"TransformerEngine has no {backend} attention here: {'; '.join(why) or 'not installed'}")
-    pool.run(by_one_backend, 2, env=alone(backend), backend=backend)
+    pool.run(by_one_backend, 2, env=select_backend(backend), backend=backend)

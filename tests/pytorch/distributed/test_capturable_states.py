@@ -12,7 +12,7 @@ from plain_dcp import capturable
 @pytest.mark.parametrize(
     ("sharder", "main_weights"), [("torch", False), ("te_fsdp", False), ("te_fsdp", True)]
 )
-def test_capturable_fused_adam_resumes_from_the_cpu(pool, sharder, main_weights, by):
+def test_capturable_fused_adam_resumes_from_cpu_state(pool, sharder, main_weights, by):
     """Kind: a kernel that reads host memory, an illegal access on GPUs."""
     for found in pool.run(capturable.resumed, 2, sharder=sharder, main_weights=main_weights, by=by):
         device = devices.device_type()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpointing.selection import is_full
 from harness import assert_same_bits
-from harness.exchange import GLOO_VARIABLE
+from harness.shared_memory import GLOO_VARIABLE
 from strategies import copy_engine
 
 from te_fsdp.upstream import symmetric_memory as _torch_transport

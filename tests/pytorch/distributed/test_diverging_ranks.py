@@ -5,7 +5,7 @@ The job went on with shards of different updates, or replicas that differ.
 
 from __future__ import annotations
 
-import bodies_progress as bodies
+import bodies_diverging_ranks as bodies
 import pytest
 
 STEPS = (
@@ -29,7 +29,7 @@ CASES = {
         "got 3 backwards on rank 0; 2 backwards on rank 1",
     ),
     ("step_several_optimizers", "optim_grads_params"): (*STEPS, " on rank 1"),
-    ("change_the_rate", "optim_grads_params"): OPTIONS,
+    ("change_the_learning_rate", "optim_grads_params"): OPTIONS,
     ("clear_a_gradient", "optim_grads_params"): GRADIENTS,
     ("scale_gradients", "no_shard"): COPIES,
     ("clip_by_another_norm", "optim_grads_params"): CLIPPING,
@@ -79,7 +79,7 @@ def test_deviation_on_four_rank_meshes_raises(pool, axes):
     axes = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     for is_alone in (True, False):
         options = {
-            "program": "change_the_rate",
+            "program": "change_the_learning_rate",
             "is_alone": is_alone,
             "strategy": "optim_grads_params",
             **axes,

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from experts import dispatching
 from parity.runs import RTOL
-from test_own_dtensors import NEAR_TF32
+from test_user_dtensors import NEAR_TF32
 
 
 @pytest.mark.ranks(2)
-def test_one_process_drops_the_same_tokens(pool):
+def test_dropped_tokens_equal_one_process(pool):
     """Outputs and gradients of tokens and experts are equal bit for bit; the router's is summed over the ranks.
 
     Both ranks' rows of an expert are in the buffer of one process, in the same order. Negative control: one capacity
@@ -50,7 +50,7 @@ def test_a_large_capacity_drops_nothing(pool):
 
 
 @pytest.mark.ranks(2)
-def test_recorded_steps(pool, device_type):
+def test_dispatch_in_graphed_steps(pool, device_type):
     """Replays send tokens where the routing of their own step says: bits of the plain loop, values of one process.
 
     On the CPU a replay runs the captured operations without their Python, on GPUs a CUDA graph. Negative controls: a
@@ -88,7 +88,7 @@ def meshes():
     dist.destroy_process_group()
 
 
-def test_the_host_reads_nothing(meshes):
+def test_dispatch_needs_no_host_synchronization(meshes):
     """Tensors on meta have no values to read: forward and backward run. Negative control: reading one raises."""
     import te_fsdp
 
@@ -103,7 +103,7 @@ def test_the_host_reads_nothing(meshes):
         route.dropped().item()
 
 
-def test_capacities(meshes):
+def test_capacity_limits_and_rounding(meshes):
     """The first choices of all tokens come before second ones. A factor is rounded up to the rows of a recipe."""
     import te_fsdp
 

@@ -5,7 +5,7 @@ Under ``optim`` and ``optim_grads`` it used the weights that the earlier evaluat
 
 from __future__ import annotations
 
-import bodies_averages
+import bodies_weight_averaging
 import pytest
 import torch
 
@@ -16,7 +16,7 @@ LEAST = 40 if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) els
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_evaluation_uses_foreach_writes(pool, strategy):
-    for found in pool.run(bodies_averages.written, 2, strategy=strategy):
+    for found in pool.run(bodies_weight_averaging.foreach_writes_between_evaluations, 2, strategy=strategy):
         assert found["unequal"] == []
         assert len(found["equal"]) > LEAST, found
 
@@ -25,4 +25,4 @@ def test_evaluation_uses_foreach_writes(pool, strategy):
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_training_installs_no_foreach_handlers(pool, strategy):
     """Handlers would make steps of torch's optimizers slower."""
-    assert pool.run(bodies_averages.handlers, 2, strategy=strategy) == [[True, False]] * 2
+    assert pool.run(bodies_weight_averaging.has_foreach_handlers, 2, strategy=strategy) == [[True, False]] * 2

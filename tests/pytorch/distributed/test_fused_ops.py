@@ -11,7 +11,7 @@ from strategies import fused_ops as bodies
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_built_on_meta_they_train_as_in_one_process(pool, strategy):
+def test_meta_built_ops_train_as_one_process(pool, strategy):
     """Kind: modules of TE that te_fsdp does not bind. Bit for bit at first, fp32 rounding after three steps."""
     for found in pool.run(bodies.train_from_meta, 2, strategy=strategy):
         assert found["worst"] < 1e-6  # fp32: means over halves of a batch of 8
@@ -20,7 +20,7 @@ def test_built_on_meta_they_train_as_in_one_process(pool, strategy):
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 @pytest.mark.parametrize("device", ["meta", "real"])
-def test_quantized_weights_are_refused_where_they_would_be_sharded(pool, device):
+def test_sharding_quantized_ops_weights_raises(pool, device):
     for error in pool.run_expect_error(
         bodies.error_of_quantized_ops, 2, device=device, strategy="optim_grads_params"
     ):

@@ -184,8 +184,8 @@ BYTES = {
     "e4m3/e5m2": 1 + 1,
     "e4m3/block": 1 + (1 + 4 / 128**2),
 }
-#: Recipe, mesh, and options of hfsdp/quantized_transfers.py. The second weight of "block" is cut along its columns; that of the mxfp8
-#: MLP of width 96 by four ranks has no whole blocks either way.
+#: Recipe, mesh, and options of hfsdp/quantized_transfers.py. The second weight of "block" is sharded along its columns.
+#: The MXFP8 weights of width 96 over four ranks have no full blocks along either dim.
 WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "current 2x1xtp2": ("current", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
     "current 2x2": ("current", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True, "optimizer": "te"}),

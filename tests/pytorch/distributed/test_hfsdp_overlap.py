@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from harness.exchange import GLOO_VARIABLE
+from harness.shared_memory import GLOO_VARIABLE
 from hfsdp import overlap, overlap_bits
 
 #: Of tests in which ranks begin other collectives: in shared memory an asynchronous one waits for the others.

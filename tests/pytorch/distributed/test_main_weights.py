@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quantization import optimizers
-from quantization.one_scale import STEPS
+from quantization.weight_bytes import STEPS
 
 # (dp_replicate, tp, ranks)
 MESHES = {"dp2xtp2": (1, 2, 4), "dp4": (1, 1, 4), "hsdp2x2": (2, 1, 4)}
@@ -33,7 +33,7 @@ def test_adamw_equals_fp32_training(pool, implementation, recipe, mesh):
 
 @pytest.mark.ranks(2)
 def test_main_weights_begin_at_unrounded_initial_values(pool):
-    assert pool.run(optimizers.beginnings, 2, recipe="current") == [PARAMETERS] * 2
+    assert pool.run(optimizers.compare_initial_main_weights, 2, recipe="current") == [PARAMETERS] * 2
 
 
 @pytest.mark.ranks(4)
@@ -58,7 +58,7 @@ def test_resume_equals_uninterrupted_training(pool, tmp_path, route):
     ],
 )
 def test_wrong_usage_raises(pool, case, kind, words):
-    for error in pool.run_expect_error(optimizers.refused, 4, case=case):
+    for error in pool.run_expect_error(optimizers.error_of, 4, case=case):
         assert error.type_name == kind and words in error.message, error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bridge import resume
-from harness.exchange import GLOO_VARIABLE
+from harness.shared_memory import GLOO_VARIABLE
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PLACES = [
@@ -36,7 +36,7 @@ assert sorted(kind for kinds in KINDS.values() for kind in kinds) == sorted(resu
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize(("strategy", "outer"), PLACES)
-def test_resuming(pool, tmp_path, strategy, outer, kinds):
+def test_resume_through_dcp_has_the_same_bits(pool, tmp_path, strategy, outer, kinds):
     """As megatron-fsdp's `test_dcp_checkpoint_save_and_load`, and two steps more."""
     kinds = KINDS[kinds]
     options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path)}
@@ -51,7 +51,7 @@ def test_resuming(pool, tmp_path, strategy, outer, kinds):
 
 
 @pytest.mark.ranks(4)
-def test_resuming_without_state_differs(pool):
+def test_negative_control_resume_without_optimizer_state(pool):
     """The control of the tests above: what they compare depends on the optimizer's state, where there is some."""
     for found in pool.run(resume.without_state, 4, strategy="optim_grads_params", outer=None):
         assert found["Adam"] and not found["SGD"]
@@ -61,7 +61,7 @@ def test_resuming_without_state_differs(pool):
 @pytest.mark.parametrize(
     ("strategy", "outer"), [("no_shard", None), ("optim", None), ("optim_grads_params", "optim")]
 )
-def test_resuming_with_main_weights(pool, tmp_path, strategy, outer):
+def test_resume_with_main_weights(pool, tmp_path, strategy, outer):
     """bf16 weights, whose fp32 main weights are the optimizer's."""
     kinds = ["AdamW", "fused", "momentum", "FusedAdam+main"]
     options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path), "low": True}
@@ -72,7 +72,7 @@ def test_resuming_with_main_weights(pool, tmp_path, strategy, outer):
 
 
 @pytest.mark.ranks(2)
-def test_state_before_the_first_step(pool):
+def test_state_dicts_before_the_first_step(pool):
     for found in pool.run(resume.before_the_first_step, 2):
         assert found["states"] == [["exp_avg", "exp_avg_sq", "step"]] * 6 and found["steps"] == [0.0]
         assert found["changed"] == []

@@ -81,7 +81,7 @@ def test_update_does_not_overwrite_momentum(pool, dtype, nesterov):
     ],
 )
 def test_unsupported_usage_raises(pool, case, error, texts):
-    for raised in pool.run_expect_error(muon.refused, 2, case=case):
+    for raised in pool.run_expect_error(muon.errors_of_muon, 2, case=case):
         assert raised.type_name == error and all(text in raised.message for text in texts), raised.message
 
 

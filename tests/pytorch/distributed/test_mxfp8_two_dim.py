@@ -22,7 +22,7 @@ CASES = {
 @pytest.mark.recipe("mxfp8_2d")
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", CASES)
-def test_one_plane_for_both_directions(pool, tmp_path, case):
+def test_shared_buffer_trains_with_the_same_bits(pool, tmp_path, case):
     """Losses and weights equal those of two planes bit for bit, and one process within the tolerance of MXFP8.
 
     Negative control: blocks of one row have other losses.
@@ -52,7 +52,7 @@ def test_one_plane_for_both_directions(pool, tmp_path, case):
 @pytest.mark.recipe("mxfp8_2d")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipes", [("mxfp8", "mxfp8_2d"), ("nvfp4_rows", "nvfp4_squares")])
-def test_writes_of_rows(pool, tmp_path, recipes):
+def test_writes_of_1d_scaled_weights_are_requantized(pool, tmp_path, recipes):
     """Weights with scales per row are quantized when they are written (kind: bytes under the scale of other blocks)."""
-    for found in pool.run(two_dim.writes_of_rows, 2, recipes=recipes, directory=str(tmp_path)):
+    for found in pool.run(two_dim.write_1d_into_2d, 2, recipes=recipes, directory=str(tmp_path)):
         assert found == {"wrong": [], "control": []}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness.exchange import GLOO_VARIABLE
+from harness.shared_memory import GLOO_VARIABLE
 from no_sharding import overlap
 from no_sharding.overlap import MIXED, SIZES
 

@@ -41,7 +41,7 @@ def test_lbfgs_with_weights_kept_unsharded(pool):
 
 @pytest.mark.ranks(2)
 def test_unsupported_optimizers_raise(pool):
-    for found in pool.run(optimizers.refused, 2):
+    for found in pool.run(optimizers.errors_of_optimizers, 2):
         assert set(found) == set(REFUSED)
         for case, text in REFUSED.items():
             assert text in found[case] and "Fix: " in found[case], (case, found[case])
@@ -50,7 +50,7 @@ def test_unsupported_optimizers_raise(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_copied_optimizers_raise(pool, tp):
-    for found in pool.run(optimizers.copies, 2, tp=tp):
+    for found in pool.run(optimizers.errors_of_copies, 2, tp=tp):
         assert len(found) == 5
         for case, text in found.items():
             assert text.startswith(
@@ -61,12 +61,12 @@ def test_copied_optimizers_raise(pool, tp):
 
 @pytest.mark.ranks(2)
 def test_copied_models_with_their_optimizers_train(pool):
-    pool.run(optimizers.right_copies, 2)
+    pool.run(optimizers.train_copies, 2)
 
 
 @pytest.mark.ranks(2)
 def test_shallow_copied_optimizer_has_no_main_weights(pool):
-    for text in pool.run(optimizers.without_main_weights, 2):
+    for text in pool.run(optimizers.error_of_shallow_copy, 2):
         assert (
             text.startswith("SGD.step: first.weight: a main weight in the optimizer's state")
             and "Fix: " in text

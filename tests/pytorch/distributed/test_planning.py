@@ -119,14 +119,14 @@ CASES = {
 
 @pytest.mark.ranks(4)
 @pytest.mark.arch("9.0", "10.0")
-def test_two_orders_of_float8(pool, arch):
+def test_plan_of_float8_transposes(pool, arch):
     """Hopper keeps float8 weights in rows and in columns."""
     check(pool, "fp8-tp")
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", [pytest.param("mxfp8-hfsdp", marks=pytest.mark.recipe("mxfp8")), "uneven"])
-def test_a_plan_is_what_ranks_hold(pool, case):
+def test_planned_memory_equals_measured_memory(pool, case):
     check(pool, case)
 
 
@@ -241,7 +241,7 @@ def peak_of_a_step(job: Job, meshes: te_fsdp.Meshes, copies: bool) -> int:
 
 @pytest.mark.cpu
 @pytest.mark.ranks(1)
-def test_peaks_of_whole_shards(pool):
+def test_peak_memory_with_a_shard_axis_of_size_one(pool):
     """Over a shard axis of size 1 neither weights nor gradients are copied, and a plan counts none of that."""
     (found,) = pool.run(peaks, 1, init_group=False, cases=list(PEAKS))
     for case, (real, planned) in found.items():
@@ -253,7 +253,7 @@ def test_peaks_of_whole_shards(pool):
 
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
-def test_peaks_of_replicas(pool):
+def test_peak_memory_of_hsdp(pool):
     """HSDP's gradients go through buffers: these are gone when the reduced ones are there."""
     found, _ = pool.run(peaks, 2, init_group=False, cases=["fp32 main weights"])
     real, planned = found["fp32 main weights"]

@@ -90,7 +90,7 @@ def test_training_equals_one_process(pool, kind, recipe, quantized, mesh):
 @pytest.mark.parametrize("mesh", _meshes(DP2_TP2, *((DP2, TP2) if devices.device_type() == "cuda" else ())))
 @pytest.mark.parametrize(("reshard", "quantized"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_hopper_layout(pool, recipe, quantized, reshard, mesh):
+def test_training_with_hopper_transposes(pool, recipe, quantized, reshard, mesh):
     """Also without resharding, where stock TE's first backward reads a scrambled transpose."""
     dp_replicate, tp, ranks = mesh
     options = {
@@ -107,7 +107,7 @@ def test_hopper_layout(pool, recipe, quantized, reshard, mesh):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_gathered_until_backward(pool, recipe):
+def test_weights_kept_unsharded_until_backward(pool, recipe):
     """Without resharding both directions of a weight are gathered once; with tp4 the FSDP axis has size 1."""
     for tp in (2, 4):
         options = {"kind": "mlp_swiglu", "recipe": recipe, "quantized": True, "dp_replicate": 1, "tp": tp}
@@ -115,7 +115,7 @@ def test_gathered_until_backward(pool, recipe):
 
 
 @pytest.mark.ranks(4)
-def test_a_scale_per_rank_is_caught(pool):
+def test_negative_control_scale_per_rank(pool):
     """Negative control: without the weight mesh the ranks' scales would differ, and no rank gathers them."""
     errors = pool.run_expect_error(
         bodies.training,
@@ -132,7 +132,7 @@ def test_a_scale_per_rank_is_caught(pool):
 
 
 @pytest.mark.ranks(4)
-def test_wrong_updates_are_caught(pool):
+def test_negative_control_doubled_updates(pool):
     """Negative control: updates twice as large leave the tolerance."""
     options = {"kind": "mlp_gelu", "recipe": "current", "quantized": True, "dp_replicate": 1, "tp": 2}
     results = pool.run(bodies.training, 4, learning_rate=2 * bodies.LEARNING_RATE, **options)
@@ -141,7 +141,7 @@ def test_wrong_updates_are_caught(pool):
 
 
 @pytest.mark.ranks(4)
-def test_a_settled_step_of_hsdp_slices_no_mesh(pool):
+def test_hsdp_step_slices_no_mesh(pool):
     """It is the host that a small batch waits for, and FSDP2 of torch 2.11 and 2.12 slices a mesh at every gather."""
     assert pool.run(bodies.meshes_sliced_in_a_step, 4, mended=True) == [0] * 4
     stock = pool.run(bodies.meshes_sliced_in_a_step, 4, mended=False)

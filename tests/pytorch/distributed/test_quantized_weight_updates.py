@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quantization import updates
+from quantization import weight_updates
 
 DP2, DP2_TP2, HFSDP = {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1}
 OUTER = {"outer_strategy": "optim"}
@@ -36,7 +36,14 @@ def test_batched_quantization_has_the_same_bits(pool, case):
     recipe, optimizer, meshes, options = CASES[case]
     ranks = 4 if meshes is DP2_TP2 else 2
     expected = 4 if options.get("kind", "transformer") == "transformer" else 2
-    results = pool.run(updates.both_ways, ranks, recipe=recipe, optimizer=optimizer, meshes=meshes, **options)
+    results = pool.run(
+        weight_updates.compare_with_one_by_one,
+        ranks,
+        recipe=recipe,
+        optimizer=optimizer,
+        meshes=meshes,
+        **options,
+    )
     assert results == [expected] * ranks
 
 
@@ -47,7 +54,7 @@ def test_batched_quantization_has_the_same_bits(pool, case):
 @pytest.mark.parametrize("optimizer", ["fused", "adamw"])
 def test_communication_and_casts_per_step(pool, optimizer):
     """One reduction for all weights over both axes, one cast each. On Hopper a shard keeps no transposed copy."""
-    for found in pool.run(updates.cost, 4, recipe="current", optimizer=optimizer, meshes=DP2_TP2):
+    for found in pool.run(weight_updates.cost, 4, recipe="current", optimizer=optimizer, meshes=DP2_TP2):
         assert found["reductions"] == 1 and found["casts"] == found["weights"] == 4, found
         assert found["transposes"] == 0
         if optimizer == "fused":  # gradients in the dtype that they have, with and without main weights
@@ -57,6 +64,6 @@ def test_communication_and_casts_per_step(pool, optimizer):
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 def test_fused_adam_with_gradients_of_several_dtypes(pool):
-    for found in pool.run(updates.mixed_gradients, 2):
+    for found in pool.run(weight_updates.mixed_gradients, 2):
         assert found["torch.float32 by torch.float32"] == 1 and found["gradient"] == "torch.bfloat16", found
         assert found["state"] == ["exp_avg", "exp_avg_sq", "master_param"] and found["held"]

@@ -103,7 +103,7 @@ def _trial(pool, drawn, ranks):
     return pool.run(search.trial, ranks, drawn=drawn)[0]
 
 
-def test_a_number_is_one_configuration():
+def test_draws_are_deterministic():
     """The same seed and number draw the same configuration, other numbers others."""
     assert draw(SEED, 3) == draw(SEED, 3)
     assert len({draw(SEED, number) for number in range(50)}) == 50
@@ -113,7 +113,7 @@ def test_a_number_is_one_configuration():
 @pytest.mark.ranks(4)
 @pytest.mark.covering(strength=0, always=[{"drawn": one} for one in FOUND])
 @pytest.mark.parametrize("drawn", [_case(one) for one in (*VARIED, *FOUND)])
-def test_drawn(pool, drawn):
+def test_drawn_configurations_equal_one_process(pool, drawn):
     """The kind: any supported configuration trains as stock TE does in one process."""
     shares = _trial(pool, drawn, drawn.ranks)
     assert shares and max(shares.values()) <= 1
@@ -163,7 +163,7 @@ def test_columnwise_data_of_quantized_weights(pool, drawn):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["none", "mxfp8"])
-def test_other_tokens_are_caught(pool, recipe):
+def test_negative_control_different_tokens(pool, recipe):
     """Negative control: one rank trains on other tokens in the second step."""
     drawn = Configuration(recipe=recipe, modules=("mlp_gelu",))
     errors = pool.run_expect_error(search.trial, 2, drawn=drawn, spoil=True)

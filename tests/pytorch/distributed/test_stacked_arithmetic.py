@@ -13,7 +13,7 @@ from plain_dcp import arithmetic
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 1, "tp": 4}])
 @pytest.mark.parametrize("kind", ["gated MLP", "fused attention"])
-def test_copy_before_arithmetic(pool, kind, axes, sharder):
+def test_arithmetic_with_distributed_tensors(pool, kind, axes, sharder):
     """``torch.empty_like(p).copy_(x)`` has the rows of ``p`` (kind: functions that combine different rows)."""
     for found in pool.run(arithmetic.differing_functions, 4, kind=kind, axes=axes, sharder=sharder):
         assert found["copied"] == []

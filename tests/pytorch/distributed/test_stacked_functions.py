@@ -20,7 +20,7 @@ CASES = [
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("kind", "axes", "sharder"), CASES)
-def test_values(pool, kind, axes, sharder):
+def test_functions_equal_the_unsharded_weight(pool, kind, axes, sharder):
     for found in pool.run(row_functions.outcomes, 4, kind=kind, axes=axes, sharder=sharder):
         outcomes = {name: set(by_tensor.values()) for name, by_tensor in found.items()}
         assert [name for name, seen in outcomes.items() if "WRONG" in seen] == []

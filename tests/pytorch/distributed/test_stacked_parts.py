@@ -10,7 +10,7 @@ from plain_dcp import row_slices
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 1, "tp": 4}])
 @pytest.mark.parametrize("kind", ["gated MLP", "fused attention"])
-def test_parts_of_rows(pool, kind, axes, sharder):
+def test_row_slices_equal_the_unsharded_weight(pool, kind, axes, sharder):
     """``gate, up = p.chunk(2)`` (kind: rows in the order of the ranks, without an error)."""
     for found in pool.run(row_slices.compare_slices, 4, kind=kind, axes=axes, sharder=sharder, recipe="none"):
         assert found["wrong"] == []

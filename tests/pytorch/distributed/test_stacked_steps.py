@@ -14,7 +14,7 @@ from test_compiled_steps import TRACES_VIEWS
     ids=["sgd", "sgd foreach", "adamw"],
 )
 @TRACES_VIEWS
-def test_compiled_step(pool, name, foreach, way):
+def test_compiled_optimizer_step(pool, name, foreach, way):
     """AOTAutograd raised AssertionError: expected DTensor, got BoxedDTensor."""
     assert pool.run(stacked_steps.compiled, 2, name=name, foreach=foreach, way=way, timeout=200) == [[]] * 2
 
@@ -28,6 +28,6 @@ def test_compiled_functions(pool):
 
 
 @pytest.mark.ranks(2)
-def test_elementwise_functions_need_no_order(pool):
+def test_elementwise_functions_skip_the_row_order_search(pool):
     """Each step of AdamW called the slower way ten times per parameter."""
     assert pool.run(stacked_steps.calls_in_order, 2) == [0, 0]

@@ -13,14 +13,14 @@ CASES = [
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("kind", "axes", "sharder"), CASES)
-def test_writes_with_other_tensors(pool, kind, axes, sharder):
+def test_writes_equal_the_unsharded_weight(pool, kind, axes, sharder):
     """``weight.add_(delta)`` with a DTensor in the order of the unsharded module."""
     assert pool.run(stacked_writes.compare_writes, 4, kind=kind, axes=axes, sharder=sharder) == [[]] * 4
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("kind", "axes", "sharder"), CASES)
-def test_writes_to_local_tensors_of_parts(pool, kind, axes, sharder):
+def test_writes_to_local_tensors_of_slices_raise(pool, kind, axes, sharder):
     """``weight.chunk(2)[0].to_local()`` is a copy, in which a write would be lost."""
     assert pool.run(stacked_writes.writes_without_error, 4, kind=kind, axes=axes, sharder=sharder) == [[]] * 4
 

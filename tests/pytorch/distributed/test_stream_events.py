@@ -9,7 +9,7 @@ from quantization import stream_events
 
 @pytest.mark.gpu
 @pytest.mark.ranks(1)
-def test_only_the_event_waits(pool):
+def test_event_wait_orders_streams(pool):
     """If the first is 1.0, torch has mended it: remove the line of docs/upstream.md and the rule of test_house.py."""
     assert torch.cuda.is_available()
     for stream_waits, event_waits, none_waits in pool.run(stream_events.values_read, 1):

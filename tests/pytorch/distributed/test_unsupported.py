@@ -6,8 +6,8 @@ te_fsdp's own error with the name and the fix, or works and is compared by value
 
 from __future__ import annotations
 
+import bodies_supported as works
 import bodies_unsupported as bodies
-import bodies_works_after_all as works
 import pytest
 from bodies_mistakes import all_mistakes
 
@@ -51,11 +51,11 @@ ERRORS = {
     "rows_pruned_by_their_norm": ("OrderError", "head.weight: removed after fully_shard"),
     "weights_pruned_globally": ("OrderError", "inp.weight: removed after fully_shard"),
     "a_jacobian": ("OrderError", "layer: second backward through one forward"),
-    "a_norm_of_two_models": (
+    "clip_grad_norm_of_two_models": (
         "PlacementError",
         "clip_grad_norm_: parameters: expected a model, or its parameters",
     ),
-    "meshes_in_place_of_an_axis": ("MeshError", "tp_mesh: expected a 1-D DeviceMesh or None, got Meshes"),
+    "meshes_instead_of_an_axis": ("MeshError", "tp_mesh: expected a 1-D DeviceMesh or None, got Meshes"),
     "a_full_momentum": ("CheckpointError", "SGD.step: momentum_buffer of weight: expected this rank's shard"),
     "a_gradient_penalty": ("OrderError", "backward with create_graph=True through sharded weights"),
     "a_gradient_penalty_of_kept_weights": (
@@ -70,12 +70,12 @@ ERRORS = {
         "CheckpointError",
         "AdamW.step: exp_avg of weight: expected this rank's shard, a DTensor",
     ),
-    "a_norm_of_none": (
+    "clip_grad_norm_of_none": (
         "PlacementError",
         "clip_grad_norm_: max_norm must be a number of at least 0: got None",
     ),
-    "a_scale_of_none": ("PlacementError", "scale_gradients: factor must be a number"),
-    "an_output_in_which_nothing_is_found": ("PlacementError", "unit: forward returned Hidden"),
+    "scale_gradients_of_none": ("PlacementError", "scale_gradients: factor must be a number"),
+    "output_without_visible_tensors": ("PlacementError", "unit: forward returned Hidden"),
     "a_slice_without_tensor_parallelism": (
         "MeshError",
         "layer: fully_shard over meshes without a tensor-parallel axis: expected meshes with tp=2",
@@ -89,7 +89,7 @@ ERRORS = {
 
 
 @pytest.mark.ranks(2)
-def test_errors(pool, tmp_path):
+def test_unsupported_operations_raise(pool, tmp_path):
     """Raw errors of torch that name neither parameter nor fix."""
     assert set(ERRORS) == {make.__name__ for make in bodies.MISTAKES}
     for found in pool.run(all_mistakes, 2, directory=str(tmp_path), mistakes=bodies.MISTAKES):
@@ -102,24 +102,24 @@ def test_errors(pool, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_dtensors_of_other_code(pool):
+def test_dtensors_of_other_models_are_unaffected(pool):
     """The kind: what te_fsdp changes in the process acts on its own parameters alone."""
-    for found in pool.run(works.dtensors_of_other_code, 2):
+    for found in pool.run(works.clip_dtensors_of_other_models, 2):
         assert found["before"] == found["with a sharded model"]
         assert "got mixed torch.Tensor and DTensor" in found["before"]["mixed"], found
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", works.STRATEGIES)
-def test_works(pool, strategy):
+def test_supported_operations_equal_one_process(pool, strategy):
     """Uses that torch's FSDP2, or te_fsdp, refused or got wrong: gradients by value of one process."""
-    for found in pool.run(works.all_that_works, 2, strategy=strategy):
+    for found in pool.run(works.all_supported, 2, strategy=strategy):
         assert found == {make.__name__: True for make in works.WORKS}
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-def test_two_models(pool, tmp_path, strategy):
+def test_two_models_in_a_module_dict(pool, tmp_path, strategy):
     """One optimizer over two models that are in one ``ModuleDict``."""
     assert all(pool.run(works.two_models_in_a_module_dict, 2, directory=str(tmp_path), strategy=strategy))
 
@@ -132,7 +132,7 @@ def test_two_models(pool, tmp_path, strategy):
         pytest.param({"dp_shard": 2, "tp": 2}, True, marks=pytest.mark.ranks(4)),
     ],
 )
-def test_scaler(pool, axes, mixed):
+def test_grad_scaler_over_several_meshes(pool, axes, mixed):
     """Parameters on several meshes in one ``GradScaler``: ranks step, or skip, together."""
     ranks = 2 * axes.get("tp", 1)
     for infinite, scale in ((False, 4.0), (True, 2.0)):
@@ -144,7 +144,7 @@ def test_scaler(pool, axes, mixed):
 @pytest.mark.recipe("mxfp8")
 @pytest.mark.parametrize("when", ["before", "after a backward", "after a step"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_conversions(pool, strategy, when):
+def test_module_to_of_quantized_weights(pool, strategy, when):
     """``torch.utils.swap_tensors`` of quantized parameters: it refuses weak references and loses hooks."""
     if strategy != "no_shard" and when != "before":
         pytest.skip("a conversion after the first forward: FSDP2 has allocated what it gathers into")
@@ -168,7 +168,7 @@ def test_meshes_of_size_one(pool):
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.ranks(4)),
     ],
 )
-def test_a_slice_in_the_place_of_the_meshes(pool, axes):
+def test_fully_shard_with_a_mesh_slice(pool, axes):
     """``meshes.fsdp`` given to ``fully_shard``, as FSDP2 takes it, loses no other axis."""
     ranks = 2 * axes.get("tp", 1) * axes.get("dp_replicate", 1)
-    assert all(pool.run(works.a_slice_in_the_place_of_the_meshes, ranks, axes=axes))
+    assert all(pool.run(works.mesh_slice_instead_of_meshes, ranks, axes=axes))

@@ -9,7 +9,7 @@ import math
 
 import pytest
 from no_sharding import weight_decay
-from quantization import unreached
+from quantization import unused_units
 
 HOW = ("two outputs", "left out", "frozen trunk")
 
@@ -26,7 +26,7 @@ def test_unused_quantized_weights_have_zero_gradients(pool, arch, recipe):
     ``zeros_like`` of such a weight dequantizes it, and its memory is released (SIGSEGV on the CPU, SIGABRT on GPUs).
     """
     for how in HOW:
-        pool.run(unreached.training, 2, recipe=recipe, how=how)
+        pool.run(unused_units.training, 2, recipe=recipe, how=how)
 
 
 @pytest.mark.ranks(2)
@@ -48,21 +48,21 @@ def test_unused_quantized_weights_have_zero_gradients(pool, arch, recipe):
 )
 def test_zero_gradients_do_not_read_the_weight(pool, arch, recipe, options):
     """The kind: each path that makes a gradient of zeros, and torch's own, makes it without reading the weight."""
-    pool.run(unreached.training, 2, recipe=recipe, how="left out", **options)
+    pool.run(unused_units.training, 2, recipe=recipe, how="left out", **options)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0")
 def test_torch_reduce_scatter_unused_params(pool, arch):
     """The kind: a user's own ``fully_shard`` with ``set_reduce_scatter_unused_params`` (torch 2.13 and later)."""
-    pool.run(unreached.training, 2, recipe="current", how="left out", engine="torch")
+    pool.run(unused_units.training, 2, recipe="current", how="left out", engine="torch")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0")
 def test_negative_control_gradients_of_a_different_step(pool, arch):
     """Negative control: the gradients of another step."""
-    errors = pool.run_expect_error(unreached.training, 2, recipe="current", how="left out", spoil=True)
+    errors = pool.run_expect_error(unused_units.training, 2, recipe="current", how="left out", spoil=True)
     assert all("trunk.weight" in error.message for error in errors)
 
 

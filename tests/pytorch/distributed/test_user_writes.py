@@ -23,4 +23,4 @@ def test_step_uses_written_weights_of_bound_models(pool, strategy, optimizer, re
 @pytest.mark.parametrize("name", ["head.weight", "blocks.0.fc1_weight"])
 def test_weight_frozen_before_backward_gets_no_gradient(pool, name, axes):
     # Each of the 2 blocks has 6 parameters. The head's weight is trained, its bias is not.
-    assert pool.run(frozen_after_forward.frozen, 2, name=name, **axes) == [12, 12]
+    assert pool.run(frozen_after_forward.count_gradients_after_freezing, 2, name=name, **axes) == [12, 12]

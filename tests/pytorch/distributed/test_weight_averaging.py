@@ -5,7 +5,7 @@ Under ``optim`` and ``optim_grads`` they used the weights that an earlier evalua
 
 from __future__ import annotations
 
-import bodies_averages
+import bodies_weight_averaging
 import pytest
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
@@ -17,12 +17,14 @@ CLOSE = 1e-5
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("average", ["ema", "swa", "own"])
 def test_evaluation_uses_the_last_average(pool, average, strategy):
-    for errors in pool.run(bodies_averages.averaged, 2, strategy=strategy, average=average):
+    for errors in pool.run(
+        bodies_weight_averaging.evaluations_of_averaged_model, 2, strategy=strategy, average=average
+    ):
         assert max(errors) < CLOSE, errors
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_foreach_copy_is_used_by_the_next_evaluation(pool, strategy):
-    for error in pool.run(bodies_averages.copied, 2, strategy=strategy):
+    for error in pool.run(bodies_weight_averaging.foreach_copy_between_evaluations, 2, strategy=strategy):
         assert error < CLOSE

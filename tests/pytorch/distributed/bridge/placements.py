@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bridge.bodies import batch
-from bridge.constructors import worst
+from bridge.constructors import largest_relative_difference
 
 
 def make_nested() -> torch.nn.Module:
@@ -50,7 +50,11 @@ def trained(rows: list[str], nested: bool = True) -> dict[str, Any]:
             each.step()
             each.zero_grad()
     units = sum(hasattr(module, "reshard") for module in net.modules())
-    return {"worst": worst(net, reference), "units": units, "lr": [g["lr"] for g in optimizer.param_groups]}
+    return {
+        "worst": largest_relative_difference(net, reference),
+        "units": units,
+        "lr": [g["lr"] for g in optimizer.param_groups],
+    }
 
 
 def refusals() -> dict[str, str]:

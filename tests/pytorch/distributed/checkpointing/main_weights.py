@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from quantization.bodies import SEED, Stepper, batch_of
-from quantization.one_scale import (
+from quantization.weight_bytes import (
     HIDDEN,
     compare,
     gathered,
     meshes_of,
     named_weights,
-    raised_everywhere,
+    raise_on_all_ranks,
     recipe_of,
     stock,
 )
@@ -88,7 +88,7 @@ def load_without_optimizer(cases: list[tuple[str, str, int, int]], directory: st
 
 def _same_values(model: nn.Module, one: nn.Module, when: str) -> int:
     """Not bits: a zero less nothing times an update has the update's sign. Returns the number of weights."""
-    with raised_everywhere(when):
+    with raise_on_all_ranks(when):
         whole = dict(one.named_parameters())
         weights = named_weights(model)
         for name, module, own, parameter in weights:

@@ -333,7 +333,7 @@ def load_different_checkpoints(directory: str) -> dict[str, tuple[str, str]]:
 
 def save_hybrid_weights(directory: str) -> bool:
     """Weights of two formats at once: saving raises. Returns whether there are files."""
-    from quantization.one_scale import meshes_of, sharded
+    from quantization.weight_bytes import meshes_of, sharded
 
     import te_fsdp
 

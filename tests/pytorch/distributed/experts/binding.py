@@ -87,7 +87,7 @@ def state_dicts() -> dict[str, Any]:
     return {**checks.require(4), "refused": refused}
 
 
-def lost_by_local_names() -> dict[str, Any]:
+def count_colliding_names() -> dict[str, Any]:
     """Show the effect of local names: two ranks, one name, two experts. Global names identify each expert."""
     meshes = _meshes(ep=2)
     stock = build("none", "fp32", 4, meshes, harness.device(), bias=False)
@@ -137,7 +137,7 @@ def torch_fully_shard(divide: bool, mesh: str) -> dict[str, Any]:
     return checks.require(4)
 
 
-def refused(mistake: str) -> None:
+def errors_of_binding(mistake: str) -> None:
     """Mistakes that must raise the same error on all ranks, before anything has changed."""
     import transformer_engine.pytorch as te
 
@@ -163,7 +163,7 @@ def refused(mistake: str) -> None:
         assert type(module[0]) is te.GroupedLinear
 
 
-def sharded_mistake(mistake: str) -> None:
+def errors_of_fully_shard(mistake: str) -> None:
     """The same through fully_shard, with a rank that fails before the ranks of ep talk to each other."""
     import te_fsdp
 
@@ -224,7 +224,7 @@ def memory(axes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def halves(axes: dict[str, int]) -> dict[str, Any]:
+def gradients_in_fp16(axes: dict[str, int]) -> dict[str, Any]:
     """Gradients in fp16, which FSDP2 divides in another way than fp32: those of the same model in fp32, rounded."""
     import te_fsdp
 
@@ -252,7 +252,7 @@ def halves(axes: dict[str, int]) -> dict[str, Any]:
     return checks.require(4)
 
 
-def sums(axes: dict[str, int], how: dict[str, Any]) -> dict[str, Any]:
+def sums_of_gradients(axes: dict[str, int], how: dict[str, Any]) -> dict[str, Any]:
     """Gradients that are sums over four data-parallel ranks: with a quarter of the learning rate a step is the same."""
     import te_fsdp
 

@@ -120,7 +120,7 @@ def _experts(axes: dict[str, int], experts: int) -> Trainer:
 def _quantized(axes: dict[str, int], recipe: str, hidden: int = 256) -> Trainer:
     import transformer_engine.pytorch as te
     from quantization.bodies import SEED, batch_of
-    from quantization.one_scale import recipe_of
+    from quantization.weight_bytes import recipe_of
 
     import te_fsdp
     from hfsdp.quantized_transfers import mlp

@@ -44,7 +44,7 @@ def quantized(
         do not; ``others``: of those that are not quantized.
     """
     from quantization.bodies import SEED, Stepper, batch_of
-    from quantization.one_scale import compare, gathered, named_weights, recipe_of, requantize
+    from quantization.weight_bytes import compare, gathered, named_weights, recipe_of, requantize
 
     import te_fsdp
     from te_fsdp.upstream import torch_dtensor as _torch
@@ -97,7 +97,7 @@ def uneven_weight(recipe: str, axes: dict[str, int], shape: tuple[int, int], fau
     """
     import transformer_engine.pytorch as te
     from quantization.bodies import SEED
-    from quantization.one_scale import compare, gathered, named_weights, recipe_of
+    from quantization.weight_bytes import compare, gathered, named_weights, recipe_of
 
     import te_fsdp
 
@@ -159,7 +159,7 @@ def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Modul
     import transformer_engine.pytorch as te
     from quantization.bodies import SEED
     from quantization.models import build
-    from quantization.one_scale import recipe_of
+    from quantization.weight_bytes import recipe_of
 
     if device is None:
         torch.manual_seed(SEED)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness.collectives import recorded
 from harness.memory import live_bytes
 from parity.runs import Cut, copy_shards, scramble, shards
-from quantization.one_scale import gathered
+from quantization.weight_bytes import gathered
 from torch import nn
 
 from no_sharding.models import BATCH, HIDDEN, SEQUENCE, exempt, seeded

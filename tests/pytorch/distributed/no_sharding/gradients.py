@@ -9,7 +9,7 @@ import harness
 import torch
 import torch.distributed as dist
 from quantization.bodies import SEED, Stepper, batch_of
-from quantization.one_scale import (
+from quantization.weight_bytes import (
     HIDDEN,
     compare,
     compare_unsharded,

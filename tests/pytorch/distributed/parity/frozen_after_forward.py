@@ -18,7 +18,7 @@ def _gradients(model: nn.Module, x: torch.Tensor, frozen: str) -> dict[str, torc
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
-def frozen(name: str, **axes: int) -> int:
+def count_gradients_after_freezing(name: str, **axes: int) -> int:
     """Compare all gradients, and return the number of those that are not ``None``."""
     import te_fsdp
 

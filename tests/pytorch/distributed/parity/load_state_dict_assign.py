@@ -60,7 +60,7 @@ def _made(meshes: Any, stage: str, recipe: str, seed: int) -> Model:
     device = "meta" if stage == "materialized" else harness.device()
     with te.quantized_model_init(enabled=bool(recipe), recipe=recipe_of(recipe) if recipe else None):
         model = Model(device, set_parallel_mode=True, **meshes.te_kwargs())
-    harness.own_parts(model, meshes.tp.get_group())
+    harness.shift_rows_by_rank(model, meshes.tp.get_group())
     if stage == "bound":
         te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
     else:

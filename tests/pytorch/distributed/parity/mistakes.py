@@ -29,7 +29,7 @@ class Model(nn.Module):
         self.up = te.Linear(
             HIDDEN, HIDDEN, parallel_mode=parallel_mode, **Build(harness.device(), **tp).kwargs
         )
-        harness.own_parts(self, tp.get("tp_group"))
+        harness.shift_rows_by_rank(self, tp.get("tp_group"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.up(x)

@@ -39,7 +39,9 @@ def trained(directory: str, name: str, **options: Any) -> list[str]:
     return sorted(model.state_dict())
 
 
-def moved(directory: str, source: str, target: str, axes: dict[str, int], **options: Any) -> dict[str, Any]:
+def load_on_different_stages(
+    directory: str, source: str, target: str, axes: dict[str, int], **options: Any
+) -> dict[str, Any]:
     """Load on other stages and save again, twice: the second save uses the plan of the first."""
     import te_fsdp
 
@@ -53,7 +55,7 @@ def moved(directory: str, source: str, target: str, axes: dict[str, int], **opti
     return {"left": loaded.left, "converted": loaded.converted, "step": loaded["step"]}
 
 
-def same(directory: str, names: list[str], **options: Any) -> int:
+def compare_checkpoints(directory: str, names: list[str], **options: Any) -> int:
     """One process: several checkpoints hold the same bits of weights, optimizer and delayed scaling's state."""
     import te_fsdp
 
@@ -87,7 +89,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # --- mistakes
 
 
-def refused(directory: str, what: str) -> str:
+def errors_of_mismatched_stages(directory: str, what: str) -> str:
     """A pipeline of two stages that does not fit together, or does not fit a checkpoint: the same text on all ranks."""
     import te_fsdp
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import harness
 import torch
-from parity.evaluated_writes import make_model
+from parity.writes_after_evaluation import make_model
 from strategies.models import batch
 from torch import nn
 from torch.distributed.tensor import DTensor

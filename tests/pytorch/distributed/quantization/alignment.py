@@ -240,7 +240,7 @@ def _shard(model: Pair, meshes: Any, route: str) -> None:
 # ------------------------------------------------------------------------------------------------- other routes
 
 
-def tp_alone(recipe: str, hidden: int, middle: int) -> dict[str, Any]:
+def train_with_tp_only(recipe: str, hidden: int, middle: int) -> dict[str, Any]:
     """:func:`training` on tensor parallelism without FSDP2."""
     import te_fsdp
 

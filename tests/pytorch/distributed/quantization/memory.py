@@ -28,7 +28,7 @@ OPTIMIZER = 12
 COLLECTIVES = 128
 
 
-def accounted(
+def unaccounted_bytes(
     recipe: str,
     *,
     dp_replicate: int = 1,

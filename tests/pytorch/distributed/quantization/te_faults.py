@@ -165,7 +165,7 @@ def _values(weight: torch.Tensor) -> torch.Tensor:
     return local.dequantize().float() if hasattr(local, "get_metadata") else local.float()
 
 
-def zeroed(recipe: str) -> list[bool]:
+def zero_weight(recipe: str) -> list[bool]:
     """Whether a weight is zero after ``zero_``, and after zeros were copied into it."""
     weight, results = linear(models.recipe_of(recipe)).weight.detach(), []
     for write in (weight.zero_, lambda: weight.copy_(torch.zeros(weight.shape, device=harness.device()))):

@@ -42,7 +42,7 @@ def observed_state(pair: Pair) -> str:
 
 
 def compare_table(strategy: str) -> dict[str, str]:
-    """Return for each call what :func:`observed_state` says after it; gradients that are there are compared by value."""
+    """Return :func:`observed_state` after each call. Compare the gradients by value."""
     import te_fsdp
 
     pair, results = Pair(strategy), {}
