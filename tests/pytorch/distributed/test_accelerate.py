@@ -1,6 +1,6 @@
-"""Refusals of the accelerate integration.
+"""Unsupported uses of the accelerate integration.
 
-Each refusal names its fix. A prepared optimizer follows its model.
+Each error names its fix. A prepared optimizer follows its model.
 """
 
 from __future__ import annotations

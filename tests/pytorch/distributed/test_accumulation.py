@@ -1,6 +1,6 @@
 """Gradient accumulation over microbatches.
 
-Gradients are right by default. A marked last microbatch costs least. No mistake is silent.
+Gradients are correct by default. A marked last microbatch costs least. Every mistake raises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention by each backend of TransformerEngine that this machine has: the same training, sharded or not.
+"""Attention by each backend of TransformerEngine on this machine. Sharded training equals unsharded training.
 
 The emulation has the unfused one alone. On GPUs: fused (cuDNN), and flash where flash-attn is installed.
 """

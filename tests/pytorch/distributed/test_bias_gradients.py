@@ -15,7 +15,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize("kind", WITHOUT)
 def test_stock_te_gives_no_bias_gradient_for_a_frozen_weight(pool, kind):
-    """Control, and the day when a release of TransformerEngine mends it."""
+    """Control: fails when a release of TransformerEngine computes these gradients."""
     assert pool.run(bias_gradients.untrained_parameters_of_stock_te, 1, kind=kind, recipe="none") == [
         WITHOUT[kind]
     ]
@@ -26,7 +26,7 @@ def test_stock_te_gives_no_bias_gradient_for_a_frozen_weight(pool, kind):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", WITHOUT)
 def test_forward_raises_for_a_trained_bias_of_a_frozen_weight(pool, kind, late):
-    """Kind: biases that are trained alone, and stay as they are without an error."""
+    """Check biases that are trained without their weight. TE left them unchanged without an error."""
     for found in pool.run(bias_gradients.sharded, 2, kind=kind, recipe="none", late=late):
         assert f"GradientError: {WITHOUT[kind][0]}: a trained bias of a frozen weight" in found["error"], (
             found
@@ -43,7 +43,7 @@ def test_quantized_forward_trains_the_bias_of_a_frozen_weight(pool, kind):
 
 @pytest.mark.ranks(2)
 def test_output_projection_bias_of_a_frozen_weight_is_trained(pool):
-    """A layer's output projections return their biases, which are trained: only those of QKV are left out."""
+    """Check output projections, whose bias autograd adds. Only the bias of QKV has no gradient."""
     (missing,) = pool.run(
         bias_gradients.untrained_parameters_of_stock_te, 1, kind="TransformerLayer", recipe="none"
     )
@@ -57,5 +57,5 @@ def test_output_projection_bias_of_a_frozen_weight_is_trained(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ["parts", "evaluated", "trained again", "no gradients"])
 def test_forward_passes_if_no_bias_gradient_is_missing(pool, case):
-    """A layer's weight is frozen in part, or the layer runs later, or without gradients."""
+    """Check a partly frozen layer, a layer that runs later, and a forward without gradients."""
     assert pool.run(bias_gradients.errors_of_unneeded_gradients, 2, case=case) == [[], []]

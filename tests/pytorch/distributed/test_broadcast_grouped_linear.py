@@ -20,7 +20,7 @@ def check(outcomes):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["mxfp8", "current"])
 def test_broadcast_makes_bytes_and_scales_equal(pool, recipe):
-    """Bytes and scales of each expert; before the mend float8 kept its copies apart, and MXFP8 raised."""
+    """Check bytes and scales of each expert. float8 replicas stayed different, and MXFP8 raised."""
     check(pool.run(broadcast.broadcast_experts, 2, env=SINGLE, recipe=recipe))
 
 

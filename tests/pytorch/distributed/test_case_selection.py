@@ -1,4 +1,4 @@
-"""Which cases run: guards of faults always, all pairs of values, other cases on other days, in the end each."""
+"""Selection of test cases: cases that guard a fault always run, all pairs of values occur, and the rest rotates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def things(case: dict, strength: int) -> set:
 @pytest.mark.parametrize("strength", [1, 2])
 @pytest.mark.parametrize("cases", [PRODUCT, ROWS], ids=["product", "rows"])
 def test_all_pairs_of_values_are_covered(cases, strength):
-    """The cases of ``COVER_DAYS`` seeds together have all."""
+    """Check the cases of ``COVER_DAYS`` seeds together."""
     wanted = set().union(*(things(case, strength) for case in cases))
     for first in range(0, 6, COVER_DAYS):
         days = [chosen(cases, strength=strength, seed=first + day) for day in range(COVER_DAYS)]
@@ -44,7 +44,7 @@ def test_all_pairs_of_values_are_covered(cases, strength):
 
 
 def test_covering_is_small():
-    """The smallest possible part has 4 x 3 cases: no pair of a mesh and a recipe shares one."""
+    """Check against 4 x 3 cases, the minimum, since no pair of a mesh and a recipe shares a case."""
     taken = sorted({place for day in range(COVER_DAYS) for place in chosen(PRODUCT, seed=COVER_DAYS + day)})
     assert 12 <= len(taken) <= 18
     stride = PRODUCT[:: len(PRODUCT) // len(taken)]
@@ -94,7 +94,7 @@ def test_other(): ...
 
 @pytest.mark.cpu
 def test_matrix_options(tmp_path, python):
-    """The seed is printed and can be given again; -k chooses first, and is left what it chose."""
+    """Check that the seed is printed and accepted, and that -k selects before the covering."""
     output = run_sample(python, tmp_path, SAMPLE, "--device", "cpu", "--matrix-seed", "1", "-k", "not c0")
     assert "--matrix-seed 1\n" in output, output
     ran = {line.split(" ")[0].split("::")[1] for line in output.splitlines() if "PASSED" in line}

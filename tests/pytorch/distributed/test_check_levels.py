@@ -57,7 +57,7 @@ def test_each_level_detects_its_mistakes(pool, level):
 
 @pytest.mark.ranks(2)
 def test_levels_do_not_change_results(pool):
-    """Weights after three steps are the same bits at every level, over dp_shard, tp and dp_replicate."""
+    """Check that weights after three steps have the same bits at every level, over dp_shard, tp and dp_replicate."""
     expected = pool.run(check_levels.right_programs, 2, checks="first_steps")
     for level in ("off", "setup", "full"):
         for found, wanted in zip(
@@ -75,7 +75,7 @@ def test_levels_do_not_change_results(pool):
     [(None, False), ("Float8CurrentScaling", False), ("Float8CurrentScaling", True)],
 )
 def test_level_off_saves_a_quarter_of_the_calls(pool, mesh, recipe, is_fused):
-    """Of a step in steady state, and of its optimizer step. Quantization adds calls that every level makes."""
+    """Check calls of a steady-state step and of its optimizer step. Quantization adds the same calls at every level."""
     options = {"axes": MESHES[mesh], "recipe": recipe, "is_fused": is_fused}
     default = pool.run(check_levels.calls_of_step, 2, checks="first_steps", **options)
     off = pool.run(check_levels.calls_of_step, 2, checks="off", **options)
@@ -86,7 +86,7 @@ def test_level_off_saves_a_quarter_of_the_calls(pool, mesh, recipe, is_fused):
 
 @pytest.mark.ranks(2)
 def test_different_levels_on_ranks_raise(pool):
-    """They would run different collectives. Both raise, and name the level of the other rank."""
+    """Check that both ranks raise and name the other level. They would run different collectives."""
     first, second = pool.run(check_levels.levels_by_rank, 2)
     assert "checks='off'" in first and "checks='full'" in first, first
     assert "checks='off'" in second and "checks='full'" in second, second
@@ -104,7 +104,7 @@ def test_check_inputs_alias_warns(pool, wanted):
 
 @pytest.mark.ranks(2)
 def test_check_inputs_false_keeps_other_checks(pool):
-    """Unlike level "setup", `check_inputs=False` finds mistakes that are not about inputs and gradients."""
+    """Check that `check_inputs=False` keeps the checks of other mistakes, unlike level "setup"."""
     expected = {"inputs": "", "stale backward": "OrderError"}
     assert pool.run(check_levels.found_without_inputs, 2) == [expected] * 2
 
@@ -129,7 +129,7 @@ def test_documented_costs_are_measured(pool):
 
 
 def test_table_of_checks_names_existing_checks():
-    """Every check has a name, a function of its package with a docstring, and a class of te_fsdp's errors."""
+    """Check that every check has a name, a function with a docstring, and an error class of te_fsdp."""
     for check in CHECKS:
         assert check.name and check.value.__module__.startswith("te_fsdp.checks.")
         assert check.value.__doc__

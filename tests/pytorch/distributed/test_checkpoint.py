@@ -1,7 +1,7 @@
 """Round trips of checkpoints.
 
-On the same mesh values are equal bit for bit, on other meshes by logical value. What plain DCP cannot do is
-refused.
+On the same mesh values are equal bit for bit, on other meshes by logical value. Unsupported uses
+of DCP raise.
 
 All kinds of modules between all meshes: test_reshard_matrix.py. Quantized weights: test_checkpoint_formats.py.
 """
@@ -39,7 +39,7 @@ def run_body(pool, body, ranks, **kwargs):
 
 
 def check_same(results: list[dict]) -> None:
-    """Nothing differs after the load nor after a step more, and both would without the load."""
+    """Check that nothing differs after the load and one more step, and that both differ without the load."""
     for rank, outcome in enumerate(results):
         assert outcome["wrong"] == [], f"rank {rank}"
         assert outcome["tensors"] > 30
@@ -157,7 +157,7 @@ def test_unstacked_layouts_onto_every_mesh(pool, tmp_path, case):
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_round_trip_of_quantized_weights_on_hopper(pool, tmp_path, recipe):
-    """Hopper's kernels read a cached transpose of float8 weights, which must not outlive the bytes."""
+    """Check that Hopper's cached transpose of a float8 weight is not kept when the bytes change."""
     axes = {"dp_shard": 2, "tp": 2} if recipe == "current" else {"dp_shard": 1}
     case, ranks = _quantized(recipe), 4 if recipe == "current" else 1
     where = {"axes": axes, "directory": str(tmp_path)}
@@ -168,7 +168,7 @@ def test_round_trip_of_quantized_weights_on_hopper(pool, tmp_path, recipe):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_quantized_weights_through_other_meshes_and_back(pool, tmp_path, recipe):
-    """Bytes and scales, of both directions where a format has two, survive dp2xtp2 -> tp4 -> dp4 -> dp2xtp2."""
+    """Check bytes and scales of both directions through dp2xtp2 -> tp4 -> dp4 -> dp2xtp2."""
     case = _quantized(recipe, stacked=True)
     _run(pool, bodies.compare_after_round_trip, "dp2xtp2", case, tmp_path, name="", raw="raw")
     _run(pool, bodies.resave, "tp4", case, tmp_path, name="te_fsdp", to="second")

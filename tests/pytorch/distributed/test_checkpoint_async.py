@@ -1,4 +1,4 @@
-"""Asynchronous saves: the snapshot is of the time of the call, whatever training does while it is being written."""
+"""Asynchronous saves. The snapshot has the values at the call, whatever training changes during the write."""
 
 from __future__ import annotations
 

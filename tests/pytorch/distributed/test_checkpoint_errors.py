@@ -1,4 +1,4 @@
-"""Wrong uses of a checkpoint, which raise one error with all problems on all ranks.
+"""Wrong uses of a checkpoint. They raise one error with all problems on all ranks.
 
 Nothing is changed.
 """
@@ -41,7 +41,7 @@ def test_load_into_a_different_model_raises(pool, tmp_path, kind, words):
 
 
 def test_different_module_settings_raise(pool, tmp_path):
-    """The settings of modules are compared over meshes, and on all ranks; a model whose ranks differ is not saved."""
+    """Check that module settings are compared over meshes and ranks. A model that differs between ranks raises."""
     found = same_on_all(pool.run(module_settings.load_different_settings, 2, directory=str(tmp_path)))
     words = {
         "heads": "num_attention_heads: saved 8, model has 16 (self_attention.core_attention, self_attention)",
@@ -76,7 +76,7 @@ def test_allowed_partial_load_reads_matching_tensors(pool, tmp_path, allow):
 
 
 def test_differences_outside_the_allow_patterns_raise(pool, tmp_path):
-    """Differences that no pattern names are reported, those that one names are not."""
+    """Check that only differences that match a pattern of `allow` are accepted."""
     results = pool.run_expect_error(
         mistakes.load_partially, 2, directory=str(tmp_path), allow=["third.weight"]
     )
@@ -177,7 +177,7 @@ def test_disallowed_format_conversions_raise(pool, tmp_path):
 
 
 def test_different_checkpoints_on_ranks_raise(pool, tmp_path):
-    """As when each rank finds the newest one while it appears: weights of two moments must not be mixed."""
+    """Check that ranks never mix weights of two checkpoints, as when the newest one appears during the load."""
     found = same_on_all(pool.run(mistakes.load_different_checkpoints, 2, directory=str(tmp_path)))
     for kind, names in {
         "ours": ("ours-0", "ours-1"),
@@ -201,9 +201,9 @@ def test_hybrid_weights_raise_with_a_fix(pool, tmp_path):
 
 @pytest.mark.parametrize("how", ["no_shard", "optim", "optim_grads", "optim_grads_params", "torch"])
 def test_save_between_microbatches_raises(pool, tmp_path, how):
-    """The kind: gradients that wait for their reduction, by whatever sharded the model. No save drops them.
+    """Check that no save drops gradients that wait for their reduction, under every way of sharding.
 
-    Complete gradients do not stop a save, and the refused save loses none: the step's gradients are both microbatches'.
+    Complete gradients do not prevent a save. The save that raises drops no gradient of either microbatch.
     """
     for outcome in pool.run(save_timing.save_between_microbatches, 2, directory=str(tmp_path), how=how):
         name, text = outcome["refused"]

@@ -68,7 +68,7 @@ def between(pool, tmp_path, request):
 
 @pytest.mark.ranks(4)
 def test_uneven_experts_with_biases_and_missing_states(between):
-    """Seven experts: 4 + 3 on two ranks, 2 + 2 + 2 + 1 on four. One of them has no optimizer state."""
+    """Check seven experts on two and four ranks. One of them has no optimizer state."""
     case = Case(experts=7, bias=True, missing=True)
     between(case, [ONE, STOCK], [EP4, DP4, EP2_DP2, HSDP])
 
@@ -76,7 +76,7 @@ def test_uneven_experts_with_biases_and_missing_states(between):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
 def test_quantized_experts(between, recipe):
-    """Bytes and scales of each expert, main weights; delayed scaling's state of each expert's tensors."""
+    """Check bytes, scales, main weights and delayed-scaling state of each expert."""
     four = [EP4, EP2_DP2, EP2_TP2] if recipe == "mxfp8" else [EP4, EP2_DP2]
     between(Case("quantized", recipe), [STOCK], four)
 
@@ -90,7 +90,7 @@ def test_quantized_experts_on_hopper(between, recipe):
 
 @pytest.mark.ranks(4)
 def test_single_parameter_experts_between_forms(between):
-    """Between both forms of the module, on meshes that cut the one by experts, rows and columns."""
+    """Check both forms of the module on meshes that shard by experts, rows and columns."""
     case = Case("bf16")
     one = [STOCK, Setup(None, True)]
     four = [place(True, ep=4), EP2_TP2, place(True, ep=2, tp=2), EP2_DP2, place(True, dp_shard=4)]
@@ -117,7 +117,7 @@ def test_single_parameter_experts_between_forms(between):
     ],
 )
 def test_quantized_single_parameter_experts_between_forms(between, recipe, experts, single, others):
-    """Bytes and scales of each expert between both forms, cut between experts and within them."""
+    """Check bytes and scales of each expert in both forms, sharded between experts and within them."""
     four = [place(True, **axes) for axes in single]
     case = Case("quantized", recipe, experts=experts)
     between(case, [STOCK], [four[0], *others, *four[1:]], single=True)
@@ -128,7 +128,7 @@ def test_quantized_single_parameter_experts_between_forms(between, recipe, exper
 @pytest.mark.recipe("mxfp8")
 @pytest.mark.parametrize("way", ["into", "out of"])
 def test_experts_load_in_a_different_format(pool, tmp_path, way):
-    """Through high precision, uneven experts and a single parameter too: what one process makes of it, to the bit."""
+    """Check loads through high precision bit for bit against one process, with uneven experts and single parameters."""
     skip_without_grouped_kernels(pool, "mxfp8")
     where = {"directory": str(tmp_path), "env": SINGLE}
     high, low = Case("bf16", "mxfp8", experts=7), Case("quantized", "mxfp8", experts=7)
@@ -161,7 +161,7 @@ def test_experts_load_in_a_different_format(pool, tmp_path, way):
     ids=["bf16", "mxfp8"],
 )
 def test_experts_on_eight_ranks(pool, tmp_path, case, single):
-    """From one form to the other and to one process; three quantized experts on two ranks are cut within each."""
+    """Check loads between both forms and one process. Two ranks shard three quantized experts within each."""
     skip_without_grouped_kernels(pool, case.recipe)
     where = {"case": case, "directory": str(tmp_path), "env": SINGLE}
     source, target = (place(form, dp_shard=2, ep=2, tp=2) for form in (single, not single))
@@ -193,7 +193,7 @@ def test_plain_dcp_with_global_names(pool, tmp_path, apart, single):
 
 @pytest.mark.ranks(2)
 def test_local_expert_names_raise(pool, tmp_path):
-    """The seed fault: plain DCP keeps one rank's experts in silence, te_fsdp.checkpoint.save names them."""
+    """Check experts with local names. DCP keeps one rank's experts silently, te_fsdp.checkpoint.save raises."""
     results = pool.run(experts.local_names, 2, case=Case(), directory=str(tmp_path))
     assert sorted(found["lost"] for found in results) == [False, True], (
         "plain DCP loses the experts of one rank"

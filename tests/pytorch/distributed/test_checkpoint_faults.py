@@ -37,7 +37,7 @@ def test_random_corruptions_are_detected(pool, tmp_path):
     ],
 )
 def test_save_of_different_replicas_raises(pool, tmp_path, axes, name, of, pair):
-    """By one unit in the last place of one element."""
+    """Check one element that differs by one unit in the last place."""
     results = pool.run(
         faults.save_different_replicas, 4, directory=str(tmp_path), axes=axes, name=name, of=of
     )

@@ -141,7 +141,7 @@ def test_load_into_a_different_format(pool, saved, origin, mesh, master, arch, r
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_negative_control_scale_per_shard(pool, saved, recipe):
-    """Negative control: a load that quantizes shard by shard differs from the single process."""
+    """Negative control: a load that quantizes each shard separately differs from one process."""
     saved.get(pool, "tp4", ["none"])
     where = {"directory": saved.directory, "name": "tp4", "pairs": [("none", recipe)], "spoil": True}
     results = run_body(pool, formats.convert_formats, "dp2xtp2", **where)
@@ -150,7 +150,7 @@ def test_negative_control_scale_per_shard(pool, saved, recipe):
 
 @pytest.mark.ranks(4)
 def test_quantizing_main_weights_gives_the_saved_bytes(pool, arch):
-    """Quantizing the main weights again gives the bytes that the optimizer's step had left, in every format."""
+    """Check in every format that quantized main weights have the bytes of the optimizer's step."""
     for recipe in on(arch, RECIPES):
         for outcome in run_body(pool, formats.compare_quantized_main_weights, "dp2xtp2", recipe=recipe):
             assert outcome["wrong"] == [], recipe
@@ -170,7 +170,7 @@ def test_unfit_delayed_scaling_state(pool, tmp_path):
 
 @pytest.mark.ranks(4)
 def test_shards_that_split_quantization_blocks(pool, tmp_path, arch):
-    """Each rank reads the blocks that cover its rows, of both halves of the gated fc1, and drops what is not its."""
+    """Check that each rank reads the blocks that cover its rows and drops the remaining rows."""
     where = {"directory": str(tmp_path), "recipes": on(arch, ["mxfp8", "nvfp4", "current"])}
     pool.run(format_cases.load_partial_blocks, 1, axes={"dp_shard": 1}, save=True, **where)
     for axes in ({"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 3, "tp": 1}):
@@ -189,7 +189,7 @@ def test_shards_that_split_quantization_blocks(pool, tmp_path, arch):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("pair", ["mxfp8_2d-mxfp8_2d", "mxfp8-mxfp8_2d", "mxfp8_2d-mxfp8"])
 def test_mxfp8_with_one_plane(pool, saved, pair):
-    """2-D MXFP8 is saved as one plane of bytes, and other MXFP8 as two; each loads into the other by value."""
+    """Check that 2-D MXFP8 is saved as one buffer and 1-D MXFP8 as two. Each loads into the other by value."""
     origin, here = pair.split("-")
     saved.get(pool, "tp4", ["mxfp8", "mxfp8_2d"] if origin == here else [origin])
     where = {"directory": saved.directory}

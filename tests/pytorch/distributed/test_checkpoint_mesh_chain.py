@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.ranks(4)
 def test_training_continues_through_a_chain_of_meshes(pool, tmp_path, recipe):
-    """Every value of weights, moments and main weights arrives bit for bit; losses go on as without interruption."""
+    """Check weights, moments and main weights bit for bit. Losses continue as without interruption."""
     whole = run_body(pool, chain.train_uninterrupted, "dp2xtp2", recipe=recipe, links=len(CHAIN))[0]
     for position, mesh in enumerate(CHAIN):
         where = {"directory": str(tmp_path), "recipe": recipe, "position": position}
@@ -52,7 +52,7 @@ def test_training_continues_through_a_chain_of_meshes(pool, tmp_path, recipe):
 
 @pytest.mark.ranks(4)
 def test_negative_control_chain_without_load(pool, tmp_path):
-    """Negative control: without the load nothing agrees."""
+    """Negative control: without the load nothing is equal."""
     where = {"directory": str(tmp_path), "recipe": "current"}
     run_body(pool, chain.continue_on_mesh, "dp2xtp2", position=0, **where)
     for outcome in run_body(pool, chain.continue_on_mesh, "tp4", position=1, spoil=True, **where):

@@ -1,4 +1,4 @@
-"""Every optimizer onto another mesh: state bit for bit, options of the groups, no step at the load, losses go on."""
+"""Every optimizer on a different mesh. State is bit-exact, and the load makes no step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads that read once for all ranks.
+"""Loads that read each shard once for all ranks.
 
 Ranks get the same bits from fewer bytes of storage, or all of them the error.
 """

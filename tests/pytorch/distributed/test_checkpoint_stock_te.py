@@ -1,4 +1,4 @@
-"""Stock TransformerEngine's state dicts on a mesh.
+"""State dicts of stock TransformerEngine, exchanged with a mesh.
 
 They are converted by `te-fsdp ckpt` in both directions, or read as plain DCP directories.
 """
@@ -27,7 +27,7 @@ def convert(folder: Path, source: str, target: str, *way: str) -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])
 def test_stock_te_to_a_mesh_and_back(pool, tmp_path, optimizer):
-    """TE and plain DCP -> dp2 x tp2, gated fc1 and fused QKV stacked -> TE and torch.load: every bit, same losses."""
+    """Check a round trip from DCP to dp2 x tp2 with stacked layouts and back to torch.load, bit for bit."""
     case, where = Case(stacked=True, optimizer=optimizer), {"directory": str(tmp_path)}
     (losses,) = pool.run(stock_te.save_with_torch, 1, env=ENVIRONMENT, case=case, **where)
     convert(tmp_path, "plain", "ours", "--to", "checkpoint")
@@ -61,7 +61,7 @@ def test_quantized_weights_of_stock_te_to_a_mesh(pool, tmp_path, recipe):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 def test_dcp_directories_of_stock_te_load(pool, tmp_path, recipe):
-    """Saved by torch alone, with optimizer or without, loaded on dp2 x tp2 as they are: every bit, and an account."""
+    """Check DCP directories that torch saved, with and without optimizer, loaded on dp2 x tp2 bit for bit."""
     optimizer = "adamw" if recipe == "none" else "fused"
     case = Case(stacked=True, optimizer=optimizer, recipe=recipe, quantized=recipe != "none", unused=False)
     where = {"directory": str(tmp_path), "env": ENVIRONMENT}
@@ -108,7 +108,7 @@ def test_unfit_dcp_directories_raise(pool, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_exchange_with_stock_fsdp2_without_tp(pool, tmp_path):
-    """Gated fc1 and fused QKV: nothing is stacked for tensor parallelism, so that every directory fits every reader."""
+    """Check gated fc1 and fused QKV without tp. Nothing is stacked, so both readers load both directories."""
     case = Case(stacked=True, unused=False)
     found = pool.run(
         stock_te.exchange_with_stock_fsdp2, 2, case=case, axes={"dp_shard": 2}, directory=str(tmp_path)
@@ -141,7 +141,7 @@ def test_rows_in_tp_order_raise(pool, tmp_path, capsys, saved):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("saved", [DP2_TP2, {"tp": 4}], ids=["dp2 tp2", "tp4"])
 def test_rows_in_unsharded_order_load(pool, tmp_path, capsys, saved):
-    """A plain directory of a model on a mesh with tp, onto tp=2 and by `te-fsdp ckpt` (kind: wrong refusals)."""
+    """Check that tp=2 and `te-fsdp ckpt` load a DCP directory with rows in unsharded order. They rejected it."""
     where = {"case": Case(stacked=True, unused=False), "axes": DP2_TP2, "directory": str(tmp_path)}
     for outcome in pool.run(stock_te.load_unsharded_row_order, 4, saved=saved, env=ENVIRONMENT, **where):
         assert outcome["control"] > 20 and outcome["wrong"] == []

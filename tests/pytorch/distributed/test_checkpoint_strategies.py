@@ -1,6 +1,6 @@
-"""Checkpoints between sharding strategies: what is cut, kept or widened on one side does not matter on the other.
+"""Checkpoints between sharding strategies.
 
-More of HFSDP: test_hfsdp.py. Parameters that are kept whole: test_no_shard.py.
+More of HFSDP: test_hfsdp.py. Parameters that are not sharded: test_no_shard.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_checkpoints_load_under_a_different_strategy(pool, tmp_path):
 
 @pytest.mark.ranks(4)
 def test_fp32_parameters_and_optimizer_main_weights_are_interchangeable(pool, tmp_path):
-    """fp32 parameters of a precision policy and fp32 main weights of bf16 parameters are one another."""
+    """Check fp32 parameters of a precision policy against fp32 main weights of bf16 parameters."""
     ways = [
         Sharding("wide", DP2_TP2, wide=True),
         Sharding("narrow", DP4),

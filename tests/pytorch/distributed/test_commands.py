@@ -1,4 +1,4 @@
-"""Blocks of commands on the README or a page, run by bash.
+"""Command blocks of the README and the pages, run by bash.
 
 ``make docs-commands`` also runs the blocks that take a minute.
 

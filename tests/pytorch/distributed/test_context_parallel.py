@@ -1,6 +1,6 @@
 """Attention over ``cp``.
 
-One call sets it up from the meshes. Values are compared with one process. No mistake is silent.
+One call sets it up from the meshes. Values are compared with one process. Every mistake raises.
 """
 
 from __future__ import annotations

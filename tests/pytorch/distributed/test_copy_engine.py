@@ -1,4 +1,4 @@
-"""Weights gathered by copies from rank to rank are the weights that NCCL (gloo) gathers, bit for bit."""
+"""Weights gathered by device-to-device copies. They have the bits of an NCCL (Gloo) all-gather."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _same(found: dict) -> None:
 
 @pytest.mark.ranks(2)
 def test_same_bits_as_all_gather(pool):
-    """Use two models in turn; shards are in shared memory until the test moves them."""
+    """Use two models in turn. Shards are in shared memory until the test moves them."""
     for found in pool.run(copy_engine.training, 2, recipe="none", axes=DP2, models=2):
         _same(found)
         staged = found["copy_engine"]["staged"]
@@ -105,7 +105,7 @@ def test_formats_and_strategies(pool, case, recipe):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_many_steps(pool, request, recipe, strategy, mesh):
-    """Twenty steps, fewer where only one case runs: errors that add up, and slots that are used again."""
+    """Check twenty steps, fewer if only one case runs, for errors that add up and buffers that are reused."""
     axes, outer = MESHES[mesh]
     options = {"axes": axes, "strategy": strategy, "outer": outer, "by_hand": False}
     if recipe == "block" and mesh == "tp2":
@@ -122,7 +122,7 @@ def test_many_steps(pool, request, recipe, strategy, mesh):
     ("recipe", "again"), [("none", []), ("current", []), ("mxfp8", ["layers.2"])]
 )  # MXFP8 weights are sent in other bytes for a backward
 def test_last_gathered_unit_is_reused_in_backward(pool, recipe, again):
-    """It is there when backward begins, and gathered again where backward reads something else, or after a step."""
+    """Check that backward reuses the last unit, and gathers it again after a change or a step."""
     for found in pool.run(copy_engine.gathered, 2, recipe=recipe):
         units = {when: [name for name in names if name != "waits"] for when, names in found.items()}
         assert units["first"] == units["settled"] == [*again, "layers.1", "layers.0"]
@@ -131,7 +131,7 @@ def test_last_gathered_unit_is_reused_in_backward(pool, recipe, again):
 
 @pytest.mark.ranks(2)
 def test_memory_released_in_hooks_is_not_overwritten(pool):
-    """The next gather waits for what reads it: columns are put together while that is prepared."""
+    """Check that the next gather waits for readers of the memory that column shards are joined in."""
     for found in pool.run(copy_engine.gathered, 2, recipe="block"):
         settled = found["settled"]
         assert settled[settled.index("layers.2") + 1] == settled[settled.index("layers.1") + 1] == "waits"
@@ -140,7 +140,7 @@ def test_memory_released_in_hooks_is_not_overwritten(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("breaks", list(copy_engine.BREAKS))
 def test_negative_control_stale_and_early_copies(pool, breaks):
-    """Controls of the tests above."""
+    """Negative control of the tests above."""
     for found in pool.run(copy_engine.training, 2, recipe="none", axes=DP2, breaks=breaks):
         with pytest.raises(AssertionError):
             _same(found)
@@ -149,7 +149,7 @@ def test_negative_control_stale_and_early_copies(pool, breaks):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_late_ranks_read_the_right_shards(pool, when):
-    """Ranks read no shard before it is written to, and write to none that another one still reads."""
+    """Check that ranks read no shard before its write, and overwrite none that another rank still reads."""
     for losses in pool.run(copy_engine.losses_with_late_rank, 2, when=when):
         for have, want in zip(losses["copy_engine"], losses["nccl"], strict=True):
             assert_same_bits("loss", have, want)
@@ -158,7 +158,7 @@ def test_late_ranks_read_the_right_shards(pool, when):
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
 def test_absent_rank_times_out(pool):
-    """The other ranks time out instead of waiting forever."""
+    """Check that the other ranks time out instead of waiting forever."""
     # Gloo's: what workers leave each other in shared memory waits without the group's timeout.
     text, seconds = pool.run(copy_engine.error_of_absent_rank, 2, env={GLOO_VARIABLE: "1"})[0]
     assert text != "went on" and 1 <= seconds < 20, (text, seconds)

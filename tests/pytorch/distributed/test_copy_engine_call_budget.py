@@ -1,4 +1,4 @@
-"""Host work of all-gathers by copies.
+"""Host cost of all-gathers by copies.
 
 Zero-copy gradients have a budget, too. ``test_python_call_budget.py`` has that of FSDP2.
 """
@@ -32,7 +32,7 @@ BUDGETS = {
     ],
 )
 def test_copy_engine_calls_per_step_are_within_budget(pool, case):
-    """A plan of copies is reused, which the bits of a training do not show."""
+    """Check that a plan of copies is reused."""
     ranks = math.prod(python_calls.CASES[case][0].values()) // python_calls.CASES[case][0].get("ep", 1)
     options = {"transport": "copy_engine", "zero_copy_gradients": True}
     for found in pool.run(python_calls.counted, ranks, case=case, **options):

@@ -1,9 +1,9 @@
-"""Torch's own functions on te_fsdp's models, from any mesh to any other.
+"""DCP of te_fsdp's models by torch's own functions, from any mesh to any mesh.
 
-They are full_tensor, state dicts and plain DCP.
+The functions are full_tensor, state dicts, ``dcp.save`` and ``dcp.load``.
 
-A chain of meshes: each one loads by ``dcp.load`` what the previous one saved by ``dcp.save``, with optimizer states.
-Each case takes two meshes of the chain, different ones each day. A case that is named, and `--matrix full`, takes all.
+In a chain, each mesh loads by ``dcp.load`` what the previous one saved by ``dcp.save``, with optimizer states.
+Each case uses two meshes of the chain, different ones each day. A named case, and `--matrix full`, uses all.
 Values are compared bit for bit with those of the mesh that trained them, and before training with the unsharded module.
 """
 
@@ -98,7 +98,7 @@ def check_chain(pool, tmp_path, kinds, recipe, sharder, keep, chain):
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_high_precision_weights_through_a_chain_of_meshes(pool, tmp_path, kind, sharder, keep, some):
-    """Rows of stacked weights and of their optimizer states, in pieces of any tp and dp (kind: order of rows)."""
+    """Check the row order of stacked weights and their optimizer states over all tp and dp sizes."""
     chain = [{"dp_shard": 2, "tp": 2}, *some(DENSE, KINDS.index(kind))]
     check_chain(pool, tmp_path, kind, "none", sharder, keep, chain)
 
@@ -106,7 +106,7 @@ def test_high_precision_weights_through_a_chain_of_meshes(pool, tmp_path, kind, 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 def test_fused_adam_state_through_a_chain_of_meshes(pool, tmp_path, sharder):
-    """Main weights and moments of bf16 weights, in the order of the unsharded module (kind: order of rows)."""
+    """Check the row order of main weights and moments of bf16 weights."""
     check_chain(pool, tmp_path, "gated MLP", "bf16", sharder, False, [{"dp_shard": 2, "tp": 2}, {"tp": 4}])
 
 
@@ -117,7 +117,7 @@ def test_fused_adam_state_through_a_chain_of_meshes(pool, tmp_path, sharder):
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_weights_through_a_chain_of_meshes(pool, tmp_path, kind, recipe, sharder, keep, some):
-    """Bytes and scales in pieces of any tp and dp, bit for bit (kind: weights that plain DCP cannot slice)."""
+    """Check bytes and scales bit for bit over all tp and dp sizes. DCP alone cannot slice these weights."""
     chain = [{"dp_shard": 2, "tp": 2}, *some(DENSE, QUANTIZED.index(kind))]
     check_chain(pool, tmp_path, kind, recipe, sharder, keep, chain)
 
@@ -131,7 +131,7 @@ def test_quantized_weights_through_a_chain_of_meshes(pool, tmp_path, kind, recip
 @pytest.mark.parametrize("recipe", ["none", "bf16", "delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("forms", FORMS)
 def test_experts_through_a_chain_of_meshes(pool, tmp_path, forms, recipe, sharder, keep):
-    """Experts in a parameter each and in one for all, loaded into each other (kind: names that differ by form)."""
+    """Check experts with one parameter each and with a single parameter, whose names differ, loaded into each other."""
     if "one" in forms:
         skip_one_parameter(pool, recipe)
     # TE's GroupedLinear takes current scaling without tp only.
@@ -143,9 +143,9 @@ def test_experts_through_a_chain_of_meshes(pool, tmp_path, forms, recipe, sharde
 @pytest.mark.single_grouped
 @pytest.mark.parametrize(("source", "target"), [("experts", "one parameter"), ("one parameter", "experts")])
 def test_full_state_dicts_between_expert_forms(pool, tmp_path, source, target):
-    """Unsharded tensors and groups of an optimizer (kind: names that differ by form).
+    """Check unsharded tensors and optimizer groups, whose names differ between both forms.
 
-    One parameter has one step: experts with different ones are refused.
+    A single parameter has one step, so that experts with different steps raise.
     """
     where = {"source": source, "target": target, "directory": str(tmp_path)}
     for found in pool.run(round_trip.load_into_other_form, 2, env=ENVIRONMENT, **where):
@@ -161,7 +161,7 @@ def test_full_state_dicts_between_expert_forms(pool, tmp_path, source, target):
 @pytest.mark.parametrize("saved", ["bytes", "values"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_load_without_load_state_dict(pool, tmp_path, recipe, saved, sharder):
-    """Scripts whose ``dcp.load`` writes into the model itself (kind: old weights kept without an error).
+    """Check scripts whose ``dcp.load`` writes into the model itself. It kept old weights without an error.
 
     Values need the amax of all ranks. Bytes make derived data of the old ones invalid.
     """
@@ -190,7 +190,7 @@ def test_load_without_load_state_dict(pool, tmp_path, recipe, saved, sharder):
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", ["gated MLP", "TransformerLayer", "experts", "one parameter"])
 def test_checkpoint_load_reads_dcp_shards_of_quantized_weights(pool, tmp_path, kind, recipe, sharder):
-    """``te_fsdp.checkpoint.load`` reads all that ``dcp.load`` reads (kind: directories that only one of them reads).
+    """Check that ``te_fsdp.checkpoint.load`` reads every directory that ``dcp.load`` reads.
 
     Components of the pieces are joined bit for bit.
     """
@@ -217,6 +217,6 @@ def test_checkpoint_load_reads_dcp_shards_of_quantized_weights(pool, tmp_path, k
 @pytest.mark.recipe("mxfp8")
 @pytest.mark.ranks(2)
 def test_copied_state_dicts_of_quantized_weights(pool, tmp_path):
-    """Values in copies of a state dict arrive in any model, and in what reads them (kind: older bytes read instead)."""
+    """Check values loaded into copies of a state dict, and every reader of these copies. Some read old bytes."""
     for found in pool.run(round_trip.load_into_copies, 2, env=ENVIRONMENT, directory=str(tmp_path)):
         assert found == {"wrong": [], "control": []}

@@ -13,7 +13,7 @@ from plain_dcp import cpu_offload
 )
 @pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
 def test_broadcast_with_cpu_offload_quantizes_values(pool, recipe, kind, axes, sharder):
-    """torch replaces the entries that wait for their scale by copies in high precision (kind: old bytes in use)."""
+    """Check that values are quantized although torch replaces entries by high-precision copies."""
     where = {"kind": kind, "recipe": recipe, "axes": axes, "sharder": sharder}
     for found in pool.run(cpu_offload.broadcast, 2, **where):
         assert found == {"control": True, "same output": True, "wrong": []}

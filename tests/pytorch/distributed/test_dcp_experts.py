@@ -19,7 +19,7 @@ ENVIRONMENT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
     [("experts", "none"), ("experts", "delayed"), ("experts", "mxfp8"), ("one parameter", "mxfp8")],
 )
 def test_full_state_dicts_have_all_experts(pool, kind, recipe, sharder):
-    """``full_state_dict=True`` has the experts of all ranks (kind: rank 0 exports its own experts only)."""
+    """Check that ``full_state_dict=True`` has the experts of all ranks, where rank 0 exported its own experts only."""
     pool.arch = "10.0"
     for found in pool.run(experts.exports, 4, env=ENVIRONMENT, kind=kind, recipe=recipe, sharder=sharder):
         rates = [found.pop(f"lr, {use}") for use in ("everywhere", "rank 0")]
@@ -33,7 +33,7 @@ def test_full_state_dicts_have_all_experts(pool, kind, recipe, sharder):
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 @pytest.mark.parametrize("kind", ["experts", "gated MLP"])
 def test_async_save_on_the_same_mesh(pool, tmp_path, kind, recipe, sharder):
-    """``dcp.async_save`` copies all entries, and a group of experts keeps its options (kind: state of copies is lost).
+    """Check that ``dcp.async_save`` copies all entries and that a group of experts keeps its options.
 
     DCP writes the names in a group as one rank has them.
     """
@@ -50,7 +50,7 @@ def test_async_save_on_the_same_mesh(pool, tmp_path, kind, recipe, sharder):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 def test_delayed_scaling_loads_on_a_different_mesh(pool, tmp_path, sharder):
-    """``dcp.load`` reads each expert's scales and amaxes (kind: state that is not read, without an error)."""
+    """Check that ``dcp.load`` reads the scales and amaxes of each expert. They were skipped without an error."""
     pool.arch = "10.0"
     for found in pool.run(experts.load_on_different_mesh, 4, sharder=sharder, directory=str(tmp_path)):
         assert found.pop("experts") > 8
@@ -60,7 +60,7 @@ def test_delayed_scaling_loads_on_a_different_mesh(pool, tmp_path, sharder):
 
 @pytest.mark.ranks(4)
 def test_full_state_dict_of_uneven_shards(pool):
-    """``set_model_state_dict(full_state_dict=True)`` of uneven shards (kind: torch's ``distribute_tensor`` refuses)."""
+    """Check ``set_model_state_dict(full_state_dict=True)`` of uneven shards, which ``distribute_tensor`` rejects."""
     found = pool.run(experts.uneven_rows, 4)
     assert {row for one in found for row in one.pop("rows")} == {40, 41}
     assert found == [{"weights": [], "moments": []}] * 4

@@ -1,4 +1,4 @@
-"""``dcp.load`` of quantized weights by some of the ranks.
+"""``dcp.load`` of quantized weights that only some ranks call.
 
 One test uses ``no_dist=True``, others load in groups of some ranks.
 """
@@ -26,7 +26,7 @@ KINDS = {
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_of_quantized_weights_on_some_ranks(pool, tmp_path, kind, recipe, saved, how):
-    """Weights with one scale need the values of all ranks (kind: old bytes without an error, or a hang)."""
+    """Check weights with one scale, which need the amax of all ranks. Loads kept old bytes or hung."""
     if kind == "one parameter" and recipe == "delayed":
         pytest.skip("TransformerEngine has no grouped kernels for it")
     pool.arch = "9.0" if recipe == "block" else "10.0"

@@ -16,7 +16,7 @@ ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_GROUPED_LINEAR_SIN
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
 def test_copy_of_dtensors_into_quantized_parameters(pool, recipe, sharder):
-    """Copies without ``load_state_dict`` are quantized at once (kind: a forward with older bytes)."""
+    """Check that copies without ``load_state_dict`` are quantized at once, before the next forward reads old bytes."""
     pool.arch = "9.0" if recipe == "block" else "10.0"
     axes = {"dp_shard": 2, "tp": 2}
     for found in pool.run(
@@ -30,7 +30,7 @@ def test_copy_of_dtensors_into_quantized_parameters(pool, recipe, sharder):
 @pytest.mark.single_grouped
 @pytest.mark.parametrize(("source", "target"), [("experts", "one parameter"), ("one parameter", "experts")])
 def test_flat_optimizer_state_between_expert_forms(pool, tmp_path, source, target):
-    """Options of groups, which a flattened state dict stores by parameter (kind: names that differ by form)."""
+    """Check group options, which a flattened state dict stores by parameter name. Names differ between both forms."""
     where = {"source": source, "target": target, "directory": str(tmp_path)}
     for found in pool.run(mixed_state_dicts.flat_states, 2, env=ENVIRONMENT, **where):
         assert found["wrong"] == [] and found["states"] > 0 and found["lr"] == 0.5, found
@@ -38,5 +38,5 @@ def test_flat_optimizer_state_between_expert_forms(pool, tmp_path, source, targe
 
 @pytest.mark.ranks(4)
 def test_broadcast_of_experts_with_cpu_offload(pool):
-    """Each rank has other experts (kind: torch's options under expert parallelism)."""
+    """Check torch's load options under expert parallelism, where each rank has different experts."""
     assert pool.run(mixed_state_dicts.broadcast_experts, 4, axes={"ep": 4}, env=ENVIRONMENT) == [[]] * 4

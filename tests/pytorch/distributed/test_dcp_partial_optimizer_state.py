@@ -1,4 +1,4 @@
-"""State dicts of optimizers in which some parameters have a main weight alone."""
+"""State dicts of optimizers in which some parameters have only a main weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plain_dcp import partial_optimizer_state
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("outer", ["optim", "no_shard"])
 def test_sgd_without_momentum_resumes(pool, outer):
-    """Kind: refused as the state of an optimizer that has not stepped."""
+    """Check that main weights alone are not rejected as the state of an optimizer that has not stepped."""
     results = pool.run(partial_optimizer_state.without_momentum, 2, outer=outer)
     assert all(result == {"equal": 2, "moved": 2} for result in results), results
 

@@ -1,4 +1,4 @@
-"""Plain DCP between weights that data parallelism shards or replicates."""
+"""DCP between weights that data parallelism shards and weights that it replicates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARDED, REPLICATED = "optim_grads_params", "no_shard"
 )
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "mxfp8_2d", "nvfp4_squares"])
 def test_dcp_between_sharded_and_replicated_weights(pool, tmp_path, recipe, source, target):
-    """The loaded model has the outputs of the saved one (kind: writes into temporary copies of a quantized weight)."""
+    """Check that the loaded model has the saved model's outputs. DCP wrote into temporary copies."""
     pool.arch = "9.0" if recipe == "block" else "10.0"
     where = {"recipe": recipe, "source": source, "target": target, "directory": str(tmp_path)}
     for found in pool.run(replicated_weights.loads, 2, **where):

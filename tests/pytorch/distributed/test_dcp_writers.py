@@ -1,4 +1,4 @@
-"""torch's other writers of state dicts, where a rank has several rectangles of a gated fc1."""
+"""Other writers of torch for state dicts. A rank has several rectangles of a gated fc1."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ from plain_dcp import writers
     ],
 )
 def test_writers_keep_rows_of_stacked_weights(pool, tmp_path, way, recipe):
-    """Kind: rows that are lost, or in the order of the ranks, without an error."""
+    """Check that no row is lost or stored in rank order without an error."""
     for found in pool.run(writers.read_by, 2, way=way, recipe=recipe, directory=str(tmp_path)):
         assert found["control"] > 0 and found["wrong"] == [], found

@@ -1,4 +1,4 @@
-"""A rank that skips a step, or has other microbatches, options or gradients than the others.
+"""A rank that skips a step, or has different microbatches, options or gradients.
 
 The job went on with shards of different updates, or replicas that differ.
 """
@@ -43,7 +43,7 @@ CASES = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", list(CASES), ids="-".join)
 def test_deviation_on_one_rank_raises_on_all_ranks(pool, case):
-    """All ranks raise the error that names the ranks, the options, or the parameters."""
+    """Check that all ranks raise an error with the ranks, options or parameters."""
     program, strategy = case
     name, *texts = CASES[case]
     for error in pool.run_expect_error(bodies.run, 2, program=program, is_alone=True, strategy=strategy):
@@ -56,14 +56,14 @@ def test_deviation_on_one_rank_raises_on_all_ranks(pool, case):
 @pytest.mark.parametrize("program", sorted({program for program, _ in CASES}))
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 def test_same_loop_on_all_ranks_passes(pool, program, strategy):
-    """The same loop on all ranks raises nothing."""
+    """Check that the same loop on all ranks raises nothing."""
     first, second = pool.run(bodies.run, 2, program=program, is_alone=False, strategy=strategy)
     assert first == second
 
 
 @pytest.mark.ranks(2)
 def test_deviation_is_detected_by_check_level(pool):
-    """With checks="full" the next step raises, with "setup" none."""
+    """Check that the next step raises with checks="full", and none with "setup"."""
     options = {"program": "change_the_clipping", "is_alone": True, "strategy": "no_shard", "every": 100}
     for error in pool.run_expect_error(bodies.run, 2, **options, checks="full"):
         assert (error.type_name, CLIPPING[1] in error.message) == ("MeshError", True)
@@ -94,7 +94,7 @@ def test_deviation_on_four_rank_meshes_raises(pool, axes):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 def test_save_detects_a_skipped_step(pool, tmp_path, strategy):
-    """A save finds a step that was skipped on one rank since the last comparison."""
+    """Check that a save detects a step that one rank has skipped since the last comparison."""
     pool.run(bodies.save_after_a_step, 2, path=str(tmp_path / "right"), is_alone=False, strategy=strategy)
     options = {"path": str(tmp_path / "wrong"), "is_alone": True, "strategy": strategy}
     for error in pool.run_expect_error(bodies.save_after_a_step, 2, **options):
@@ -106,6 +106,6 @@ def test_save_detects_a_skipped_step(pool, tmp_path, strategy):
 
 @pytest.mark.ranks(2)
 def test_store_keys_are_deleted(pool):
-    """The store of a long job does not grow."""
+    """Check that the store of a long job does not grow."""
     for counts in pool.run(bodies.keys_of_the_store, 2):
         assert counts[-1] == counts[-2] == counts[-3]

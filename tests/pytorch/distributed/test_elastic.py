@@ -1,4 +1,4 @@
-"""The elastic example, whose nodes or ranks die.
+"""The elastic example. Its nodes or ranks are killed.
 
 They die in the middle of a save or of a load. One test has too few ranks.
 """

@@ -1,4 +1,4 @@
-"""Mistakes, by the text of their errors: raised on all ranks without a hang. Checkpoint errors have own tests."""
+"""Error texts of mistakes, raised on all ranks without a hang. Checkpoint errors have their own tests."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def bodies_support() -> bool:
     ids=["fully_shard", "materialize"],
 )
 def test_failure_on_one_rank_is_named_on_all_ranks(pool, body, where, error, cause):
-    """The rank that fails says why; the others say which rank failed, and why, instead of waiting for it."""
+    """Check that the failed rank states the reason, and that the others name the rank instead of waiting."""
     other, failing = pool.run_expect_error(body, 2)
     assert cause in failing.message
     assert other.type_name == error

@@ -1,4 +1,4 @@
-"""The example: trains, saves, resumes on the same mesh to the bit, on another to rounding; once under real torchrun."""
+"""The training example: resume is bit-exact on the same mesh, and within rounding on a different one."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ OPTIONS = [
 
 
 def test_command_line_options_are_stable():
-    """Commands in documentation and scripts depend on these; to rename or drop one is a change to announce."""
+    """Check the options that documentation and scripts use. Announce a renamed or removed option."""
     tree = ast.parse(TRAIN.read_text())
     options = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Options")
     assert [node.target.id for node in options.body if isinstance(node, ast.AnnAssign)] == OPTIONS

@@ -209,7 +209,7 @@ def memory(mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[tuple[floa
 
 @pytest.mark.ranks(4)
 def test_memory_is_an_even_share(pool, device_type):
-    """Of fp32 weights and AdamW's two moments; bf16 or MXFP8 (both ways, a scale for 32) with fp32 main weights."""
+    """Check fp32 weights with AdamW's two moments, and bf16 or MXFP8 weights with fp32 main weights."""
     cases = [{}, {"optimizer": "fused_adam"}]
     expected = [(4, 8), (2, 12)]
     if device_type == "cpu":
@@ -242,7 +242,7 @@ OPTIONS = [
 
 
 def test_command_line_options_are_stable():
-    """Commands in documentation and scripts depend on these; to rename or drop one is a change to announce."""
+    """Check the options that documentation and scripts use. Announce a renamed or removed option."""
     options = next(
         n for n in ast.parse(SCRIPT.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "Options"
     )

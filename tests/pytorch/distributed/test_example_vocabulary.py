@@ -66,7 +66,7 @@ def test_losses_and_gradients_equal_one_process(pool, how, split):
 
 @pytest.mark.ranks(4)
 def test_loss_over_local_logits_raises(pool):
-    """Text has small labels only: a plain loss of each rank's part is an error, without which it trains otherwise."""
+    """Check a loss over each rank's logits. The text has small labels only, so torch raises no error."""
     arguments = {"mesh": {"tp": 2}, "options": {}, "how": "plain"}
     for raised in pool.run_expect_error(gradients, 4, **arguments):
         assert raised.type_name == "GradientError" and "head: a loss over one" in raised.message
@@ -85,7 +85,7 @@ def train(words: list[str]) -> None:
 
 @pytest.mark.ranks(4)
 def test_losses_over_tp_equal_one_process(pool, tmp_path):
-    """Losses of dp 2 x tp 2 with each implementation are those of one process."""
+    """Check losses of dp 2 x tp 2 for each implementation."""
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     found = {}
     for name, ranks, options in (

@@ -1,4 +1,4 @@
-"""The kind: a gradient within a DTensor owns its memory, so that it can be written to.
+"""Gradients that autograd expands. A gradient in a DTensor owns its memory, so that it can be written to.
 
 Autograd expands the gradient of a sum, and returns one tensor as the gradient of two parameters that are added.
 """

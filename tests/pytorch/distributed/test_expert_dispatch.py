@@ -1,4 +1,4 @@
-"""Results of `ExpertDispatcher` against one process with the same capacity.
+"""`ExpertDispatcher`, compared with one process with the same capacity.
 
 It does not synchronize the host.
 """
@@ -89,7 +89,7 @@ def meshes():
 
 
 def test_dispatch_needs_no_host_synchronization(meshes):
-    """Tensors on meta have no values to read: forward and backward run. Negative control: reading one raises."""
+    """Check forward and backward on meta, where no values exist. Negative control: reading one raises."""
     import te_fsdp
 
     dispatcher = te_fsdp.ExpertDispatcher(meshes, 5, 4, groups=2)
@@ -104,7 +104,7 @@ def test_dispatch_needs_no_host_synchronization(meshes):
 
 
 def test_capacity_limits_and_rounding(meshes):
-    """The first choices of all tokens come before second ones. A factor is rounded up to the rows of a recipe."""
+    """Check that first choices precede second ones, and that capacities are rounded up to a recipe's rows."""
     import te_fsdp
 
     kind = te_fsdp.ExpertDispatcher

@@ -2,7 +2,7 @@
 
 An argument of a wrong kind is named, as is an index that is out of range in any call.
 
-Kind: a number that Python calculates with, so that torch or another rank fails later, or rows get lost.
+Python computes with such a number, so that torch or a different rank fails later, or rows are lost.
 """
 
 from __future__ import annotations

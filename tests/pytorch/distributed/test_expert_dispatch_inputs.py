@@ -16,7 +16,7 @@ __all__ = ["meshes"]
 
 
 def test_wrong_inputs_raise(meshes):
-    """Indices that are no integers, results with missing rows, weights of another shape. Control: right ones pass."""
+    """Check non-integer indices, missing result rows and weights of a wrong shape. Correct inputs pass."""
     import te_fsdp
 
     dispatcher = te_fsdp.ExpertDispatcher(meshes, 4, 8)
@@ -44,7 +44,7 @@ def test_wrong_inputs_raise(meshes):
     ],
 )
 def test_mismatch_on_one_rank_raises_on_all_ranks(pool, wrong, text):
-    """The kind: a rank alone has another size (a hang, an abort in gloo, or rows of other experts)."""
+    """Check a size that differs on one rank. It hung, aborted in Gloo or gave rows of wrong experts."""
     for error in pool.run_expect_error(dispatching.wrong_on_rank_1, 2, wrong=wrong):
         assert error.type_name == "InputError" and re.search(text, error.message), error
 
@@ -52,6 +52,6 @@ def test_mismatch_on_one_rank_raises_on_all_ranks(pool, wrong, text):
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
 def test_index_out_of_range_raises_on_all_ranks(pool):
-    """On a GPU the host does not read indices."""
+    """Check an index out of range on the CPU. On a GPU the host does not read indices."""
     for error in pool.run_expect_error(dispatching.wrong_on_rank_1, 2, wrong="index"):
         assert error.type_name == "InputError" and "indices from 0 to 3" in error.message, error

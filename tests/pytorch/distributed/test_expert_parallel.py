@@ -2,7 +2,7 @@
 
 Outputs, gradients, norms and updates of three steps are compared by value.
 
-By default a few cases that cover what matters in pairs; `--matrix full` runs the product. Experts in one parameter:
+By default a pairwise covering runs; `--matrix full` runs the product. Experts in one parameter:
 test_expert_single_parameter.py.
 """
 
@@ -121,7 +121,7 @@ def test_training_equals_one_process(pool, recipe, case):
     ids=["units", "experts_no_shard", "no_shard", "optim", "optim_grads"],
 )
 def test_training_with_units_and_strategies(pool, mesh, recipe, weights, how):
-    """Experts inside other units, and under every strategy."""
+    """Check experts inside other units, under every strategy."""
     options = {"experts": 5, "bias": "tp" not in mesh, "route": "uneven"}
     for outcome in pool.run(
         bodies.training,
@@ -152,7 +152,7 @@ def test_negative_control_missing_divisor_or_norm(pool, broken, found):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["ep4", "ep2_dp2", "hsdp_ep2"])
 def test_gradients_in_fp16(pool, mesh):
-    """FSDP2 divides them before and after the sum, and once more over a single rank."""
+    """Check gradients that FSDP2 divides before and after the sum, and once more over a single rank."""
     pool.run(binding.gradients_in_fp16, 4, axes=MESHES[mesh])
 
 
@@ -168,7 +168,7 @@ def test_gradients_in_fp16(pool, mesh):
     ids=["sharded", "no_shard", "hsdp", "hfsdp"],
 )
 def test_sums_of_gradients(pool, mesh, how):
-    """Four times the means over four ranks, to the bit, of experts and of all else."""
+    """Check sums bit for bit against four times the mean over four ranks."""
     pool.run(binding.sums_of_gradients, 4, axes=MESHES[mesh], how=how)
 
 
@@ -192,7 +192,7 @@ def test_state_dicts_of_all_experts(pool):
 
 @pytest.mark.ranks(2)
 def test_local_names_collide(pool):
-    """Effect of stock TE's names on code that uses names: 8 experts' weights, 4 names, each of two experts."""
+    """Check stock TE's names: 8 experts' weights have 4 names."""
     for outcome in pool.run(binding.count_colliding_names, 2):
         assert outcome == {"stock": (4, 4), "bound": (8, 0)}
 
@@ -272,7 +272,7 @@ def test_fully_shard_raises_on_all_ranks(pool, mistake, kind, text):
 @pytest.mark.recipe("current")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_current_scaling_with_tp_raises(pool, quantized):
-    """TE's own refusal: when quantized weights are made, else before the first step."""
+    """Check TE's error when quantized weights are created, or else before the first step."""
     for error in pool.run_expect_error(binding.current_scaling, 4, quantized=quantized):
         assert error.type_name == ("ValueError" if quantized else "PrecisionError"), error
         assert "GroupedLinear" in error.message, error
@@ -283,7 +283,7 @@ def test_current_scaling_with_tp_raises(pool, quantized):
 
 @pytest.mark.ranks(8)
 def test_memory_per_rank(pool):
-    """Each rank holds the experts' bytes divided by ep x dp_shard x tp, and so does its optimizer (two states)."""
+    """Check that bytes of weights and optimizer state are divided by ep x dp_shard x tp."""
     axes = MESHES["ep2_dp2_tp2"]
     for rank, outcome in enumerate(pool.run(binding.memory, 8, axes=axes)):
         share = outcome["whole"] / math.prod(axes.values())

@@ -1,6 +1,6 @@
-"""Experts in one parameter, by value: training on each mesh equals that of one process with a parameter for each.
+"""Experts in a single parameter. Training on each mesh equals one process with one parameter per expert.
 
-By default a few cases that cover what matters in pairs; `--matrix full` runs the product. Delayed scaling is not in it:
+By default a pairwise covering runs; `--matrix full` runs the product. Delayed scaling is not in it:
 TE has no grouped kernels for it (tests/unit/test_grouped_single.py). Nor is fp32, for the same reason.
 """
 
@@ -112,7 +112,7 @@ def test_negative_control_2d_placements(pool):
     ],
 )
 def test_training_under_every_strategy(pool, mesh, recipe, how):
-    """Clipped steps under every strategy, quantized and not."""
+    """Check clipped steps, quantized and not."""
     weights = "bf16" if recipe == "none" else "quantized"
     case = {"mesh": mesh, "form": (recipe, weights), "bias": False, "route": "uneven"}
     check(train(pool, case, **how), case)
@@ -130,7 +130,7 @@ def test_training_under_every_strategy(pool, mesh, recipe, how):
     [("mxfp8", "quantized", 3), ("none", "bf16", 4), ("current", "quantized", 4)],
 )
 def test_training_under_hfsdp(pool, recipe, weights, experts):
-    """State cut over the replicas too, of experts that divide among the ranks, and of others."""
+    """Check optimizer state that replicas shard, for experts that divide among the ranks and others."""
     axes = {"dp_replicate": 2, "dp_shard": 2}
     options = {"axes": axes, "recipe": recipe, "weights": weights, "experts": experts}
     first, *others = pool.run(single_parameter.compare_hfsdp, 4, env=SINGLE, **options)
@@ -170,7 +170,7 @@ def test_main_weights_in_fp32_and_inference(pool, recipe, experts):
     ],
 )
 def test_memory_per_rank_of_quantized_experts(pool, mesh, recipe, experts, scales):
-    """A rank's share of the values in each direction and of states, with the scales, and their padding, on top."""
+    """Check a rank's share of values in each direction and of states, plus scales with padding."""
     for outcome in pool.run(
         single_parameter.memory_per_rank,
         ranks(mesh),

@@ -1,6 +1,6 @@
 """The strategy for Lightning Fabric.
 
-Each refusal names its fix. Fabric's options have their effects or are refused.
+Each error names its fix. Fabric's options have their effects or raise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kind: an evaluation computes with what ``torch._foreach_`` functions wrote to the weights after an earlier one.
+"""Writes of ``torch._foreach_`` functions to weights after an evaluation. The next evaluation uses them.
 
 Under ``optim`` and ``optim_grads`` it used the weights that the earlier evaluation had all-gathered.
 """
@@ -24,5 +24,5 @@ def test_evaluation_uses_foreach_writes(pool, strategy):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_training_installs_no_foreach_handlers(pool, strategy):
-    """Handlers would make steps of torch's optimizers slower."""
+    """Check that training has no handlers, which would slow down torch's optimizers."""
     assert pool.run(bodies_weight_averaging.has_foreach_handlers, 2, strategy=strategy) == [[True, False]] * 2

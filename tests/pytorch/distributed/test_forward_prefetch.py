@@ -1,4 +1,4 @@
-"""All-gathers that start one unit ahead in forward change no bit, whatever a loop does in between."""
+"""All-gathers that start one unit ahead in forward. They change no bit, whatever a loop does in between."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_prefetch_of_quantized_weights_keeps_the_bits(pool, recipe):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
 def test_negative_control_stale_prefetched_weights(pool, transport):
-    """Control of "write"."""
+    """Negative control of "write"."""
     for found in pool.run(forward_prefetch.train_both, 2, recipe="none", transport=transport, kind="stale"):
         with pytest.raises(AssertionError):
             _same(found)

@@ -1,4 +1,4 @@
-"""The kind: an optimizer steps every parameter with a gradient, frozen or not, as in one process.
+"""Check that an optimizer steps every parameter with a gradient, frozen or not, as in one process.
 
 Under HFSDP a parameter that was frozen after its backward kept its value.
 """
@@ -23,7 +23,7 @@ def test_hfsdp_averages_of_frozen_parameters(pool, when):
 
 @pytest.mark.ranks(4)
 def test_assigned_gradient_of_a_frozen_parameter(pool):
-    """A gradient that no backward has computed: some replicas alone may have it."""
+    """Check gradients that no backward has computed, which only some replicas may have."""
     for error in pool.run_expect_error(frozen_gradients.assign, 4):
         assert error.type_name == "OrderError"
         assert "units.0.weight: frozen, with a gradient that no backward has computed" in error.message

@@ -1,4 +1,4 @@
-"""States of HFSDP in DCP's ``full_state_dict=True``, which have the shapes of the parameters.
+"""HFSDP states in DCP's ``full_state_dict=True``, which have the shapes of the parameters.
 
 Where several axes shard rows unevenly, they had the padded shapes of one mesh.
 """
@@ -20,7 +20,7 @@ def test_full_state_dict_has_parameter_shapes(pool, axes, ranks, flat):
 
 @pytest.mark.ranks(6)
 def test_full_state_dict_of_stacked_weights(pool):
-    """The rows of a gated weight are those of the unsharded module."""
+    """Check that rows of a gated weight are those of the unsharded module."""
     axes = {"dp_replicate": 3, "dp_shard": 1, "tp": 2}
     assert pool.run(full_states.round_trip, 6, axes=axes, flat=False) == [[]] * 6
 
@@ -34,7 +34,7 @@ def test_full_state_dict_loads_on_a_different_mesh(pool, copies, outer):
 
 @pytest.mark.ranks(4)
 def test_padded_states_of_earlier_versions_raise(pool):
-    """Full states of earlier versions, on another mesh."""
+    """Check full states of earlier versions on a different mesh."""
     for result in pool.run(full_states.padded, 4, copies=1, outer="no_shard"):
         assert "CheckpointE" in result["text"] and "2, 2, 5, 9" in result["text"], result
         assert ("te_fsdp.checkpoint" in result["text"]) and result["unchanged"], result

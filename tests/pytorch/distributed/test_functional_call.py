@@ -11,7 +11,7 @@ from parity import functional_call
     ("values", "by"), [("tensors", "te_fsdp"), ("parameters", "te_fsdp"), ("tensors", "torch")]
 )
 def test_functional_call_before_first_forward_raises(pool, values, by):
-    """Kind: FSDP2 adopts them as its shards, and the model computes with them ever after, or a raw error."""
+    """Check values that FSDP2 would adopt as its shards. The model would compute with them from then on."""
     for result in pool.run(functional_call.error_of_functional_call, 2, values=values, by=by):
         text = (
             "values of torch.func.functional_call"

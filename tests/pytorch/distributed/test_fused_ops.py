@@ -1,6 +1,6 @@
 """Modules of `te.ops`.
 
-They are initialized and trained as in one process. What cannot be right is refused.
+They are initialized and trained as in one process. Unsupported uses raise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from strategies import fused_ops as bodies
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_meta_built_ops_train_as_one_process(pool, strategy):
-    """Kind: modules of TE that te_fsdp does not bind. Bit for bit at first, fp32 rounding after three steps."""
+    """Check TE modules that te_fsdp does not bind. Initial values are bit-exact, three steps within fp32 rounding."""
     for found in pool.run(bodies.train_from_meta, 2, strategy=strategy):
         assert found["worst"] < 1e-6  # fp32: means over halves of a batch of 8
 

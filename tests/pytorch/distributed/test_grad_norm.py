@@ -1,4 +1,4 @@
-"""`te_fsdp.clip_grad_norm_` equals torch's clipping of the unsharded model, on any mixture of meshes."""
+"""`te_fsdp.clip_grad_norm_`, compared with torch's clipping of the unsharded model on any set of meshes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_norm_and_clipped_gradients_equal_torch(pool, mesh, norm_type):
 
 @pytest.mark.ranks(4)
 def test_an_empty_shard_without_gradient_does_not_hang(pool):
-    """dp4 cuts 3 rows into 1, 1, 1, 0: the last rank has nothing to add, but must take part."""
+    """Check dp4 with 3 rows (1, 1, 1, 0). The last rank must take part in the all-reduce."""
     pool.run(clipping.clipping, 4, axes=MESHES["dp4"], norm_type=2.0, lacking=True)
 
 
@@ -59,7 +59,7 @@ def test_norm_of_partial_gradients_raises(pool):
 
 @pytest.mark.ranks(4)
 def test_negative_control_local_norm(pool):
-    """Negative control: the norm of a rank's own shards is not the model's."""
+    """Negative control: the norm of a rank's own shards is not the model's norm."""
     for result in pool.run(clipping.clipping, 4, axes=MESHES["dp2_tp2"], norm_type=2.0):
         assert abs(result["local"] - clipping.MAX_NORM) > 0.05
 
@@ -67,5 +67,5 @@ def test_negative_control_local_norm(pool):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("by_torch", [False, True], ids=["te_fsdp", "torch"])
 def test_norm_over_two_meshes(pool, by_torch):
-    """torch's function refuses several meshes, unless a model of te_fsdp has some of the parameters."""
+    """Check parameters on several meshes, which torch's function rejects unless te_fsdp shards some of them."""
     pool.run(clipping.two_meshes, 4, axes=MESHES["dp2_tp2"], by_torch=by_torch)

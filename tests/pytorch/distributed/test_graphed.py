@@ -1,4 +1,4 @@
-"""Recorded steps: on the CPU with a recorder that calls functions again, on GPUs with CUDA graphs."""
+"""Graphed steps. CPU tests call recorded functions again, GPU tests use CUDA graphs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_invalid_arguments_raise(pool):
 @pytest.mark.cpu
 @pytest.mark.parametrize("failing", [0, 1], ids=["gradients", "update"])
 def test_forget_allows_recording_after_a_failed_capture(pool, failing):
-    """Kind: a reason to run eagerly that outlives ``forget()``, of the whole step or of the update alone."""
+    """Check that ``forget()`` clears the reason to run eagerly, for the step and for the update."""
     before = [[True, False, 0, []], [False, True, 1, [False]]][failing]
     for found in pool.run(bodies.steps_after_forget, 2, failing=failing):
         assert found == {"before": before, "after": [False, False, 1 + failing, [True]]}
@@ -140,7 +140,7 @@ UNIT_CASES = {
     ("axes", "names"), [({}, list(UNIT_CASES)), ({"tp": 2}, list(UNIT_CASES)[:1])], ids=["dp2", "tp2"]
 )
 def test_graphed_units_have_the_same_bits(pool, axes, names):
-    """Kind: graphs of forwards and backwards in an eager loop, with two microbatches, clipping and an evaluation."""
+    """Check graphed forwards and backwards in an eager loop with two microbatches, clipping and an evaluation."""
     cases = {name: UNIT_CASES[name] for name in names}
     for facts in pool.run(unit_bodies.same_bits, 2, cases=cases, axes=axes, timeout=240):
         assert facts == {name: [{}, 2, 18] for name in names}
@@ -168,7 +168,7 @@ def test_units_run_eagerly_for_documented_reasons(pool):
 
 @pytest.mark.cpu
 def test_units_are_replayed_in_order_only(pool):
-    """Kind: a replay that would overwrite values of a pending backward. It runs eagerly."""
+    """Check that a unit runs eagerly if a replay would overwrite values of a pending backward."""
     for found in pool.run(unit_bodies.out_of_order_replays, 2, timeout=240):
         assert found == {
             "eager": [0, 0],

@@ -1,4 +1,4 @@
-"""Changes of a loop after its first steps, which graphs record with them."""
+"""Changes of a loop after its first steps. Graphs record them."""
 
 from __future__ import annotations
 

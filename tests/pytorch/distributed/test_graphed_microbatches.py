@@ -1,6 +1,6 @@
-"""Recorded steps with ``microbatches=N``: on the CPU with captured operations, on GPUs with CUDA graphs.
+"""Graphed steps with ``microbatches=N``. CPU tests repeat captured operations, GPU tests use CUDA graphs.
 
-Kind: state that a microbatch leaves to the next one somewhere else than where a graph reads it.
+A microbatch may leave state for the next one where no graph reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graphs in loops that use memory in an unusual order, or drop it between steps."""
+"""Graphs in loops that use memory in an unusual order or release it between steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""State that a recording does not see: it is checked, or the step runs eagerly.
+"""State that a recorded graph does not contain. te_fsdp checks it, or the step runs eagerly.
 
-Kind: values that a forward reads from somewhere else than its tensor arguments, and that change between steps.
+A forward reads these values from outside its tensor arguments, and they change between steps.
 """
 
 from __future__ import annotations

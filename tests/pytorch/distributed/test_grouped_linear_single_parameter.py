@@ -1,4 +1,4 @@
-"""One parameter for all experts of a ``GroupedLinear``: the same training as one parameter per expert, on any mesh."""
+"""A ``GroupedLinear`` with a single parameter, compared with one parameter per expert on any mesh."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_single_parameter_equals_one_per_expert(pool, mesh, experts, splits, rec
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("recipe", "quantized"), [("block", True), ("current", False)])
 def test_single_parameter_equals_one_per_expert_on_hopper(pool, recipe, quantized):
-    """Gathered once for forward and backward, and cut unevenly."""
+    """Check weights gathered once for forward and backward, and uneven shards."""
     kwargs = {"mesh": DP2, "experts": 3, "splits": (1, 0, 2), "recipe": recipe, "quantized": quantized}
     for outcome in pool.run(bodies.both_forms, 2, fsdp={"reshard_after_forward": False}, **kwargs):
         assert outcome["checked"]["real"] >= 4 * bodies.STEPS
@@ -85,7 +85,7 @@ def test_single_parameter_equals_one_per_expert_on_hopper(pool, recipe, quantize
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("mesh", "unused"), [(DP2, 1), (TP2, 2)], ids=["dp2", "tp2"])
 def test_training_equals_one_process(pool, mesh, unused):
-    """Against stock TE; some experts get no token on any rank."""
+    """Check against stock TE. Some experts get no token on any rank."""
     for outcome in pool.run(bodies.one_process, 2, mesh=mesh, experts=3, splits=(1, 0, 0)):
         assert outcome["checked"]["real"] >= 4 and outcome["unused"] == unused
 
@@ -101,7 +101,7 @@ def test_torch_fully_shard_of_single_parameter(pool, experts, quantized):
 @pytest.mark.single_grouped
 @pytest.mark.ranks(2)
 def test_negative_control_2d_placements(pool):
-    """The fault of TransformerEngine PR #2713: 2-D placements, reused on the stack of all experts, cut the experts."""
+    """Check the fault of TransformerEngine PR #2713: 2-D placements of the 3-D weight shard the experts."""
     assert pool.run(bodies.placed, 2, flat=False) == [2, 2]
     for error in pool.run_expect_error(bodies.placed, 2, flat=True):
         assert (
@@ -120,6 +120,6 @@ def test_negative_control_2d_placements(pool):
     ("mesh", "experts"), [(DP4, 2), (DP2_TP2, 2), (EP2_DP2, 4)], ids=["dp4", "dp2xtp2", "dp2xep2"]
 )
 def test_memory_per_rank(pool, mesh, experts, single):
-    """Each rank holds its share of weights and of optimizer state: logical values / (ep x dp_shard x tp)."""
+    """Check each rank's share of weights and optimizer state: logical values / (ep x dp_shard x tp)."""
     for shares in pool.run(bodies.bytes_per_rank, 4, mesh=mesh, experts=experts, single=single):
         assert all(abs(share - 1) <= 0.05 for share in shares), shares

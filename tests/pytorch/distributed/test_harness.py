@@ -392,7 +392,7 @@ def test_comparing_nothing_fails():
 
 
 def test_recorded_collectives_leave_process_groups_as_they_were():
-    """A method that came back as a plain function would go without its group in whatever test is next."""
+    """Check that methods of process groups are restored as methods."""
     before = dict(vars(dist.ProcessGroup))
     with collectives.recorded():
         assert any(method is not before[name] for name, method in vars(dist.ProcessGroup).items())

@@ -1,4 +1,4 @@
-"""Collectives through shared memory against those of gloo.
+"""Collectives through shared memory, compared with Gloo.
 
 A rank that calls another collective is noticed.
 """
@@ -74,7 +74,7 @@ def mismatched_call(group_of: int, other: str) -> None:
 
 
 def test_shared_memory_collectives_equal_gloo(pool):
-    """Small whole numbers, which no order of additions rounds."""
+    """Check with small integers, whose sums do not depend on the order."""
     shared = pool.run(every_collective, 4, env=SHARED)
     gloo = pool.run(every_collective, 4, env=GLOO)
     for (ours, ways), (theirs, stock) in zip(shared, gloo, strict=True):
@@ -98,7 +98,7 @@ def read_before_wait() -> list[torch.Tensor]:
 
 
 def test_results_are_written_by_wait(pool):
-    """A wait that is forgotten shows, whatever the time."""
+    """Check that a missing wait is visible, whatever the timing."""
     for floats, right, nonsense, also_right in pool.run(read_before_wait, 4, env=SHARED):
         assert floats.isnan().all() and (nonsense != 1).all()
         assert (right == 1).all() and (also_right == 1).all()

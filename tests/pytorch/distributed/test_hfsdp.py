@@ -83,7 +83,7 @@ TOGETHER = 8
 
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in PARITY])
 def test_training_equals_one_process(pool, request, mesh):
-    """Pairs of what matters; with `--matrix full` every optimizer, strategy, loop, clipping or not, on each mesh."""
+    """Check pairs of factors, or with `--matrix full` every optimizer, strategy and loop on each mesh."""
     axes, cases = PARITY[mesh]
     if request.config.getoption("--matrix", "covering") == "full":
         cases = _all_cases(mesh)
@@ -96,7 +96,7 @@ def test_training_equals_one_process(pool, request, mesh):
 
 @pytest.mark.ranks(4)
 def test_large_tensors_are_averaged_in_place(pool):
-    """In-place averages without a copy give the same values as those of weights sharded by columns or unevenly."""
+    """Check in-place averages against weights that are sharded by columns or unevenly."""
     cases = [{"optimizer": "te", "microbatches": 3, "clip": 0.5}, {"optimizer": "sgd", "exempt": ("head",)}]
     assert all(
         pool.run(bodies.parity_with_large_tensors, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases)
@@ -105,14 +105,14 @@ def test_large_tensors_are_averaged_in_place(pool):
 
 @pytest.mark.ranks(4)
 def test_optimizer_state_of_exempt_parameters_is_sharded(pool):
-    """The weight's 32 columns are even over 4 ranks, its 11 rows are not; the bias has 3, 3, 3 and 2 elements."""
+    """Check a weight with 32 columns over 4 ranks, and a bias of 11 rows with 3, 3, 3 and 2 elements."""
     shapes = pool.run(bodies.exempt_parts, 4, axes={"dp_replicate": 2, "dp_shard": 2})
     assert shapes == [[(11, 8), (count,)] for count in (3, 3, 3, 2)]
 
 
 @pytest.mark.ranks(2)
 def test_negative_control_summed_gradients(pool):
-    """The peer sums over the outer axis where it should average; Adam without clipping hides it, SGD does not."""
+    """Negative control: gradients are summed over the outer axis. SGD shows it, Adam without clipping does not."""
     axes = {"dp_replicate": 2, "dp_shard": 1}
     for seen in pool.run(bodies.sum_instead_of_mean, 2, axes=axes, case={"optimizer": "sgd"}):
         assert "relative error" in seen
@@ -120,7 +120,7 @@ def test_negative_control_summed_gradients(pool):
 
 @pytest.mark.ranks(4)
 def test_precision_policy(pool):
-    """bf16 compute weights, fp32 main ones that FSDP2 shards; gradients cross the outer axis as the policy says."""
+    """Check bf16 compute weights with fp32 main weights. Gradients cross the outer axis in the policy's dtype."""
     for cost in pool.run(bodies.costs, 4, dtype=torch.bfloat16, outer="optim", wire=torch.bfloat16):
         kinds = [(kind, dtype) for kind, dtype, _ in cost["sent"]]
         assert kinds == [("reduce_scatter", "torch.bfloat16"), ("all_gather", "torch.float32")]
@@ -133,14 +133,14 @@ def test_precision_policy(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 def test_parameters_without_gradients_on_their_owners(pool, marked):
-    """A parameter without a gradient on its owners does not change, with weight decay, too."""
+    """Check that a parameter without a gradient on its owners is unchanged, weight decay included."""
     pool.run(bodies.missing_gradients, 2, marked=marked)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_collectives_and_memory(pool, dtype):
-    """Memory of HFSDP: opt/(in x out) + (grad + weight)/in; one collective each way."""
+    """Check memory of opt/(in x out) + (grad + weight)/in, and one collective in each direction."""
     reduction = "all_to_all" if dtype == torch.bfloat16 else "reduce_scatter"
     for cost in pool.run(bodies.costs, 4, dtype=dtype, outer="optim"):
         n, low = cost["elements"], dtype == torch.bfloat16
@@ -167,7 +167,7 @@ def test_collectives_and_memory(pool, dtype):
 
 @pytest.mark.ranks(2)
 def test_gradients_of_any_dtype(pool):
-    """FusedAdam(use_decoupled_grad=True) takes fp32 gradients of bf16 weights: they are not rounded on their way."""
+    """Check that FusedAdam(use_decoupled_grad=True) gets unrounded fp32 gradients of bf16 weights."""
     assert pool.run(bodies.decoupled_gradients, 2) == [[("reduce_scatter", "float32")]] * 2
 
 
@@ -214,7 +214,7 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     ],
 )
 def test_weights_are_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
-    """Of the rows of three ranks one scale for all holds equally many nowhere: the last rank sends fewer."""
+    """Check rows of three ranks with one scale. The last rank sends fewer rows."""
     if arch.startswith("9") and recipe.partition("/")[2] not in ("", "block"):
         pytest.skip("Hopper quantizes a hybrid weight's column-wise part to blocks or not at all")
     _, axes, options = WIRE[case]
@@ -239,7 +239,7 @@ def test_weights_are_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 def test_negative_control_transfer_faults(pool):
-    """As fp32 the same bytes arrive, of which four times as many were sent; a scale of each holder is seen."""
+    """Negative control: weights sent as fp32 take four times the bytes, and a scale per rank is detected."""
     axes = {"dp_replicate": 2, "dp_shard": 1}
     for result in pool.run(quantized_transfers.quantized, 2, recipe="current", axes=axes, fault="no bytes"):
         sent = [call.bytes for call in result["sent"] if call.dtype == "float32"]
@@ -259,7 +259,7 @@ def test_negative_control_transfer_faults(pool):
 )
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_uneven_shards_of_quantized_weights(pool, recipe, replicas, shape):
-    """Two shards that the replicas cut evenly and unevenly go the same way, and ranks without rows take part."""
+    """Check shards that replicas divide evenly and unevenly, and ranks without rows."""
     axes = {"dp_replicate": replicas, "dp_shard": 4 // replicas}
     assert (
         pool.run(quantized_transfers.uneven_weight, 4, recipe=recipe, axes=axes, shape=shape, timeout=30)
@@ -312,7 +312,7 @@ def test_state_dict_of_the_optimizer(pool, case):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", [{"optimizer": "adamw"}, {"optimizer": "te"}], ids=["adamw", "te"])
 def test_dcp_round_trip(pool, tmp_path, case):
-    """11 rows over 2 x 2 ranks: right on the same mesh, refused on another, never in wrong places."""
+    """Check 11 rows over 2 x 2 ranks: correct on the same mesh, an error on a different one."""
     on_2x2, on_4x1 = {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}
     pool.run(
         bodies.through_dcp,
@@ -348,7 +348,7 @@ def test_wrong_usage_raises(pool, case, kind, words):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 def test_reading_unaveraged_gradients_raises(pool, marked):
-    """Reads of `.grad` before the average over dp_replicate raise on each rank separately, without waiting."""
+    """Check that reads of `.grad` before the average over dp_replicate raise on each rank, without communication."""
     for found in pool.run(gradient_reads.errors_of_reads, 2, marked=marked):
         assert found["read"] == found["harmful"] == []
         assert len(found["texts"]) == 2 * 2 * 3 * len(gradient_reads.READERS)
@@ -360,14 +360,14 @@ def test_reading_unaveraged_gradients_raises(pool, marked):
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("how", ["optimizer", "model", "te_fsdp"])
 def test_discarded_step_leaves_no_clip_factor(pool, how, marked):
-    """Kind: a clip factor of an average that was dropped multiplies gradients of later steps."""
+    """Check that the clip factor of a discarded average does not multiply gradients of later steps."""
     pool.run(discarded_state.discard_clipped_step, 2, how=how, marked=marked)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 def test_nan_in_padding_is_not_reported(pool, marked):
-    """Kind: memory that pads uneven rows is sent as it was, so that ``report_nan`` sees it."""
+    """Check that uninitialized padding of uneven rows is not sent, because ``report_nan`` would report it."""
     for raised, finite in pool.run(discarded_state.nan_in_padding, 2, marked=marked, poisoned=False):
         assert raised == ["", "", ""] and len(finite) >= 3 and all(finite)
     for raised, finite in pool.run(discarded_state.nan_in_padding, 2, marked=marked, poisoned=True):
@@ -377,7 +377,7 @@ def test_nan_in_padding_is_not_reported(pool, marked):
 
 @pytest.mark.ranks(4)
 def test_uneven_experts(pool):
-    """Seven experts, four and three per rank of ep; on each rank their state is cut over the two copies."""
+    """Check seven experts, four and three per ep rank. Their state is sharded over the two replicas."""
     axes = {"dp_replicate": 2, "dp_shard": 1, "ep": 2}
     arguments = {"axes": axes, "route": "uneven"}
     pool.run(experts.training, 4, experts=7, single=False, **arguments)

@@ -1,4 +1,4 @@
-"""HFSDP: averages over dp_replicate that begin while the last backward runs."""
+"""HFSDP averages over dp_replicate that start during the last backward."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _case(name: str) -> object:
 @pytest.mark.covering(days=2)
 @pytest.mark.parametrize(("kind", "options", "calls"), [_case(name) for name in SAME_BITS])
 def test_overlapped_averages_have_the_same_bits(pool, kind, options, calls):
-    """The same result as averages in the step; the first marked backward starts none."""
+    """Check bits against averages in the step. The first marked backward starts none."""
     ranks = 4 if "ep" in options["axes"] else math.prod(options["axes"].values())
     for result in pool.run(overlap_bits.same_bits, ranks, kind=kind, **options):
         first, *others = result["early"]
@@ -108,14 +108,14 @@ def test_communication_counts(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("first", [[True, False], [False, False]], ids=str)
 def test_is_last_not_marked_on_all_ranks_in_the_first_step(pool, first):
-    """No rank waits for another's word: nothing begins early, which the log says, and all are right."""
+    """Check that nothing starts early, that the log says so, and that all results are correct."""
     marked = [first, [False, True], [True, True]]
     assert pool.run(overlap.marked_on_some_ranks, 2, env=GLOO, marked=marked) == [[(0, 1)] * 3] * 2
 
 
 @pytest.mark.ranks(2)
 def test_is_last_not_marked_on_all_ranks_later(pool):
-    """Once agreed: the first rank's begin at its step, those of the other rank in its backward."""
+    """Check that averages start in the step on one rank and in the backward on the other."""
     marked = [[True, True], [True, True], [False, True], [True, True]]
     first, second = pool.run(overlap.marked_on_some_ranks, 2, env=GLOO, marked=marked, lines=0)
     wait, early_ = (0, 1), (3, 0)
@@ -130,7 +130,7 @@ def test_two_optimizers(pool):
 
 @pytest.mark.ranks(2)
 def test_different_units_on_replicas(pool):
-    """Replicas use other units, or in another order: the same collectives on all, and the values of one process."""
+    """Check replicas that use different units or a different order against one process."""
     for result in pool.run(overlap.different_units, 2, env=GLOO, orders=[[0, 1, 2, 3], [3, 2, 1, 0]]):
         assert result == [(0, 1), (4, 0), (4, 0)]
     for result in pool.run(overlap.different_units, 2, env=GLOO, orders=[[0, 1, 3], [0, 2, 3]]):
@@ -143,7 +143,7 @@ def test_different_units_on_replicas(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_units_used_several_times(pool, reentrant):
-    """A unit is reduced once in a backward, after all of its uses."""
+    """Check that a unit is reduced once in a backward, after its last use."""
     for result in pool.run(overlap.units_used_several_times, 2, reentrant=reentrant):
         assert result == [(0, 1), *[(3, 0)] * 3, (0, 1), (3, 0)]
 
@@ -162,7 +162,7 @@ def test_units_used_several_times(pool, reentrant):
     ids=str,
 )
 def test_interrupted_backward(pool, where):
-    """Run again, on all ranks or on one alone, while the other waits at its step."""
+    """Check a repeated backward on all ranks, or on one rank while the other waits in its step."""
     for result in pool.run(overlap.interrupted, 2, env=GLOO, where=where):
         assert result[1:] == [(3, 0), (3, 0)]
 
@@ -198,7 +198,7 @@ def test_backward_after_a_norm(pool):
 
 @pytest.mark.ranks(2)
 def test_dtypes_of_overlapped_averages(pool):
-    """The steps', also on a rank that has not run the backward. What the last step was not sent in waits."""
+    """Check dtypes of the step's averages, also on a rank that has not run the backward."""
     wide, narrow = "float32", "bfloat16"
     for absent in (None, 1):
         for result in pool.run(overlap.communicated_dtypes, 2, env=GLOO, where="step", absent=absent):

@@ -1,6 +1,6 @@
 """The folder of a Hugging Face model on a mesh.
 
-Each rank keeps its own pieces. The folder is also written from a mesh.
+Each rank keeps its own shards. The folder is also written from a mesh.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
     ids=lambda value: "_".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else value,
 )
 def test_initial_values_equal_one_process(pool, kind, axes, strategy, route):
-    """Kind: every form of a model's own initialization. Bit for bit, with the same random state."""
+    """Check every form of a model's own initialization bit for bit, from the same random state."""
     pool.run(bodies.equals_one_process, 2, kind=kind, axes=axes, strategy=strategy, route=route)
 
 
@@ -42,7 +42,7 @@ def test_initial_values_equal_one_process(pool, kind, axes, strategy, route):
     "axes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=["tp", "hsdp"]
 )
 def test_initial_values_equal_one_process_on_larger_meshes(pool, kind, axes):
-    """Kind: the same over tp, with stacked layouts, and over replicas."""
+    """Check tp, stacked layouts and replicas."""
     pool.run(bodies.equals_one_process, 4, kind=kind, axes=axes, strategy="optim_grads_params")
 
 
@@ -51,7 +51,7 @@ def test_initial_values_equal_one_process_on_larger_meshes(pool, kind, axes):
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased"])
 def test_huggingface_models(pool, name, strategy):
-    """Kind: `_init_weights` behind `init_weights`, whose marks say that a model on meta is initialized."""
+    """Check `_init_weights` called by `init_weights`, which marks a model on meta as initialized."""
     pytest.importorskip("transformers")
     pool.run(bodies.huggingface, 2, name=name, strategy=strategy)
 
@@ -84,7 +84,7 @@ def test_init_that_cannot_run_raises_on_all_ranks(pool, kind, text):
     ids=["init", "helper"],
 )
 def test_inline_initialization_on_meta_raises(pool, through, names, route):
-    """Kind: values that a constructor gives on meta, which nothing can repeat."""
+    """Check values that a constructor writes on meta, which nothing can repeat."""
     for error in pool.run_expect_error(bodies.inline, 2, through=through, route=route):
         assert error.type_name == "InitError"
         assert "initialized by code that ran on meta" in error.message
@@ -101,7 +101,7 @@ def test_inline_initialization_raises_under_every_strategy(pool, strategy):
 
 @pytest.mark.ranks(2)
 def test_writes_to_data_in_a_constructor_warn(pool):
-    """Kind: the same, where torch counts no writes: the constructor's code is all there is to see."""
+    """Check writes that torch does not count. Only the constructor's source shows them."""
     for warnings in pool.run(bodies.inline, 2, through="data", route="sharded"):
         assert ["Inline" in text and "normal_" in text for text in warnings] == [True]
 

@@ -1,4 +1,4 @@
-"""One seed, any mesh, the same logical weights: those of stock TE in one process, bit for bit."""
+"""Initialization from one seed on any mesh. Logical weights equal stock TE in one process bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples of other frameworks against the native training loop.
+"""Examples of other frameworks, compared with the native training loop.
 
 Losses are equal to the bit. Runs are resumed on the same mesh and on another one.
 """

@@ -1,4 +1,4 @@
-"""KeyboardInterrupt in a collective call on one rank, whose script catches it: the other ranks waited."""
+"""KeyboardInterrupt in a collective call on one rank, whose script catches it. The other ranks waited."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_interrupt_in_save(pool, tmp_path, victim, where):
 
 @pytest.mark.parametrize("moment", ["reply", "exchange"])
 def test_interrupt_in_load(pool, tmp_path, moment):
-    """Kind: the second part of a reply never received; data of the exchange never sent."""
+    """Check a reply whose second part was never received, and data of the exchange that were never sent."""
     (first, seconds), (second, _) = pool.run(bodies.interrupt_loading, 2, folder=str(tmp_path), moment=moment)
     assert second[0].startswith("KeyboardInterrupt") and TEXT in second[1]
     assert TEXT in first[0] and TEXT in first[1] and seconds < 15
@@ -44,7 +44,7 @@ def test_interrupt_in_load(pool, tmp_path, moment):
 
 @pytest.mark.parametrize("moment", ["error", "error at the end"])
 def test_error_on_one_rank_in_load(pool, tmp_path, moment):
-    """The other rank waited in the next agreement. At the end, its next call raises."""
+    """Check an error on one rank. The other rank waited in the next agreement. At the end, its next call raises."""
     (first, seconds), (second, _) = pool.run(bodies.interrupt_loading, 2, folder=str(tmp_path), moment=moment)
     text = "te_fsdp.checkpoint.load: interrupted on rank 1 by MemoryError"
     assert text in first[1] and text in second[1] and seconds < 15

@@ -1,4 +1,4 @@
-"""The kind: resources that a dropped model leaves in the process: groups, threads, descriptors, tensors."""
+"""Resources that a dropped model leaves in the process: process groups, threads, file descriptors, tensors."""
 
 from __future__ import annotations
 

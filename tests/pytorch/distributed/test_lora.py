@@ -1,4 +1,4 @@
-"""LoRA on TransformerEngine's layers: the function of merged weights, on any mesh, saved alone, refused where wrong."""
+"""LoRA on TransformerEngine's layers, compared with merged weights on any mesh."""
 
 from __future__ import annotations
 

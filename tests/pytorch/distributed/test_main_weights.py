@@ -1,4 +1,4 @@
-"""Main weights: fp32 under every optimizer, begun at the drawn values, quantized once; everything else is refused."""
+"""Main weights: fp32 under every optimizer, initialized from the unrounded values, quantized once per step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every recipe through every module, on every mesh, with every option, by value against one process with stock TE.
+"""Every recipe, module, mesh and option, compared by value with stock TE in one process.
 
-`matrix.definitions` says what is combined and what is refused, `matrix.tolerances` how close is close enough.
-By default a covering part runs, another one each day. On 4 GPUs:
+`matrix.definitions` has the supported and the rejected combinations, `matrix.tolerances` the tolerances.
+By default a covering part runs, a different one each day. On 4 GPUs:
 `pytest tests/pytorch/distributed/test_matrix.py --matrix subset`.
 """
 

@@ -1,4 +1,4 @@
-"""`te_fsdp.compat.megatron_fsdp`: megatron-fsdp's scripts run with one import changed, with exact gradients."""
+"""`te_fsdp.compat.megatron_fsdp`, which runs scripts of megatron-fsdp with one changed import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_readme_script(pool, tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_gradient_accumulation(pool, strategy):
-    """Every way to mark the last microbatch; megatron-fsdp 0.6.1 has `optim` and `no_shard` wrong under "each"."""
+    """Check every way to mark the last microbatch. megatron-fsdp 0.6.1 computes "each" wrongly for two strategies."""
     cases = [
         {"strategy": strategy, "outer": None, "how": how}
         for how in ("each", "no_sync", "sync", "set", "never")
@@ -34,7 +34,7 @@ def test_gradient_accumulation(pool, strategy):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("outer", [0, 1])
 def test_gradient_accumulation_over_an_outer_axis(pool, outer):
-    """megatron-fsdp 0.6.1: HSDP 1.4 times too large under "each", HFSDP as many times as there are ranks."""
+    """Check "each", which megatron-fsdp 0.6.1 computes too large for HSDP and HFSDP."""
     cases = [{"strategy": 3, "outer": outer, "how": how} for how in ("each", "no_sync", "set")]
     for outcomes in pool.run(bodies.loops, 4, cases=cases):
         for case, outcome in zip(cases, outcomes, strict=True):
@@ -65,7 +65,7 @@ def test_edge_cases(pool):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "tp", "meta"), [("current", 2, False), ("mxfp8", 1, True)])
 def test_quantized_weights_equal_native_training(pool, recipe, tp, meta):
-    """Bit-equal to the same training by te_fsdp's own names."""
+    """Check the same training by te_fsdp's own API bit for bit."""
     for outcome in pool.run(bodies.te_model, 4, recipe=recipe, tp=tp, meta=meta):
         assert outcome["wrong"] == [] and outcome["tensors"] > 8
         assert outcome["losses"] == outcome["expected"]

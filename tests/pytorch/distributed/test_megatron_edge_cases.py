@@ -1,4 +1,4 @@
-"""Forms of Megatron-FSDP's scripts that the bridge refused, or answered with a raw error (docs/megatron.md)."""
+"""Megatron-FSDP script variants that the bridge rejected or failed on (docs/megatron.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLOSE = 1e-6
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("row", ["FFF", "RPF", "RPR"])
 def test_several_models_in_one_optimizer(pool, row, named):
-    """One optimizer over several models, and axes by number of a mesh without names."""
+    """Check one optimizer over several models, and axis numbers of an unnamed mesh."""
     for found in pool.run(edge_cases.several_models, 2, rows=[row], named=named):
         assert found["worst"] < CLOSE < found["apart"], found
 
@@ -27,27 +27,27 @@ def test_two_unnamed_mesh_axes(pool, rows):
 
 @pytest.mark.ranks(2)
 def test_mixed_precision_policy_none(pool):
-    """``mixed_precision_policy=None``."""
+    """Check ``mixed_precision_policy=None``."""
     assert pool.run(edge_cases.mixed_precision_policy_none, 2) == [0.0, 0.0]
 
 
 @pytest.mark.ranks(2)
 def test_nan_report_names_replicated_weights(pool):
-    """The parameters are named, and those without such a gradient are not."""
+    """Check that parameters without such a gradient are not named."""
     for text in pool.run(edge_cases.nan_of_replicated_weights, 2):
         assert "parameters that are not sharded (2.weight, 2.bias): rank 1 (microbatch 1)" in text, text
 
 
 @pytest.mark.ranks(2)
 def test_missing_axis_name_raises(pool):
-    """A hint that names the axis."""
+    """Check that the error suggests the axis name."""
     for text in pool.run(edge_cases.missing_axis_name, 2):
         assert text.endswith("Fix: dp_shard_dim='near'."), text
 
 
 @pytest.mark.ranks(2)
 def test_torch_placements_raise(pool):
-    """Newer scripts pass torch's ``Shard``: the error names the classes of the bridge."""
+    """Check torch's ``Shard``, as newer scripts pass it. The error names the bridge's classes."""
     for listed, wrapped in pool.run(edge_cases.torch_placements, 2):
         assert "expected Placements(dp_axes, parameter, gradient, optimizer), got list" in listed, listed
         assert "(Flat, Flat, Flat)" in wrapped and "got 0: (Shard, Shard, Shard)" in wrapped, wrapped

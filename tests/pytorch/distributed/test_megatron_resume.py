@@ -1,4 +1,4 @@
-"""Resuming a training of the bridge through plain DCP, bit for bit."""
+"""Resuming a training of the bridge through DCP, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ assert sorted(kind for kinds in KINDS.values() for kind in kinds) == sorted(resu
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize(("strategy", "outer"), PLACES)
 def test_resume_through_dcp_has_the_same_bits(pool, tmp_path, strategy, outer, kinds):
-    """As megatron-fsdp's `test_dcp_checkpoint_save_and_load`, and two steps more."""
+    """Check the scenario of megatron-fsdp's `test_dcp_checkpoint_save_and_load` and two more steps."""
     kinds = KINDS[kinds]
     options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path)}
     # How gloo rounds a sum depends on what it is packed with, which is to be the same after a resume.
@@ -52,7 +52,7 @@ def test_resume_through_dcp_has_the_same_bits(pool, tmp_path, strategy, outer, k
 
 @pytest.mark.ranks(4)
 def test_negative_control_resume_without_optimizer_state(pool):
-    """The control of the tests above: what they compare depends on the optimizer's state, where there is some."""
+    """Negative control: the compared values depend on the optimizer state, if there is some."""
     for found in pool.run(resume.without_state, 4, strategy="optim_grads_params", outer=None):
         assert found["Adam"] and not found["SGD"]
 
@@ -62,7 +62,7 @@ def test_negative_control_resume_without_optimizer_state(pool):
     ("strategy", "outer"), [("no_shard", None), ("optim", None), ("optim_grads_params", "optim")]
 )
 def test_resume_with_main_weights(pool, tmp_path, strategy, outer):
-    """bf16 weights, whose fp32 main weights are the optimizer's."""
+    """Check bf16 weights with fp32 main weights in the optimizer."""
     kinds = ["AdamW", "fused", "momentum", "FusedAdam+main"]
     options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path), "low": True}
     for found in pool.run(resume.resume, 4, kinds=kinds, **options):

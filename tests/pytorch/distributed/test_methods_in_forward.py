@@ -1,4 +1,4 @@
-"""Registered methods that the unit's own forward, or a different registered method, calls."""
+"""Registered methods called by the unit's own forward or by another registered method."""
 
 from __future__ import annotations
 

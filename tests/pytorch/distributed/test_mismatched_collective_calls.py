@@ -1,4 +1,4 @@
-"""Collective calls outside the step that some ranks make late, alone or not at all: reported, then raised on all."""
+"""Collective calls that some ranks make late, alone or not at all. They are reported, then raised on all ranks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_build_with_the_store_of_a_previous_start_raises(pool):
 
 @pytest.mark.ranks(3)
 def test_errors_of_rank_0_are_raised_on_all_ranks(pool):
-    """DCP's is no ``Exception``: caught as one, it would be raised on rank 0 alone, and the others would wait."""
+    """Check errors that are not an ``Exception``, such as DCP's, which only rank 0 would raise otherwise."""
     first, *others = pool.run(bodies.errors_raised_on_rank_0, 3)
     assert [kind for kind, _ in first] == ["OrderError", "CheckpointError", "CheckpointError"]
     assert "rank 0: CheckpointException: " in first[2][1]

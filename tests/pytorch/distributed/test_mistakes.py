@@ -1,6 +1,6 @@
-"""Mistakes of a new user's training script.
+"""Mistakes of new users in training scripts.
 
-Each raises an error with its fix on all ranks. Scripts without a mistake work.
+Each raises an error with its fix on all ranks. Correct scripts pass.
 
 docs/troubleshooting.md quotes these errors and those of other files; tests/unit/mistakes.csv names the tests.
 """
@@ -259,7 +259,7 @@ def test_mismatched_ranks_raise(pool, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_change_on_one_rank_raises(pool):
-    """The rank that has changed says what; the other one is in a gather by then, as in no call of te_fsdp."""
+    """Check that the changed rank names its change. The other rank is already in an all-gather."""
     found, other = pool.run(ranks.change_on_one_rank, 2, timeout=60)
     assert other == {}
     words = {
@@ -273,7 +273,7 @@ def test_change_on_one_rank_raises(pool):
 
 @pytest.mark.ranks(2)
 def test_load_of_one_ranks_weights_raises(pool, tmp_path):
-    """The rank that saved gets its own part back; the others would get that too."""
+    """Check that the other ranks do not get the shard of the rank that saved."""
     (first, _), (text, unchanged) = pool.run(bodies.load_of_one_ranks_weights, 2, directory=str(tmp_path))
     assert first == "" and unchanged
     assert (
@@ -284,7 +284,7 @@ def test_load_of_one_ranks_weights_raises(pool, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_same_batch_on_all_ranks_warns(pool):
-    """A warning of the first rank, once, where all ranks of dp_shard read the same."""
+    """Check one warning of the first rank if all dp_shard ranks read the same batch."""
     (first, told), (second, _) = pool.run(bodies.same_batch_on_all_ranks, 2)
     assert not second and not told
     (text,) = first

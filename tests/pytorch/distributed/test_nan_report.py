@@ -1,4 +1,4 @@
-"""Report of gradients that are not finite.
+"""`report_nan`: the report of gradients that are not finite.
 
 It names the parameter, rank and microbatch before a step or clipping spreads them.
 """
@@ -57,7 +57,7 @@ SEVERAL = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [{}, {"dp_replicate": 2}], ids=["dp2", "replicate2"])
 def test_nan_report_names_the_current_step_only(pool, axes):
-    """An error names who has spoilt this step, and no one whose step was given up before."""
+    """Check that the error names the parameters of this step, not of a discarded one."""
     for found in pool.run(
         nan_report.errors_of_several_nans, 2, cases=SEVERAL | {"control": {"fault": True}}, axes=axes
     ):

@@ -1,4 +1,4 @@
-"""NaN in the gradients of a model that is trained by a registered method, not by its forward."""
+"""`report_nan` of a model that is trained by a registered method instead of its forward."""
 
 from __future__ import annotations
 

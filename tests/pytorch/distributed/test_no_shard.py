@@ -162,7 +162,7 @@ def test_different_replicas_raise(pool, where, kind, words):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "weights"), [("none", "fp32"), ("mxfp8", "quantized")])
 def test_no_shard_experts(pool, recipe, weights):
-    """Each rank of ep holds other experts; their gradients are divided as those of dense parameters are."""
+    """Check that gradients of different experts on ep ranks are divided like those of dense parameters."""
     options = {"experts": 4, "bias": False, "route": "every", "strategy": "no_shard"}
     pool.run(experts.training, 4, axes={"ep": 2, "dp_shard": 2}, recipe=recipe, weights=weights, **options)
 

@@ -1,4 +1,4 @@
-"""Strategy no_shard: reductions that begin during backward, in the same order on all ranks."""
+"""Strategy no_shard: reductions that start during backward, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_reductions_have_the_same_order_on_all_ranks(pool, marked):
 
 
 def test_reductions_do_not_interfere_with_fsdp2(pool):
-    """FSDP2's concurrent reductions on the same ranks do not interfere."""
+    """Check FSDP2's concurrent reductions on the same ranks."""
     results = pool.run(overlap.order, 2, strategy=MIXED)
     assert all(result["calls"] == results[0]["calls"] for result in results)
     second, early = results[0]["calls"][1]
@@ -35,7 +35,7 @@ def test_reductions_do_not_interfere_with_fsdp2(pool):
 
 
 def test_different_orders_with_fsdp2_reductions(pool):
-    """Not the same on all ranks, so that FSDP2's reductions and these must not share a process group."""
+    """Check different orders on ranks, which require separate process groups."""
     # Gloo's: in shared memory an asynchronous collective waits for the others, of which two groups want two first.
     first, second = pool.run(overlap.interleave_with_fsdp2, 2, env={GLOO_VARIABLE: "1"})
     usual = ["reduce_scatter", "all_reduce", "reduce_scatter", "all_reduce"]
@@ -53,7 +53,7 @@ def test_negative_control_different_order(pool, spoil, words):
 
 
 def test_several_gradients_in_one_backward(pool):
-    """Gradients are complete before they travel, or it is an error."""
+    """Check that only complete gradients are sent, or an error is raised."""
     assert pool.run(overlap.several_gradients, 2, first=[0, 1, 2], later=[0, 1, 2]) == [2] * 2
     # Used twice: left to the end.
     assert pool.run(overlap.several_gradients, 2, first=[0, 2, 1, 2], later=[0, 2, 1, 2]) == [1] * 2
@@ -92,7 +92,7 @@ def test_ranks_that_raise_at_different_points(pool, where, plain):
 
 
 def test_memory_of_gradient_buckets(pool):
-    """One bucket on top of the gradients, a third of them: at the end of the first backward, and early later."""
+    """Check one bucket in addition to the gradients, a third of their size."""
     for first, later in pool.run(overlap.memory, 2):
         assert first == pytest.approx(4 / 3, rel=0.02)
         assert later <= 4 / 3 * 1.02  # activations and flags

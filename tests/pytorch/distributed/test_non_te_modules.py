@@ -1,4 +1,4 @@
-"""Modules outside of TransformerEngine next to tensor-parallel ones: torch saves their tensors for backward."""
+"""Modules outside of TransformerEngine next to tensor-parallel ones. torch saves their tensors for backward."""
 
 from __future__ import annotations
 

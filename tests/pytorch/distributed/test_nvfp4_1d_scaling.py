@@ -1,6 +1,6 @@
 """NVFP4 weights with one scale per 1 x 16 block.
 
-They are a format of their own in files. As shards they are refused.
+Files store them as a separate format. Sharding them raises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMES = {"nvfp4_rows": "nvfp4-1d kFloat4E2M1", "nvfp4_squares": "nvfp4 kFloat4E2
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("source", KINDS)
 def test_loads_between_1d_and_2d_scaling(pool, tmp_path, source, target, way):
-    """Loads of one kind into the other quantize the source's values (kind: bytes under the scale of other blocks)."""
+    """Check that loads quantize the source's values. They copied bytes under scales of different blocks."""
     where = {"source": source, "target": target, "way": way, "directory": str(tmp_path / "saved")}
     change = f"{NAMES[source]} -> {NAMES[target]}, from dequantized values"
     expected = {"equal": True, "control": True, "quantized": True, "converted": [change]}
@@ -32,7 +32,7 @@ def test_loads_between_1d_and_2d_scaling(pool, tmp_path, source, target, way):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sharding_1d_scaled_weights_raises(pool, ranks):
-    """The error names the weight and the fix on all ranks (kind: an assertion of TE in the forward)."""
+    """Check that all ranks raise an error with weight and fix, instead of an assertion of TE in the forward."""
     equal = pool.run(nvfp4_1d.same_rowwise_data, 1)[0]
     # Equal rowwise data of two weights does not determine their columnwise data.
     assert equal == {name: not name.startswith("columnwise") for name in equal}

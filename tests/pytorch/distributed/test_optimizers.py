@@ -1,4 +1,4 @@
-"""Optimizers that look at more than each element, closures, fused kernels; copies of optimizers."""
+"""Optimizers that are not elementwise, closures, fused kernels and copied optimizers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_lbfgs_equals_one_process(pool, mesh):
 
 @pytest.mark.ranks(2)
 def test_lbfgs_with_weights_kept_unsharded(pool):
-    """Which a closure reads several times while they change; with a negative control."""
+    """Check LBFGS, whose closure reads changing weights several times. Includes a negative control."""
     pool.run(optimizers.lbfgs, 2, axes={}, strategy="optim")
     for error in pool.run_expect_error(optimizers.lbfgs, 2, axes={}, spoil=True):
         assert "None 1 first.weight: relative error" in error.message
@@ -76,7 +76,7 @@ def test_shallow_copied_optimizer_has_no_main_weights(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_closures_with_late_gradients_raise(pool, optimizer):
-    """Kind: each condition of the refusal by itself, tensor parallelism among them; a plain model is the control."""
+    """Check each condition of the error separately, tensor parallelism included. A plain model is the control."""
     for found in pool.run(closures.closure_errors, 2, optimizer=optimizer):
         assert found.pop("plain") is False  # it was updated
         assert len(found) == 4 and all(found.values()), found

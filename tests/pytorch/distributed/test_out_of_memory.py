@@ -1,4 +1,4 @@
-"""Running out of memory in a step leaves a model that can go on."""
+"""Out-of-memory errors in a step, after which the model continues training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes of a parameter in every replacement of the parameter.
+"""Attributes of a parameter, which every replacement of the parameter keeps.
 
 Its hooks and flags are tested, too.
 """
@@ -22,5 +22,5 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
     ],
 )
 def test_materialize_keeps_attributes_hooks_and_ties(pool, route, strategy):
-    """Kind: requires_grad, attributes, hooks, ``grad_dtype``, class and ties of every parameter that is replaced."""
+    """Check requires_grad, attributes, hooks, ``grad_dtype``, class and ties of every replaced parameter."""
     pool.run(bodies.check_kept_attributes, 2, route=route, strategy=strategy)

@@ -1,6 +1,6 @@
-"""State of a model between two calls.
+"""Parameters and gradients of a model between two calls.
 
-The kind: after each public call, parameters and ``.grad`` are as docs/strategies.md says, under every strategy. A
+After each public call, parameters and ``.grad`` are as docs/strategies.md says, under every strategy. A
 cleared gradient is dropped, an unreduced one is not read. A backward does not use weights written to after its forward.
 """
 
@@ -66,7 +66,7 @@ def test_zero_grad_drops_unreduced_gradients_with_hsdp(pool, strategy):
 
 @pytest.mark.ranks(2)
 def test_negative_control_without_zero_grad(pool):
-    """Negative control: without clearing, the comparison fails."""
+    """Negative control: without `zero_grad` the comparison fails."""
     from harness import BodyFailed
 
     with pytest.raises(BodyFailed, match="gradient of"):
@@ -108,5 +108,5 @@ def test_autograd_grad_of_parameters_raises(pool, strategy):
 
 @pytest.mark.ranks(2)
 def test_module_zero_grad_class_method_is_not_patched(pool):
-    """The kind: te_fsdp changes objects of sharded models, never classes of torch."""
+    """Check that te_fsdp changes objects of sharded models only, never classes of torch."""
     assert pool.run(between_calls.stock_class, 2) == [True, True]

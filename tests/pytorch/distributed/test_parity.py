@@ -1,8 +1,8 @@
-"""Sharded training against the stock TransformerEngine model in one process.
+"""Sharded training, compared with stock TransformerEngine in one process.
 
 Gradients of two steps and parameters are compared by value.
 
-`parity.runs` says how and to what tolerance. Options are spread over the meshes so that each module kind runs on each
+`parity.runs` has the method and the tolerances. Options are distributed over the meshes. Each module kind runs on each
 mesh, and each option with and without sequence parallelism.
 """
 
@@ -157,7 +157,7 @@ def test_training_equals_stock_te(pool, mesh, case, more, sequence_parallel):
     ],
 )
 def test_tensor_parallelism_without_fsdp(pool, case, sequence_parallel):
-    """Without FSDP no later reduction of a Partial gradient exists: the binding must reduce it."""
+    """Check that set_device_mesh reduces Partial gradients, because no FSDP reduction follows."""
     _run(pool, "tp2", case, sequence_parallel, wrap="tp", units=None)
 
 
@@ -166,7 +166,7 @@ def test_tensor_parallelism_without_fsdp(pool, case, sequence_parallel):
 @pytest.mark.parametrize("mesh", ["dp2_tp2", "hsdp"])
 @pytest.mark.parametrize("case", ["mlp_swiglu", "self_qk_layer_norm", "layer", "model"])
 def test_torch_fully_shard(pool, mesh, case):
-    """set_device_mesh, then the user's own calls of torch's fully_shard."""
+    """Check set_device_mesh followed by the user's own calls of torch's fully_shard."""
     _run(pool, mesh, case, sequence_parallel="tp" in mesh, wrap="torch", units=None)
 
 

@@ -1,4 +1,4 @@
-"""Pipelines under torch's schedules against one process.
+"""Pipelines under torch's schedules, compared with one process.
 
 Their checkpoints are compared, too.
 """
@@ -41,7 +41,7 @@ REDUCTIONS = {"no_shard": 3, "some no_shard": 1}
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("run", [pytest.param(run, marks=MARKS.get(run, ())) for run in RUNS])
 def test_schedules_equal_one_process(pool, tmp_path, run):
-    """Losses, gradients, norms over all stages and updated weights, by value."""
+    """Check losses, gradients, norms over all stages and updated weights by value."""
     _schedule(pool, tmp_path, run)
 
 
@@ -49,7 +49,7 @@ def test_schedules_equal_one_process(pool, tmp_path, run):
 @pytest.mark.arch("9.0")
 @pytest.mark.ranks(2)
 def test_float8_weights_with_transposes(pool, tmp_path):
-    """Hopper's float8 weights, whose transpose backward uses."""
+    """Check Hopper's float8 weights, whose transpose backward uses."""
     _schedule(pool, tmp_path, "delayed")
 
 
@@ -92,7 +92,7 @@ CHAINS = {
     "chain", [pytest.param(c, marks={"mxfp8": MXFP8, "fp8": pytest.mark.gpu}.get(c, ())) for c in CHAINS]
 )
 def test_checkpoints_load_on_different_stages(pool, tmp_path, chain):
-    """One process -> stages -> other stages -> one process."""
+    """Check one process -> stages -> different stages -> one process."""
     options, hops = dict(CHAINS[chain][0]), CHAINS[chain][1]
     per_rank = options.pop("per_rank", 1)
     where = {"directory": str(tmp_path)}
@@ -110,7 +110,7 @@ def test_checkpoints_load_on_different_stages(pool, tmp_path, chain):
 
 @pytest.mark.ranks(2)
 def test_split_backward_raises(pool):
-    """As zero-bubble schedules split it; in one piece it goes on."""
+    """Check the backward that zero-bubble schedules split. An unsplit backward works afterwards."""
     for name, text in pool.run(scheduled.error_of_split_backward, 2):
         assert name == "OrderError"
         assert "a backward only for the inputs of a pipeline stage" in text

@@ -1,4 +1,4 @@
-"""Plans against the memory of ranks that train.
+"""Plans, compared with the measured memory of ranks that train.
 
 Parameters are compared row by row, then gradients, then the optimizer's state.
 """
@@ -120,7 +120,7 @@ CASES = {
 @pytest.mark.ranks(4)
 @pytest.mark.arch("9.0", "10.0")
 def test_plan_of_float8_transposes(pool, arch):
-    """Hopper keeps float8 weights in rows and in columns."""
+    """Check Hopper, which keeps float8 weights rowwise and columnwise."""
     check(pool, "fp8-tp")
 
 
@@ -242,7 +242,7 @@ def peak_of_a_step(job: Job, meshes: te_fsdp.Meshes, copies: bool) -> int:
 @pytest.mark.cpu
 @pytest.mark.ranks(1)
 def test_peak_memory_with_a_shard_axis_of_size_one(pool):
-    """Over a shard axis of size 1 neither weights nor gradients are copied, and a plan counts none of that."""
+    """Check that neither weights nor gradients are copied or planned."""
     (found,) = pool.run(peaks, 1, init_group=False, cases=list(PEAKS))
     for case, (real, planned) in found.items():
         assert planned == pytest.approx(real, rel=0.01), (case, real, planned)
@@ -254,7 +254,7 @@ def test_peak_memory_with_a_shard_axis_of_size_one(pool):
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
 def test_peak_memory_of_hsdp(pool):
-    """HSDP's gradients go through buffers: these are gone when the reduced ones are there."""
+    """Check HSDP's gradient buffers, which are freed when the reduced gradients exist."""
     found, _ = pool.run(peaks, 2, init_group=False, cases=["fp32 main weights"])
     real, planned = found["fp32 main weights"]
     assert planned == pytest.approx(real, rel=0.01), (real, planned)

@@ -1,4 +1,4 @@
-"""The precision policy: sums exact in its dtypes, values of one process, bytes on the wire, a wire for a while."""
+"""The precision policy: exact sums, values of one process, communicated bytes, and `grad_comm`."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ MEMORY = {
 @pytest.mark.recipe("current")
 @pytest.mark.arch("10.0", "9.0")
 def test_documented_memory_is_measured(pool):
-    """Within 1 %: what is not counted are scales and the few elements of biases that are not quantized."""
+    """Check within 1 %, because scales and unquantized biases are not counted."""
     cases = {name: {"policy": policy, "recipe": recipe} for name, (policy, recipe, _) in MEMORY.items()}
     for found in pool.run(memory.live_bytes_by_case, 2, cases=cases):
         for name, (_, _, size) in MEMORY.items():

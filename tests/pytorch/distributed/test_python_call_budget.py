@@ -1,4 +1,4 @@
-"""Sharding by te_fsdp costs the host no more than sharding by FSDP2: all calls of Python in a step are counted.
+"""Budget of all Python calls in a step. te_fsdp costs the host no more calls than FSDP2.
 
 te_fsdp's own functions and those of torch, DTensor and c10d that run on its behalf: what a step calls more than the
 same step of a model that is not sharded. Where the host sets the pace (tp, experts, FP8) this is the time of a step.
@@ -35,7 +35,7 @@ BUDGETS = {
     ],
 )
 def test_python_calls_per_step_are_within_budget(pool, case):
-    """Of dense layers, layers cut over tp, experts, FP8 weights and HFSDP."""
+    """Check dense layers, tp, experts, FP8 weights and HFSDP."""
     ranks = math.prod(python_calls.CASES[case][0].values()) // python_calls.CASES[case][0].get("ep", 1)
     for found in pool.run(python_calls.counted, ranks, case=case):
         ours, theirs = (found[library] - found["neither"] for library in ("te_fsdp", "FSDP2"))

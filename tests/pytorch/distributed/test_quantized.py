@@ -1,4 +1,4 @@
-"""Quantized training on meshes: losses of one process to a derived tolerance, one scale for one weight, same bytes."""
+"""Quantized training on meshes, within a derived tolerance of one process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_training_equals_one_process(pool, kind, recipe, quantized, mesh):
 @pytest.mark.parametrize(("reshard", "quantized"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_training_with_hopper_transposes(pool, recipe, quantized, reshard, mesh):
-    """Also without resharding, where stock TE's first backward reads a scrambled transpose."""
+    """Check that the first backward reads no scrambled transpose, also without resharding."""
     dp_replicate, tp, ranks = mesh
     options = {
         "kind": "mlp_gelu",
@@ -108,7 +108,7 @@ def test_training_with_hopper_transposes(pool, recipe, quantized, reshard, mesh)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_weights_kept_unsharded_until_backward(pool, recipe):
-    """Without resharding both directions of a weight are gathered once; with tp4 the FSDP axis has size 1."""
+    """Check that both directions are gathered once. With tp4 the FSDP axis has size 1."""
     for tp in (2, 4):
         options = {"kind": "mlp_swiglu", "recipe": recipe, "quantized": True, "dp_replicate": 1, "tp": tp}
         check(pool.run(bodies.training, 4, reshard_after_forward=False, **options), recipe, True)
@@ -116,7 +116,7 @@ def test_weights_kept_unsharded_until_backward(pool, recipe):
 
 @pytest.mark.ranks(4)
 def test_negative_control_scale_per_rank(pool):
-    """Negative control: without the weight mesh the ranks' scales would differ, and no rank gathers them."""
+    """Negative control: without the weight mesh the scales of ranks differ."""
     errors = pool.run_expect_error(
         bodies.training,
         4,
@@ -133,7 +133,7 @@ def test_negative_control_scale_per_rank(pool):
 
 @pytest.mark.ranks(4)
 def test_negative_control_doubled_updates(pool):
-    """Negative control: updates twice as large leave the tolerance."""
+    """Negative control: doubled updates exceed the tolerance."""
     options = {"kind": "mlp_gelu", "recipe": "current", "quantized": True, "dp_replicate": 1, "tp": 2}
     results = pool.run(bodies.training, 4, learning_rate=2 * bodies.LEARNING_RATE, **options)
     with pytest.raises(AssertionError, match="losses"):

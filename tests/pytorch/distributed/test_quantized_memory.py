@@ -68,7 +68,7 @@ def test_every_byte_is_accounted_for(pool, case):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 def test_memory_of_hopper_transposes(pool, recipe):
-    """Transposes of shards belong to the components, those of gathered weights go with these."""
+    """Check that transposes of shards and of unsharded weights are counted where they are stored."""
     check(pool.run(memory.unaccounted_bytes, 2, recipe=recipe))
 
 

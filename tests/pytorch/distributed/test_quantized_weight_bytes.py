@@ -1,4 +1,4 @@
-"""One scale for one weight: the bytes of every quantized weight are those that one process computes, on every mesh."""
+"""Bytes and scales of quantized weights. They equal one process on every mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def meshes(*names: str) -> list:
 @pytest.mark.parametrize("mesh", meshes(*MESHES))
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_bytes_and_scales_equal_one_process(pool, recipe, mesh):
-    """At init the bytes of the stock model in one process; after each step those of the gathered main weight."""
+    """Check initial bytes against stock TE, and each step against the quantized full main weight."""
     dp_replicate, tp, ranks = mesh
     results = pool.run(
         weight_bytes.training, ranks, kind="mlp_swiglu", recipe=recipe, dp_replicate=dp_replicate, tp=tp
@@ -41,7 +41,7 @@ def test_bytes_and_scales_equal_one_process(pool, recipe, mesh):
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2", "tp4"))
 @pytest.mark.parametrize(("recipe", "reshard_after_forward"), [("delayed", True), ("current", False)])
 def test_bytes_and_scales_equal_one_process_on_hopper(pool, recipe, reshard_after_forward, mesh):
-    """Also the transposes that Hopper keeps: where one is marked valid, it is that of the bytes."""
+    """Check the transposes that Hopper keeps. A valid transpose matches the bytes."""
     dp_replicate, tp, ranks = mesh
     options = {"kind": "mlp_gelu", "recipe": recipe, "dp_replicate": dp_replicate, "tp": tp}
     results = pool.run(weight_bytes.training, ranks, reshard_after_forward=reshard_after_forward, **options)
@@ -53,7 +53,7 @@ def test_bytes_and_scales_equal_one_process_on_hopper(pool, recipe, reshard_afte
     ("tp", "fsdp", "reshard_after_forward"), [(2, True, True), (2, True, False), (4, False, True)]
 )
 def test_amax_history_of_a_different_length(pool, tp, fsdp, reshard_after_forward):
-    """The model was built under a recipe with a longer amax history than that of training."""
+    """Check a model that was built with a longer amax history than in training."""
     options = {"kind": "mlp_gelu", "dp_replicate": 1, "tp": tp, "fsdp": fsdp}
     results = pool.run(
         weight_bytes.training,
@@ -69,7 +69,7 @@ def test_amax_history_of_a_different_length(pool, tp, fsdp, reshard_after_forwar
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2", "hsdp2x2"))
 @pytest.mark.parametrize(("recipe", "buffers"), [("block", 8), ("mxfp8", 8), ("nvfp4", 12)])
 def test_block_formats_equal_one_process(pool, recipe, buffers, mesh):
-    """Rowwise and columnwise bytes and scales; of nvfp4 also the amaxes of the whole weight."""
+    """Check rowwise and columnwise bytes and scales, and for NVFP4 the amaxes of the full weight."""
     dp_replicate, tp, ranks = mesh
     results = pool.run(
         weight_bytes.training, ranks, kind="mlp_gelu", recipe=recipe, dp_replicate=dp_replicate, tp=tp
@@ -92,7 +92,7 @@ ON_HOPPER = {"rowwise": ["e4m3", "e5m2", "block", "bf16"], "columnwise": ["block
 @pytest.mark.parametrize("columnwise", FORMATS)
 @pytest.mark.parametrize("rowwise", FORMATS)
 def test_hybrid_weights_of_every_pair_of_formats(pool, arch, rowwise, columnwise, mesh):
-    """Custom recipes, forward in one format and backward in another: both parts' bytes and scales, several steps."""
+    """Check custom recipes with different forward and backward formats over several steps."""
     if arch.startswith("9") and not (
         rowwise in ON_HOPPER["rowwise"] and columnwise in ON_HOPPER["columnwise"]
     ):
@@ -132,7 +132,7 @@ def test_hybrid_weights_on_every_mesh(pool, arch, mesh, reshard_after_forward):
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hybrid_weights_under_every_strategy(pool, arch, strategy, mesh, request, matrix_seed):
-    """Bytes and scales of both parts, and what a forward reads, after steps by whatever holds the weights."""
+    """Check bytes and scales of both parts, and the forward's weights, after steps."""
     dp_replicate, tp, ranks = mesh
     options = {"kind": "mlp_gelu", "dp_replicate": dp_replicate, "tp": tp, "strategy": strategy}
     hopper = arch.startswith("9")
@@ -160,7 +160,7 @@ def test_bytes_and_scales_of_a_transformer_layer(pool, recipe, mesh):
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize(("kind", "tp", "fsdp"), [("replicated", 2, True), ("mlp_swiglu", 4, False)])
 def test_tp_replicated_weights_and_tp_without_fsdp(pool, kind, tp, fsdp, recipe):
-    """Weights that every tp rank holds whole, under FSDP; and tensor parallelism without FSDP."""
+    """Check weights that tp replicates under FSDP, and tp without FSDP."""
     options = {"kind": kind, "recipe": recipe, "dp_replicate": 1, "tp": tp, "fsdp": fsdp}
     results = pool.run(weight_bytes.training, 4, **options)
     assert results == [{"init": 4, "steps": 4 * steps_of(recipe), "gathered": 2}] * 4
@@ -171,7 +171,7 @@ def test_tp_replicated_weights_and_tp_without_fsdp(pool, kind, tp, fsdp, recipe)
 @pytest.mark.parametrize(("group", "when"), [("fsdp", "init: "), ("fsdp after init", "step 1: ")])
 @pytest.mark.parametrize("recipe", ["current", "nvfp4", "e4m3/block"])
 def test_negative_control_amax_group_of_stock_te(pool, recipe, group, when):
-    """Negative control: FSDP2's axis alone, which stock TE sets in every gather, and the comparison fails."""
+    """Negative control: the amax group of stock TE's all-gather, which is FSDP2's axis only."""
     if group == "fsdp" and not pool.run(weight_bytes.draws_are_fp32, 1)[0]:
         pytest.skip("this torch draws initial bf16 weights whose parts all have one amax")
     options = {"kind": "mlp_gelu", "recipe": recipe, "dp_replicate": 1, "tp": 2, "group": group}
@@ -203,7 +203,7 @@ def test_negative_control_amax_group_of_stock_te(pool, recipe, group, when):
     ],
 )
 def test_every_write_uses_the_scale_of_the_unsharded_weight(pool, recipe, buffers, mesh):
-    """copy_, quantize_, state dicts: whatever writes high-precision values, the scale is the whole weight's."""
+    """Check copy_, quantize_ and state dicts."""
     if "/" in recipe and (reason := why_no_hybrid_linear()):
         pytest.skip(reason)
     dp_replicate, tp, ranks = mesh

@@ -1,4 +1,4 @@
-"""New quantized weights are written together: bits as one by one, one reduction of amaxes, no copies of gradients."""
+"""Updates of quantized weights in one batch: one reduction of amaxes and no copies of gradients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_batched_quantization_has_the_same_bits(pool, case):
 @pytest.mark.recipe("current")
 @pytest.mark.parametrize("optimizer", ["fused", "adamw"])
 def test_communication_and_casts_per_step(pool, optimizer):
-    """One reduction for all weights over both axes, one cast each. On Hopper a shard keeps no transposed copy."""
+    """Check one reduction over both axes and one cast per weight. On Hopper shards keep no transpose."""
     for found in pool.run(weight_updates.cost, 4, recipe="current", optimizer=optimizer, meshes=DP2_TP2):
         assert found["reductions"] == 1 and found["casts"] == found["weights"] == 4, found
         assert found["transposes"] == 0

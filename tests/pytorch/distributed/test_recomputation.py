@@ -1,9 +1,9 @@
-"""Forwards that are run again in backward.
+"""Activation recomputation: forwards that run again in backward.
 
 Modules that are used twice are tested, too. Values are compared with stock TransformerEngine in one process.
 
-Every combination of strategy, format and way (place of the checkpoint, its kind, what is used twice) trains; the
-cases here are those in which something different happens.
+Every combination of strategy, format and form of checkpointing trains. The cases here are those that run different
+code.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def test_recomputation_of_kept_mxfp8_weights(pool, recipe, strategy, way):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["mxfp8"])
 def test_all_gathers_of_mxfp8_weights(pool, recipe):
-    """One half at a time where nothing is run again; else both in backward, with one gather for each unit."""
+    """Check one all-gather per direction, or with recomputation one per unit in backward for both."""
     for plain in pool.run(bodies.gathers, 2):
         forward = plain[0][:2]
         assert plain == [forward * 2] * 3 and forward[0] == forward[1]

@@ -1,4 +1,4 @@
-"""The kind: parameters whose values or objects user code replaces, which torch ignores without an error."""
+"""Parameters whose values or objects user code replaces. torch ignores the replacement without an error."""
 
 from __future__ import annotations
 

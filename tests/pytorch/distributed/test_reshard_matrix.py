@@ -1,10 +1,10 @@
-"""Loads of every mesh from every other one.
+"""Checkpoints of every mesh, loaded on every other mesh.
 
 They include each kind of module, weights in FP32 and BF16, and optimizer state.
 
-One model holds all kinds; each mesh loads what one mesh has saved, another one each day, and that one what the next one
-has; with `--matrix full`, and on GPUs, what all others have, and eight ranks join in. Values are compared bit for bit
-with the originals, weights in fp32 and in bf16; two further losses agree to rounding.
+One model has all kinds. Each mesh loads the checkpoint of one mesh, a different one each day. With `--matrix full` and
+on GPUs it loads those of all meshes, also of eight ranks. Values are compared bit for bit with the originals, weights
+in fp32 and in bf16. Two further losses agree to rounding.
 """
 
 from __future__ import annotations

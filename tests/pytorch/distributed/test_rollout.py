@@ -14,7 +14,7 @@ from tests.unit.huggingface_models import make_huggingface
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", TRAINED)
 def test_streams_equal_files(pool, tmp_path, case):
-    """Every format and receiver, on every mesh; a later stream sends what changed."""
+    """Check every format and receiver on every mesh. A later stream sends only changes."""
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     name, options = TRAINED[case]
     make_huggingface(name).save_pretrained(tmp_path / "model")
@@ -99,7 +99,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs/rollout.md"
 
 @pytest.mark.ranks(2)
 def test_documented_transfer_to_an_engine(pool, tmp_path):
-    """The functions of docs/rollout.md send every tensor to an engine that is not a rank of the training."""
+    """Check that the functions of docs/rollout.md send every tensor to an engine outside of the job."""
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     make_huggingface("qwen3").save_pretrained(tmp_path / "model")
     case = {"axes": {"dp_shard": 2}, "layers": {"fuse_qkv_params": True}}

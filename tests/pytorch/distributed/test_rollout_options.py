@@ -1,6 +1,6 @@
 """``iter_weights`` compares its options on all ranks before it communicates.
 
-Kind: arguments that select what is sent, and differ on one rank: a hang, or tensors of another format there.
+Without the comparison, an option that differs on one rank hangs or sends tensors in a wrong format.
 """
 
 from __future__ import annotations

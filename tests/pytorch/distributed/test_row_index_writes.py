@@ -1,4 +1,4 @@
-"""The kind: a write to rows of a sharded tensor, which torch gathers, so that the write is lost."""
+"""Writes to indexed rows of a sharded tensor. torch gathers these rows, so that the write is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shortest forms of random training programs that te_fsdp did not run as one process does."""
+"""Minimal training programs, found by the random search, that te_fsdp ran differently from one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Effects of `set_device_mesh`.
 
-Parameters that it does not change, or that it refuses, are tested, too.
+Parameters that it does not change or rejects are tested, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Over a shard axis of size 1 weights are not copied: the gathered parameter has the shard's memory; nor gradients."""
+"""A shard axis of size 1. Neither weights nor gradients are copied."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def test_cast_weights_are_copied(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 def test_gradients_are_not_copied(pool, strategy):
-    """As backward has made them, but for those that share memory: what is added to one must not change another."""
+    """Check that gradients are passed on as they are, except for gradients that share memory."""
     for passed in pool.run(shard_axis_of_size_one.reused_gradients, 2, strategy=strategy):
         assert sorted(passed) == ["matrix", "product.weight"]

@@ -1,4 +1,4 @@
-"""The kind: functions of a stacked weight under tp return what they return for the unsharded weight, or raise.
+"""Functions of a stacked weight under tp. They return what they return for the unsharded weight, or raise.
 
 The rows were in the order of the ranks in 105 of 203 cases, among them ``p.T``, ``p[:, 2:4]`` and ``p.cumsum(0)``.
 """

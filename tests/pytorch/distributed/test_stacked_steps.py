@@ -1,4 +1,4 @@
-"""Optimizer steps on stacked weights under tp: compiled, or without foreach."""
+"""Optimizer steps on stacked weights under tp, compiled or without foreach."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_compiled_optimizer_step(pool, name, foreach, way):
 @pytest.mark.ranks(2)
 @TRACES_VIEWS
 def test_compiled_functions(pool):
-    """A trace has the order of rows of the weight, too."""
+    """Check that a trace has the weight's row order."""
     for found in pool.run(stacked_steps.traced, 2, timeout=200):
         assert set(found.values()) == {"equal"}, found
 
 
 @pytest.mark.ranks(2)
 def test_elementwise_functions_skip_the_row_order_search(pool):
-    """Each step of AdamW called the slower way ten times per parameter."""
+    """Check AdamW, which searched ten times per parameter and step."""
     assert pool.run(stacked_steps.calls_in_order, 2) == [0, 0]

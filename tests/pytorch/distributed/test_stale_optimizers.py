@@ -1,4 +1,4 @@
-"""A step of an optimizer whose parameters were replaced raises; all other optimizers step as ever."""
+"""Optimizers of replaced parameters, whose step raises. All other optimizers step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Later steps repeat no checks, but detect a user's changes between two steps."""
+"""Steady-state steps. They repeat no checks but detect a user's changes between two steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEN = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
 def test_parameter_changes_between_steps_are_applied(pool, transport):
-    """Attributes, and `requires_grad`, of parameters that FSDP2 swaps in one loop."""
+    """Check attributes and `requires_grad` of parameters that FSDP2 swaps."""
     assert pool.run(steady_state.attributes_after_changes, 2, transport=transport) == [SEEN] * 2
 
 
@@ -38,7 +38,7 @@ def test_set_keep_unsharded_storage(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["flat", "nested"])
 def test_nested_inputs_of_a_unit(pool, form):
-    """Gradients are reduced for inputs of any form, and FSDP2's ranges are in a profile."""
+    """Check gradients for nested inputs, and FSDP2's ranges in a profile."""
     for ours, theirs, has_ranges in pool.run(steady_state.gradients_by_inputs, 2, form=form):
         assert has_ranges
         for number, (have, want) in enumerate(zip(ours, theirs, strict=True)):
@@ -48,14 +48,14 @@ def test_nested_inputs_of_a_unit(pool, form):
 
 @pytest.mark.ranks(2)
 def test_norm_gradients_are_reduced_once_per_unit(pool):
-    """Weight and bias of a norm are summed over tp by one all-reduce for each unit."""
+    """Check that one all-reduce over tp sums weight and bias of a unit's norms."""
     for calls in pool.run(steady_state.count_tp_reductions, 2):
         assert calls == [2 * steady_state.HIDDEN] * 2
 
 
 @pytest.mark.ranks(2)
 def test_norm_gradient_reductions_equal_dtensor(pool):
-    """Bit for bit over two ranks, with gradients that have added up over microbatches."""
+    """Check accumulated gradients bit for bit over two ranks."""
     together = pool.run(steady_state.microbatches_over_tp, 2, together=True)
     apart = pool.run(steady_state.microbatches_over_tp, 2, together=False)
     for ours, theirs in zip(together, apart, strict=True):
@@ -73,7 +73,7 @@ def test_norm_gradient_reductions_equal_dtensor(pool):
     ids=["bf16", "fp8", "hfsdp"],
 )
 def test_fused_adam_on_local_tensors(pool, axes, is_fp8, state):
-    """The same bits as on DTensors, and nothing of it is left after a step: groups, states and gradients."""
+    """Check bits against DTensors, and that a step restores groups, states and gradients."""
     given = {"axes": axes, "is_fp8": is_fp8, "state": state}
     local = pool.run(steady_state.steps_of_fused_adam, 2, local=True, **given)
     apart = pool.run(steady_state.steps_of_fused_adam, 2, local=False, **given)
@@ -90,7 +90,7 @@ def test_fused_adam_on_local_tensors(pool, axes, is_fp8, state):
 
 @pytest.mark.ranks(2)
 def test_failed_step_restores_param_groups(pool):
-    """The user finds parameters in the groups, and goes on as if it had not been."""
+    """Check that groups contain parameters after a failed step, and that training continues."""
     assert (
         pool.run(steady_state.state_after_failed_step, 2) == [{"saved": True, "held": True, "same": True}] * 2
     )

@@ -1,4 +1,4 @@
-"""benchmarks/step.py on the CPU: a check of the script, whose times say nothing there."""
+"""benchmarks/step.py on the CPU. It checks the script, not the times."""
 
 from __future__ import annotations
 

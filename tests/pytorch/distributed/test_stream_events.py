@@ -1,4 +1,4 @@
-"""Streams of torch.accelerator do not wait for events of torch.cuda; te_fsdp lets events wait."""
+"""Streams of torch.accelerator, which do not wait for events of torch.cuda. te_fsdp uses `event.wait`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Faults of TransformerEngine 2.20.2 that docs/upstream.md describes.
 
-They are real on stock TransformerEngine and mended by te_fsdp.
+Each is shown on stock TransformerEngine, then with te_fsdp's workaround.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_as_strided_scrambles_the_transpose(pool, arch):
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0")
-def test_first_backward_of_stock_te_under_fsdp2_is_wrong(pool, arch):
+def test_first_backward_of_stock_te_under_fsdp2(pool, arch):
     """Gathered once per step: only the first result of a gather goes through as_strided.
 
     On an H200 with torch 2.11 the gathered weight holds the scrambled transpose as well, marked valid, but the input

@@ -1,4 +1,4 @@
-"""Budget of te_fsdp's own calls in a step in steady state.
+"""Budget of te_fsdp's own calls in a steady-state step.
 
 The order of te_fsdp's hooks in a step is tested, too.
 
@@ -30,19 +30,19 @@ def test_te_fsdp_calls_per_step_are_within_budget(pool, axes, budget):
 @pytest.mark.recipe("current")
 @pytest.mark.parametrize("fused", [False, True], ids=["sgd", "fused"])
 def test_one_hook_before_and_after_the_optimizer_step(pool, fused):
-    """An average of the weights that the user takes after each step must see the new ones."""
+    """Check that a user's weight average after each step reads the new weights."""
     seen = [True, True] * (3 if fused else 1)
     assert pool.run(te_fsdp_calls.user_hooks, 2, fused=fused) == [{"seen": seen, "before": 1, "after": 1}] * 2
 
 
 @pytest.mark.ranks(2)
 def test_tp_replicas_are_equal_after_a_failed_step(pool):
-    """The step that raised has left main weights in the groups: gradients are made equal all the same."""
+    """Check a failed step that left main weights in the groups. Gradients of replicas are still made equal."""
     assert pool.run(te_fsdp_calls.replicas_after_a_failed_step, 2) == [True, True]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 def test_step_uses_a_replaced_main_weight(pool):
-    """A step finds a main weight that loading, say, has put in the place of the one that it knows."""
+    """Check that a step updates a main weight that replaced the previous one, for example after a load."""
     assert pool.run(te_fsdp_calls.step_with_replaced_main_weight, 2) == [(True, True)] * 2

@@ -1,4 +1,4 @@
-"""Tied parameters in every replacement.
+"""Tied quantized weights in every replacement of parameters.
 
 A parameter or module that is used under two names stays one object.
 """
@@ -17,7 +17,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
     "recipe", [pytest.param(r, marks=pytest.mark.recipe(r)) for r in ("current", "block", "mxfp8")]
 )
 def test_tied_quantized_weight_trains_as_one(pool, recipe, strategy):
-    """Kind: identity of quantized weights through `fully_shard`. Gradients and weights of one process, three steps."""
+    """Check gradients and weights of three steps against one process. The weight stays one object in `fully_shard`."""
     for found in pool.run(tied.train_tied, 2, recipe=recipe, strategy=strategy):
         # All data are the same on both ranks: sums of two equal bf16 gradients, halved, are exact.
         assert found["worst"] == 0.0

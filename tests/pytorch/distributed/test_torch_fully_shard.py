@@ -1,4 +1,4 @@
-"""Bound models that torch's own fully_shard shards: a forward after a step reads the new weights."""
+"""Bound models sharded by torch's fully_shard. A forward after a step reads the new weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_step_updates_unsharded_units(pool, how):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["te", "torch"])
 def test_unit_used_twice_in_reentrant_checkpoints(pool, library):
-    """FSDP2 alone reduces those of one use, without an error."""
+    """Check gradients of both uses. FSDP2 alone reduces only one without an error."""
     for outcome in pool.run(torch_fully_shard.use_block_twice, 2, library=library):
         assert outcome["worst"] < 1e-5
 
@@ -27,7 +27,7 @@ def test_unit_used_twice_in_reentrant_checkpoints(pool, library):
     [("head.weight", "after"), ("blocks.0.fc1_weight", "after"), ("blocks.0.fc1_weight", "before")],
 )
 def test_gradient_hooks_raise(pool, parameter, when):
-    """FSDP2 never runs them. It runs those of ``register_post_accumulate_grad_hook``."""
+    """Check hooks that FSDP2 never runs. It runs those of ``register_post_accumulate_grad_hook``."""
     for name, text, called in pool.run(
         torch_fully_shard.errors_of_gradient_hooks, 2, parameter=parameter, when=when
     ):
@@ -42,7 +42,7 @@ def test_gradient_hooks_raise(pool, parameter, when):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("program", ["create_graph", "retain_graph", "two forwards", "recomputed"])
 def test_second_backward_and_create_graph_raise(pool, program):
-    """TE's kernels have none: its error named nothing, or terms were missing."""
+    """Check derivatives that TE's kernels do not have. TE's error named nothing, or terms were missing."""
     texts = {
         "create_graph": "the root unit: backward with create_graph=True through sharded weights",
         "retain_graph": "the root unit: second backward through one forward",

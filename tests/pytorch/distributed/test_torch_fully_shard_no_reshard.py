@@ -1,4 +1,4 @@
-"""Bound models with torch's units of ``reshard_after_forward=False``."""
+"""Bound models whose units torch's fully_shard keeps unsharded (``reshard_after_forward=False``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parity import torch_fully_shard
 @pytest.mark.parametrize("after", ["evaluation", "backward"])
 @pytest.mark.parametrize("change", ["none", "load_state_dict"])
 def test_changes_to_unsharded_units_equal_one_process(pool, change, after):
-    """Kind: unsharded weights from before a step, or a load, that further forwards read."""
+    """Check unsharded weights from before a step or a load, which later forwards read."""
     for outcome in pool.run(torch_fully_shard.compare_changes_to_unsharded, 2, change=change, after=after):
         assert outcome["worst"] < 1e-5 and outcome["weights"] < 1e-5 and outcome["text"] == "", outcome
 
@@ -19,7 +19,7 @@ def test_changes_to_unsharded_units_equal_one_process(pool, change, after):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("after", ["evaluation", "backward"])
 def test_optimizer_of_unsharded_parameters_raises(pool, after):
-    """Kind: its steps change nothing, since gradients are those of the shards."""
+    """Check an optimizer whose steps change nothing, because only shards get gradients."""
     for outcome in pool.run(
         torch_fully_shard.compare_changes_to_unsharded, 2, change="optimizer", after=after
     ):

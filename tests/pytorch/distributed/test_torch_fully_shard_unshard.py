@@ -1,4 +1,4 @@
-"""Bound models that torch's own fully_shard shards: optimizers built while a unit is unsharded."""
+"""Bound models sharded by torch's fully_shard: optimizers built while a unit is unsharded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parity import torch_fully_shard
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("part", ["root", "block"])
 def test_optimizer_built_while_unsharded_raises(pool, part):
-    """Its parameters get no gradients, so that the unit is not trained, without an error."""
+    """Check parameters that get no gradients, so that the unit is not trained."""
     for kind, text in pool.run(
         torch_fully_shard.build_optimizer_while_unsharded, 2, part=part, when="unsharded"
     ):

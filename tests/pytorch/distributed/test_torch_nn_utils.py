@@ -1,7 +1,7 @@
-"""``torch.nn.utils`` over parameters on several meshes: tensor-parallel, sharded, replicated, experts.
+"""``torch.nn.utils`` over parameters on several meshes.
 
-The kind: a function of torch over a list of tensors ends in a raw error, or in a norm of this rank's part. Each is
-right by value, or raises te_fsdp's error with the names and the fix.
+torch's functions over lists of tensors raise unclear errors, or return the norm of one rank's shards. Here each is
+correct by value, or raises te_fsdp's error with the names and the fix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def ranks_of(axes: dict[str, int]) -> int:
 
 @pytest.mark.parametrize("axes", [TWO, FOUR])
 def test_clip_grad_functions_equal_full_tensors(pool, axes):
-    """Norms and clipped gradients are those of the full tensors, with and without ``foreach``."""
+    """Check norms and clipped gradients with and without ``foreach``."""
     for found in pool.run(
         bodies.compare_clip_grad_functions, ranks_of(axes), axes=axes, strategy="optim_grads_params"
     ):
@@ -28,7 +28,7 @@ def test_clip_grad_functions_equal_full_tensors(pool, axes):
 
 @pytest.mark.parametrize("axes", [TWO, FOUR])
 def test_clip_grads_with_norm_of_a_different_mesh(pool, axes):
-    """A norm that is a DTensor scales gradients on other meshes and plain ones, with and without ``foreach``."""
+    """Check a DTensor norm that scales gradients on different meshes, with and without ``foreach``."""
     options = {"axes": axes, "strategy": "optim_grads_params"}
     for found in pool.run(bodies.clip_by_norm_of_a_different_mesh, ranks_of(axes), **options):
         assert found == {"wrong": [], "control": []}
@@ -36,14 +36,14 @@ def test_clip_grads_with_norm_of_a_different_mesh(pool, axes):
 
 @pytest.mark.ranks(2)
 def test_vector_to_parameters_of_tp_only_weights_raises(pool):
-    """A write that torch drops is found in weights that only tensor parallelism shards."""
+    """Check a write that torch drops in weights that only tp shards."""
     for found in pool.run(bodies.errors_of_unsupported_lists, 2, axes={"tp": 2}, strategy="no_shard"):
         assert "parameter.data was assigned" in found["vector_to_parameters"], found
 
 
 @pytest.mark.parametrize("axes", [TWO, FOUR])
 def test_parameters_to_vector_of_several_meshes_raises(pool, axes):
-    """Torch cannot join them, and writes nothing into DTensors without an error of its own."""
+    """Check that torch raises when it joins them, and writes nothing into DTensors silently."""
     for found in pool.run(
         bodies.errors_of_unsupported_lists, ranks_of(axes), axes=axes, strategy="optim_grads_params"
     ):
@@ -58,7 +58,7 @@ def test_parameters_to_vector_of_several_meshes_raises(pool, axes):
 
 @pytest.mark.ranks(4)
 def test_parameters_to_vector_of_one_mesh(pool):
-    """Stacked weights of tensor parallelism are in the order of the unsharded module, as in ``full_tensor``."""
+    """Check that stacked weights have unsharded order, as in ``full_tensor``."""
     for found in pool.run(
         bodies.compare_parameters_to_vector, 4, axes={"dp_shard": 2, "tp": 2}, strategy="optim_grads_params"
     ):
@@ -68,7 +68,7 @@ def test_parameters_to_vector_of_one_mesh(pool):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_parameters_to_vector_of_quantized_weights(pool, recipe):
-    """TE has no views of MXFP8 bytes in other shapes: a flat view is of the values."""
+    """Check the values, because TE has no flat views of MXFP8 bytes."""
     axes = {"dp_shard": 2, "tp": 2}
     for found in pool.run(bodies.compare_quantized_parameters_to_vector, 4, axes=axes, recipe=recipe):
         assert all(found.values()), found

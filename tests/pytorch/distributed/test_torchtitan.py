@@ -1,6 +1,6 @@
-"""Refusals of the torchtitan integration.
+"""Unsupported uses of the torchtitan integration.
 
-The parallelize function, the model and the checkpoint manager refuse. Clipping is the integration's own.
+The parallelize function, the model and the checkpoint manager raise. Clipping is the integration's own.
 """
 
 from __future__ import annotations

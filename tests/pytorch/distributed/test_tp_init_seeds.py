@@ -1,4 +1,4 @@
-"""Ranks that hold other parts of a weight, or other experts, must not have drawn the same numbers."""
+"""Initial values of tp and ep ranks. Different parts must not be drawn from equal seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that a model's inputs are equal on the ranks of tp."""
+"""The check that inputs of a model are equal on all tp ranks."""
 
 from __future__ import annotations
 
@@ -128,5 +128,5 @@ def test_new_shapes_on_one_rank_only_raise(pool):
 
 @pytest.mark.ranks(2)
 def test_evaluation_mode_on_one_rank_raises(pool):
-    """Of a model that is only bound; others meet in a new mode."""
+    """Check a model that is bound without FSDP2. Ranks rendezvous in the first forward of each mode."""
     _refused(pool.run(bodies.different_modes, 2), "training (True on tp rank 0, False on tp rank 1)")

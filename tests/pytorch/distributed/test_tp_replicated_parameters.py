@@ -1,4 +1,4 @@
-"""Equal copies of tp-replicated parameters although kernels do not add in the same order."""
+"""Parameters that tp replicates. They stay equal although kernels do not sum in the same order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_tp_replicas_stay_equal(pool, axes, wrap, optimizer):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])
 def test_negative_control_tp_replicas_diverge(pool, optimizer):
-    """Negative control; and what `broadcast_params` mends."""
+    """Negative control: replicas diverge without te_fsdp's reduction, and `broadcast_params` makes them equal."""
     for outcome in pool.run(tp_replicas.training, 4, axes=DP2_TP2, optimizer=optimizer, watched=False):
         assert len(outcome["differ"]) > 20
         assert outcome["after broadcast"] == []

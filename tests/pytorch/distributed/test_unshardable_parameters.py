@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 cannot shard with the rest of their unit train, or are named with the way out."""
+"""Parameters that FSDP2 cannot shard with the rest of their unit. They train, or an error names a fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", list(bodies.KINDS))
 def test_training_equals_one_process(pool, kind, strategy):
-    """Kind: another dtype than the unit's, empty, non-contiguous, scalar: gradients and values, three steps."""
+    """Check a different dtype, empty, non-contiguous and scalar parameters over three steps by value."""
     for found in pool.run(bodies.train_as_one_process, 2, kind=kind, strategy=strategy):
         assert found["worst"] < 1e-5  # fp32: sums of 8 rows in two halves, three chained steps
 
@@ -29,7 +29,7 @@ def test_learnable_softmax_offset_in_a_bf16_model(pool, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("frozen", ["", "blocks.0"], ids=["trained", "frozen"])
 def test_fp32_vector_under_a_precision_policy(pool, frozen, strategy):
-    """Kind: the same under a precision policy, which has one dtype of compute for a unit."""
+    """Check an fp32 vector under a policy, which has one compute dtype per unit."""
     drawn = Configuration(
         modules=("linear", "linear"), precision="default", vector=True, frozen=frozen, strategy=strategy
     )

@@ -1,7 +1,7 @@
 """Operations with unclear torch errors in a sharded model (docs/troubleshooting.md).
 
-The kind: a use that is right on an unsharded model ends in a raw error of torch, or in a wrong result. Each raises
-te_fsdp's own error with the name and the fix, or works and is compared by value with one process.
+They work on an unsharded model, but end in an unclear error of torch or in a wrong result. Each raises te_fsdp's
+own error with the name and the fix, or works and is compared by value with one process.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ ERRORS = {
 
 @pytest.mark.ranks(2)
 def test_unsupported_operations_raise(pool, tmp_path):
-    """Raw errors of torch that name neither parameter nor fix."""
+    """Check operations whose error of torch names neither the parameter nor a fix."""
     assert set(ERRORS) == {make.__name__ for make in bodies.MISTAKES}
     for found in pool.run(all_mistakes, 2, directory=str(tmp_path), mistakes=bodies.MISTAKES):
         wrong = []
@@ -103,7 +103,7 @@ def test_unsupported_operations_raise(pool, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_dtensors_of_other_models_are_unaffected(pool):
-    """The kind: what te_fsdp changes in the process acts on its own parameters alone."""
+    """Check that te_fsdp's process-wide changes act on its own parameters only."""
     for found in pool.run(works.clip_dtensors_of_other_models, 2):
         assert found["before"] == found["with a sharded model"]
         assert "got mixed torch.Tensor and DTensor" in found["before"]["mixed"], found
@@ -112,7 +112,7 @@ def test_dtensors_of_other_models_are_unaffected(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", works.STRATEGIES)
 def test_supported_operations_equal_one_process(pool, strategy):
-    """Uses that torch's FSDP2, or te_fsdp, refused or got wrong: gradients by value of one process."""
+    """Check operations that FSDP2 or te_fsdp rejected or computed wrongly. Gradients equal one process by value."""
     for found in pool.run(works.all_supported, 2, strategy=strategy):
         assert found == {make.__name__: True for make in works.WORKS}
 
@@ -120,7 +120,7 @@ def test_supported_operations_equal_one_process(pool, strategy):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 def test_two_models_in_a_module_dict(pool, tmp_path, strategy):
-    """One optimizer over two models that are in one ``ModuleDict``."""
+    """Check one optimizer over two models in one ``ModuleDict``."""
     assert all(pool.run(works.two_models_in_a_module_dict, 2, directory=str(tmp_path), strategy=strategy))
 
 
@@ -133,7 +133,7 @@ def test_two_models_in_a_module_dict(pool, tmp_path, strategy):
     ],
 )
 def test_grad_scaler_over_several_meshes(pool, axes, mixed):
-    """Parameters on several meshes in one ``GradScaler``: ranks step, or skip, together."""
+    """Check one ``GradScaler`` over parameters on several meshes. Ranks step or skip together."""
     ranks = 2 * axes.get("tp", 1)
     for infinite, scale in ((False, 4.0), (True, 2.0)):
         for found in pool.run(works.scaled_losses, ranks, axes=axes, mixed=mixed, infinite=infinite):
@@ -145,7 +145,7 @@ def test_grad_scaler_over_several_meshes(pool, axes, mixed):
 @pytest.mark.parametrize("when", ["before", "after a backward", "after a step"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_module_to_of_quantized_weights(pool, strategy, when):
-    """``torch.utils.swap_tensors`` of quantized parameters: it refuses weak references and loses hooks."""
+    """Check ``torch.utils.swap_tensors`` of quantized parameters, which rejects weak references and loses hooks."""
     if strategy != "no_shard" and when != "before":
         pytest.skip("a conversion after the first forward: FSDP2 has allocated what it gathers into")
     for found in pool.run(works.conversions, 2, strategy=strategy, when=when):
@@ -154,7 +154,7 @@ def test_module_to_of_quantized_weights(pool, strategy, when):
 
 @pytest.mark.ranks(2)
 def test_meshes_of_size_one(pool):
-    """Code that is written for tensor parallelism runs without it."""
+    """Check that code written for tensor parallelism runs without it."""
     for rank, found in enumerate(pool.run(works.meshes_of_size_one, 2)):
         te_kwargs = {"tp_group": None, "tp_size": 1}
         assert found == {"rank": 0, "size": 1, "group": [rank], "te": te_kwargs, "part": 4}
@@ -169,6 +169,6 @@ def test_meshes_of_size_one(pool):
     ],
 )
 def test_fully_shard_with_a_mesh_slice(pool, axes):
-    """``meshes.fsdp`` given to ``fully_shard``, as FSDP2 takes it, loses no other axis."""
+    """Check that ``fully_shard(model, meshes.fsdp)``, as FSDP2 is called, uses the other axes too."""
     ranks = 2 * axes.get("tp", 1) * axes.get("dp_replicate", 1)
     assert all(pool.run(works.mesh_slice_instead_of_meshes, ranks, axes=axes))

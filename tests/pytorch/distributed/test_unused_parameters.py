@@ -21,7 +21,7 @@ HOW = ("two outputs", "left out", "frozen trunk")
 )
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
 def test_unused_quantized_weights_have_zero_gradients(pool, arch, recipe):
-    """The kind: FSDP2 and te_fsdp must not read an unsharded quantized weight outside of its gathered window.
+    """Check that an unsharded quantized weight is never read outside of its unsharded window.
 
     ``zeros_like`` of such a weight dequantizes it, and its memory is released (SIGSEGV on the CPU, SIGABRT on GPUs).
     """
@@ -47,21 +47,21 @@ def test_unused_quantized_weights_have_zero_gradients(pool, arch, recipe):
     ids=str,
 )
 def test_zero_gradients_do_not_read_the_weight(pool, arch, recipe, options):
-    """The kind: each path that makes a gradient of zeros, and torch's own, makes it without reading the weight."""
+    """Check that every path that creates zero gradients, torch's included, does not read the weight."""
     pool.run(unused_units.training, 2, recipe=recipe, how="left out", **options)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0")
 def test_torch_reduce_scatter_unused_params(pool, arch):
-    """The kind: a user's own ``fully_shard`` with ``set_reduce_scatter_unused_params`` (torch 2.13 and later)."""
+    """Check a user's own ``fully_shard`` with ``set_reduce_scatter_unused_params`` (torch 2.13 and later)."""
     pool.run(unused_units.training, 2, recipe="current", how="left out", engine="torch")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0")
 def test_negative_control_gradients_of_a_different_step(pool, arch):
-    """Negative control: the gradients of another step."""
+    """Negative control: the gradients of a different step."""
     errors = pool.run_expect_error(unused_units.training, 2, recipe="current", how="left out", spoil=True)
     assert all("trunk.weight" in error.message for error in errors)
 
@@ -89,7 +89,7 @@ DP2, HSDP, REPLICATE2 = (
     ],
 )
 def test_parameters_unused_on_all_ranks_are_not_decayed(pool, axes, strategy, outer):
-    """The kind: by none of the ranks, ``.grad`` is None as in one process; by some of them, zeros on the others."""
+    """Check that `.grad` is None if no rank uses the parameter, and zeros on unused ranks otherwise."""
     for schedule in ("plain", "no_sync", "microbatch", "by hand"):
         options = {"strategy": strategy, "outer": outer, "schedule": schedule}
         pool.run(weight_decay.train_with_weight_decay, math.prod(axes.values()), axes=axes, **options)

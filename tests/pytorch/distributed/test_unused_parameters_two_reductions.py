@@ -1,4 +1,4 @@
-"""Parameters that some ranks use in one of two reductions of one backward."""
+"""Parameters that some ranks use in only one of two reductions of a backward."""
 
 from __future__ import annotations
 

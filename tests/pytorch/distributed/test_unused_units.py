@@ -1,4 +1,4 @@
-"""Units that a backward leaves out.
+"""Units that a backward does not reach.
 
 Units that run alone are tested, too. Gradients and hooks are those of one process.
 """
@@ -17,7 +17,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 @pytest.mark.parametrize("kind", unused_units.PLANS)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 def test_optimizer_in_backward(pool, strategy, kind):
-    """A hook of a parameter that no rank used is not called, so that no step decays it. Others are called once."""
+    """Check that the hook of an unused parameter is not called, so that no step decays it. Others are called once."""
     for found in pool.run(unused_units.steps_in_hooks, 2, strategy=strategy, kind=kind):
         for have, want in found.values():
             torch.testing.assert_close(have, want, **CLOSE)
@@ -27,7 +27,7 @@ def test_optimizer_in_backward(pool, strategy, kind):
 @pytest.mark.parametrize("how", ["loop", "zero_grad"])
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 def test_backward_of_an_inner_unit_after_zero_grad(pool, strategy, how):
-    """The kind: every backward drops cleared gradients first, not only one that began in the root's forward."""
+    """Check that every backward drops cleared gradients first, not only one that starts in the root."""
     for found in pool.run(unused_units.backward_of_inner_unit, 2, strategy=strategy, how=how):
         assert {name for name, (have, _) in found.items() if have is not None} == {
             "layers.1.weight",
@@ -42,7 +42,7 @@ def test_backward_of_an_inner_unit_after_zero_grad(pool, strategy, how):
 @pytest.mark.parametrize("event", ["inner", "raise", "raise without gradients"])
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim"])
 def test_changes_after_forwards_without_backward(pool, strategy, event, change):
-    """The kind: after a forward that no backward follows, ``model.parameters()`` are the optimizer's parameters."""
+    """Check that ``model.parameters()`` are the optimizer's parameters after a forward without a backward."""
     for found in pool.run(unused_units.change_after, 2, strategy=strategy, event=event, change=change):
         for name, (have, want) in found.items():
             assert (have is None) == (want is None), name
@@ -52,6 +52,6 @@ def test_changes_after_forwards_without_backward(pool, strategy, event, change):
 
 @pytest.mark.ranks(2)
 def test_skipped_prefetched_unit_uses_later_writes(pool):
-    """The next forward uses weights that were written after the evaluation, not those of its all-gather."""
+    """Check that the next forward uses weights written after the evaluation, not those of its all-gather."""
     for have, want in pool.run(unused_units.write_after_prefetch, 2):
         torch.testing.assert_close(have, want, **CLOSE)

@@ -1,7 +1,6 @@
-"""Parameters that the user registered as DTensors over ep, tp, or both: trained, saved, loaded, initialized.
+"""Parameters that the user registered as DTensors over ep, tp or both.
 
-Kind: a parameter that already has a placement on the meshes, on any module. The oracle is the same model in one
-process with plain parameters.
+Any module may have such a parameter. The reference is the same model in one process with plain parameters.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _cases(pairs):
     ),
 )
 def test_training_equals_one_process(pool, mesh, form, strategy):
-    """Gradients, norms and parameters of three clipped AdamW steps by value."""
+    """Check gradients, norms and parameters of three clipped AdamW steps by value."""
     found = pool.run(
         bodies.train_as_one_process, _ranks(mesh), axes=MESHES[mesh], form=form, strategy=strategy
     )
@@ -72,7 +71,7 @@ def test_training_equals_one_process(pool, mesh, form, strategy):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("experts", [3, 5])
 def test_uneven_experts(pool, experts):
-    """Ranks of ep hold different numbers of experts, which dp_shard does not divide."""
+    """Check ep ranks with different numbers of experts, which dp_shard does not divide."""
     _check(pool.run(bodies.train_as_one_process, 4, axes=MESHES["ep2_dp2"], form="matmul", experts=experts))
 
 
@@ -87,14 +86,14 @@ def test_optimizer_state_sharded_over_replicas(pool):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_partial_gradients_of_a_rowwise_embedding(pool, strategy):
-    """Of a RowwiseParallel embedding (kind: gradients with other placements than the parameter's)."""
+    """Check gradients whose placements differ from the parameter's."""
     for found in pool.run(bodies.parallelized, 4, strategy=strategy):
         assert max(found.values()) < NEAR, found
 
 
 @pytest.mark.ranks(4)
 def test_negative_control_wrong_gradient_divisor(pool):
-    """Negative control: gradients of the unit of experts, divided by another number."""
+    """Negative control: gradients of the unit of experts, divided by a wrong number."""
     found = pool.run(bodies.train_as_one_process, 4, axes=MESHES["ep2_dp2"], form="grouped", broken="divide")
     assert min(outcome["gradient"] for outcome in found) > 0.1
     assert min(outcome["norm"] for outcome in found) > 1e-3
@@ -125,7 +124,7 @@ def test_checkpoints_load_on_a_different_mesh(pool, tmp_path, mesh, onto, expert
 
 @pytest.mark.parametrize("mesh", _cases([("ep2",), ("ep2_dp2",), ("ep2_tp2",), ("tp2",)]))
 def test_materialize_draws_the_values_of_one_process(pool, mesh):
-    """From meta: the numbers of one process, bit for bit; another seed draws others."""
+    """Check initialization from meta bit for bit. A different seed draws different values."""
     for found in pool.run(bodies.compare_materialized, _ranks(mesh), axes=MESHES[mesh]):
         assert max(found.values()) == 0
     for found in pool.run(bodies.compare_materialized, _ranks(mesh), axes=MESHES[mesh], draws=12):

@@ -1,4 +1,4 @@
-"""First attempts of users: torch's own meshes, pipeline stages, a too early forward, entries of state dicts."""
+"""User-built meshes, pipeline stages, a forward before materialize, and entries of state dicts."""
 
 from __future__ import annotations
 

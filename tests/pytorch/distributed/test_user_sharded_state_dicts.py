@@ -1,4 +1,4 @@
-"""Scripts that shard state dicts themselves: ``distribute_tensor``, ``torch.save`` of each rank, rank 0's tensors."""
+"""Scripts that shard state dicts themselves, by ``distribute_tensor``, ``torch.save`` of each rank, or from rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}
 
 @pytest.mark.ranks(2)
 def test_assign_distributed_tensors_to_meta_parameters(pool):
-    """The FSDP2 tutorial's load (kind: rows in the order of the unsharded module, taken for those of the ranks)."""
+    """Check the load of the FSDP2 tutorial. Rows in unsharded order were taken for rows in rank order."""
     for found in pool.run(user_sharded_state_dicts.assigned_on_meta, 2):
         assert found.pop("after") <= NEXT_STEP["none"] and found == {"wrong": [], "control": False}
 
@@ -28,7 +28,7 @@ def test_assign_distributed_tensors_to_meta_parameters(pool):
     ],
 )
 def test_user_sharded_optimizer_state(pool, recipe, axes, sharder, by):
-    """Kind: moments and main weights of other rows, or later exports in the order of the ranks, without an error."""
+    """Check moments and main weights, whose rows were wrong or exported in rank order without an error."""
     ranks = axes["tp"] * axes.get("dp_shard", 1)
     run = {"recipe": recipe, "axes": axes, "sharder": sharder, "by": by}
     for found in pool.run(user_sharded_state_dicts.loaded_states, ranks, **run):
@@ -40,7 +40,7 @@ def test_user_sharded_optimizer_state(pool, recipe, axes, sharder, by):
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "nvfp4"])
 def test_quantized_tensors_of_rank_0(pool, recipe, broadcast):
-    """Rank 0 copied bytes, while the others waited for its part of the amax. NVFP4 tensors were sliced, and raised."""
+    """Check tensors of stock TE. Rank 0 copied bytes while others waited for its amax, and NVFP4 slices raised."""
     run = {"recipe": recipe, "broadcast": broadcast, "timeout": 60}
     assert pool.run(user_sharded_state_dicts.quantized_tensors, 2, **run) == [[], []]
 
@@ -48,5 +48,5 @@ def test_quantized_tensors_of_rank_0(pool, recipe, broadcast):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_async_save_of_main_weights_in_a_process(pool, recipe):
-    """``dcp.async_save`` raised TypeError: cannot pickle a weak reference."""
+    """Check ``dcp.async_save`` in a process, which raised TypeError: cannot pickle a weak reference."""
     assert pool.run(user_sharded_state_dicts.main_weights_in_a_process, 2, recipe=recipe) == [[], []]

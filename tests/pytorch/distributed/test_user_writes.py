@@ -1,4 +1,4 @@
-"""The kind: what user code writes or changes around a step reaches the step, or raises."""
+"""Writes and changes of user code around a step. They reach the step or raise."""
 
 from __future__ import annotations
 

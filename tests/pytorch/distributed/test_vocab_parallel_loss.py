@@ -1,4 +1,4 @@
-"""A loss over one tp rank's part of a column-parallel head's outputs is found. Losses over all outputs pass."""
+"""Losses over the outputs of a column-parallel head. A loss over one tp rank's part raises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @DTYPES
 @pytest.mark.parametrize("how", ["plain", "plain, in the dtype of the logits", "TE's, without a group"])
 def test_loss_over_local_logits_raises(pool, how, dtype):
-    """Kind: each rank normalizes over its own classes, and small labels are valid indices of each part."""
+    """Check a loss that normalizes over local classes. Small labels are valid indices on every rank."""
     for raised in pool.run_expect_error(bodies_vocab_parallel_loss.step, 2, how=how, dtype=dtype):
         assert raised.type_name == "GradientError", raised.message
         for text in (
@@ -29,7 +29,7 @@ def test_loss_over_local_logits_raises(pool, how, dtype):
 
 @pytest.mark.ranks(2)
 def test_loss_over_local_logits_of_a_bound_model_raises(pool):
-    """Kind: as above, with ``set_device_mesh`` alone. ``check_inputs=False`` leaves the check out."""
+    """Check ``set_device_mesh`` without FSDP2. ``check_inputs=False`` disables the check."""
     arguments = {"how": "plain", "dtype": torch.float32, "is_bound": True}
     for raised in pool.run_expect_error(bodies_vocab_parallel_loss.step, 2, **arguments):
         assert raised.type_name == "GradientError" and "head: a loss over one" in raised.message, (
@@ -45,7 +45,7 @@ def test_loss_over_local_logits_of_a_bound_model_raises(pool):
 @pytest.mark.parametrize("only_first", [False, True], ids=["all", "one_rank"])
 @pytest.mark.parametrize("how", ["loss_parallel", "TE's", "gathered", "square"])
 def test_correct_losses_pass(pool, how, dtype, only_first):
-    """Every label is on the first rank, where a loss over one part would be most like one over all."""
+    """Check labels that are all on the first rank, which resembles a loss over local classes most."""
     arguments = {"how": how, "dtype": dtype, "only_first": only_first, "checks": "full"}
     for loss, over_all in pool.run(bodies_vocab_parallel_loss.step, 2, **arguments):
         # Sums of fp32 in a different order: relative 1e-6.

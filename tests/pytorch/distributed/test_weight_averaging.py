@@ -1,4 +1,4 @@
-"""The kind: evaluations of an average compute with its last update.
+"""Averaged models (EMA, SWA). Evaluations use the last update of the average.
 
 Under ``optim`` and ``optim_grads`` they used the weights that an earlier evaluation had all-gathered.
 """

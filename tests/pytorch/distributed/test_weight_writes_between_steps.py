@@ -1,4 +1,4 @@
-"""The kind: a step starts from the weights as user code has left them.
+"""Writes of user code to weights between steps. The next step starts from the written values.
 
 An optimizer with main weights would otherwise write the previous weights back: after ``copy_``, ``load_state_dict``, a
 lookahead, or averaged weights that are swapped in and out.
@@ -26,7 +26,7 @@ def _ways(recipe: str) -> list[str]:
 @pytest.mark.parametrize("optimizer", user_writes.OPTIMIZERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_step_uses_written_weights(pool, recipe, optimizer):
-    """Every way to write, under each format and holder of main weights."""
+    """Check every way to write, for each format and each owner of main weights."""
     for number, way in enumerate(_ways(recipe)):
         strategy = STRATEGIES[number % len(STRATEGIES)]
         for found in pool.run(
@@ -47,7 +47,7 @@ def test_step_uses_written_weights_under_every_strategy(pool, way, strategy):
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("way", ["copy_", "data.mul_"])
 def test_first_step_uses_written_weights(pool, way, recipe):
-    """The first step compares all weights, so that it notices every write."""
+    """Check the first step, which compares all weights and therefore detects every write."""
     options = {"recipe": recipe, "optimizer": "SGD", "strategy": "optim_grads_params"}
     pool.run(user_writes.trained, 2, way=way, at=0, **options)
 
@@ -55,7 +55,7 @@ def test_first_step_uses_written_weights(pool, way, recipe):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", ["copy_", "data.mul_", "in and out"])
 def test_hfsdp_step_uses_written_weights(pool, way):
-    """Each replica has the main weights of its own rows."""
+    """Check HFSDP, where each replica has the main weights of its own rows."""
     options = {"recipe": "current", "optimizer": "AdamW", "strategy": "optim_grads_params", "outer": "optim"}
     pool.run(user_writes.trained, 4, way=way, dp_replicate=2, dp_shard=2, **options)
 

@@ -1,4 +1,4 @@
-"""TE's `fuse_wgrad_accumulation`: FSDP2 reduces what TE has added up, under every strategy."""
+"""TE's `fuse_wgrad_accumulation`. FSDP2 reduces the accumulated gradients under every strategy."""
 
 from __future__ import annotations
 

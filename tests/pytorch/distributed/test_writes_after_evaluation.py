@@ -1,4 +1,4 @@
-"""The kind: writes to weights after an evaluation, which use a copy that the next step or evaluation drops."""
+"""Writes to weights after an evaluation. They changed a copy that the next step or evaluation dropped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def test_writes_after_evaluation_equal_one_process(pool, by):
 
 @pytest.mark.ranks(2)
 def test_unchanged_weights_are_not_gathered_again(pool):
-    """Units of ``reshard_after_forward=False`` keep their weights for the next evaluation."""
+    """Check that units of ``reshard_after_forward=False`` keep unchanged weights for the next evaluation."""
     for counts in pool.run(writes_after_evaluation.count_all_gathers, 2, by="torch"):
         assert counts == [3, 0, 0]
 
 
 @pytest.mark.ranks(2)
 def test_assignment_to_data_raises(pool):
-    """Kind: a value that torch drops, of a weight that is not the first one of its unit."""
+    """Check an assignment to `.data` of a weight that is not the first of its unit. torch drops the value."""
     for text in pool.run(writes_after_evaluation.error_of_data_assignment, 2, by="optim_grads_params"):
         assert "blocks.1.fc2_weight: parameter.data was assigned" in text

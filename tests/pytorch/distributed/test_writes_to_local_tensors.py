@@ -1,4 +1,4 @@
-"""The kind: a step starts from what user code has written to local tensors of views, which have other versions."""
+"""Writes to local tensors of views, which have a different version counter. The next step starts from them."""
 
 from __future__ import annotations
 

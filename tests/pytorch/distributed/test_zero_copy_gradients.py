@@ -1,4 +1,4 @@
-"""`fully_shard(zero_copy_gradients=...)`: gradients that are reduced without a copy are equal to copied ones."""
+"""`fully_shard(zero_copy_gradients=...)`. Gradients that are reduced without a copy equal copied ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_root_without_parameters(pool):
 
 @pytest.mark.ranks(2)
 def test_automatic_choice_of_zero_copy(pool):
-    """With copies instead of all-gathers, for gradients that can be sent without a copy."""
+    """Check the automatic choice, with weights gathered by copies."""
     casts = "computed in torch.bfloat16, reduced in torch.float32"
     flags = 2 * 2  # one for each parameter and rank: whether the rank has used it
     for found in pool.run(zero_copy.automatic_choices, 2):
