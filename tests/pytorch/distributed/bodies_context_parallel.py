@@ -1,4 +1,4 @@
-"""Bodies: attention over ``cp`` against one process."""
+"""Bodies of attention over ``cp``, compared with one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHY = "bf16, or FP8, rounded at other places"
 
 
 def _large(tensor: torch.Tensor) -> torch.Tensor:
-    """Weights with which attention decides a good part of the output."""
+    """Return weights with which attention contributes much of the output."""
     return nn.init.normal_(tensor, std=0.08)
 
 
@@ -171,7 +171,7 @@ def _local(tensor: Any) -> torch.Tensor:
 def _without_context_parallel(
     subject: Any, reference: Any, meshes: Any, context: Any, parallel: bool
 ) -> None:
-    """Negative control: attention without cp gives results far from one process."""
+    """Negative control: attention without cp differs largely from one process."""
     for module in subject.modules():
         if hasattr(module, "cp_group"):
             module.cp_group = None
@@ -185,7 +185,7 @@ def _without_context_parallel(
 
 
 def set_context_parallel_without_fsdp(axes: dict[str, int]) -> None:
-    """``set_device_mesh`` and ``set_context_parallel`` without FSDP2; a deep copy shares groups and stream."""
+    """Bind with ``set_device_mesh`` and ``set_context_parallel`` only. A deep copy shares groups and stream."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -202,7 +202,7 @@ def set_context_parallel_without_fsdp(axes: dict[str, int]) -> None:
 
 
 def context_parallel_shard(axes: dict[str, int]) -> None:
-    """``context_parallel_shard`` cuts as TE does; what it cannot cut, and other batches on other ranks, it refuses."""
+    """Check that ``context_parallel_shard`` shards as TE does, and rejects lengths or batches that do not fit."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel as te_cp
 
     import te_fsdp
@@ -233,7 +233,7 @@ def context_parallel_shard(axes: dict[str, int]) -> None:
 
 
 def unsupported_setups(axes: dict[str, int]) -> None:
-    """Words, sizes, heads, sinks and ranks that do not fit are refused, by name and with the fix."""
+    """Check that unsupported options, sizes, heads, sinks and ranks raise an error with names and the fix."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -269,7 +269,7 @@ def unsupported_setups(axes: dict[str, int]) -> None:
 
 
 def unsupported_calls(axes: dict[str, int]) -> None:
-    """Masks, windows, dtypes and lengths that TE computes wrongly, or refuses without saying why, are refused."""
+    """Check that masks, windows, dtypes and lengths raise that TE computes wrongly or rejects without a reason."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

@@ -1,4 +1,4 @@
-"""Correct scripts around training that resemble mistakes (:mod:`bodies_mistakes`)."""
+"""Correct training scripts that resemble mistakes (:mod:`bodies_mistakes`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def frozen_and_unfrozen() -> bool:
 
 
 def layer_removed_after_training() -> bool:
-    """The optimizer still has its parameters."""
+    """Remove a layer whose parameters stay in the optimizer."""
     model = make_sharded()
     optimizer, layer = make_sgd(model), model.layer
     take_step(model, optimizer)
@@ -59,7 +59,7 @@ def layer_removed_after_training() -> bool:
 
 
 def alternating_recipes() -> bool:
-    """On all ranks, by objects that are new in each step; rank 0 alone evaluates a model whose weights are whole."""
+    """Alternate recipes, as new objects in each step. Rank 0 alone evaluates a model with unsharded weights."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
 
@@ -92,7 +92,7 @@ def gradients_filled_with_zeros_by_hand() -> bool:
 
 
 def grad_scaler_that_skips_a_step() -> bool:
-    """Infinite on one rank: no rank steps."""
+    """Use gradients that are infinite on one rank. No rank steps."""
     model = make_sharded()
     optimizer, scaler = make_sgd(model), torch.amp.GradScaler(harness.device_type(), init_scale=4.0)
     scaler.scale(model(draw_batch()).square().mean()).backward()
@@ -119,7 +119,7 @@ def scheduler_built_before_main_weights() -> bool:
 
 
 def manual_weight_average() -> bool:
-    """Averaged, put in place, evaluated, put back."""
+    """Average weights, install the average, evaluate and restore the weights."""
     model = make_sharded()
     average, before = [p.detach().clone() for p in model.parameters()], _weights(model)
     take_step(model, make_sgd(model))
@@ -141,7 +141,7 @@ def hooks_after_accumulation() -> bool:
 
 
 def parameter_counts_and_groups() -> bool:
-    """Sizes of sharded parameters are those of the unsharded model, and so are their dims."""
+    """Check that sizes and dims of sharded parameters are those of the unsharded model."""
     model, plain = make_sharded(), Model(make_meshes())
     sizes = [[(name, p.numel(), p.ndim) for name, p in item.named_parameters()] for item in (model, plain)]
     return sizes[0] == sizes[1]
@@ -167,7 +167,7 @@ def tied_after_sharding() -> bool:
 
 
 def layer_with_parallel_mode() -> bool:
-    """Gradients over tp are sums over all tokens: those of one process."""
+    """Check that gradients over tp are sums over all tokens, as in one process."""
     model, tokens = with_sequence_parallelism(marked=True)
     model(tokens).square().sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -213,7 +213,7 @@ def edits_with_main_weights() -> bool:
 
 
 def discarded_microbatches() -> bool:
-    """By ``zero_grad`` of the optimizer, of the model or of a module around it, before a first step and later."""
+    """Discard microbatches by ``zero_grad`` of the optimizer, the model or a module around it."""
     import te_fsdp
 
     results = []
@@ -244,7 +244,7 @@ def discarded_microbatches() -> bool:
 
 
 def optimizers_that_step_in_backward() -> bool:
-    """One for each parameter, in a hook: the bits of one optimizer after backward."""
+    """Step one optimizer per parameter in a hook. The bits are those of one optimizer after backward."""
     changed = []
     for strategy in ("optim_grads_params", "optim_grads", "optim"):
         model, other = make_sharded(strategy), make_sharded(strategy)
@@ -307,7 +307,7 @@ def parameters_after_an_evaluation() -> bool:
 
 
 def backwards_that_raise() -> bool:
-    """The batch is left out after ``optimizer.zero_grad()``, from the first one on."""
+    """Skip the batch after ``optimizer.zero_grad()``, from the first one on."""
 
     def fail(*unused: object) -> None:
         raise ValueError("a bad batch")
@@ -353,5 +353,5 @@ MEANT: list[Callable[[], bool]] = [
 
 
 def all_programs() -> dict[str, bool]:
-    """Whether each does what was meant."""
+    """Return whether each program has the expected result."""
     return {make.__name__: bool(make()) for make in MEANT}

@@ -1,4 +1,4 @@
-"""Loops in which one rank does something else than the others in a step, without an error of torch."""
+"""Loops in which one rank does something different in a step, without an error of torch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def clip_by_another_norm(model: nn.Module, optimizer: Any, is_alone: bool) -> No
 
 
 def change_the_clipping(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
-    """In one step only, before one whose arguments ranks compare."""
+    """Change the clipping in one step only, before a step whose arguments ranks compare."""
     clip(model, optimizer, is_alone, max_norm=2e-3)
 
 
@@ -99,7 +99,7 @@ def change_the_norm_by_torch(model: nn.Module, optimizer: Any, is_alone: bool) -
 
 
 def step_several_optimizers(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
-    """Two steps for each backward, and two models."""
+    """Make two steps per backward, with two models."""
     other = make_sharded()
     optimizers = [make_sgd(model.head), make_sgd(model.inp), make_sgd(other)]  # type: ignore[arg-type]
     for step in range(6):
@@ -112,7 +112,7 @@ def step_several_optimizers(model: nn.Module, optimizer: Any, is_alone: bool) ->
 
 
 def run(program: str, is_alone: bool, strategy: str, every: int = 2, **options: Any) -> list[float]:
-    """Run a program next to an older model. Return the sum of each parameter, over all ranks."""
+    """Run a program next to an older model. Return the sum of each parameter over all ranks."""
     from te_fsdp.checks import progress
 
     before, progress.EVERY = progress.EVERY, every

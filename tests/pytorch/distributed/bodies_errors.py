@@ -1,4 +1,4 @@
-"""Bodies that must raise, on every rank, with the right text."""
+"""Bodies that raise on every rank, with the expected text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 class NoReset(nn.Module):
-    """Owns a parameter and a buffer, and no reset_parameters."""
+    """Has a parameter and a buffer, but no reset_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class NoReset(nn.Module):
 
 
 class ResetFails(nn.Module):
-    """Its reset_parameters fails on one rank only."""
+    """Has a reset_parameters that fails on one rank only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def model_differs_between_ranks() -> None:
 
 
 def one_rank_fails() -> None:
-    """A unit name that exists on all ranks but one."""
+    """Use a unit name that exists on all ranks but one."""
     import te_fsdp
 
     meshes = _meshes()
@@ -77,14 +77,14 @@ def never_initialised() -> None:
 
 
 class ResetOmitsBias(nn.Linear):
-    """Its reset_parameters fills the weight and forgets the bias."""
+    """Has a reset_parameters that initializes the weight and omits the bias."""
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
 
 def reset_leaves_bias_uninitialized() -> None:
-    """Called by the user, after FSDP2, on a module outside of TE."""
+    """Call reset_parameters of a non-TE module after FSDP2, as a user does."""
     import te_fsdp
 
     model = te_fsdp.fully_shard(Block(ResetOmitsBias(8, 8, device="meta"), "meta"), _meshes())
@@ -99,7 +99,7 @@ def reset_fails_on_one_rank() -> None:
 
 
 def replicas_differ() -> None:
-    """Real-device parameters from another seed on each rank."""
+    """Build parameters on the device from a different seed on each rank."""
     import te_fsdp
 
     meshes = _meshes()
@@ -125,7 +125,7 @@ def sharded_twice_without_fsdp2() -> None:
 
 
 def part_of_a_sharded_model() -> None:
-    """A module whose parameters belong to a model around it."""
+    """Shard a module whose parameters belong to an already sharded model."""
     import te_fsdp
 
     meshes = _meshes()
@@ -134,7 +134,7 @@ def part_of_a_sharded_model() -> None:
 
 
 def incomplete_blocks() -> None:
-    """MXFP8 shards of 8 rows."""
+    """Shard MXFP8 weights into shards of 8 rows."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
@@ -146,7 +146,7 @@ def incomplete_blocks() -> None:
 
 
 def incomplete_stacked_blocks() -> None:
-    """MXFP8, gate and up of 16 rows each in one tp-local weight of 32: a block would hold rows of both."""
+    """Shard MXFP8 gate and up of 16 rows each, so that a block would contain rows of both."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
 

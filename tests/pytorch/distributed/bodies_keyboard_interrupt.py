@@ -1,4 +1,4 @@
-"""Bodies of calls that KeyboardInterrupt ends on one rank, whose script goes on."""
+"""Bodies of calls that KeyboardInterrupt ends on one rank, whose script continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _error(call: Any) -> str:
 
 
 def _call(collective: str) -> None:
-    """A collective call whose collective rank 1 does not reach."""
+    """Make a collective call whose collective rank 1 does not reach."""
     from te_fsdp.collectives import agreement, rendezvous
 
     with rendezvous.collective_call("test"):
@@ -38,7 +38,7 @@ def _call(collective: str) -> None:
 
 
 def interrupt_within_call(collective: str) -> list[str]:
-    """Return the errors of the interrupted call, and of the next one."""
+    """Return the errors of the interrupted call and of the next one."""
     from te_fsdp.collectives import rendezvous
 
     with mock.patch.object(rendezvous, "ASK_AFTER", 0.3), capture_warnings(timeout=30):
@@ -47,7 +47,7 @@ def interrupt_within_call(collective: str) -> list[str]:
 
 
 def interrupt_before_call() -> list[str]:
-    """Interrupt a rank that waits for the others; the next call works."""
+    """Interrupt a rank that waits for the others. The next call works."""
     from te_fsdp.collectives import rendezvous
 
     def arrive() -> None:
@@ -65,7 +65,7 @@ def interrupt_before_call() -> list[str]:
 
 
 def interrupt_saving(folder: str, victim: int) -> list[str]:
-    """Interrupt a rank that writes a checkpoint. Messages of the others have two parts."""
+    """Interrupt a rank that writes a checkpoint. Messages of the other ranks have two parts."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

@@ -1,4 +1,4 @@
-"""Bodies of collective calls that ranks make late, alone, or not at all. Times are short; rank 0 is always early."""
+"""Bodies of collective calls that ranks make late, alone or not at all. Timeouts are short, and rank 0 is early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPORT_AFTER = 0.2  # instead of 10 s
 
 
 class LogCapture(logging.Handler):
-    """Keeps what te_fsdp logs."""
+    """Collect te_fsdp's log records."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -30,7 +30,7 @@ class LogCapture(logging.Handler):
 
 @contextmanager
 def capture_warnings(timeout: float, report_after: float = REPORT_AFTER) -> Iterator[list[str]]:
-    """Set short times; yield the list that receives the warnings."""
+    """Set short timeouts and yield the list of warnings."""
     import te_fsdp
     from te_fsdp.collectives import rendezvous
 
@@ -47,7 +47,7 @@ def capture_warnings(timeout: float, report_after: float = REPORT_AFTER) -> Iter
 
 
 def _calls(folder: str) -> dict[str, Callable[[], object]]:
-    """Every public collective call outside the step, prepared on all ranks."""
+    """Return every public collective call outside the step, prepared on all ranks."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -78,7 +78,7 @@ def _calls(folder: str) -> dict[str, Callable[[], object]]:
 
 
 def call_on_rank_0_only(call: str, folder: str) -> dict[str, object]:
-    """Rank 0 calls and gives up; the others make the call afterwards, and hear of it at once."""
+    """Call on rank 0 until it gives up. The other ranks make the call afterwards and raise at once."""
     from te_fsdp import CollectiveError
 
     make = _calls(folder)[call]
@@ -94,7 +94,7 @@ def call_on_rank_0_only(call: str, folder: str) -> dict[str, object]:
 
 
 def late_rank(folder: str) -> dict[str, object]:
-    """The last rank comes a second after the first report; the save is complete."""
+    """Call on the last rank one second after the first report. The save is complete."""
     import te_fsdp
 
     make = _calls(folder)["checkpoint.save"]
@@ -108,7 +108,7 @@ def late_rank(folder: str) -> dict[str, object]:
 
 
 def different_calls(folder: str) -> str:
-    """Rank 0 saves while the others load: none waits for the timeout."""
+    """Save on rank 0 while the others load. No rank waits for the timeout."""
     from te_fsdp import CollectiveError
 
     calls = _calls(folder)
@@ -124,7 +124,7 @@ def different_calls(folder: str) -> str:
 
 
 def different_calls_before_all_ranks_arrive() -> str:
-    """Rank 0 and rank 1 are in different calls, the last rank in none: it hears of it when it comes."""
+    """Make different calls on ranks 0 and 1. The last rank, which arrives later, raises too."""
     from te_fsdp import CollectiveError
     from te_fsdp.collectives.rendezvous import collective_call
 
@@ -140,7 +140,7 @@ def different_calls_before_all_ranks_arrive() -> str:
 
 
 def rendezvous_of_subgroups() -> list[str]:
-    """Rendezvous of halves of the world, in different numbers, then of all ranks; none reports an error."""
+    """Run different numbers of rendezvous in halves of the world, then one of all ranks. None reports an error."""
     from te_fsdp.collectives.rendezvous import collective_call
 
     mesh = init_device_mesh(harness.device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
@@ -155,7 +155,7 @@ def rendezvous_of_subgroups() -> list[str]:
 
 
 def nested_calls() -> int:
-    """Keys of calls of one set of ranks: a call within a call adds none."""
+    """Return store keys of nested calls of one set of ranks. A call within a call adds none."""
     from te_fsdp.collectives.rendezvous import collective_call
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -167,7 +167,7 @@ def nested_calls() -> int:
 
 
 def store_keys_after(rounds: int) -> int:
-    """Return the store's keys after this number of calls, plus one that all ranks have completed."""
+    """Return the store's keys after this number of calls and one that all ranks have completed."""
     from te_fsdp.collectives.rendezvous import collective_call
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -181,7 +181,7 @@ def store_keys_after(rounds: int) -> int:
 
 
 def call_after_a_failed_call() -> list[str]:
-    """After a call that failed the next one works again."""
+    """Check that the next call works after a failed one."""
     from te_fsdp import CollectiveError
     from te_fsdp.collectives.rendezvous import collective_call
 
@@ -201,7 +201,7 @@ def call_after_a_failed_call() -> list[str]:
 
 
 def restarted_by_torchrun(restarts: str) -> str:
-    """A start in which a rank ends while it waits in a call, and one with the same store in which all make another."""
+    """Start ranks of which one ends while it waits, and start again with the same store. All make a different call."""
     from te_fsdp import CollectiveError
     from te_fsdp.collectives import rendezvous
 

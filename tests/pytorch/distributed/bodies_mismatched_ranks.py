@@ -1,4 +1,4 @@
-"""Ranks that run different trainings, which raises errors on all ranks."""
+"""Ranks that run different trainings. All ranks raise an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def recipe_within_forward_on_some_ranks() -> None:
 
 
 def different_recipe_later() -> None:
-    """Both ranks change: one to none, the other to another; objects are new ones in each step."""
+    """Change recipes on both ranks. Objects are new ones in each step."""
     model = make_sharded()
     for _ in range(2):
         _train(model, _delayed_recipe(margin=1))
@@ -92,7 +92,7 @@ def frozen_on_one_rank() -> None:
 
 
 def different_parameters_frozen_on_each_rank() -> None:
-    """As many elements on both: the reductions would fit."""
+    """Freeze equally many elements on both ranks, so that the reductions would fit."""
     model = make_sharded()
     _train(model)
     (model.head if dist.get_rank() else model.inp).weight.requires_grad_(False)
@@ -144,7 +144,7 @@ MISTAKES: list[Callable[..., None]] = [
 
 
 def all_ranks(directory: str) -> dict[str, tuple[str, str]]:
-    """Class and text of the error of each."""
+    """Return class and text of each error."""
     return all_mistakes(directory, MISTAKES)
 
 

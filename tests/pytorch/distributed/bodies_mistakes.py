@@ -1,4 +1,4 @@
-"""Mistakes of new users in scripts around training, each on all ranks at once."""
+"""Mistakes of new users in training scripts, each made on all ranks at once."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def to_empty_in_place_of_materialize() -> None:
 
 
 def different_seeds_for_replicas() -> None:
-    """HSDP of one shard: both ranks hold all weights."""
+    """Use HSDP with one shard, so that both ranks have all weights."""
     model = make_sharded(dp_replicate=2, dp_shard=1)
     _draw_by_rank(model)
     take_step(model, make_sgd(model))
@@ -180,7 +180,7 @@ def averaged_model_after_sharding() -> None:
 
 
 class SequenceParallel(nn.Module):
-    """Sequence-parallel layers of TE, each rank of tp with its part of the tokens; a plain layer between them."""
+    """Sequence-parallel TE layers, each tp rank with its tokens, and a plain layer between them."""
 
     def __init__(self, meshes: Any, marked: bool, dtype: torch.dtype = torch.float32) -> None:
         import transformer_engine.pytorch as te
@@ -200,7 +200,7 @@ class SequenceParallel(nn.Module):
 def with_sequence_parallelism(
     marked: bool, *, whole: bool = False, **options: Any
 ) -> tuple[nn.Module, torch.Tensor]:
-    """A model with tp, and this rank's part of the tokens or all of them."""
+    """Return a model with tp, and this rank's tokens or all tokens."""
     import te_fsdp
 
     meshes = make_meshes(tp=2)
@@ -287,7 +287,7 @@ def step_in_bf16(model: nn.Module, optimizer: Any) -> None:
 
 
 def optimizer_in_a_different_order() -> None:
-    """As sets give it, whose order is another one in each process."""
+    """Pass parameters in the order of a set, which differs between processes."""
     model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
     parameters = list(model.parameters())[:: 1 - 2 * dist.get_rank()]
     model(draw_batch(0)).square().mean().backward()
@@ -370,7 +370,7 @@ def clipping_of_replaced_parameters() -> None:
 
 
 def average_assigned_to_data() -> None:
-    """Through which nothing reaches a DTensor."""
+    """Assign an average to `.data`, which does not reach a DTensor."""
     model = make_sharded()
     take_step(model, make_sgd(model))
     model.to(harness.device_type()).float()  # which moves memory too
@@ -437,7 +437,7 @@ MISTAKES: list[Callable[..., None]] = [
 def all_mistakes(
     directory: str, mistakes: Iterable[Callable[..., None]] = MISTAKES
 ) -> dict[str, tuple[str, str]]:
-    """Class and text of the error of each."""
+    """Return class and text of each error."""
     import te_fsdp
 
     results = {}
@@ -450,7 +450,7 @@ def all_mistakes(
 
 
 def load_of_one_ranks_weights(directory: str) -> tuple[str, bool]:
-    """The error, and whether the model is as it was."""
+    """Return the error, and whether the model is unchanged."""
     import te_fsdp
 
     model, path = make_sharded(), Path(directory) / "model.pt"
@@ -484,7 +484,7 @@ def same_batch_on_all_ranks() -> tuple[list[str], list[str]]:
 
 
 def evaluation_on_one_rank() -> str:
-    """Rank 0 alone runs a forward; the other one is busy elsewhere."""
+    """Run a forward on rank 0 only, while the other rank is busy."""
     import te_fsdp
 
     model = make_sharded()

@@ -1,4 +1,4 @@
-"""Operations once wrong in torch's FSDP2 or te_fsdp, compared with one process (:mod:`bodies_unsupported`)."""
+"""Operations that FSDP2 or te_fsdp once computed wrongly, compared with one process (:mod:`bodies_unsupported`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain_copy(sharded: nn.Module, model: nn.Module) -> nn.Module:
 def same_gradients(
     sharded: nn.Module, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], plain: nn.Module
 ) -> bool:
-    """Whether gradients of a loss on this rank's batch are the mean of both batches' in one process, and not zero."""
+    """Return whether gradients are nonzero and equal the mean of both ranks' batches in one process."""
     loss(sharded, draw_batch()).backward()
     (
         sum(loss(plain, draw_batch(rank)) for rank in range(dist.get_world_size())) / dist.get_world_size()
@@ -55,7 +55,7 @@ def gradients_are_equal(sharded: nn.Module, plain: nn.Module) -> bool:
 
 
 def clip_dtensors_of_other_models() -> dict[str, Any]:
-    """Clip DTensors of no sharded model by torch, without and with te_fsdp's handlers. Return results and errors."""
+    """Clip DTensors of unrelated models by torch, without and with te_fsdp's handlers."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -91,7 +91,7 @@ def clip_dtensors_of_other_models() -> dict[str, Any]:
 
 
 def units_run_without_the_model(strategy: str) -> bool:
-    """Run a unit before the model, and both in the same loss."""
+    """Run a unit before the model, and both in one loss."""
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model.layer(x).square().mean() + model(x).square().mean()
@@ -161,7 +161,7 @@ def no_sync_of_a_compiled_model(strategy: str) -> bool:
 
 
 class _Renamed(nn.Module):
-    """With the names of ``torch.compile``'s wrapper."""
+    """Has the names of ``torch.compile``'s wrapper."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _Renamed(nn.Module):
 
 
 def averaged_model_in_a_loop(strategy: str) -> bool:
-    """docs/data.md's: that of ``AveragedModel`` in one process, and training goes on as without it."""
+    """Run the average of docs/data.md against ``AveragedModel`` in one process. Training is unaffected."""
     sharded = make_sharded(strategy)
     plain = plain_copy(sharded, Model(make_meshes()))
     decay = 0.9

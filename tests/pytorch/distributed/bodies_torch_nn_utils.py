@@ -1,4 +1,4 @@
-"""``torch.nn.utils`` over lists of parameters on several meshes, compared with full tensors."""
+"""Bodies of ``torch.nn.utils`` over parameters on several meshes, compared with full tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Experts(nn.Module):
 
 
 def trained(axes: dict[str, int], strategy: str, kind: str) -> nn.Module:
-    """Return a model with gradients. In a ``mixed`` one the last layer is replicated: a tensor without a mesh."""
+    """Return a model with gradients. In a ``mixed`` one the last layer is a replicated plain tensor."""
     import te_fsdp
 
     meshes = make_meshes(**axes)
@@ -67,7 +67,7 @@ def _calls(
 
 
 def compare_clip_grad_functions(axes: dict[str, int], strategy: str) -> dict[str, list[str]]:
-    """Return the functions whose result differs, and those that find no difference to a result that is wrong."""
+    """Return functions with a different result, and functions that do not detect a wrong result."""
     import te_fsdp
 
     model = trained(axes, strategy, "mixed")

@@ -1,4 +1,4 @@
-"""Models on tp whose ranks are fed the same data, or not."""
+"""Bodies of models on tp whose ranks get equal or different inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN, FFN, WORDS, ROWS = 16, 32, 40, 4
 
 @dataclass
 class Packed:
-    """Inputs in an object, as sequence-packing code has them."""
+    """Inputs in an object, as code for packed sequences has them."""
 
     lengths: torch.Tensor
     note: str = "packed"
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 class Part(nn.Module):
-    """One layer that communicates nothing before its output: its inputs are sharded over tp, or not."""
+    """A layer without communication before its output. Its inputs are sharded over tp, or not."""
 
     def __init__(self, meshes: Any, mode: str) -> None:
         import transformer_engine.pytorch as te
@@ -124,7 +124,7 @@ def _error(call: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
 def forward_with_different_inputs(
     door: str, what: str, dp: int, where: str = "tp", **options: Any
 ) -> tuple[str, str]:
-    """One forward; ranks of ``where`` ("tp", "dp" or all: "rank") are fed different data."""
+    """Run one forward. Ranks along ``where`` ("tp", "dp", or all: "rank") get different data."""
     meshes = _meshes(dp)
     place = {
         "tp": meshes.device_mesh.get_local_rank("tp"),
@@ -137,7 +137,7 @@ def forward_with_different_inputs(
 
 
 def sharded_inputs(door: str, how: str, what: str) -> tuple[str, str]:
-    """Models whose tp ranks get parts."""
+    """Run models whose tp ranks get shards of the inputs."""
     meshes = _meshes(1)
     own = meshes.tp.get_local_rank()
     if how in ("row", "column"):
@@ -150,7 +150,7 @@ def sharded_inputs(door: str, how: str, what: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _gathers() -> Iterator[list[int]]:
-    """Counts object gathers: what a comparison sends."""
+    """Count object gathers of a comparison."""
     seen, stock = [0], dist.all_gather_object
 
     def counted(*args: Any, **kwargs: Any) -> None:
@@ -165,7 +165,7 @@ def _gathers() -> Iterator[list[int]]:
 
 
 def errors_of_several_forwards(door: str) -> list[tuple[int, str]]:
-    """Comparisons and error of each of several forwards."""
+    """Return comparisons and the error of each of several forwards."""
     meshes = _meshes(1)
     own = meshes.tp.get_local_rank()
     model, results = _bound(Model(meshes), meshes, door), []
@@ -186,7 +186,7 @@ def errors_of_several_forwards(door: str) -> list[tuple[int, str]]:
 
 
 def registered_method() -> list[str]:
-    """A method that is registered: one that calls forward, and one that does not."""
+    """Run registered methods, one that calls forward and one that does not."""
     import te_fsdp
 
     meshes = _meshes(1)
@@ -201,7 +201,7 @@ def registered_method() -> list[str]:
 
 
 def recomputed_forward() -> int:
-    """Comparisons of a model whose forward runs again in backward, with data of its own shape there."""
+    """Return the comparisons of a model whose forward runs again in backward, with different shapes there."""
     from torch.utils.checkpoint import checkpoint
 
     meshes = _meshes(1)
@@ -218,7 +218,7 @@ def recomputed_forward() -> int:
 
 
 def new_shapes_on_one_rank() -> tuple[str, str]:
-    """Rank 0 alone comes with new shapes, to a layer that would not communicate."""
+    """Call a layer without communication with new shapes on rank 0 only."""
     import te_fsdp
 
     meshes = _meshes(1)
@@ -232,7 +232,7 @@ def new_shapes_on_one_rank() -> tuple[str, str]:
 
 
 def different_modes() -> tuple[str, str]:
-    """One rank in evaluation, the other in training."""
+    """Call one rank in evaluation mode and the other in training mode."""
     meshes = _meshes(1)
     model = _bound(Model(meshes), meshes, "set_device_mesh")
     return _error(model.train(dist.get_rank() == 0), _draw(0, ROWS, integer=True))

@@ -1,4 +1,4 @@
-"""Bodies of meshes whose ranks do not ascend in some of their slices."""
+"""Bodies of meshes with slices whose ranks are not ascending."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def error_of_unsorted_slice(call: str) -> str:
-    """Return the error of a call with a slice that ascends on ranks 0 and 1 only."""
+    """Return the error of a call with a slice that is ascending on ranks 0 and 1 only."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 
 class Result:
-    """An object that torch.utils._pytree does not know."""
+    """An object that torch.utils._pytree does not support."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.parts = {"tensor": tensor}
@@ -34,7 +34,7 @@ class Wrapping(nn.Module):
 
 
 class HidesOutput(Wrapping):
-    """Returns a tensor where nothing finds it."""
+    """Returns a tensor where no traversal finds it."""
 
     def forward(self, x: torch.Tensor) -> Any:
         tensor = self.inner(x)
@@ -49,7 +49,7 @@ class HiddenOutput:
 
 
 class Chain(nn.Module):
-    """Layers of torch around a unit, whose result they take apart."""
+    """torch layers around a unit, whose result they unpack."""
 
     def __init__(self, unit: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Chain(nn.Module):
 
 
 class SharedModule(nn.Module):
-    """Two branches with one module between them, each a unit, and the shared module too."""
+    """Two branches with one shared module, each of them a unit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary-parallel head."""
+"""Bodies of losses over a vocabulary-parallel head."""
 
 from __future__ import annotations
 

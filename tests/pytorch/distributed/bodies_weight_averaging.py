@@ -1,4 +1,4 @@
-"""Bodies: averages of weights, compared with those of one process."""
+"""Bodies of averaged models, compared with one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A layer of TE and a normalization whose statistics are buffers."""
+    """A TE layer and a normalization whose statistics are buffers."""
 
     def __init__(self, te: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def _batch(seed: int) -> torch.Tensor:
-    """The same on all ranks, so that statistics are those of one process."""
+    """Return the same batch on all ranks, so that statistics equal one process."""
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)).to(harness.device())
 
 
@@ -48,7 +48,7 @@ def _evaluate(model: nn.Module) -> torch.Tensor:
 
 
 def _pair(strategy: str) -> tuple[nn.Module, nn.Module, Any]:
-    """A plain model, one that is not sharded yet with the same weights, and the meshes."""
+    """Return a plain model, an unsharded copy with the same weights, and the meshes."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -61,7 +61,7 @@ def _pair(strategy: str) -> tuple[nn.Module, nn.Module, Any]:
 
 
 def evaluations_of_averaged_model(strategy: str, average: str) -> list[float]:
-    """``AveragedModel`` of a model, both sharded: the largest error of each evaluation, and whether values change."""
+    """Return the largest error of each evaluation of an ``AveragedModel``, and whether values change."""
     import te_fsdp
 
     functions = {
@@ -92,7 +92,7 @@ def evaluations_of_averaged_model(strategy: str, average: str) -> list[float]:
 
 
 def foreach_copy_between_evaluations(strategy: str) -> float:
-    """Weights of another model by ``torch._foreach_copy_`` between two evaluations: the error of the second."""
+    """Copy weights by ``torch._foreach_copy_`` between two evaluations. Return the error of the second."""
     import te_fsdp
 
     plain, model, meshes = _pair(strategy)
@@ -108,7 +108,7 @@ def foreach_copy_between_evaluations(strategy: str) -> float:
 
 
 def has_foreach_handlers(strategy: str) -> list[bool]:
-    """Whether functions of lists have handlers: after an evaluation, and after the next forward."""
+    """Return whether foreach functions have handlers after an evaluation and after the next forward."""
     from torch.distributed.tensor import DTensor
 
     import te_fsdp
@@ -135,7 +135,7 @@ OTHERS = {"default": "", "Scalar": "2", "List": "L", "ScalarList": "S", "Tensor"
 
 
 def foreach_writes_between_evaluations(strategy: str) -> dict[str, list[str]]:
-    """Every in-place ``torch._foreach_`` function between two evaluations, by outcome of the second."""
+    """Run every in-place ``torch._foreach_`` function between two evaluations. Group them by outcome."""
     import te_fsdp
 
     plain, model, meshes = _pair(strategy)

@@ -1,4 +1,4 @@
-"""Mistakes in what calls are given: objects of another kind, in another place, of another rank, under another path."""
+"""Wrong arguments of calls: wrong types, wrong positions, values that differ between ranks, wrong paths."""
 
 from __future__ import annotations
 
@@ -171,5 +171,5 @@ MISTAKES: list[Callable[..., None]] = [
 
 
 def all_arguments(directory: str) -> dict[str, tuple[str, str]]:
-    """Class and text of the error of each."""
+    """Return class and text of each error."""
     return all_mistakes(directory, MISTAKES)

@@ -1,4 +1,4 @@
-"""Bodies of the bridge's tests."""
+"""Bodies of the tests of the Megatron-FSDP bridge."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def make_net() -> torch.nn.Sequential:
-    """Units of two sizes, and a rest without parameters."""
+    """Return a model with units of two sizes and a root without parameters."""
     torch.manual_seed(1)
     linear, tanh = torch.nn.Linear, torch.nn.Tanh
     return torch.nn.Sequential(linear(6, 8), linear(8, 8), tanh(), linear(8, 3)).to(harness.device())
@@ -137,7 +137,7 @@ def one_loop(strategy: int, outer: int | None, how: str) -> dict[str, Any]:
 
 
 def marked_last_microbatch(model: Any, how: str, last: bool) -> contextlib.AbstractContextManager[None]:
-    """The ways in which scripts tell which microbatch is the last one."""
+    """Return the ways in which scripts mark the last microbatch."""
     if how == "no_sync":
         return contextlib.nullcontext() if last else model.no_sync()
     if how == "sync":
@@ -148,7 +148,7 @@ def marked_last_microbatch(model: Any, how: str, last: bool) -> contextlib.Abstr
 
 
 def methods() -> dict[str, Any]:
-    """Call the remaining documented methods once each."""
+    """Call each remaining documented method once."""
     from te_fsdp.compat import megatron_fsdp
 
     messages: list[str] = []
@@ -283,7 +283,7 @@ def sums_and_nan() -> dict[str, Any]:
 
 
 def edge_cases() -> dict[str, Any]:
-    """Learning rate schedulers, zeros instead of none, state from before the first step, copies, a model on meta."""
+    """Run learning rate schedulers, zeroed gradients, state before the first step, copies and a model on meta."""
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.errors import InitError
 

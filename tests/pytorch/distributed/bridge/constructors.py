@@ -59,7 +59,7 @@ def trained(model: Any, net: torch.nn.Module, average: bool = True) -> float:
 
 
 def construct_with_dist_index(outer: str | None) -> dict[str, Any]:
-    """`MegatronFSDP(module, dist_index, ddp_config)`, on axes of the user's own names."""
+    """Call `MegatronFSDP(module, dist_index, ddp_config)` on axes with the user's own names."""
     from te_fsdp.compat import megatron_fsdp
 
     mesh = dist.init_device_mesh(
@@ -86,7 +86,7 @@ def construct_with_dist_index(outer: str | None) -> dict[str, Any]:
 
 
 def construct_without_dist_index() -> dict[str, Any]:
-    """`MegatronFSDP(module)` with nothing else but options; the defaults of its configuration."""
+    """Call `MegatronFSDP(module)` with options only. The rest are the configuration's defaults."""
     from te_fsdp.compat import megatron_fsdp
 
     net, results = make_net(), {}
@@ -117,7 +117,7 @@ def construct_without_dist_index() -> dict[str, Any]:
 
 
 def dist_index_methods() -> dict[str, Any]:
-    """Groups, meshes and places by the user's names; experts; errors."""
+    """Check groups, meshes and ranks by the user's names, experts, and errors."""
     from te_fsdp.compat.megatron_fsdp import FSDPDistributedIndex
     from te_fsdp.errors import MeshError
 
@@ -176,7 +176,7 @@ def is_unreduced(parameter: torch.nn.Parameter) -> bool:
 
 
 def effects_of_methods() -> dict[str, Any]:
-    """Methods by their effects: reductions that wait, gathers, weights that were changed behind the model's back."""
+    """Check delayed reductions, gathers, and weights changed without the model's methods."""
     from te_fsdp.compat import megatron_fsdp
 
     results: dict[str, Any] = {}
@@ -229,7 +229,7 @@ def effects_of_methods() -> dict[str, Any]:
 
 
 class Root(torch.nn.Module):
-    """A unit, and a weight of the root's own."""
+    """A unit, and a weight of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Root(torch.nn.Module):
 
 
 def start_param_sync() -> dict[str, Any]:
-    """`start_param_sync()` gathers the root's own weights only, counted in all-gathers of NCCL or gloo."""
+    """Check that `start_param_sync()` gathers the root's weights only, by counting all-gathers."""
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.compat.megatron_fsdp import sharding
 
@@ -276,7 +276,7 @@ class Attention(torch.nn.Module):
 
 
 def underscore_reset_parameters() -> dict[str, Any]:
-    """From meta, against the constructor in one process; and one that nothing initializes."""
+    """Initialize from meta like the constructor in one process. A module without either method raises."""
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.errors import InitError
 
@@ -300,7 +300,7 @@ def underscore_reset_parameters() -> dict[str, Any]:
 
 
 def no_shard() -> dict[str, Any]:
-    """`fsdp_no_shard` under the bridge's name."""
+    """Use `fsdp_no_shard` under the bridge's name."""
     from te_fsdp.compat import megatron_fsdp
 
     net = make_net()

@@ -1,4 +1,4 @@
-"""Bodies: forms of Megatron-FSDP's scripts that the bridge refused, or answered with a raw error."""
+"""Bodies: Megatron-FSDP script variants that the bridge rejected or failed on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of the tests of resuming: a training continues from what plain DCP has saved."""
+"""Bodies of the tests of resuming: training continues from a checkpoint of DCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of models that differ in settings alone, cut over tensor parallelism."""
+"""Bodies of models with different module settings over tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FEW, MANY = ({"num_attention_heads": h, "num_gqa_groups": h // 4, "kv_channels":
 
 
 class UserModule(nn.Module):
-    """A module of one's own, which knows the number of its rank, as no other one does."""
+    """A user's module with a setting that differs between ranks."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Saves at moments of a step that a checkpoint cannot hold."""
+"""Saves in the middle of a step, which a checkpoint cannot represent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Negative controls: what goes wrong if one piece of expert parallelism is left out. Each must be found by a test."""
+"""Negative controls: expert parallelism with one part removed. A test detects each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: experts in one parameter under HFSDP."""
+"""Bodies: experts in a single parameter under HFSDP."""
 
 from __future__ import annotations
 

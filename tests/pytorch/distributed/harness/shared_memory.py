@@ -1,4 +1,4 @@
-"""Collectives of small tensors between the workers of a CPU pool, through memory that they share.
+"""Collectives of small tensors between workers of a CPU pool, through shared memory.
 
 gloo sends over TCP, by three threads a group: 0.2 to 4 ms of CPU time a rank and collective. The workers of a pool are
 forked from one server, so that a tensor can as well be left in memory for the others, at some 50 us.

@@ -1,4 +1,4 @@
-"""Models that are built on the device with tensor parallelism: each rank another part, though all seeds are equal."""
+"""Different initial values per tp rank for models that are built on the device from equal seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: what a step or an average leaves behind must not reach the next one: clip factors, memory that is reused."""
+"""Bodies: state that a discarded step or an average must not pass on, such as clip factors and reused memory."""
 
 from __future__ import annotations
 

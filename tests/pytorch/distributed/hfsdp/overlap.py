@@ -1,4 +1,4 @@
-"""Bodies: averages over the outer axis that begin while the last backward runs."""
+"""Bodies: averages over the outer axis that start during the last backward."""
 
 from __future__ import annotations
 

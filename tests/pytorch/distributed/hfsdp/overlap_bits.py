@@ -1,4 +1,4 @@
-"""Bodies: averages that begin during the last backward have the bits of those that the step begins."""
+"""Bodies: averages that start during the last backward, compared bit for bit with averages in the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: quantized weights whose new values are sent over the outer axis, by value or in bytes."""
+"""Bodies: quantized weights whose new values are sent over the outer axis, as values or as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: checkpoints of HFSDP with parameters whose main weights have not stepped."""
+"""Bodies: HFSDP checkpoints with main weights that have not stepped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: TE's fused accumulation of weight gradients under FSDP2, against one process without it."""
+"""Bodies: TE's fused accumulation of weight gradients under FSDP2, compared with one process without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: gradients reduced without a copy, bitwise equal to those that FSDP2 copies to a buffer."""
+"""Bodies: gradients reduced without a copy, compared bit for bit with gradients that FSDP2 copies to a buffer."""
 
 from __future__ import annotations
 

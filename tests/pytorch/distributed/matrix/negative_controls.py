@@ -1,4 +1,4 @@
-"""Negative controls: what goes wrong when a rule is left out, for the matrix's own comparison to find."""
+"""Negative controls: rules that are left out. The comparison of the matrix must detect each."""
 
 from __future__ import annotations
 

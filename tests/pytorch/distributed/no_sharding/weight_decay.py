@@ -1,4 +1,4 @@
-"""Bodies: parameters that no rank uses in a step keep `.grad` None, so that AdamW leaves them alone."""
+"""Bodies: parameters that no rank uses. Their `.grad` stays None, so that AdamW does not decay them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: ``torch.func.functional_call`` with other values before the first forward."""
+"""Bodies: ``torch.func.functional_call`` with different values before the first forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: gradients that a script assigns, with the placements that DTensor has chosen."""
+"""Bodies: gradients that a script assigns, with the placements that DTensor chooses."""
 
 from __future__ import annotations
 

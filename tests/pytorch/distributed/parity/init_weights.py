@@ -1,4 +1,4 @@
-"""Bodies about models with their own initialization: its numbers are those of one process, on any mesh."""
+"""Bodies: models with their own initialization, compared bit for bit with one process on any mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: ``load_state_dict(assign=True)`` at every stage of a model's life."""
+"""Bodies: ``load_state_dict(assign=True)`` at every stage, from the plain module to a trained sharded model."""
 
 from __future__ import annotations
 

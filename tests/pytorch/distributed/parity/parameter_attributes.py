@@ -1,4 +1,4 @@
-"""Bodies about what a parameter carries besides its values: it survives every replacement."""
+"""Bodies: attributes, hooks and flags of parameters, which every replacement keeps."""
 
 from __future__ import annotations
 

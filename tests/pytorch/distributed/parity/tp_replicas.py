@@ -1,4 +1,4 @@
-"""Bodies: parameters that every tensor-parallel rank holds whole stay equal, whatever their gradients' last bits."""
+"""Bodies: parameters that tp replicates. They stay equal although the last bits of their gradients differ."""
 
 from __future__ import annotations
 

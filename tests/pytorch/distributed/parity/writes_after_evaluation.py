@@ -1,4 +1,4 @@
-"""Bodies: changes of weights after an evaluation whose unsharded weights are kept, compared with one process."""
+"""Bodies: changes of weights that an evaluation left unsharded, compared with one process."""
 
 from __future__ import annotations
 

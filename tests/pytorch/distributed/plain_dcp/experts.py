@@ -1,4 +1,4 @@
-"""Bodies: torch's own state dicts of experts that the ranks of an expert-parallel mesh share among them."""
+"""Bodies: torch's own state dicts of experts over an expert-parallel mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: ``dcp.load`` on ranks that do not load together."""
+"""Bodies: ``dcp.load`` that only some ranks call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: loads of a state in another form: ordinary DTensors, flat states of experts."""
+"""Bodies: loads of ordinary DTensors into quantized weights, and flat states of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: optimizer state dicts that load although some, or all, states are main weights alone; refused ones."""
+"""Bodies: optimizer state dicts in which some states, or all, are main weights only."""
 
 from __future__ import annotations
 

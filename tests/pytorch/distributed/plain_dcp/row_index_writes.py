@@ -1,4 +1,4 @@
-"""Bodies: rows of sharded tensors, which torch gathers."""
+"""Bodies: indexed rows of sharded tensors, which torch gathers."""
 
 from __future__ import annotations
 

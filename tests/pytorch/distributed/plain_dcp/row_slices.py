@@ -1,4 +1,4 @@
-"""Bodies: parts of a stacked weight, such as ``gate, up = weight.chunk(2)``."""
+"""Bodies: row slices of a stacked weight, such as ``gate, up = weight.chunk(2)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: checkpoints at states that random programs reached."""
+"""Bodies: checkpoints at states that the random search reached."""
 
 from __future__ import annotations
 

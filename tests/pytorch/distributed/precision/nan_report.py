@@ -1,4 +1,4 @@
-"""Bodies: NaN in one parameter's gradient, on one rank, in one microbatch."""
+"""Bodies: NaN in the gradient of one parameter, on one rank, in one microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: backwards that do not reach all units, with quantized weights, against stock TE in one process."""
+"""Bodies: quantized units that a backward does not reach, compared with stock TE in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: every shard of a quantized weight is quantized as in one process.
+"""Bodies: bytes and scales of every shard of a quantized weight, compared with one process.
 
 The oracle of each comparison is a stock TE model in one process, without te_fsdp: its weights are quantized by
 TE itself from the full value, gathered from all ranks. Raw buffers are compared, not dequantized values.

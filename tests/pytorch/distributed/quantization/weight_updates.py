@@ -1,4 +1,4 @@
-"""Bodies: the weights of a step are quantized together, with the bits of TE's way."""
+"""Bodies: quantized weights that a step updates in one batch, compared bit for bit with TE's updates."""
 
 from __future__ import annotations
 

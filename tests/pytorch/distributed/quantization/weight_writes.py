@@ -1,4 +1,4 @@
-"""Bodies: writes to quantized weights, which must keep the scale of the unsharded weight; copies of such weights."""
+"""Bodies: writes to quantized weights, which use the scale of the unsharded weight, and copies of these weights."""
 
 from __future__ import annotations
 

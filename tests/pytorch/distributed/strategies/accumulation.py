@@ -1,4 +1,4 @@
-"""Bodies: the accumulation contract."""
+"""Bodies: gradient accumulation over microbatches."""
 
 from __future__ import annotations
 

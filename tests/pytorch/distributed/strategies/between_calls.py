@@ -1,4 +1,4 @@
-"""Bodies: the state that users see between two calls: ``model.parameters()``, ``.grad``."""
+"""Bodies: ``model.parameters()`` and ``.grad`` between two calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same training with weights gathered by NCCL (gloo) or by copies."""
+"""Trainings with weights gathered by NCCL (Gloo) and by copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: what a training loop can do that few do. Several models, other methods than forward, steps that raise."""
+"""Bodies: rare training loops, such as several models, other methods than forward, and steps that raise."""
 
 from __future__ import annotations
 

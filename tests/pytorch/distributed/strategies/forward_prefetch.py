@@ -1,4 +1,4 @@
-"""Trainings with all-gathers one unit ahead in forward, or without."""
+"""Trainings with and without all-gathers one unit ahead in forward."""
 
 from __future__ import annotations
 

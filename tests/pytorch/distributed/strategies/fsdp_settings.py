@@ -1,4 +1,4 @@
-"""Body: FSDP2's public settings of how a unit communicates, changed on te_fsdp's units, against one process."""
+"""Body: FSDP2's public communication settings, changed on te_fsdp's units, compared with one process."""
 
 from __future__ import annotations
 

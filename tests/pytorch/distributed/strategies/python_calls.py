@@ -1,4 +1,4 @@
-"""Counts of Python function calls in a later step, of any package, by library."""
+"""Counts of Python function calls in a steady-state step, by library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes between two steps are detected although later steps do not repeat the checks."""
+"""Changes between two steps, which steady-state steps detect without repeating the checks."""
 
 from __future__ import annotations
 

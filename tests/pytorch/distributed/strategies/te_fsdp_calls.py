@@ -1,4 +1,4 @@
-"""Counts of te_fsdp's own function calls in a later step."""
+"""Counts of te_fsdp's own function calls in a steady-state step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies about parameters that FSDP2 cannot shard with the rest of their unit."""
+"""Bodies: parameters that FSDP2 cannot shard with the rest of their unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of units that a backward leaves out."""
+"""Gradients of units that a backward does not reach."""
 
 from __future__ import annotations
 

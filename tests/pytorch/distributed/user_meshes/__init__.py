@@ -1,1 +1,1 @@
-"""Bodies of what people try first: torch's own mesh, a mesh with further axes, a forward too early, TE's scripts."""
+"""Bodies of user-built meshes, a forward before materialize, and state dicts in TE's scripts."""

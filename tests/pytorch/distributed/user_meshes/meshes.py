@@ -1,4 +1,4 @@
-"""Bodies: meshes that were built elsewhere, for a full model or a stage of a pipeline, against one process."""
+"""Bodies: meshes that the user built, for a full model or a pipeline stage, compared with one process."""
 
 from __future__ import annotations
 

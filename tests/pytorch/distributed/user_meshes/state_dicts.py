@@ -1,4 +1,4 @@
-"""Bodies: every value of a state dict is a tensor."""
+"""Bodies: state dicts, whose values are all tensors."""
 
 from __future__ import annotations
 
