@@ -18,7 +18,7 @@ BACKENDS = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "
 HEADS, GROUPS, HEAD_DIM, SEQUENCE = 4, 2, 64, 128
 
 
-def select_backend(backend: str) -> dict[str, str]:
+def backend_environment(backend: str) -> dict[str, str]:
     """Variables that leave TransformerEngine one backend."""
     return {variable: str(int(name == backend)) for name, variable in BACKENDS.items()}
 
@@ -62,7 +62,7 @@ def by_one_backend(backend: str) -> dict:
     torch.manual_seed(1)
     inputs = torch.randn(SEQUENCE, 2, HEADS * HEAD_DIM, dtype=torch.bfloat16).to(harness.device())
     stock, sharded = trained(None, inputs), trained(meshes, inputs)
-    os.environ.update(select_backend("unfused"))
+    os.environ.update(backend_environment("unfused"))
     _attention_backends["backend_selection_requires_update"] = True
     unfused = trained(None, inputs)
     checks = harness.Comparisons()
@@ -82,8 +82,8 @@ def by_one_backend(backend: str) -> dict:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_backends_equal_unfused(pool, backend):
-    found = pool.run(chosen_backend, 1, env=select_backend(backend), init_group=False)[0]
+    found = pool.run(chosen_backend, 1, env=backend_environment(backend), init_group=False)[0]
     if found["backend"] != backend:
         why = [text for text in found["reasons"] if text.lower().startswith(f"disabling {backend}")]
         pytest.skip(f"TransformerEngine has no {backend} attention here: {'; '.join(why) or 'not installed'}")
-    pool.run(by_one_backend, 2, env=select_backend(backend), backend=backend)
+    pool.run(by_one_backend, 2, env=backend_environment(backend), backend=backend)

@@ -150,7 +150,7 @@ def test_training_under_hfsdp(pool, recipe, weights, experts):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("recipe", "experts"), [("mxfp8", 3)])
 def test_main_weights_in_fp32_and_inference(pool, recipe, experts):
-    pool.run(single_parameter.gathers_in_fp32, 2, env=SINGLE, recipe=recipe, experts=experts)
+    pool.run(single_parameter.train_with_fp32_main_weights, 2, env=SINGLE, recipe=recipe, experts=experts)
 
 
 @pytest.mark.single_grouped

@@ -50,7 +50,7 @@ def training(
         check_full_precision()
     expected, originals = _reference(recipe, weights, experts, bias, route)
     if single:
-        expected.tensors, originals = _unstack_experts(expected.tensors), _unstack_experts(originals)
+        expected.tensors, originals = _stack_experts(expected.tensors), _stack_experts(originals)
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model = build(recipe, weights, experts, meshes, "meta", bias=bias, single=single)
     with negative_controls.remove(broken):
@@ -160,7 +160,7 @@ def _reference(
     return result, before
 
 
-def _unstack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of experts, one by one, as those of the one parameter of all."""
     results = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
     parts: dict[str, list[torch.Tensor]] = {}

@@ -106,7 +106,7 @@ def memory_per_rank(axes: dict[str, int], recipe: str, experts: int) -> dict[str
     }
 
 
-def gathers_in_fp32(recipe: str, experts: int) -> dict[str, Any]:
+def train_with_fp32_main_weights(recipe: str, experts: int) -> dict[str, Any]:
     """Beside fp32 main weights quantized ones are gathered in the dtype of compute; also in inference mode."""
     import te_fsdp
 
