@@ -116,7 +116,7 @@ def sharded_twice() -> None:
 
 
 def sharded_twice_without_fsdp2() -> None:
-    """Nothing of ``no_shard`` is a DTensor, nor any module FSDP2's."""
+    """Shard a ``no_shard`` model twice. It has neither DTensors nor modules of FSDP2."""
     import te_fsdp
 
     meshes = _meshes()

@@ -78,7 +78,7 @@ def _calls(folder: str) -> dict[str, Callable[[], object]]:
 
 
 def call_on_rank_0_only(call: str, folder: str) -> dict[str, object]:
-    """Call on rank 0 until it gives up. The other ranks make the call afterwards and raise at once."""
+    """Call on rank 0 until it times out. The other ranks make the call afterwards and raise at once."""
     from te_fsdp import CollectiveError
 
     make = _calls(folder)[call]

@@ -128,7 +128,7 @@ def a_shared_unit(strategy: str) -> bool:
 
 
 def a_penalty_of_replicated_layers(strategy: str) -> bool:
-    """In a model whose other parts are sharded by any strategy."""
+    """Use a gradient penalty of replicated layers, with the other parts under any strategy."""
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
@@ -227,7 +227,7 @@ def initialized_module_by_module(strategy: str) -> bool:
 
 
 def two_models_in_a_module_dict(directory: str, strategy: str) -> bool:
-    """One optimizer with main weights; saved and loaded into other models of the same kind."""
+    """Train two models by one optimizer with main weights. Save and load them into new models."""
     import te_fsdp
 
     results = []
@@ -346,7 +346,7 @@ def conversions(strategy: str, when: str) -> dict[str, bool]:
 
 
 def meshes_of_size_one() -> dict[str, Any]:
-    """Without tensor parallelism; and its own slice in the place of the meshes."""
+    """Run code for tensor parallelism without it, also with a mesh slice instead of the meshes."""
     import te_fsdp
 
     meshes = make_meshes()

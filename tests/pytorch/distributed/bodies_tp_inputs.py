@@ -86,7 +86,7 @@ def _draw(seed: int, *shape: int, integer: bool = False) -> torch.Tensor:
 
 
 def _inputs(what: str, own: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a forward in which ``what`` differs between ranks with another ``own``."""
+    """Return arguments of a forward in which ``what`` differs between ranks with different ``own``."""
     tokens, features = _draw(0, ROWS, integer=True), _draw(1, ROWS, HIDDEN)
     if what == "integer":
         return (_draw(own, ROWS, integer=True),), {}

@@ -137,7 +137,7 @@ def test_unsupported_options_raise(pool, tmp_path):
 
 
 def trainers(path: Path) -> dict[str, Any]:
-    """Body: what the trainer refuses, and what it counts."""
+    """Return the errors of unsupported trainer options, and its counts."""
     from transformers import TrainingArguments
 
     from te_fsdp.integrations.transformers import TeFsdpTrainer

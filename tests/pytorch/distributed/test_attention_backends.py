@@ -29,7 +29,7 @@ def chosen_backend() -> dict:
 
 
 def trained(meshes: te_fsdp.Meshes | None, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and gradients of a layer, by name, whole: sharded over the meshes, or stock in one process."""
+    """Return unsharded output and gradients of a layer by name, sharded over the meshes or stock in one process."""
     import transformer_engine.pytorch as te
 
     layer = te.TransformerLayer(

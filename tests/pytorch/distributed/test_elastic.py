@@ -48,7 +48,7 @@ def run_start(words: list[str]) -> None:
 
 
 def run_superseded_start(folder: str) -> str:
-    """Body: a start of the example, while which another one begins; how it ends."""
+    """Run a start of the example during which another one starts. Return how it ends."""
     elastic = example("train_elastic")
     step, starts = elastic.train_step, Path(folder, "starts.jsonl")
 

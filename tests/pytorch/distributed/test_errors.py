@@ -93,7 +93,7 @@ def test_errors_on_all_ranks(pool, body, error, words):
 
 
 def bodies_support() -> bool:
-    """Whether MXFP8 weights can be declared here at all."""
+    """Return whether MXFP8 weights can be declared on this machine."""
     import transformer_engine.pytorch as te
 
     return bool(te.is_mxfp8_available())

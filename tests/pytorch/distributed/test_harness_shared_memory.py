@@ -63,7 +63,7 @@ def every_collective() -> tuple[list, list]:
 
 
 def mismatched_call(group_of: int, other: str) -> None:
-    """One rank calls another collective than the rest."""
+    """Call a different collective on one rank."""
     tensor = torch.ones(4)
     if dist.get_rank() == group_of and other == "max":
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)

@@ -36,7 +36,7 @@ def layer(meshes: Any, **options: Any) -> nn.Module:
 
 
 def computed(tp: int, sequence_parallel: bool) -> dict[str, torch.Tensor]:
-    """Body: output before and after a merge, weights after it, gradients of the adapters, all whole."""
+    """Return unsharded output before and after a merge, merged weights, and gradients of the adapters."""
     from peft import LoraConfig
 
     import te_fsdp

@@ -39,7 +39,7 @@ def largest_relative_difference(net: torch.nn.Module, reference: torch.nn.Module
 
 
 def trained(model: Any, net: torch.nn.Module, average: bool = True) -> float:
-    """Two steps of two microbatches, the plain loop, against one process; SGD, whose steps show factors."""
+    """Train two steps of two microbatches by SGD in the plain loop, compared with one process."""
     from te_fsdp.compat import megatron_fsdp
 
     reference = make_net()

@@ -14,7 +14,7 @@ from bridge.placements import make_nested
 
 
 def several_models(rows: list[str], named: bool) -> dict[str, Any]:
-    """Two models in one optimizer, on a mesh with or without names: two SGD steps against one process."""
+    """Train two models by one optimizer, on a mesh with or without names, compared with one process."""
     from te_fsdp.compat.megatron_fsdp import experimental as v2
 
     kinds = {"R": v2.Replicate, "P": v2.Partial, "F": v2.Flat}

@@ -21,7 +21,7 @@ def make_nested() -> torch.nn.Module:
 
 
 def trained(rows: list[str], nested: bool = True) -> dict[str, Any]:
-    """Two SGD steps of two microbatches against one process, by placements in short: "RPF" of each axis."""
+    """Train two SGD steps by placements in short form ("RPF" of each axis), compared with one process."""
     from te_fsdp.compat.megatron_fsdp import experimental as v2
 
     kinds = {"R": v2.Replicate, "P": v2.Partial, "F": v2.Flat}

@@ -52,7 +52,7 @@ def load_through(route: str, run: Run, path: str) -> None:
 
 
 def local_state(run: Run) -> dict[str, torch.Tensor]:
-    """Every tensor that this rank holds, raw: quantized weights as bytes and scales, optimizer state, buffers."""
+    """Return every raw tensor of this rank: quantized weights as bytes and scales, optimizer state, buffers."""
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     results: dict[str, torch.Tensor] = {}
@@ -201,7 +201,7 @@ def load_on_different_mesh(
     *,
     train: bool = True,
 ) -> dict[str, Any]:
-    """Load what another mesh saved; compare logical values bit for bit, train on.
+    """Load the checkpoint of a different mesh, compare logical values bit for bit, and train.
 
     Args:
         case: As saved.
@@ -220,7 +220,7 @@ def load_on_different_mesh(
 
 @contextmanager
 def ignore_stacked_layouts(run: Any) -> Iterator[None]:
-    """Every cut parameter counts as one block, and the comparison that would notice is off."""
+    """Treat every sharded parameter as one block, and disable the comparison that detects this."""
     from te_fsdp.checkpoint import compare
     from te_fsdp.layout import PLAIN
     from te_fsdp.records import binding_of
@@ -239,7 +239,7 @@ def ignore_stacked_layouts(run: Any) -> Iterator[None]:
 
 
 def resave(case: Case, axes: dict[str, int], directory: str, name: str, to: str) -> None:
-    """Load a checkpoint and save it again under another name."""
+    """Load a checkpoint and save it again under a different name."""
     import te_fsdp
 
     run = Run(case, axes, seed=2)

@@ -15,7 +15,7 @@ from checkpointing.formats import AFTER, differing, shards
 def continue_on_mesh(
     axes: dict[str, int] | None, directory: str, recipe: str, position: int, *, spoil: bool = False
 ) -> dict[str, Any]:
-    """One link of a chain of meshes: load what the last one saved, compare every value, train, save for the next.
+    """Load the previous mesh's checkpoint, compare every value, train, and save for the next mesh.
 
     Args:
         axes: This mesh.

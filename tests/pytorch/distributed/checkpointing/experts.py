@@ -132,7 +132,7 @@ def logical(run: Run) -> dict[str, torch.Tensor]:
 def _pieces(
     module: Any, own: str, parameter: torch.Tensor, value: torch.Tensor
 ) -> list[tuple[str, Any, Any]]:
-    """Name, shape and rectangles of the tensors that a local one holds parts of."""
+    """Return name, shape and rectangles of the original tensors that a local tensor contains parts of."""
     from te_fsdp.records import binding_of
     from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import te as _te
@@ -201,7 +201,7 @@ def save_on(case: Case, places: list[Setup], directory: str, *, optimizer: bool 
 
 
 def load_on(case: Case, pairs: list[tuple[Setup, Setup]], directory: str) -> dict[str, Any]:
-    """Load what one mesh saved on another; compare logical values bit for bit.
+    """Load the checkpoint of a different mesh. Compare logical values bit for bit.
 
     Returns:
         By pair: what is wrong, how many tensors were compared and how many differed before, the groups' options.
@@ -224,7 +224,7 @@ def load_on(case: Case, pairs: list[tuple[Setup, Setup]], directory: str) -> dic
 def convert_on(
     case: Case, places: list[Setup], source: str, optimizer: bool, directory: str
 ) -> dict[str, Any]:
-    """Load what was saved in another format; the first place in one process says what must come."""
+    """Load a checkpoint of a different format, compared with the first setup in one process."""
     import te_fsdp
 
     results = {}
@@ -243,7 +243,7 @@ def convert_on(
 
 
 def plain_dcp(case: Case, place: Setup, others: list[Setup], directory: str) -> dict[str, Any]:
-    """Plain DCP with global names: loaded by te_fsdp.checkpoint.load and, unless experts are apart, by DCP itself."""
+    """Save by DCP with global names. Load by te_fsdp.checkpoint.load, and by DCP where it can."""
     import te_fsdp
 
     run = Run(case, place, seed=0)
@@ -272,7 +272,7 @@ def plain_dcp(case: Case, place: Setup, others: list[Setup], directory: str) -> 
 
 
 def local_names(case: Case, directory: str) -> dict[str, Any]:
-    """The fault: experts that every rank counts from 0. Plain DCP loses one rank's; te_fsdp.checkpoint refuses."""
+    """Count experts from 0 on every rank. DCP loses the experts of one rank, and te_fsdp.checkpoint raises."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

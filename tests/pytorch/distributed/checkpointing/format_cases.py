@@ -59,7 +59,7 @@ def _te_format(name: str) -> Any:
 
 
 class Narrow(torch.nn.Module):
-    """Weights of three blocks of 32 rows, which most meshes cut through when they are not quantized."""
+    """Weights of three blocks of 32 rows. Most meshes shard unquantized ones within blocks."""
 
     def __init__(self, device: Any, **tp: Any) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def convert_formats(
     master: bool = True,
     spoil: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Load weights of one format into a model of another, with main weights and without.
+    """Load weights of one format into a model of a different format, with and without main weights.
 
     Args:
         axes: This mesh.

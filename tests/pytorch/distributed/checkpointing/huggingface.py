@@ -101,7 +101,7 @@ def dispatch_to_experts(ep: Any, experts: Any, rows: torch.Tensor, counts: list[
 
 
 def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
-    """Load a folder onto a mesh, train a step, save it as a folder; look at this from everywhere.
+    """Load a folder onto a mesh, train a step and save it as a folder. Compare it with every reader.
 
     Returns:
         Of the folder that was written: tensors that differ from what the command line exports of a checkpoint, from
@@ -159,7 +159,7 @@ def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
 
 
 def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[str, list[str]]:
-    """One rank's disk is full, one cannot read its weights; errors, and the files afterwards. Then it works."""
+    """Save with a full disk on one rank and unreadable weights on another. Afterwards a save works."""
     import te_fsdp
     from te_fsdp.checkpoint.lazy_tensors import InMemory
     from te_fsdp.checkpoint.portable import huggingface as hf, weight_stream
@@ -200,7 +200,7 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
 
 
 def errors_of_tp_sharded_gate_up(folder: str) -> list[str]:
-    """Experts whose gate and up are one block, cut by tensor parallelism: what writing and loading a folder says."""
+    """Return the errors of saving and loading experts whose fused gate and up tp shards."""
     import transformer_engine.pytorch as te
     import transformers
 
@@ -253,7 +253,7 @@ def _differing(one: Any, other: Any) -> list[str]:
 
 
 def _differing_pieces(model: nn.Module, other: nn.Module) -> list[str]:
-    """Parameters of which two models hold different bytes on this rank."""
+    """Return parameters whose bytes on this rank differ between two models."""
     from te_fsdp.checkpoint.model_state import model_state
 
     pairs = zip(model_state(model).entries.items(), model_state(other).entries.items(), strict=True)

@@ -46,7 +46,7 @@ def _sharded(recipe: str, meshes: Any, kind: str, seed: int) -> nn.Module:
 
 
 def _set_zero_learning_rate(optimizer: Any) -> None:
-    """From now on each parameter becomes its main weight, whatever the gradients."""
+    """Set learning rate and weight decay to 0, so that a step makes each parameter equal its main weight."""
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.0, 0.0
 
@@ -87,7 +87,7 @@ def load_without_optimizer(cases: list[tuple[str, str, int, int]], directory: st
 
 
 def _same_values(model: nn.Module, one: nn.Module, when: str) -> int:
-    """Not bits: a zero less nothing times an update has the update's sign. Returns the number of weights."""
+    """Compare by value, because the sign of a zero may differ. Return the number of weights."""
     with raise_on_all_ranks(when):
         whole = dict(one.named_parameters())
         weights = named_weights(model)

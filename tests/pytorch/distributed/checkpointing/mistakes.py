@@ -274,7 +274,7 @@ def save_different_values(directory: str, what: str) -> tuple[str, str]:
 
 
 def load_different_format(directory: str) -> list[tuple[str, str]]:
-    """Formats and main weights that would be converted, when conversions are refused; nothing may change."""
+    """Load formats and main weights that need a disallowed conversion. The model is unchanged."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp
@@ -305,7 +305,7 @@ def load_different_format(directory: str) -> list[tuple[str, str]]:
 
 
 def load_different_checkpoints(directory: str) -> dict[str, tuple[str, str]]:
-    """Each rank another checkpoint of the same model, ours or plain; and one that a rank does not see."""
+    """Load a different checkpoint of the same model on each rank, and one that a rank cannot read."""
     import te_fsdp
 
     model, rank = shard(Small()), dist.get_rank()

@@ -1,4 +1,4 @@
-"""Bodies: every kind of optimizer onto another mesh."""
+"""Bodies: every kind of optimizer on a different mesh."""
 
 from __future__ import annotations
 

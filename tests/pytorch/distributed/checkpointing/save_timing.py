@@ -21,7 +21,7 @@ class Chain(Small):
 
 
 def save_between_microbatches(directory: str, how: str) -> dict[str, Any]:
-    """Save after a microbatch whose gradients wait, then after the step: the first is refused, and loses nothing.
+    """Save with unreduced gradients, then after the step. The first save raises and drops nothing.
 
     ``how`` is a strategy, or "torch" for a model that torch's own ``fully_shard`` has sharded.
     """

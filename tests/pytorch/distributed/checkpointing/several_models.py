@@ -79,7 +79,7 @@ def save_several_models(directory: str, axes: dict[str, int]) -> dict[str, torch
 
 
 def load_several_models(directory: str, axes: dict[str, int]) -> dict[str, Any]:
-    """Load it on another mesh into other values, and make the same two steps."""
+    """Load on a different mesh into different values, and make the same two steps."""
     import te_fsdp
 
     job = Job(axes, 1)
@@ -100,7 +100,7 @@ def harness_host(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def errors_of_extra_dtensors(directory: str, axes: dict[str, int]) -> dict[str, str]:
-    """DTensors that ``extra`` refuses, on all ranks before anything is written."""
+    """Return the errors of unsupported DTensors in ``extra``, raised on all ranks before a write."""
     from torch.distributed.tensor import Partial
 
     import te_fsdp

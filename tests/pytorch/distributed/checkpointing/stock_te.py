@@ -110,7 +110,7 @@ def load_plain_dcp(case: Case, axes: dict[str, int], directory: str) -> dict[str
 
 
 def errors_of_dcp_directories(case: Case, axes: dict[str, int], directory: str) -> dict[str, tuple[str, str]]:
-    """Directories that are no whole plain ones, and differences: all ranks raise the same, nothing changes."""
+    """Load incomplete or mismatched directories. All ranks raise the same error, and nothing changes."""
     import te_fsdp
 
     run = Run(case, axes, seed=1)
@@ -202,7 +202,7 @@ def exchange_with_stock_fsdp2(case: Case, axes: dict[str, int], directory: str) 
 def error_of_tp_row_order(
     case: Case, saved: dict[str, int], axes: dict[str, int], directory: str
 ) -> dict[str, Any]:
-    """A script has dropped the entries of modules that tp has sharded: refused by the pieces, and nothing changes."""
+    """Load without the entries of tp-sharded modules. The shards reveal the row order, and nothing changes."""
     import te_fsdp
 
     stacked = _save_plain(Run(case, saved, seed=0), f"{directory}/scrambled", entries=False, ordinary=True)

@@ -58,7 +58,7 @@ def names() -> dict[str, Any]:
 
 
 def state_dicts() -> dict[str, Any]:
-    """A state dict of all experts, one by one or as one tensor, gives each rank its own; of local names none."""
+    """Load a state dict of all experts. Each rank gets its own, and none from local names."""
     torch.manual_seed(3)
     whole = build("none", "fp32", EXPERTS, None, harness.device(), bias=True)
     meshes = _meshes(ep=2)
@@ -183,7 +183,7 @@ def errors_of_fully_shard(mistake: str) -> None:
 
 
 def current_scaling(quantized: bool) -> None:
-    """A recipe that TE refuses for GroupedLinear under tp."""
+    """Use a recipe that TE does not support for GroupedLinear under tp."""
     training(
         {"ep": 2, "tp": 2}, "current", "quantized" if quantized else "bf16", 4, bias=False, route="every"
     )
@@ -225,7 +225,7 @@ def memory(axes: dict[str, int]) -> dict[str, Any]:
 
 
 def gradients_in_fp16(axes: dict[str, int]) -> dict[str, Any]:
-    """Gradients in fp16, which FSDP2 divides in another way than fp32: those of the same model in fp32, rounded."""
+    """Compare fp16 gradients, which FSDP2 divides differently, with rounded fp32 gradients of the same model."""
     import te_fsdp
 
     meshes = _meshes(**axes)

@@ -41,7 +41,7 @@ PIECES: dict[str, tuple[str, str, Any]] = {
 
 @contextmanager
 def remove(name: str) -> Iterator[None]:
-    """Without the piece of that name; with all of them if it is empty."""
+    """Remove the part with this name within the context, or none if the name is empty."""
     if not name:
         yield
         return

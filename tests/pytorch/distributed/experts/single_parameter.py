@@ -107,7 +107,7 @@ def memory_per_rank(axes: dict[str, int], recipe: str, experts: int) -> dict[str
 
 
 def train_with_fp32_main_weights(recipe: str, experts: int) -> dict[str, Any]:
-    """Beside fp32 main weights quantized ones are gathered in the dtype of compute; also in inference mode."""
+    """Train with fp32 main weights. Quantized weights are gathered in the compute dtype, also in inference mode."""
     import te_fsdp
 
     policy = te_fsdp.MixedPrecisionPolicy(main_params_dtype=torch.float32, param_dtype=torch.bfloat16)

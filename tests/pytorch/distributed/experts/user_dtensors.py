@@ -254,7 +254,7 @@ def train_and_save(
 def load_and_train(
     path: str, axes: dict[str, int], form: str, experts: int = 4, plain: bool = False, **how: Any
 ) -> dict:
-    """Body: load on another mesh and take the third step, as one process without interruption."""
+    """Load on a different mesh and take the third step, as one process without interruption."""
     import te_fsdp
 
     reference = build(experts, None, form)

@@ -374,7 +374,7 @@ def outputs_are_copies() -> bool:
 
 
 def mistakes() -> list[str]:
-    """Arguments that cannot be meant."""
+    """Return the errors of invalid arguments."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

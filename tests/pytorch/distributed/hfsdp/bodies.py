@@ -22,7 +22,7 @@ CLOSE = {"rtol": 1e-5, "why": "fp32, sums in another order, two steps"}
 
 
 def parity_with_large_tensors(axes: dict[str, int], cases: list[dict[str, Any]]) -> list[int]:
-    """:func:`parity` where each tensor that can travels by itself, however small it is."""
+    """Run :func:`parity` with every tensor sent separately, however small it is."""
     with large_from(1):
         return parity(axes, cases)
 
@@ -161,7 +161,7 @@ DECAY = 0.1
 
 
 def missing_gradients(marked: bool = False) -> int:
-    """Forward reaches a unit on the first holder alone, and another one nowhere: as in one process."""
+    """Use a unit on its first owner only and another one nowhere, compared with one process."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=1, device_type=harness.device_type())
@@ -236,7 +236,7 @@ def state_dict_round_trip(case: dict[str, Any], axes: dict[str, int]) -> int:
 
 
 def through_dcp(case: dict[str, Any], saved: dict[str, int], axes: dict[str, int], path: str) -> int:
-    """Two more steps after a save and a load by torch's own functions, on the same or another mesh.
+    """Make two more steps after a save and a load by DCP, on the same or a different mesh.
 
     Returns:
         Comparisons, bit for bit on the same mesh.
@@ -275,7 +275,7 @@ def through_dcp(case: dict[str, Any], saved: dict[str, int], axes: dict[str, int
 
 
 def error_of(case: str) -> None:
-    """One thing that would train wrong, on two copies of a model."""
+    """Make one mistake that would train wrongly, on two copies of a model."""
     import te_fsdp
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -326,7 +326,7 @@ def error_of(case: str) -> None:
 
 
 def decoupled_gradients() -> list[tuple[str, str]]:
-    """A step of FusedAdam from fp32 gradients of bf16 weights that the user gives: exact, and what it sends."""
+    """Step FusedAdam from fp32 gradients of bf16 weights. Return errors and communication."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp

@@ -19,7 +19,7 @@ MAX_NORM = 1e-2
 
 
 def discard_clipped_step(how: str, marked: bool) -> int:
-    """Clip, give the step up, clip and step, and add another backward to the gradients: equal to one process.
+    """Clip, discard the step, clip and step, then run another backward, compared with one process.
 
     Args:
         how: What gives the step up: "optimizer", "model" or "te_fsdp" (their zero_grad).

@@ -124,7 +124,7 @@ def communication_counts() -> dict[str, Any]:
 
 
 def two_optimizers() -> list[int]:
-    """Of one model: the one that was sharded last gets its averages during backward; both are right."""
+    """Use two optimizers of one model. The one sharded last gets its averages during backward."""
     import te_fsdp
 
     pair, results = Pair(), []
@@ -142,7 +142,7 @@ def two_optimizers() -> list[int]:
 
 
 def different_units(orders: list[list[int]], alone: bool = False) -> list[tuple[int, int]]:
-    """Replicas leave units in other orders, or do not use all.
+    """Use different units, or a different order, on replicas.
 
     Args:
         orders: Blocks of each rank.

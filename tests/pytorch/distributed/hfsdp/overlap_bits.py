@@ -20,7 +20,7 @@ STEPS = 4
 
 @contextlib.contextmanager
 def without_overlap() -> Iterator[None]:
-    """Nothing begins in a backward that runs inside: all is averaged at the step."""
+    """Compute all averages in the step, and none during backward."""
     from te_fsdp.features.hfsdp.overlap import EarlyAverages
 
     stock, EarlyAverages.reduced = EarlyAverages.reduced, lambda *args: None

@@ -141,7 +141,7 @@ def uneven_weight(recipe: str, axes: dict[str, int], shape: tuple[int, int], fau
 
 
 def elements_by_transport(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
-    """Elements of this rank's shards of quantized weights: of those that travel as bytes, and of the others."""
+    """Return the elements of this rank's quantized shards that are sent as bytes, and of the others."""
     from te_fsdp.features.hfsdp.optimizer_shards import reason_for_fp32
     from te_fsdp.features.main_params import optimizer_shard_in
     from te_fsdp.upstream import torch_dtensor as _torch
@@ -233,7 +233,7 @@ def large_from(elements: int | None) -> Iterator[None]:
 
 @contextmanager
 def inject_fault(fault: str) -> Iterator[None]:
-    """One fault of the way that weights travel; "" for none."""
+    """Inject one fault into the transfer of weights; "" for none."""
     from te_fsdp.features.hfsdp import optimizer_shards
     from te_fsdp.features.hfsdp.optimizer_shards import OptimizerShard
 

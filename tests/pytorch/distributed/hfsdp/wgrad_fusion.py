@@ -132,7 +132,7 @@ def error_outside_fsdp2() -> None:
 
 
 def with_te_that_always_adds(axes: dict[str, int]) -> dict[str, int]:
-    """:func:`compare_with_unfused` with a TE that does not look at whether to overwrite a gradient, but adds."""
+    """Run :func:`compare_with_unfused` with a TE that always accumulates instead of overwriting a gradient."""
     from te_fsdp.features import wgrad_fusion
 
     stock = wgrad_fusion._MainGradBuffer.__bool__

@@ -31,7 +31,7 @@ class Branch(nn.Module):
 
 
 class Mixed(Model):
-    """With rows that ranks get unevenly, modules of the user's, experts, and a branch that some ranks do not take."""
+    """A model with uneven rows, user modules, experts, and a branch that only some ranks take."""
 
     def __init__(
         self, device: Any, dtype: torch.dtype, fused: bool, tp: bool, width: int, **kwargs: Any
@@ -177,7 +177,7 @@ def compare_without_root_parameters() -> dict[str, Any]:
 
 @send_small_gradients_directly()
 def automatic_choices() -> dict[str, Any]:
-    """By transport and policy: what the report says of gradients, elements reduced in parts, those copied."""
+    """Return the report by transport and policy, elements reduced in parts, and copied elements."""
     import te_fsdp
 
     meshes, results = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()), {}

@@ -152,7 +152,7 @@ class Methods(nn.Module):
 
 
 class Unit(nn.Linear):
-    """A linear layer by another name than forward."""
+    """A linear layer with a forward of a different name."""
 
     def __init__(self) -> None:
         super().__init__(4, 4, device=harness.device())
@@ -187,7 +187,7 @@ def torch_fully_shard() -> None:
 
 
 def different_replicas(where: str) -> None:
-    """Replicas of an exempt parameter that differ must be refused.
+    """Use different replicas of an exempt parameter, which must raise.
 
     Args:
         where: "fully_shard", "materialize" (ranks with other random states) or "save".

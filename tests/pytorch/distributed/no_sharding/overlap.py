@@ -174,7 +174,7 @@ def step(model: Chain, reference: Chain, seed: int, orders: list[list[int]] | No
 
 
 def interleave_with_fsdp2() -> dict[str, Any]:
-    """A bucket begins on one rank before FSDP2 reduces another unit, and on the other after that."""
+    """Start a bucket before FSDP2's reduction on one rank, and after it on the other."""
     kept = {"": "optim_grads_params", "blocks.1": "no_shard", "blocks.3": "no_shard"}
     model, reference = chain(4, kept)
     step(model, reference, 1)
@@ -212,7 +212,7 @@ def several_gradients(first: list[int], later: list[int]) -> int:
 
 
 def interrupted(where: dict[int, int]) -> dict[str, Any]:
-    """A backward raises, on each rank at another block; the next ones are right.
+    """Raise in a backward at a different block on each rank. The next backwards are correct.
 
     Args:
         where: rank -> block whose gradient raises. Ranks that are left out see no exception.

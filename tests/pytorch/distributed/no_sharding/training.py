@@ -141,7 +141,7 @@ class _Trained(nn.Module):
 
 @contextlib.contextmanager
 def microbatch(model: nn.Module, schedule: str, is_last: bool) -> Iterator[None]:
-    """One microbatch as a user would announce it."""
+    """Enter the contexts of one microbatch as a user does."""
     import te_fsdp
 
     if schedule == "plain" or (schedule == "no_sync" and is_last):

@@ -34,7 +34,7 @@ def _model(sharder: str, rows: int) -> nn.Module:
 
 
 def untracked_parameters(sharder: str, rows: int) -> list[str]:
-    """Train for a step; return what of the parameters is not seen through tensors held from before."""
+    """Train for a step. Return the parameters that earlier state dicts do not show."""
     found = []
     for how, hold in HELD.items():
         model = _model(sharder, rows)

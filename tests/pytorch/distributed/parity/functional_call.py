@@ -42,7 +42,7 @@ def error_of_functional_call(values: str, by: str) -> dict[str, Any]:
 
 
 def assign_parameters() -> bool:
-    """The control: parameters that are assigned before the first forward, which may be new ones."""
+    """Control: assign new parameters before the first forward."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

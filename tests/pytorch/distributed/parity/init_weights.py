@@ -32,7 +32,7 @@ class Base(nn.Module):
 
 
 class Applied(Base):
-    """As Hugging Face and nanoGPT: `_init_weights(module)`, applied to every module."""
+    """Hugging Face and nanoGPT: `_init_weights(module)`, applied to every module."""
 
     def __init__(self, how: Build) -> None:
         super().__init__(how)
@@ -56,7 +56,7 @@ class Applied(Base):
 
 
 class Named(Base):
-    """As torchtitan: one method that initializes all modules."""
+    """torchtitan: one method that initializes all modules."""
 
     def __init__(self, how: Build) -> None:
         super().__init__(how)
@@ -83,7 +83,7 @@ class Renamed(Applied):
 
 
 class Public(nn.Module):
-    """As public recipes: TE's modules are recognized by `__module__`, other norms by name, and a tie drops a weight."""
+    """Public recipes: TE's modules are recognized by `__module__`, other norms by name, and a tie drops a weight."""
 
     _tied_weights_keys = ("head.weight",)
 

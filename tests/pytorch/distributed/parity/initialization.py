@@ -151,7 +151,7 @@ def te_reset(
 
 
 def _weight_mesh(mesh: DeviceMesh, names: tuple[str, ...], tp: str | None) -> DeviceMesh:
-    """Of a mesh ([replicas,] shards[, tp]) the last two axes, flattened."""
+    """Return the last two axes, flattened, of a mesh ([replicas,] shards[, tp])."""
     shard = [name for name in names if name != tp][-1]
     return mesh[shard] if tp is None else mesh[shard, tp]._flatten("weight_of_test")
 
@@ -189,7 +189,7 @@ def different_seeds(axes: dict[str, int], argument: bool, odd_rank: int | None =
 
 
 def differing_values(axes: dict[str, int]) -> None:
-    """Body that raises on every rank: one rank built its parameters on the device from another seed."""
+    """Build parameters on the device from a different seed on one rank. Every rank raises."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -199,7 +199,7 @@ def differing_values(axes: dict[str, int]) -> None:
 
 
 class NoReset(nn.Module):
-    """Nothing initialises its parameter and its buffer."""
+    """Its parameter and its buffer are never initialized."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Bodies about a bound model as a whole: deletion, copies, no tensor parallelism, binding in parts."""
+"""Bodies about a bound model: deletion, copies, no tensor parallelism, binding of submodules."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def no_tensor_parallelism(tp_mesh: str) -> None:
 
 
 def bind_submodules_first() -> None:
-    """Body: binding parts and then the whole gives the parts the rules that only the whole knows."""
+    """Check that binding submodules and then the model applies the model's rules to the submodules."""
     import te_fsdp
     from te_fsdp.records import binding_of
 

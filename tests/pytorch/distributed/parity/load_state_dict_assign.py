@@ -13,7 +13,7 @@ STAGES = ("bound", "sharded", "materialized")
 
 
 def load_with_assign(stages: list[str], recipe: str) -> list[str]:
-    """Values arrive bit for bit in the parameters that are there, a step moves them; unsharded tensors are refused.
+    """Load values bit for bit into the existing parameters and train. Unsharded tensors raise.
 
     Args:
         stages: Of :data:`STAGES`.

@@ -170,7 +170,7 @@ def make(which: str) -> None:
 
 
 def still_works_after(which: str) -> None:
-    """Body: a refused mesh leaves the model as it was, and the ranks in step."""
+    """Check that a rejected mesh leaves the model unchanged and the ranks synchronized."""
     import te_fsdp
 
     mesh = _mesh()

@@ -1,4 +1,4 @@
-"""Bodies: optimizers that look at more than each element, closures, fused kernels; copies of optimizers."""
+"""Bodies: optimizers that are not elementwise, closures, fused kernels and copied optimizers."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def errors_of_optimizers() -> dict[str, str]:
 
 
 def _trained(model: nn.Module, optimizer: Any) -> bool:
-    """Whether two steps change a weight."""
+    """Return whether two steps change a weight."""
     before = [harness.full(p).clone() for p in model.parameters()]
     for _ in range(2):
         _closure(model, optimizer)()

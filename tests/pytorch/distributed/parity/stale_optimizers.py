@@ -85,7 +85,7 @@ def _prepared(route: str, tp: int, build: Callable[[nn.Module, str], None]) -> n
 
 
 def step(route: str, moment: str, tp: int, name: str = "AdamW", several: bool = False) -> tuple[str, str]:
-    """Two steps of an optimizer that was built at a moment, ``""`` for the right one: the error, or nothing.
+    """Make two steps of an optimizer that was built at the given time. Return the error or nothing.
 
     The step of the right one must change parameters; the wrong one must raise at the first step, and change nothing.
     """
@@ -154,7 +154,7 @@ def step_unrelated_optimizers() -> None:
 
 
 def shared_parameter() -> None:
-    """A parameter that another model has as well is still that model's after this one has lost it."""
+    """Check a parameter that another model still has after this model has replaced it."""
     import te_fsdp
 
     model, other = Model(harness.device()), Model(harness.device())
@@ -167,7 +167,7 @@ def shared_parameter() -> None:
 
 
 def replaced_parameters_are_freed() -> None:
-    """Nothing keeps replaced parameters alive."""
+    """Check that replaced parameters are freed."""
     old: list[weakref.ref[nn.Parameter]] = []
     model = _prepared(
         "te_fsdp alone", 1, lambda m, now: old.extend(map(weakref.ref, m.parameters())) if now else None

@@ -54,7 +54,7 @@ def _enter(model: Any, entry: str, meshes: Any) -> None:
 def error_over_tp(
     entry: str, values: str, weights: str = "plain", dtype: str = "float32", axes: Any = None
 ) -> tuple[str, str]:
-    """One model on a tp mesh: the error, or nothing.
+    """Return the error of a model on a tp mesh, or nothing.
 
     Args:
         entry: One of :data:`ENTRIES`.
@@ -88,7 +88,7 @@ def error_over_tp(
 
 
 def error_over_ep(values: str, single: bool = False) -> tuple[str, str]:
-    """Experts on two ranks of ep: "drawn", "seeds", "constant", or "copies" of one layer, two on each rank."""
+    """Return the error of experts on two ep ranks: "drawn", "seeds", "constant", or "copies" of one layer."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(ep=2, device_type=harness.device_type())

@@ -26,7 +26,7 @@ def _built(meshes: Any, per_rank: int = 1, **options: Any) -> tuple[Any, torch.o
 
 
 def trained(directory: str, name: str, **options: Any) -> list[str]:
-    """One process: steps of the unsharded model, saved with what the run needs."""
+    """Train the unsharded model in one process and save it."""
     import te_fsdp
 
     model, optimizer = _built(meshes_of(1), **options)
@@ -56,7 +56,7 @@ def load_on_different_stages(
 
 
 def compare_checkpoints(directory: str, names: list[str], **options: Any) -> int:
-    """One process: several checkpoints hold the same bits of weights, optimizer and delayed scaling's state."""
+    """Check in one process that checkpoints have the same bits of weights, optimizer and delayed-scaling state."""
     import te_fsdp
 
     results = []

@@ -81,7 +81,7 @@ def filled_in_place(outer: str) -> str:
 
 
 def refused_and_loaded(outer: str, kind: str) -> dict[str, Any]:
-    """After a state dict of another number of parameters, model and optimizer are unchanged, and load another one."""
+    """Load a state dict of a wrong size, which raises and changes nothing, and then a correct one."""
     job, other = _job(kind, outer, 3), _job(kind, outer, 4)
     for model, _ in (job, other):
         model[1].requires_grad_(False)  # a main weight alone

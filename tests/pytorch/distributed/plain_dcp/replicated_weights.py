@@ -15,7 +15,7 @@ HIDDEN = 256
 
 
 def loads(recipe: str, source: str, target: str, directory: str) -> dict[str, bool]:
-    """Save a model by plain DCP, and load it into one with another strategy.
+    """Save a model by DCP and load it into a model with a different strategy.
 
     Returns:
         Whether the outputs of both models are equal ("same"), and whether they differed before the load ("control").

@@ -15,7 +15,7 @@ from plain_dcp.round_trip import Job, within_one_step
 
 
 def saved(kind: str, recipe: str, axes: dict[str, int], joined: bool, directory: str) -> dict[str, Any]:
-    """Save a quantized model in safetensors. Compare the joined file, or the model that loads on another mesh."""
+    """Save a quantized model in safetensors. Compare the joined file, or the model that a different mesh loads."""
     job = Job(kind, recipe, axes, "te_fsdp", False, seed=1)
     expected, state = job.values(), job.state()["model"]
     mapping = dict.fromkeys(state, 1) if joined else None

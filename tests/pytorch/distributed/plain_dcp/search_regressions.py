@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 
 def saved_after_a_complete_backward(strategy: str) -> dict[str, Any]:
-    """A save is refused after a microbatch that was not the last one, and not after the backward that completes it."""
+    """Save after an incomplete microbatch, which raises, and after the backward that completes it."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

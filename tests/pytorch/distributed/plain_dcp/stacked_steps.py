@@ -66,7 +66,7 @@ def compiled(name: str, foreach: bool, way: str) -> list[str]:
 
 
 def traced() -> dict[str, str]:
-    """Whether each function of a stacked weight returns under torch.compile what it returns without."""
+    """Return whether each function of a stacked weight returns under torch.compile what it returns without."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, tp=2, device_type=harness.device_type())

@@ -21,7 +21,7 @@ from plain_dcp.partial_optimizer_state import _step
 
 
 def resumed(copies: int, outer: str, full: bool) -> dict[str, Any]:
-    """A job with 2 x 2 ranks saves the optimizer; one on another mesh loads. Return the error and what changed."""
+    """Save on 2 x 2 ranks and load on a different mesh. Return the error and the changed values."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, 0)
     options = StateDictOptions(full_state_dict=full)

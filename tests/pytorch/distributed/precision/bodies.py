@@ -107,7 +107,7 @@ def values(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, 
 
 @contextlib.contextmanager
 def _copying(possible: bool) -> Iterator[None]:
-    """Whether FSDP2 can copy gradients into a buffer of the wire's dtype, or te_fsdp has to cast the buffer."""
+    """Return whether FSDP2 can copy gradients into a buffer of the wire's dtype, or te_fsdp has to cast the buffer."""
     from te_fsdp.upstream import fsdp2_state as _fsdp2
 
     stock = _fsdp2.can_copy_gradients_into
@@ -282,7 +282,7 @@ def quantized_bytes(recipe: str, policy: dict[str, Any]) -> dict[str, Any]:
 
 
 def dtypes_around_grad_comm(dtype: str) -> dict[str, Any]:
-    """Which dtypes gradients travel in before, inside (nested, then left by an exception) and after ``grad_comm``."""
+    """Return the dtypes of communicated gradients before, inside and after ``grad_comm``."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

@@ -12,7 +12,7 @@ from harness.collectives import Collective
 
 
 def communicated_bytes(calls: Iterable[Collective]) -> collections.Counter[tuple[str, str]]:
-    """Bytes by (kind, dtype): of the gathered, the scattered, or the reduced whole."""
+    """Return unsharded bytes of collectives by (kind, dtype)."""
     seen: collections.Counter[tuple[str, str]] = collections.Counter()
     for call in calls:
         if call.kind != "broadcast":  # copies over tp, which no policy is about

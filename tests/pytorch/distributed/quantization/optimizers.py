@@ -184,7 +184,7 @@ def tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def error_of(case: str) -> None:
-    """One step that would requantize through low precision, or that main weights cannot serve."""
+    """Make one step that would requantize through low precision, or that main weights do not support."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp

@@ -207,7 +207,7 @@ def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def draws_are_fp32() -> bool:
-    """Whether a bf16 tensor is drawn as an fp32 one and then rounded.
+    """Return whether a bf16 tensor is drawn as an fp32 one and then rounded.
 
     Up to torch 2.11 the CPU draws it from few values instead: other ones, and the largest is the same in every part.
     """

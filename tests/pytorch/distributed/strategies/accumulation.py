@@ -249,7 +249,7 @@ def failed_forward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> 
 
 
 def failed_backward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> dict[str, Any]:
-    """A backward raises when one unit is through: the step refuses until all microbatches have been run again."""
+    """Raise in a backward after one unit. The step raises until all microbatches have run again."""
     import te_fsdp
 
     pair = Pair(strategy, dp_replicate)
@@ -314,7 +314,7 @@ def _nothing_to_wait_for(model: nn.Module) -> None:
 
 
 def unshard_by_hand(strategy: str) -> dict[str, Any]:
-    """Units gathered by hand are not gathered again; those that change afterwards are refused."""
+    """Unshard units by hand. They are not gathered again, and later changes raise."""
     import te_fsdp
     from te_fsdp.errors import PlacementError
 
@@ -340,7 +340,7 @@ def unshard_by_hand(strategy: str) -> dict[str, Any]:
 
 
 def use_unsharded_parameters(strategy: str) -> dict[str, Any]:
-    """Between forward and backward ``model.parameters()`` are gathered; an optimizer of these is refused.
+    """Use ``model.parameters()`` between forward and backward. An optimizer of them raises.
 
     After the backward they are the shards. The norm accepts both.
     """
@@ -380,7 +380,7 @@ class PartlyUsed(nn.Module):
 
 
 def norms_of_partly_used(strategies: list[tuple[str, str]]) -> list[float]:
-    """Gradients of bf16 weights that add up in fp32, where not every microbatch gives all of them: their norms.
+    """Return norms of bf16 weights with fp32 gradients that only some microbatches produce.
 
     Args:
         strategies: Strategy and loop, each trained for a step; the first reduces in each backward.
@@ -418,7 +418,7 @@ def norms_of_partly_used(strategies: list[tuple[str, str]]) -> list[float]:
 
 
 def reduce_in_bf16(strategy: str) -> dict[str, Any]:
-    """One data-parallel rank, gradients that travel in bf16 and add up in fp32: each counts once."""
+    """Reduce in bf16 and accumulate in fp32 on one data-parallel rank. Each gradient counts once."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

@@ -186,7 +186,7 @@ def discard_microbatch(strategy: str, ways: list[str], dp_replicate: int = 1) ->
 
 
 def clear_one_layer(strategy: str, dp_replicate: int = 1) -> None:
-    """One layer's waiting gradients are cleared: the next step has the others alone; or HSDP refuses by name."""
+    """Clear unreduced gradients of one layer. The next step has the others only, or HSDP raises."""
     import te_fsdp
 
     pair = Pair(strategy, dp_replicate)
@@ -206,7 +206,7 @@ def clear_one_layer(strategy: str, dp_replicate: int = 1) -> None:
 
 
 def clear_one_layer_of_hsdp() -> None:
-    """HSDP has one buffer for what is reduced over ``dp_shard``: clearing a part of it is refused, by name."""
+    """Clear one layer under HSDP, whose reduced gradients share one buffer. An error names it."""
     import te_fsdp
 
     pair = Pair("optim_grads_params", 2)
@@ -289,7 +289,7 @@ def error_of_stale_weights(strategy: str) -> None:
 
 
 def errors_of_autograd_grad(strategy: str) -> None:
-    """``torch.autograd.grad`` for parameters is refused; for inputs it works, and so does the training after both."""
+    """Call ``torch.autograd.grad`` for parameters, which raises, and for inputs, which works."""
     pair = Pair(strategy)
     x = pair.mine()[0]
     pair.whole_step()

@@ -1,4 +1,4 @@
-"""Body: a closure is refused exactly for the reasons for which its gradients would come too late."""
+"""Body: closures, which raise exactly where their gradients would be available too late."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ OPTIONS = {"params_dtype": torch.bfloat16, "device": "meta", "set_parallel_mode"
 
 
 class Model(torch.nn.Module):
-    """Two units, and a root whose own parameters do not divide: five rows, and one that most ranks have nothing of."""
+    """Two units, and a root with five rows and a parameter without elements on most ranks."""
 
     def __init__(self, te_kwargs: dict[str, Any], hidden: int = HIDDEN) -> None:
         import transformer_engine.pytorch as te
@@ -185,7 +185,7 @@ def _stale(model: Any) -> None:
 
 
 def _early(model: Any) -> None:
-    """Memory of a gathered weight is used for another one before what has read it has ended: here, before it begins."""
+    """Reuse the memory of a gathered weight before its reader has started."""
     from te_fsdp.features.transports import transports_of
     from te_fsdp.sharded_model import require_sharded_model
 

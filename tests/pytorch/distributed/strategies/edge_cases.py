@@ -76,7 +76,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 def two_models() -> None:
-    """One optimizer over two models whose gradients it must be given in another dtype, as one for each."""
+    """Step one optimizer over two models with a different gradient dtype, compared with one optimizer each."""
     import te_fsdp
 
     policy = te_fsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
@@ -99,7 +99,7 @@ def two_models() -> None:
 
 
 def used_by_one_rank(strategy: str = "optim_grads_params", method: str = "") -> None:
-    """Gradients of an exempt module that one rank alone has wait on all: all refuse to step, and all reduce.
+    """Leave unreduced gradients of an exempt module on one rank. All ranks raise in the step, then reduce.
 
     Args:
         strategy: Of the rest.
@@ -133,7 +133,7 @@ def used_by_one_rank(strategy: str = "optim_grads_params", method: str = "") -> 
 
 
 def by_method() -> None:
-    """Weights gathered and kept by another method than forward: norms are right, and changed weights are seen."""
+    """Unshard weights by a method other than forward. Norms are correct, and changed weights are detected."""
     import te_fsdp
 
     model, other = shard(Net(), strategy="optim_grads"), shard(Net(), strategy="optim_grads")
@@ -225,7 +225,7 @@ def failed_step() -> None:
 
 
 def closures() -> None:
-    """A closure's gradients are updated with as any, or refused where they would come too late."""
+    """Step with a closure, which updates as usual or raises if gradients would be available too late."""
     import te_fsdp
 
     models = [shard(Net()) for _ in range(2)]
@@ -257,7 +257,7 @@ def closures() -> None:
 
 
 def broadcast(cases: list[dict[str, Any]]) -> None:
-    """Copies that another than the first rank has changed become those of the first rank.
+    """Change replicas on a rank other than the first. They become those of the first rank.
 
     Args:
         cases: Options of fully_shard, and how the names of parameters begin that both ranks hold then.

@@ -59,7 +59,7 @@ def compare_shared_memory(
     replicas: bool = False,
     **precision: Any,
 ) -> dict[str, Any]:
-    """Two steps of two microbatches, weights moved to other memory in between.
+    """Train two steps of two microbatches, with weights moved to different memory in between.
 
     Args:
         recipe: TE's recipe of the weights, or ``"none"``.
@@ -124,7 +124,7 @@ class _Add(torch.autograd.Function):
 
 
 class SharedGradients(torch.nn.Module):
-    """One product; two parameters whose gradients are one piece of memory; one that is not used."""
+    """One product, two parameters whose gradients share memory, and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class SharedGradients(torch.nn.Module):
 
 
 def reused_gradients(strategy: str) -> list[str]:
-    """Two backwards of replicas of complete shards, the second added to what the first has left.
+    """Run two backwards of replicas of complete shards. The second adds to the first's gradients.
 
     Returns:
         The parameters whose gradients are the very memory that autograd has made.

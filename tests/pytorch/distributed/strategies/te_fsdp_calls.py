@@ -115,7 +115,7 @@ def user_hooks(fused: bool) -> dict[str, Any]:
 
 
 def replicas_after_a_failed_step() -> bool:
-    """Whether tp ranks of a model that is only bound hold equal norms after a step whose predecessor has raised."""
+    """Return whether tp ranks of a bound model have equal norms after a step that follows a failed one."""
     import transformer_engine.pytorch as te
 
     mesh = te_fsdp.Meshes.build(dp_shard=1, tp=2).tp
@@ -141,7 +141,7 @@ def replicas_after_a_failed_step() -> bool:
 
 
 def step_with_replaced_main_weight() -> tuple[bool, bool]:
-    """Whether a step updates a main weight that was put in another's place, and quantizes it; of both kinds."""
+    """Return whether a step updates and quantizes a replaced main weight, for both kinds."""
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     model = _model(te_fsdp.Meshes.build(dp_shard=2), Float8CurrentScaling())

@@ -19,7 +19,7 @@ STEPS = 2
 
 
 def _stage(number: int, device: Any, **kwargs: Any) -> nn.Module:
-    """A stage: as many blocks as its number tells, so that stages hold other parameters, and other numbers of them."""
+    """Return a stage with as many blocks as its number, so that stages have different parameters."""
     return Model(device, blocks=number + 1, **kwargs)
 
 
