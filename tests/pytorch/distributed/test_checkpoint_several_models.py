@@ -13,7 +13,7 @@ DP2, HSDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("there", [DP2, HSDP], ids=["same mesh", "other mesh"])
+@pytest.mark.parametrize("there", [DP2, HSDP], ids=["same mesh", "different mesh"])
 def test_several_models_continue_as_without_interruption(pool, tmp_path, there):
     """Check a job with several models or optimizers, bit for bit."""
     expected = pool.run(several_models.save_several_models, 2, directory=str(tmp_path), axes=DP2)[0]

@@ -246,7 +246,7 @@ def test_torch_fully_shard_raises(pool, how, kind, text):
             "MeshError",
             "expert_weight_mesh: expected a mesh that shares only this rank with ep_mesh",
         ),
-        ("nobody", "PlacementError", "experts 'encoder'"),
+        ("unknown_module", "PlacementError", "experts 'encoder'"),
     ],
 )
 def test_errors_leave_the_model_unchanged(pool, mistake, kind, text):

@@ -100,7 +100,7 @@ def test_negative_control_wrong_gradient_divisor(pool):
 
 
 @pytest.mark.covering(strength=1)
-@pytest.mark.parametrize("plain", [False, True], ids=["te_fsdp", "plain_dcp"])
+@pytest.mark.parametrize("plain", [False, True], ids=["te_fsdp", "dcp"])
 @pytest.mark.parametrize(
     ("mesh", "onto", "experts"),
     _cases(

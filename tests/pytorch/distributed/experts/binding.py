@@ -153,7 +153,7 @@ def errors_of_binding(mistake: str) -> None:
     elif mistake == "weight mesh":
         weight = meshes.weight
     module = torch.nn.ModuleList([te.GroupedLinear(count, 32, width, **kwargs)])
-    experts = {"nobody": ["encoder"]}.get(mistake)
+    experts = {"unknown_module": ["encoder"]}.get(mistake)
     before = dict(module.named_parameters())
     try:
         te_fsdp.set_device_mesh(module, ep_mesh=ep, expert_weight_mesh=weight, experts=experts)
