@@ -16,9 +16,9 @@ from bodies_mistakes import (
     make_meshes,
     make_sgd,
     make_sharded,
+    make_sp_model,
     step_in_bf16,
     take_step,
-    with_sequence_parallelism,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -168,7 +168,7 @@ def tied_after_sharding() -> bool:
 
 def layer_with_parallel_mode() -> bool:
     """Check that gradients over tp are sums over all tokens, as in one process."""
-    model, tokens = with_sequence_parallelism(marked=True)
+    model, tokens = make_sp_model(marked=True)
     model(tokens).square().sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.step()
@@ -184,7 +184,7 @@ def layer_with_parallel_mode() -> bool:
 
 def inputs_that_should_differ() -> bool:
     for whole, marked in ((True, True), (False, False)):
-        model, tokens = with_sequence_parallelism(marked=marked, whole=whole, check_inputs=False)
+        model, tokens = make_sp_model(marked=marked, whole=whole, check_inputs=False)
         model(tokens).square().sum().backward()
         make_sgd(model).step()
     return True

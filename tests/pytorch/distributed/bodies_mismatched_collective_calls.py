@@ -1,4 +1,4 @@
-"""Bodies of collective calls that ranks make late, alone or not at all. Timeouts are short, and rank 0 is early."""
+"""Bodies of collective calls that ranks make late, alone or not at all. Timeouts are short. Rank 0 is early."""
 
 from __future__ import annotations
 

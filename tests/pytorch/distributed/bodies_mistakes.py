@@ -197,9 +197,7 @@ class SequenceParallel(nn.Module):
         return self.plain(self.down(self.up(x)))
 
 
-def with_sequence_parallelism(
-    marked: bool, *, whole: bool = False, **options: Any
-) -> tuple[nn.Module, torch.Tensor]:
+def make_sp_model(marked: bool, *, whole: bool = False, **options: Any) -> tuple[nn.Module, torch.Tensor]:
     """Return a model with tp, and this rank's tokens or all tokens."""
     import te_fsdp
 
@@ -212,7 +210,7 @@ def with_sequence_parallelism(
 
 
 def layer_without_parallel_mode() -> None:
-    model, tokens = with_sequence_parallelism(marked=False)
+    model, tokens = make_sp_model(marked=False)
     model(tokens).square().sum().backward()
     make_sgd(model).step()
 
@@ -225,18 +223,18 @@ def parallel_mode_on_a_layer_with_all_tokens() -> None:
 
 
 def unsharded_sequences_for_sequence_parallelism() -> None:
-    model, tokens = with_sequence_parallelism(marked=True, whole=True)
+    model, tokens = make_sp_model(marked=True, whole=True)
     model(torch.zeros_like(tokens))  # says nothing
     model(tokens)
 
 
 def uneven_sequences_for_sequence_parallelism() -> None:
-    model, tokens = with_sequence_parallelism(marked=True)
+    model, tokens = make_sp_model(marked=True)
     model(tokens[: 2 + 2 * dist.get_rank()])
 
 
 def gradients_of_local_tokens_only() -> None:
-    model, tokens = with_sequence_parallelism(marked=True)
+    model, tokens = make_sp_model(marked=True)
     model(tokens.requires_grad_(dist.get_rank() == 0)).sum().backward()
 
 

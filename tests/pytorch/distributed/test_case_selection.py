@@ -1,4 +1,4 @@
-"""Selection of test cases: cases that guard a fault always run, all pairs of values occur, and the rest rotates."""
+"""Selection of test cases: cases that guard a fault always run, all pairs of values occur, the rest rotates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every optimizer on a different mesh. State is bit-exact, and the load makes no step."""
+"""Every optimizer on a different mesh. State is bit-exact. The load makes no step."""
 
 from __future__ import annotations
 

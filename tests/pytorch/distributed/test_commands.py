@@ -1,4 +1,4 @@
-"""Command blocks of the README and the pages, run by bash.
+"""Command blocks of the README or a page, run by bash.
 
 ``make docs-commands`` also runs the blocks that take a minute.
 

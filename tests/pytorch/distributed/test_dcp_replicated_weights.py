@@ -1,4 +1,4 @@
-"""DCP between weights that data parallelism shards and weights that it replicates."""
+"""DCP between sharded weights on one side, replicated weights on the other."""
 
 from __future__ import annotations
 

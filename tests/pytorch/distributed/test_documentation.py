@@ -1,4 +1,4 @@
-"""Python blocks of the README and the pages, run on four ranks.
+"""Python blocks of the README or a page, run on four ranks.
 
 The blocks of a page run in their order.
 

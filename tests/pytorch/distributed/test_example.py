@@ -1,4 +1,4 @@
-"""The training example: resume is bit-exact on the same mesh, and within rounding on a different one."""
+"""The training example: resume is bit-exact on the same mesh, within rounding on a different one."""
 
 from __future__ import annotations
 

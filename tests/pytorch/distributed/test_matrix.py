@@ -1,4 +1,4 @@
-"""Every recipe, module, mesh and option, compared by value with stock TE in one process.
+"""Every recipe through every module, on every mesh, with every option, by value against stock TE in one process.
 
 `matrix.definitions` has the supported and the rejected combinations, `matrix.tolerances` the tolerances.
 By default a covering part runs, a different one each day. On 4 GPUs:

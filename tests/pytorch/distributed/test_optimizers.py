@@ -1,4 +1,4 @@
-"""Optimizers that are not elementwise, closures, fused kernels and copied optimizers."""
+"""Optimizers that are not elementwise, closures, fused kernels; copied optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The precision policy: exact sums, values of one process, communicated bytes, and `grad_comm`."""
+"""The precision policy: exact sums, values of one process, communicated bytes, `grad_comm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes and scales of quantized weights. They equal one process on every mesh."""
+"""Quantized weights, whose bytes equal one process on every mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of quantized weights in one batch: one reduction of amaxes and no copies of gradients."""
+"""Updates of quantized weights in one batch: one reduction of amaxes, no copies of gradients."""
 
 from __future__ import annotations
 

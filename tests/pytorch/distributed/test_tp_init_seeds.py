@@ -1,4 +1,4 @@
-"""Initial values of tp and ep ranks. Different parts must not be drawn from equal seeds."""
+"""Initial values on ranks of tp or ep. Different parts must not be drawn from equal seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""User-built meshes, pipeline stages, a forward before materialize, and entries of state dicts."""
+"""First attempts of users: user-built meshes, a forward before materialize, entries of state dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes and changes of user code around a step. They reach the step or raise."""
+"""Writes of user code around a step. They reach the step or raise."""
 
 from __future__ import annotations
 

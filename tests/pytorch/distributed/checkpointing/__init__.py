@@ -1,1 +1,1 @@
-"""Bodies that save on one mesh and load on the same or a different mesh."""
+"""Bodies that save on one mesh, then load on the same or a different mesh."""

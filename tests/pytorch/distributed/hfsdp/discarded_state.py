@@ -1,4 +1,4 @@
-"""Bodies: state that a discarded step or an average must not pass on, such as clip factors and reused memory."""
+"""Bodies: state that a discarded step or an average must not pass on, such as clip factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: reads of `.grad` between backward and step."""
+"""Bodies: reads of `.grad` after a backward, before the step."""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ def quantized(
                 values[name] = gathered(module, own, full_main_weight(main, parameter))
             requantize(oracle, values)
             compared += compare(model, oracle, f"step {number + 1}")
-        ways = elements_by_transport(
-            step.optimizer, [parameter for _, _, _, parameter in named_weights(model)]
-        )
+        ways = sent_elements(step.optimizer, [parameter for _, _, _, parameter in named_weights(model)])
     whole = sum(_torch.local_of(p).numel() for p in model.parameters())
     return {
         "compared": compared,
@@ -140,7 +138,7 @@ def uneven_weight(recipe: str, axes: dict[str, int], shape: tuple[int, int], fau
     return compared
 
 
-def elements_by_transport(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
+def sent_elements(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
     """Return the elements of this rank's quantized shards that are sent as bytes, and of the others."""
     from te_fsdp.features.hfsdp.optimizer_shards import reason_for_fp32
     from te_fsdp.features.main_params import optimizer_shard_in

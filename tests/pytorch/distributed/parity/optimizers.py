@@ -1,4 +1,4 @@
-"""Bodies: optimizers that are not elementwise, closures, fused kernels and copied optimizers."""
+"""Bodies: optimizers that are not elementwise, closures, fused kernels; copied optimizers."""
 
 from __future__ import annotations
 

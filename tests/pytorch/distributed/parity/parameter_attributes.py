@@ -1,4 +1,4 @@
-"""Bodies: attributes, hooks and flags of parameters, which every replacement keeps."""
+"""Bodies: attributes of parameters, such as hooks, which every replacement keeps."""
 
 from __future__ import annotations
 

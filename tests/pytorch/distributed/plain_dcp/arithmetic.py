@@ -10,7 +10,7 @@ import harness
 import torch
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from plain_dcp.round_trip import Job, gather_full
+from plain_dcp.round_trip import Job, to_full
 
 #: Functions of a tensor of a stacked parameter and a different tensor of its shape.
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -41,7 +41,7 @@ def differing_functions(kind: str, axes: dict[str, int], sharder: str) -> dict[s
     for placements in (tuple(weight.placements), (Replicate(),) * mesh.ndim):
         for label, tensor in tensors.items():
             original, other = (
-                gather_full(tensor).to(values.device),
+                to_full(tensor).to(values.device),
                 distribute_tensor(values, mesh, placements),
             )
             copied = torch.empty_like(tensor).copy_(other)
@@ -50,6 +50,6 @@ def differing_functions(kind: str, axes: dict[str, int], sharder: str) -> dict[s
                 # The control: a DTensor of torch has its rows in the order of the ranks.
                 stock = _torch.dtensor(tensor.to_local(), tensor._spec)
                 for way, one, with_ in (("copied", tensor, copied), ("as it is", stock, other)):
-                    if not torch.equal(gather_full(function(one, with_)), expected):
+                    if not torch.equal(to_full(function(one, with_)), expected):
                         results[way].append(f"{name}: {label}, {placements}")
     return results

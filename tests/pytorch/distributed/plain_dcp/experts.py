@@ -22,9 +22,9 @@ from plain_dcp import round_trip
 from plain_dcp.round_trip import (
     Job,
     differing,
-    gather_full,
     largest_difference,
     of_all_experts,
+    to_full,
     within_one_step,
 )
 
@@ -33,7 +33,7 @@ AXES = {"dp_shard": 2, "ep": 2}
 
 def _flat(states: dict[str, Any]) -> dict[str, torch.Tensor]:
     results = {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()}
-    return {name: gather_full(value) for name, value in results.items() if torch.is_tensor(value)}
+    return {name: to_full(value) for name, value in results.items() if torch.is_tensor(value)}
 
 
 def exports(kind: str, recipe: str, sharder: str) -> dict[str, Any]:
@@ -47,9 +47,7 @@ def exports(kind: str, recipe: str, sharder: str) -> dict[str, Any]:
     first = get_model_state_dict(job.model, options=on_rank_0)
     outcome: dict[str, Any] = {"elsewhere": sorted(first) if dist.get_rank() else []}
     if dist.get_rank() == 0:
-        weights = {
-            name: gather_full(value) for name, value in first.items() if not name.endswith("_extra_state")
-        }
+        weights = {name: to_full(value) for name, value in first.items() if not name.endswith("_extra_state")}
         expected = round_trip.unsharded(kind, recipe, 3)
         outcome["unsharded"] = differing(of_all_experts(kind, weights), expected)
     job.step(0)
@@ -62,7 +60,7 @@ def exports(kind: str, recipe: str, sharder: str) -> dict[str, Any]:
         model = get_model_state_dict(job.model, options=options)
         states = get_optimizer_state_dict(job.model, job.optimizer, options=options)
         if use == "everywhere" or dist.get_rank() == 0:
-            results = {n: gather_full(value) for n, value in model.items() if not n.endswith("_extra_state")}
+            results = {n: to_full(value) for n, value in model.items() if not n.endswith("_extra_state")}
             results |= _flat(states["state"])
             outcome[use] = differing(of_all_experts(kind, results), values)
             names = sorted(states["param_groups"][0]["params"])
@@ -166,7 +164,7 @@ def uneven_rows() -> dict[str, Any]:
         own["exp_avg"] = 2 * values[name]
     set_model_state_dict(model, dict(values), options=StateDictOptions(full_state_dict=True, strict=False))
     set_optimizer_state_dict(model, optimizer, states, options=full)
-    results = {name: gather_full(p) for name, p in model.named_parameters()}
-    moments = {name: gather_full(optimizer.state[p]["exp_avg"]) / 2 for name, p in model.named_parameters()}
+    results = {name: to_full(p) for name, p in model.named_parameters()}
+    moments = {name: to_full(optimizer.state[p]["exp_avg"]) / 2 for name, p in model.named_parameters()}
     sizes = sorted({int(p.to_local().shape[0]) for p in model.parameters()})
     return {"weights": differing(results, values), "moments": differing(moments, values), "rows": sizes}

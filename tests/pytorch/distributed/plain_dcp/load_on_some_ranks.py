@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from plain_dcp.round_trip import Job, differing, gather_full
+from plain_dcp.round_trip import Job, differing, to_full
 
 
 def load(
@@ -33,9 +33,9 @@ def load(
                 dcp.load(state, checkpoint_id=path, **options)
             dist.barrier()
         outputs.append(job.output())
-        values.append({name: gather_full(p) for name, p in job.model.named_parameters()})
+        values.append({name: to_full(p) for name, p in job.model.named_parameters()})
         job.step(0)
-        after.append({name: gather_full(p) for name, p in job.model.named_parameters()})
+        after.append({name: to_full(p) for name, p in job.model.named_parameters()})
     return {
         "control": not torch.equal(*outputs[:2]),
         "same output": torch.equal(*outputs[1:]),

@@ -1,4 +1,4 @@
-"""Bodies: loads of ordinary DTensors into quantized weights, and flat states of experts."""
+"""Bodies: loads of state dicts in a different form, such as ordinary DTensors into quantized weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import distribute_tensor
 
-from plain_dcp.round_trip import Job, differing, gather_full
+from plain_dcp.round_trip import Job, differing, to_full
 
 
 def quantized_copies(recipe: str, axes: dict[str, int], sharder: str) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def quantized_copies(recipe: str, axes: dict[str, int], sharder: str) -> dict[st
             values = torch.randn(own.shape, generator=generator).to(harness.device(), torch.bfloat16)
             own.copy_(values)
             parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))
-    results = {name: gather_full(p) for name, p in job.model.named_parameters()}
-    expected = {name: gather_full(p) for name, p in stock.named_parameters()}
+    results = {name: to_full(p) for name, p in job.model.named_parameters()}
+    expected = {name: to_full(p) for name, p in stock.named_parameters()}
     size = (32, 4, 512)
     batch = torch.randn(size, generator=torch.Generator().manual_seed(7)).to(harness.device(), torch.bfloat16)
     with torch.no_grad():
@@ -64,5 +64,5 @@ def broadcast_experts(axes: dict[str, int]) -> list[str]:
     full = get_model_state_dict(one.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     set_model_state_dict(other.model, full, options=options)
-    values = [{name: gather_full(p) for name, p in job.model.named_parameters()} for job in (one, other)]
+    values = [{name: to_full(p) for name, p in job.model.named_parameters()} for job in (one, other)]
     return differing(*values)

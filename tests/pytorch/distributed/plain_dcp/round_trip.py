@@ -191,9 +191,9 @@ class Job:
         """Original tensors of weights and optimizer states, by ``full_tensor``, on all ranks."""
         results: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            results[name] = gather_full(parameter)
+            results[name] = to_full(parameter)
         for name, states in get_optimizer_state_dict(self.model, self.optimizer)["state"].items():
-            results |= {f"{name}.{key}": gather_full(t) for key, t in states.items() if torch.is_tensor(t)}
+            results |= {f"{name}.{key}": to_full(t) for key, t in states.items() if torch.is_tensor(t)}
         return of_all_experts(self.model.kind, results, self.model.ep)
 
 
@@ -212,7 +212,7 @@ def of_all_experts(kind: str, found: dict[str, torch.Tensor], group: Any = None)
     return found
 
 
-def gather_full(tensor: torch.Tensor) -> torch.Tensor:
+def to_full(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if hasattr(tensor, "rowwise_data"):  # TE's GroupedTensor of an unsharded module
@@ -238,7 +238,7 @@ def unsharded(kind: str, recipe: str, seed: int) -> dict[str, torch.Tensor]:
     """The tensors of stock TE's module in one process."""
     torch.manual_seed(seed)
     model = Model(kind, recipe, keep=True, device=str(harness.device()))
-    return of_all_experts(kind, {name: gather_full(p) for name, p in model.named_parameters()})
+    return of_all_experts(kind, {name: to_full(p) for name, p in model.named_parameters()})
 
 
 def train_and_save(
@@ -246,7 +246,7 @@ def train_and_save(
 ) -> dict[str, Any]:
     """Initialize, compare with the unsharded module, train two steps and save; keep the values and those after."""
     job = Job(kind, recipe, axes, sharder, keep, seed=3)
-    first = {name: gather_full(p) for name, p in job.model.named_parameters()}
+    first = {name: to_full(p) for name, p in job.model.named_parameters()}
     first = of_all_experts(kind, first, job.model.ep)
     outcome = {"unsharded": differing(first, unsharded(kind, recipe, 3))}
     job.step(0)
@@ -309,7 +309,7 @@ def load_into_other_form(source: str, target: str, directory: str) -> dict[str, 
     axes = {"dp_shard": 2}
 
     def values(job: Job) -> dict[str, torch.Tensor]:
-        results = {name: gather_full(p) for name, p in job.model.named_parameters()}
+        results = {name: to_full(p) for name, p in job.model.named_parameters()}
         return of_all_experts(job.model.kind, results)
 
     one, *others = (
@@ -354,7 +354,7 @@ def load_only(
         state = {"model": get_model_state_dict(job.model)}
         dcp.load(state, checkpoint_id=f"{directory}/0")
     set_model_state_dict(both.model, state["model"])
-    values = {name: gather_full(p) for name, p in jobs[0].model.named_parameters()}
+    values = {name: to_full(p) for name, p in jobs[0].model.named_parameters()}
     outputs = [job.output() for job in jobs[:2]]
     return {
         "control": not torch.equal(unloaded, outputs[1]),
@@ -394,7 +394,7 @@ def save_values(
     }
     dcp.save({"model": values}, checkpoint_id=f"{directory}/0")
     model.load_state_dict(values)
-    torch.save({"values": {n: gather_full(p) for n, p in model.named_parameters()}}, f"{directory}/oracle.pt")
+    torch.save({"values": {n: to_full(p) for n, p in model.named_parameters()}}, f"{directory}/oracle.pt")
 
 
 def load_into_copies(directory: str) -> dict[str, list[str]]:
@@ -427,7 +427,7 @@ def load_into_copies(directory: str) -> dict[str, list[str]]:
         return state
 
     def compare(use: str, found: torch.Tensor, expected: torch.Tensor = values) -> None:
-        wrong.extend([] if torch.equal(gather_full(found), expected.to(harness.device()).float()) else [use])
+        wrong.extend([] if torch.equal(to_full(found), expected.to(harness.device()).float()) else [use])
 
     for recipe in ("bf16", None, "mxfp8"):
         model, state, twin = linear(recipe), loaded("values"), linear(recipe)
@@ -438,7 +438,7 @@ def load_into_copies(directory: str) -> dict[str, list[str]]:
         if recipe == "mxfp8":
             one = Model("Linear", recipe, keep=False, device=str(harness.device()))
             one.load_state_dict({name: values}, strict=False)
-            expected = gather_full(one.inner.weight)
+            expected = to_full(one.inner.weight)
         compare(f"load_state_dict of {recipe}", model.inner.weight, expected)
         compare(f"copy_ of {recipe}", twin.inner.weight, expected)
         compare(f"entry after load_state_dict of {recipe}", state[name])
@@ -452,10 +452,8 @@ def load_into_copies(directory: str) -> dict[str, list[str]]:
         compare(use, result.to(harness.device()))
     compare("to_local", state[name].to_local(), values.chunk(2)[dist.get_rank()])
     state[name].to_local().mul_(4)  # writes are kept
-    compare("bytes after values", loaded("values", "bytes")[name], gather_full(source.inner.weight))
+    compare("bytes after values", loaded("values", "bytes")[name], to_full(source.inner.weight))
     state[name].mul_(0.5)
     compare("mul_", state[name], 2 * values)
-    control += (
-        ["values"] if torch.equal(gather_full(loaded()[name]), values.to(harness.device()).float()) else []
-    )
+    control += ["values"] if torch.equal(to_full(loaded()[name]), values.to(harness.device()).float()) else []
     return {"wrong": wrong, "control": control}

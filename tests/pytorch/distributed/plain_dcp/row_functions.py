@@ -249,10 +249,10 @@ REFUSED = (
 )
 
 
-def gather_full(value: Any) -> Any:
+def to_full(value: Any) -> Any:
     """Return the unsharded result on the CPU, also of several tensors."""
     if isinstance(value, (list, tuple)):
-        return [gather_full(item) for item in value]
+        return [to_full(item) for item in value]
     value = value.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
 
@@ -287,11 +287,11 @@ def outcomes(kind: str, axes: dict[str, int], sharder: str) -> dict[str, dict[st
             result = function(expected)
         except (RuntimeError, ValueError) as error:
             return f"invalid: {error}"
-        expected = gather_full(expected if writes else result)
+        expected = to_full(expected if writes else result)
         tensor = tensor.clone()
         try:
             result = function(tensor)
-            got = gather_full(tensor if writes else result)
+            got = to_full(tensor if writes else result)
             if not _has_right_boxes(result, got):
                 return "WRONG boxes"
         except TeFsdpError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from plain_dcp.round_trip import Job, gather_full
+from plain_dcp.round_trip import Job, to_full
 
 #: Parts of rows of a tensor, all of whose rows differ.
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -111,17 +111,17 @@ def compare_moved_dims(axes: dict[str, int], sharder: str) -> list[str]:
     job = Job("Linear", "none", axes, sharder, False, seed=3)
     (weight,) = [p for name, p in job.model.named_parameters() if name.endswith("weight")]
     assert type(weight.data) is DTensor and weight.placements[-1].dim == 0
-    original, found = gather_full(weight), []
+    original, found = to_full(weight), []
     for name, function in MOVING.items():
         for tensor in (weight.detach(), weight.detach().requires_grad_()):
             result = function(tensor)
-            if not torch.equal(gather_full(result), function(original)):
+            if not torch.equal(to_full(result), function(original)):
                 found.append(name)
             if tensor.requires_grad:
                 result.sum().backward()
                 expected = original.clone().requires_grad_()
                 function(expected).sum().backward()
-                if not torch.equal(gather_full(tensor.grad), expected.grad):
+                if not torch.equal(to_full(tensor.grad), expected.grad):
                     found.append(f"gradient of {name}")
     return found
 
@@ -136,18 +136,18 @@ def compare_slices(kind: str, axes: dict[str, int], sharder: str, recipe: str) -
     found: dict[str, Any] = {"wrong": [], "joined": []}
     for label, tensor in {"weight": weight.detach(), "state": job.optimizer.state[weight]["exp_avg"]}.items():
         # On the device of the tensor: sums of CPUs and GPUs differ in the last bits.
-        original = gather_full(tensor).to(tensor.device)
+        original = to_full(tensor).to(tensor.device)
         # The negative control: the rows of all ranks, as torch joins them, have a different order.
         stock = DTensor.full_tensor(_torch.dtensor(tensor.to_local(), tensor._spec))
         found["joined"].append(torch.equal(stock, original))
         for name, function in (FUNCTIONS | OF_ROWS | ORDERED).items():
             try:
-                part = gather_full(function(tensor))
+                part = to_full(function(tensor))
             except RuntimeError as error:
                 if name in NEWER and "does not have a sharding strategy registered" in str(error):
                     continue
                 part = torch.empty(0)
-            if not torch.equal(part, gather_full(function(original))):
+            if not torch.equal(part, to_full(function(original))):
                 found["wrong"].append(f"{name}: {label}")
         # Columns stay a view, through which a write changes the weight.
         assert tensor[:, 2:4].to_local().data_ptr() == tensor.to_local()[:, 2:4].data_ptr()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plain_dcp.round_trip import Job, gather_full
+from plain_dcp.round_trip import Job, to_full
 
 #: In-place functions of a stacked tensor and a tensor of its shape.
 ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
@@ -68,14 +68,14 @@ def compare_writes(kind: str, axes: dict[str, int], sharder: str) -> list[str]:
     """Return the functions that do not write what they write to the unsharded tensor."""
     weight, wrong = _weight(kind, axes, sharder), []
     values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.device)
-    mesh, original = weight.device_mesh, gather_full(weight).to(weight.device)
+    mesh, original = weight.device_mesh, to_full(weight).to(weight.device)
     everywhere = [Replicate()] * mesh.ndim
     for placements in (everywhere, [*everywhere[1:], Shard(1)], [Shard(0), *everywhere[1:]]):
         for name, function in ELEMENTWISE.items():
             written, expected = weight.clone(), original.clone()
             function(written, distribute_tensor(values, mesh, placements))
             function(expected, values)
-            if not torch.equal(gather_full(written), expected.cpu()):
+            if not torch.equal(to_full(written), expected.cpu()):
                 wrong.append(f"{name}: {placements}")
     return wrong
 
@@ -86,7 +86,7 @@ def compare_steps_with_assigned_gradients(kind: str, axes: dict[str, int], shard
     for name in ("foreach", "fused", "neither"):
         weight = _weight(kind, axes, sharder).requires_grad_()
         values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.device)
-        one = gather_full(weight).to(weight.device).requires_grad_()
+        one = to_full(weight).to(weight.device).requires_grad_()
         weight.grad = distribute_tensor(values, weight.device_mesh, [Replicate()] * weight.device_mesh.ndim)
         one.grad = values
         for parameter in (weight, one):
@@ -94,7 +94,7 @@ def compare_steps_with_assigned_gradients(kind: str, axes: dict[str, int], shard
                 [parameter], lr=0.1, eps=1e-3, foreach=name == "foreach", fused=name == "fused"
             ).step()
         if not torch.allclose(
-            gather_full(weight), gather_full(one), atol=1e-6
+            to_full(weight), to_full(one), atol=1e-6
         ):  # the order of a fused kernel's operations
             wrong.append(name)
     return wrong
@@ -129,5 +129,5 @@ def writes_without_error(kind: str, axes: dict[str, int], sharder: str) -> list[
         torch.save(local, file)
         file.seek(0)
         assert torch.equal(torch.load(file), local)
-        assert torch.equal(local.cpu(), part(gather_full(weight)))
+        assert torch.equal(local.cpu(), part(to_full(weight)))
     return found

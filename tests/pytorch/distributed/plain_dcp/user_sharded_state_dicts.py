@@ -22,8 +22,8 @@ from plain_dcp.round_trip import (
     Job,
     Model,
     differing,
-    gather_full,
     largest_difference,
+    to_full,
     within_one_step,
 )
 
@@ -50,9 +50,7 @@ def assigned_on_meta() -> dict[str, Any]:
     }
     model.load_state_dict(state, strict=False, assign=True)
     outcome = {
-        "wrong": differing(
-            *({n: gather_full(p) for n, p in m.named_parameters()} for m in (model, unsharded))
-        ),
+        "wrong": differing(*({n: to_full(p) for n, p in m.named_parameters()} for m in (model, unsharded))),
         # The negative control: the loaded tensor has different rows on this rank.
         "control": torch.equal(state["inner.fc1_weight"].to_local(), model.inner.fc1_weight.to_local()),
     }
@@ -60,7 +58,7 @@ def assigned_on_meta() -> dict[str, Any]:
         x = torch.ones(8, 2, 512, device=harness.device()).cumsum(0) / 8
         one(x).square().mean().backward()
         torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-3).step()
-    after = [{n: gather_full(p) for n, p in one.named_parameters()} for one in (model, unsharded)]
+    after = [{n: to_full(p) for n, p in one.named_parameters()} for one in (model, unsharded)]
     return outcome | {"after": largest_difference(*after)}
 
 
@@ -99,7 +97,7 @@ def loaded_states(recipe: str, axes: dict[str, int], sharder: str, by: str) -> d
     wrong = differing(values, other.values())
     exported = get_optimizer_state_dict(other.model, other.optimizer, options=WHOLE)["state"]
     flat = {
-        f"{n}.{k}": gather_full(t)
+        f"{n}.{k}": to_full(t)
         for n, states in exported.items()
         for k, t in states.items()
         if torch.is_tensor(t)
@@ -122,7 +120,7 @@ def quantized_tensors(recipe: str, broadcast: bool) -> list[str]:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     state = stock.state_dict() if torch.distributed.get_rank() == 0 or not broadcast else {}
     state_dict.set_model_state_dict(job.model, state, options=options)
-    found, expected = ({n: gather_full(p) for n, p in m.named_parameters()} for m in (job.model, stock))
+    found, expected = ({n: to_full(p) for n, p in m.named_parameters()} for m in (job.model, stock))
     # Rank 0's values are quantized once. All ranks' bytes are copied.
     is_same = within_one_step if broadcast else lambda one, other, _: torch.equal(one, other)
     return [name for name, value in expected.items() if not is_same(value, found[name], recipe)]
@@ -145,5 +143,5 @@ def main_weights_in_a_process(recipe: str) -> list[str]:
         f"{name}.{key}"
         for name, entries in states.items()
         for key, value in entries.items()
-        if not torch.equal(gather_full(value), gather_full(copied[name][key]))
+        if not torch.equal(to_full(value), to_full(copied[name][key]))
     ]

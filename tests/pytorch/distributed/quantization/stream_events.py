@@ -1,4 +1,4 @@
-"""A write on one stream, and a read on another stream that may wait for it."""
+"""A write on one stream. A read on another stream may wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: bytes and scales of every shard of a quantized weight, compared with one process.
+"""Bodies: every shard of a quantized weight has the bytes of one process.
 
 The oracle of each comparison is a stock TE model in one process, without te_fsdp: its weights are quantized by
 TE itself from the full value, gathered from all ranks. Raw buffers are compared, not dequantized values.

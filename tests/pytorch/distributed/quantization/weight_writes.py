@@ -1,4 +1,4 @@
-"""Bodies: writes to quantized weights, which use the scale of the unsharded weight, and copies of these weights."""
+"""Bodies: writes to quantized weights, which use the scale of the unsharded weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: ``model.parameters()`` and ``.grad`` between two calls."""
+"""Bodies: the state that users see between two calls, such as ``model.parameters()``."""
 
 from __future__ import annotations
 

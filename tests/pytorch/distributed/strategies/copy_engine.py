@@ -1,4 +1,4 @@
-"""Trainings with weights gathered by NCCL (Gloo) and by copies."""
+"""Trainings with weights gathered by copies, compared with NCCL (Gloo)."""
 
 from __future__ import annotations
 

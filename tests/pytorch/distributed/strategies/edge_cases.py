@@ -1,4 +1,4 @@
-"""Bodies: rare training loops, such as several models, other methods than forward, and steps that raise."""
+"""Bodies: rare training loops, such as several models, other methods than forward, or steps that raise."""
 
 from __future__ import annotations
 

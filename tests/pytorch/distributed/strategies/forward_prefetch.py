@@ -1,4 +1,4 @@
-"""Trainings with and without all-gathers one unit ahead in forward."""
+"""Trainings with all-gathers one unit ahead in forward, compared with trainings without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies: collectives and memory of one optimizer step, by strategy or loop."""
+"""Bodies: costs of one optimizer step, by strategy or loop."""
 
 from __future__ import annotations
 

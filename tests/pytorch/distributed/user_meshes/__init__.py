@@ -1,1 +1,1 @@
-"""Bodies of user-built meshes, a forward before materialize, and state dicts in TE's scripts."""
+"""Bodies of user-built meshes, early forwards, state dicts in TE's scripts."""

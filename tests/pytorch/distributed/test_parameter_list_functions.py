@@ -6,7 +6,7 @@ correct by value, or raises te_fsdp's error with the names and the fix.
 
 from __future__ import annotations
 
-import bodies_torch_nn_utils as bodies
+import bodies_parameter_list_functions as bodies
 import pytest
 
 TWO = pytest.param({"dp_shard": 2}, marks=pytest.mark.ranks(2))
