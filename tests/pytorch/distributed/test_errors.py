@@ -31,7 +31,7 @@ CASES = [
     (
         bodies.reset_leaves_bias_uninitialized,
         "InitError",
-        ["own.bias: not initialized", "ResetForgets.reset_parameters", "got uninitialized values", "Fix:"],
+        ["own.bias: not initialized", "ResetOmitsBias.reset_parameters", "got uninitialized values", "Fix:"],
     ),
     (bodies.replicas_differ, "InitError", ["linear.weight", "differ", "materialize", "Fix:"]),
     (bodies.sharded_twice, "OrderError", ["fully_shard", "already sharded", "Fix:"]),
