@@ -2,7 +2,7 @@
 
 Counts te_fsdp's own calls of Python functions, and the collectives and bytes that checks send, in the first and in the
 fourth step of two TransformerLayers on two emulated ranks. `--write` updates the table of docs/checks.md, which
-`tests/pytorch/distributed/test_checks.py` compares with a new measurement.
+`tests/pytorch/distributed/test_check_levels.py` compares with a new measurement.
 """
 
 from __future__ import annotations

@@ -73,30 +73,31 @@ class Area(NamedTuple):
 AREAS = (
     Area(
         "data, tensor and sequence parallelism, HSDP",
-        r"covering|calls|carried|parity|set_device_mesh|matrix|whole_shards|wgrad|foreign|assign|updates",
+        r"case_sel|te_fsdp_call|parameter_attr|parity|set_device_mesh|matrix|shard_axis|wgrad|non_te|load_state_dict_a"
+        r"|quantized_weight_updates",
         {1: "H200", 2: "H200"},
     ),
     Area("HFSDP", r"hfsdp", {1: "H200", 2: "H200"}),
     Area(
         "strategies, accumulation, `no_shard`",
-        r"accumulation|strategies|no_shard|grad_norm|unused|between_calls|left_out|settled|forward_pref|stream",
+        r"accumulation|strategies|no_shard|grad_norm|unused|params_and_grads|steady_state|forward_pref|stream",
         {1: "H200", 2: "H200"},
     ),
     Area(
         "expert parallelism, one weight per expert",
-        r"expert_parallel|expert_dispatch|grouped|exchange",
+        r"expert_parallel|expert_dispatch|grouped|harness_shared",
         {2: "H200"},
     ),
     Area("one weight for all experts", r"expert_single", {}),
     Area(
         "FP8 weights: delayed, current and block scaling",
-        r"alignment|quantized|one_scale|main_weights|tied",
+        r"alignment|quantized|main_weights|tied",
         {1: "H200", 2: "H200"},
     ),
     Area("precision policies, report of NaN", r"precision|nan_report", {1: "H200", 2: "H200"}),
     Area(
         "copy-engine all-gathers, gradients without a copy",
-        r"copy_engine|zero_copy|copies",
+        r"copy_engine|zero_copy|tp_replicated",
         {1: "H200", 2: "H200"},
     ),
     Area(
@@ -107,12 +108,16 @@ AREAS = (
     Area("context parallelism, attention backends", r"context_parallel|attention", {2: "H200"}),
     Area("pipelines", r"pipeline", {}),
     Area("optimizers, Muon", r"optimizers|muon|stale", {1: "H200", 2: "H200"}),
-    Area("checkpoints, resharding, plain DCP", r"checkpoint|reshard|plain_|doors", {1: "H100", 2: "H200"}),
+    Area(
+        "checkpoints, resharding, plain DCP",
+        r"checkpoint|reshard|dcp|user_meshes|user_sharded",
+        {1: "H100", 2: "H200"},
+    ),
     Area("Hugging Face models, rollout", r"huggingface|rollout", {1: "H100", 2: "H200"}),
-    Area("initialization", r"initialization|own_init|fused_ops|odd", {2: "H200"}),
+    Area("initialization", r"initialization|init_weights|fused_ops|unshardable", {2: "H200"}),
     Area(
         "errors: inputs, equal shards, calls of some ranks",
-        r"all_ranks|errors|mistakes|equal_shards|inputs|unsupported|te_faults",
+        r"mismatched_coll|errors|mistakes|tp_init|tp_inputs|unsupported|te_faults",
         {1: "H200", 2: "H200", 4: "H200"},
     ),
     Area("Megatron-FSDP bridge", r"megatron", {2: "H200", 4: "H200"}),

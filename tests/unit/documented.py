@@ -13,18 +13,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: Page -> the test that runs its commands, but for those of `NOT_RUN`.
 RUN_BY = {
-    "README.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+    "README.md": "tests/pytorch/distributed/test_commands.py::test_documented_commands_run",
     "docs/cli.md": "tests/unit/test_cli_ckpt.py::test_documented_cli_commands_run",
-    "docs/emulation.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+    "docs/emulation.md": "tests/pytorch/distributed/test_commands.py::test_documented_commands_run",
     "docs/huggingface.md": "tests/unit/test_huggingface_cli.py::test_huggingface_page_command_runs",
-    "docs/install.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
-    "docs/integrations.md": "tests/pytorch/distributed/test_integrations.py::test_commands_run",
-    "docs/moe.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+    "docs/install.md": "tests/pytorch/distributed/test_commands.py::test_documented_commands_run",
+    "docs/integrations.md": "tests/pytorch/distributed/test_integrations.py::test_documented_commands_run",
+    "docs/moe.md": "tests/pytorch/distributed/test_commands.py::test_documented_commands_run",
     "docs/plan.md": "tests/unit/test_planning.py::test_plan_page_commands_run",
     "docs/quickstart.md": "tests/unit/test_docs.py::test_quickstart_runs",
     "docs/train.md": "tests/unit/test_docs.py::test_train_page_runs",
-    "docs/versions.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
-    "examples/fsdp2_tp/README.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+    "docs/versions.md": "tests/pytorch/distributed/test_commands.py::test_documented_commands_run",
+    "examples/fsdp2_tp/README.md": "tests/pytorch/distributed/test_commands.py::test_documented_commands_run",
 }
 #: (page, what a command matches) -> why no test runs it, or the test that runs its program for less.
 NOT_RUN = {

@@ -14,7 +14,7 @@ sys.path.append(str(DISTRIBUTED))
 
 from matrix import rotated, rotation  # noqa: E402  (their folder is on the path now)
 
-GUARD = "tests/pytorch/distributed/test_graphed_state.py::test_buffers[10.0-assigned-step]"
+GUARD = "tests/pytorch/distributed/test_graphed_state.py::test_buffers_updated_in_forward[10.0-assigned-step]"
 
 
 def collected(python: str, *options: str) -> list[str]:

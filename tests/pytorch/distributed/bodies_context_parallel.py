@@ -1,4 +1,4 @@
-"""Bodies: attention over ``cp`` against one process."""
+"""Bodies of attention over ``cp``, compared with one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHY = "bf16, or FP8, rounded at other places"
 
 
 def _large(tensor: torch.Tensor) -> torch.Tensor:
-    """Weights with which attention decides a good part of the output."""
+    """Return weights with which attention contributes much of the output."""
     return nn.init.normal_(tensor, std=0.08)
 
 
@@ -98,7 +98,7 @@ def parity(
         te_fsdp.materialize(subject)
         _train(checks, comm_type, subject, reference, meshes, context, RTOL[recipe], parallel)
         if comm_type == "p2p":
-            _untold(subject, reference, meshes, context, parallel)
+            _without_context_parallel(subject, reference, meshes, context, parallel)
     checks.settle(minimum=4)
     return len(checks.failures)
 
@@ -123,11 +123,11 @@ def _train(
         x, target = _batch(step)
         whole = _forward(reference, x, context)
         (whole - target).square().mean().backward()
-        local = _forward(subject, _part(x, meshes, parallel), context)
-        loss = (local - _part(target, meshes, parallel)).square().mean()
+        local = _forward(subject, _local_part(x, meshes, parallel), context)
+        loss = (local - _local_part(target, meshes, parallel)).square().mean()
         # Sequence parallel ranks of tp have parts of the tokens that are added up, others the same tokens.
         (loss / (meshes.size("tp") if parallel else 1)).backward()
-        expected = _part(whole.detach(), meshes, parallel)
+        expected = _local_part(whole.detach(), meshes, parallel)
         checks.attempt(checks.close, f"{label}: output {step}", local.detach(), expected, rtol, WHY)
         originals = dict(reference.named_parameters())
         for name, parameter, info in shards(subject):
@@ -153,7 +153,7 @@ def _forward(model: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
         return model(x).float()
 
 
-def _part(tensor: torch.Tensor, meshes: Any, parallel: bool) -> torch.Tensor:
+def _local_part(tensor: torch.Tensor, meshes: Any, parallel: bool) -> torch.Tensor:
     """This rank's sequences, its part of each, and of this again what sequence parallelism leaves it."""
     import te_fsdp
 
@@ -168,29 +168,31 @@ def _local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _untold(subject: Any, reference: Any, meshes: Any, context: Any, parallel: bool) -> None:
-    """Negative control: attention without cp gives results far from one process."""
+def _without_context_parallel(
+    subject: Any, reference: Any, meshes: Any, context: Any, parallel: bool
+) -> None:
+    """Negative control: attention without cp differs largely from one process."""
     for module in subject.modules():
         if hasattr(module, "cp_group"):
             module.cp_group = None
     x, _ = _batch(9)
     with torch.no_grad():
-        whole = _part(_forward(reference, x, context), meshes, parallel)
-        local = _forward(subject, _part(x, meshes, parallel), context)
+        whole = _local_part(_forward(reference, x, context), meshes, parallel)
+        local = _forward(subject, _local_part(x, meshes, parallel), context)
     off = torch.stack([(local - whole).norm(), whole.norm()]).double()
     dist.all_reduce(off)
     assert off[0] / off[1] > 0.1, off
 
 
-def bound_alone(axes: dict[str, int]) -> None:
-    """``set_device_mesh`` and ``set_context_parallel`` without FSDP2; a deep copy shares groups and stream."""
+def set_context_parallel_without_fsdp(axes: dict[str, int]) -> None:
+    """Bind with ``set_device_mesh`` and ``set_context_parallel`` only. A deep copy shares groups and stream."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model, _ = _built(harness.device(), "none")
     te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
     te_fsdp.set_context_parallel(model, meshes)
-    x = _part(_batch(7)[0], meshes, False)
+    x = _local_part(_batch(7)[0], meshes, False)
     with torch.no_grad():
         one, two = (_forward(each, x, nullcontext) for each in (model, copy.deepcopy(model)))
     harness.assert_same_bits("copy", two, one)
@@ -199,8 +201,8 @@ def bound_alone(axes: dict[str, int]) -> None:
 # --- what is refused
 
 
-def cut(axes: dict[str, int]) -> None:
-    """``context_parallel_shard`` cuts as TE does; what it cannot cut, and other batches on other ranks, it refuses."""
+def context_parallel_shard(axes: dict[str, int]) -> None:
+    """Check that ``context_parallel_shard`` shards as TE does, and rejects lengths or batches that do not fit."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel as te_cp
 
     import te_fsdp
@@ -230,8 +232,8 @@ def cut(axes: dict[str, int]) -> None:
             te_fsdp.context_parallel_shard(batch, meshes)
 
 
-def setups(axes: dict[str, int]) -> None:
-    """Words, sizes, heads, sinks and ranks that do not fit are refused, by name and with the fix."""
+def unsupported_setups(axes: dict[str, int]) -> None:
+    """Check that unsupported options, sizes, heads, sinks and ranks raise an error with names and the fix."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -266,8 +268,8 @@ def setups(axes: dict[str, int]) -> None:
         te_fsdp.fully_shard(model, whole)
 
 
-def calls(axes: dict[str, int]) -> None:
-    """Masks, windows, dtypes and lengths that TE computes wrongly, or refuses without saying why, are refused."""
+def unsupported_calls(axes: dict[str, int]) -> None:
+    """Check that masks, windows, dtypes and lengths raise that TE computes wrongly or rejects without a reason."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -298,7 +300,7 @@ def calls(axes: dict[str, int]) -> None:
     call(keys=8, attn_mask_type="no_mask")
 
 
-def fed(axes: dict[str, int], what: str) -> tuple[str, str]:
+def forward_with_inputs(axes: dict[str, int], what: str) -> tuple[str, str]:
     """A model is fed full sequences, parts of other lengths, or the right parts on the ranks of cp.
 
     Returns:
@@ -313,7 +315,7 @@ def fed(axes: dict[str, int], what: str) -> tuple[str, str]:
     x = {"whole": x, "unchecked": x, "lengths": x[: 8 + 4 * rank]}.get(what)
     try:
         with torch.no_grad():
-            model(_part(_batch(0)[0], meshes, False) if x is None else x, 2 * SEQUENCE)
+            model(_local_part(_batch(0)[0], meshes, False) if x is None else x, 2 * SEQUENCE)
     except te_fsdp.TeFsdpError as error:
         return type(error).__name__, str(error)
     return "", ""

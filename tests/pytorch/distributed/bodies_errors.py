@@ -1,4 +1,4 @@
-"""Bodies that must raise, on every rank, with the right text."""
+"""Bodies that raise on every rank, with the expected text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 class NoReset(nn.Module):
-    """Owns a parameter and a buffer, and no reset_parameters."""
+    """Has a parameter and a buffer, but no reset_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class NoReset(nn.Module):
 
 
 class ResetFails(nn.Module):
-    """Its reset_parameters fails on one rank only."""
+    """Has a reset_parameters that fails on one rank only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def _meshes(tp: int = 1):
     return te_fsdp.Meshes.build(tp=tp, device_type=harness.device_type())
 
 
-def world_not_filled() -> None:
+def world_size_mismatch() -> None:
     import te_fsdp
 
     te_fsdp.Meshes.build(dp_shard=3, tp=2, device_type=harness.device_type())
@@ -60,8 +60,8 @@ def model_differs_between_ranks() -> None:
     te_fsdp.fully_shard(Block(nn.Linear(width, 8, device="meta"), "meta"), meshes)
 
 
-def one_rank_fails_alone() -> None:
-    """A unit name that exists on all ranks but one."""
+def one_rank_fails() -> None:
+    """Use a unit name that exists on all ranks but one."""
     import te_fsdp
 
     meshes = _meshes()
@@ -86,18 +86,18 @@ def never_initialised() -> None:
     te_fsdp.materialize(model)
 
 
-class ResetForgets(nn.Linear):
-    """Its reset_parameters fills the weight and forgets the bias."""
+class ResetOmitsBias(nn.Linear):
+    """Has a reset_parameters that initializes the weight and omits the bias."""
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
 
-def reset_forgets_one() -> None:
-    """Called by the user, after FSDP2, on a module outside of TE."""
+def reset_leaves_bias_uninitialized() -> None:
+    """Call reset_parameters of a non-TE module after FSDP2, as a user does."""
     import te_fsdp
 
-    model = te_fsdp.fully_shard(Block(ResetForgets(8, 8, device="meta"), "meta"), _meshes())
+    model = te_fsdp.fully_shard(Block(ResetOmitsBias(8, 8, device="meta"), "meta"), _meshes())
     model.own.reset_parameters()
 
 
@@ -109,7 +109,7 @@ def reset_fails_on_one_rank() -> None:
 
 
 def replicas_differ() -> None:
-    """Real-device parameters from another seed on each rank."""
+    """Build parameters on the device from a different seed on each rank."""
     import te_fsdp
 
     meshes = _meshes()
@@ -126,7 +126,7 @@ def sharded_twice() -> None:
 
 
 def sharded_twice_without_fsdp2() -> None:
-    """Nothing of ``no_shard`` is a DTensor, nor any module FSDP2's."""
+    """Shard a ``no_shard`` model twice. It has neither DTensors nor modules of FSDP2."""
     import te_fsdp
 
     meshes = _meshes()
@@ -135,7 +135,7 @@ def sharded_twice_without_fsdp2() -> None:
 
 
 def part_of_a_sharded_model() -> None:
-    """A module whose parameters belong to a model around it."""
+    """Shard a module whose parameters belong to an already sharded model."""
     import te_fsdp
 
     meshes = _meshes()
@@ -143,8 +143,8 @@ def part_of_a_sharded_model() -> None:
     te_fsdp.fully_shard(model.linear, meshes)
 
 
-def unfit_blocks() -> None:
-    """MXFP8 shards of 8 rows."""
+def incomplete_blocks() -> None:
+    """Shard MXFP8 weights into shards of 8 rows."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
@@ -155,8 +155,8 @@ def unfit_blocks() -> None:
     te_fsdp.fully_shard(model, _meshes())
 
 
-def unfit_stacked_blocks() -> None:
-    """MXFP8, gate and up of 16 rows each in one tp-local weight of 32: a block would hold rows of both."""
+def incomplete_stacked_blocks() -> None:
+    """Shard MXFP8 gate and up of 16 rows each, so that a block would contain rows of both."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
@@ -176,7 +176,7 @@ def fused_accumulation() -> None:
     te_fsdp.set_device_mesh(model, _meshes().tp, _meshes().weight)
 
 
-def a_weight_that_shards_itself() -> None:
+def weight_with_its_own_sharding() -> None:
     import te_fsdp
 
     model = Block(nn.Linear(8, 8, device="meta"), "meta")
@@ -184,7 +184,7 @@ def a_weight_that_shards_itself() -> None:
     te_fsdp.fully_shard(model, _meshes())
 
 
-def forgotten_parallel_mode() -> None:
+def missing_parallel_mode() -> None:
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -195,7 +195,7 @@ def forgotten_parallel_mode() -> None:
     )
 
 
-def experts_dealt_wrongly() -> None:
+def wrong_number_of_experts() -> None:
     import transformer_engine.pytorch as te
 
     import te_fsdp

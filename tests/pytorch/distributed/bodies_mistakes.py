@@ -1,4 +1,4 @@
-"""Mistakes of new users in scripts around training, each on all ranks at once."""
+"""Mistakes of new users in training scripts, each made on all ranks at once."""
 
 from __future__ import annotations
 
@@ -126,20 +126,20 @@ def to_empty_in_place_of_materialize() -> None:
     model(draw_batch())
 
 
-def seeds_by_rank_for_copies() -> None:
-    """HSDP of one shard: both ranks hold all weights."""
+def different_seeds_for_replicas() -> None:
+    """Use HSDP with one shard, so that both ranks have all weights."""
     model = make_sharded(dp_replicate=2, dp_shard=1)
     _draw_by_rank(model)
     take_step(model, make_sgd(model))
 
 
-def seeds_by_rank_for_whole_weights() -> None:
+def different_seeds_for_unsharded_weights() -> None:
     model = make_sharded("no_shard")
     _draw_by_rank(model)
     take_step(model, make_sgd(model))
 
 
-def seeds_by_rank_for_dropout() -> None:
+def different_seeds_for_dropout() -> None:
     meshes = make_meshes(tp=2)
     model = make_sharded(model=Model(meshes, dropout=0.5), tp=2)
     torch.manual_seed(dist.get_rank())
@@ -157,7 +157,7 @@ def an_optimizer_that_one_rank_saved(directory: str) -> None:
     take_step(model, adam)
 
 
-def whole_tensors_into_shards() -> None:
+def copy_of_unsharded_tensors_into_shards() -> None:
     whole = Model(make_meshes(), harness.device()).state_dict()
     make_sharded().load_state_dict(whole)
 
@@ -179,8 +179,8 @@ def averaged_model_after_sharding() -> None:
     torch.optim.swa_utils.AveragedModel(make_sharded("no_shard"))
 
 
-class Parts(nn.Module):
-    """Sequence-parallel layers of TE, each rank of tp with its part of the tokens; a plain layer between them."""
+class SequenceParallel(nn.Module):
+    """Sequence-parallel TE layers, each tp rank with its tokens, and a plain layer between them."""
 
     def __init__(self, meshes: Any, marked: bool, dtype: torch.dtype = torch.float32) -> None:
         import transformer_engine.pytorch as te
@@ -197,48 +197,48 @@ class Parts(nn.Module):
         return self.plain(self.down(self.up(x)))
 
 
-def in_parts(marked: bool, *, whole: bool = False, **options: Any) -> tuple[nn.Module, torch.Tensor]:
-    """A model with tp, and this rank's part of the tokens or all of them."""
+def make_sp_model(marked: bool, *, whole: bool = False, **options: Any) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model with tp, and this rank's tokens or all tokens."""
     import te_fsdp
 
     meshes = make_meshes(tp=2)
-    model = te_fsdp.fully_shard(Parts(meshes, marked), meshes, units=["plain"], **options)
+    model = te_fsdp.fully_shard(SequenceParallel(meshes, marked), meshes, units=["plain"], **options)
     tokens = draw_batch(0)
     return te_fsdp.materialize(model, seed=0), tokens if whole else tokens.chunk(2)[
         meshes.tp.get_local_rank()
     ]
 
 
-def a_layer_that_nobody_has_marked() -> None:
-    model, tokens = in_parts(marked=False)
+def layer_without_parallel_mode() -> None:
+    model, tokens = make_sp_model(marked=False)
     model(tokens).square().sum().backward()
     make_sgd(model).step()
 
 
-def a_mark_on_a_layer_that_sees_all_tokens() -> None:
+def parallel_mode_on_a_layer_with_all_tokens() -> None:
     model = Model(make_meshes(tp=2))
     model.inp.weight.sequence_parallel = True
     model = make_sharded(model=model, tp=2)
     model(draw_batch(0)).square().sum().backward()
 
 
-def whole_sequences_for_sequence_parallelism() -> None:
-    model, tokens = in_parts(marked=True, whole=True)
+def unsharded_sequences_for_sequence_parallelism() -> None:
+    model, tokens = make_sp_model(marked=True, whole=True)
     model(torch.zeros_like(tokens))  # says nothing
     model(tokens)
 
 
-def uneven_parts_for_sequence_parallelism() -> None:
-    model, tokens = in_parts(marked=True)
+def uneven_sequences_for_sequence_parallelism() -> None:
+    model, tokens = make_sp_model(marked=True)
     model(tokens[: 2 + 2 * dist.get_rank()])
 
 
-def gradients_of_one_part_for_sequence_parallelism() -> None:
-    model, tokens = in_parts(marked=True)
+def gradients_of_local_tokens_only() -> None:
+    model, tokens = make_sp_model(marked=True)
     model(tokens.requires_grad_(dist.get_rank() == 0)).sum().backward()
 
 
-def gradients_of_one_copy_of_the_inputs() -> None:
+def gradients_of_one_replica_of_the_inputs() -> None:
     model = make_sharded(tp=2)
     model(draw_batch(0).requires_grad_(dist.get_rank() == 0)).sum().backward()
 
@@ -249,7 +249,7 @@ def a_weight_assigned_after_the_first_forward() -> None:
     model.head.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, device=harness.device()))
 
 
-def a_bias_taken_away_after_the_first_forward() -> None:
+def bias_removed_after_the_first_forward() -> None:
     model = make_sharded()
     model(draw_batch())
     model.layer.fc1_bias = None
@@ -262,7 +262,7 @@ def a_parametrization_after_the_first_forward() -> None:
     model(draw_batch())
 
 
-def other_values_by_functional_call() -> None:
+def functional_call_with_different_values() -> None:
     model = make_sharded()
     model(draw_batch())
     zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -284,21 +284,21 @@ def step_in_bf16(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def an_optimizer_in_another_order() -> None:
-    """As sets give it, whose order is another one in each process."""
+def optimizer_in_a_different_order() -> None:
+    """Pass parameters in the order of a set, which differs between processes."""
     model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
     parameters = list(model.parameters())[:: 1 - 2 * dist.get_rank()]
     model(draw_batch(0)).square().mean().backward()
     torch.optim.SGD(parameters, lr=0.1).step()
 
 
-def a_learning_rate_by_rank() -> None:
+def learning_rate_by_rank() -> None:
     model = make_sharded()
     model(draw_batch()).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank())).step()
 
 
-def a_head_beside_the_sharded_part() -> None:
+def unsharded_head_next_to_the_sharded_part() -> None:
     import te_fsdp
 
     torch.manual_seed(0)
@@ -317,7 +317,7 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 
-def a_weight_written_to_in_forward() -> None:
+def weight_written_in_forward() -> None:
     model = Model(make_meshes())
     model.head = Clamped(WIDTH, WIDTH, device="meta")
     model = make_sharded(model=model)
@@ -326,7 +326,7 @@ def a_weight_written_to_in_forward() -> None:
     model(draw_batch())
 
 
-def dropout_that_begins_later() -> None:
+def dropout_enabled_later() -> None:
     model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
     torch.manual_seed(dist.get_rank())
     model(draw_batch(0))
@@ -334,14 +334,14 @@ def dropout_that_begins_later() -> None:
     model(draw_batch(0))
 
 
-def other_data_after_a_trial() -> None:
+def different_data_after_the_first_forward() -> None:
     model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
     with torch.no_grad():
         model(draw_batch(0))
     model(draw_batch())
 
 
-def stepping_between_forward_and_backward() -> None:
+def step_between_forward_and_backward() -> None:
     model = make_sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(draw_batch()).square().mean().backward()
@@ -356,7 +356,7 @@ def gradients_returned_by_autograd() -> None:
     torch.autograd.grad(loss, list(model.layer.parameters()))
 
 
-def clipping_what_was_replaced() -> None:
+def clipping_of_replaced_parameters() -> None:
     import te_fsdp
 
     torch.manual_seed(0)
@@ -367,8 +367,8 @@ def clipping_what_was_replaced() -> None:
     te_fsdp.clip_grad_norm_(before, 1.0)
 
 
-def an_average_assigned_to_data() -> None:
-    """Through which nothing reaches a DTensor."""
+def average_assigned_to_data() -> None:
+    """Assign an average to `.data`, which does not reach a DTensor."""
     model = make_sharded()
     take_step(model, make_sgd(model))
     model.to(harness.device_type()).float()  # which moves memory too
@@ -384,7 +384,7 @@ def one_weight_assigned_to_data() -> None:
     model(draw_batch())
 
 
-def parts_drawn_with_equal_seeds() -> None:
+def equal_seeds_on_tp_ranks() -> None:
     model = make_sharded()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -399,43 +399,43 @@ MISTAKES: list[Callable[..., None]] = [
     gradient_hooks_after_sharding,
     steps_in_hooks_of_replicated_parameters,
     to_empty_in_place_of_materialize,
-    seeds_by_rank_for_copies,
-    seeds_by_rank_for_whole_weights,
-    seeds_by_rank_for_dropout,
+    different_seeds_for_replicas,
+    different_seeds_for_unsharded_weights,
+    different_seeds_for_dropout,
     an_optimizer_that_one_rank_saved,
-    whole_tensors_into_shards,
+    copy_of_unsharded_tensors_into_shards,
     a_cast_after_the_first_forward,
     inference_mode_before_training,
     averaged_model_after_sharding,
-    a_layer_that_nobody_has_marked,
-    a_mark_on_a_layer_that_sees_all_tokens,
-    whole_sequences_for_sequence_parallelism,
-    uneven_parts_for_sequence_parallelism,
-    gradients_of_one_part_for_sequence_parallelism,
-    gradients_of_one_copy_of_the_inputs,
+    layer_without_parallel_mode,
+    parallel_mode_on_a_layer_with_all_tokens,
+    unsharded_sequences_for_sequence_parallelism,
+    uneven_sequences_for_sequence_parallelism,
+    gradients_of_local_tokens_only,
+    gradients_of_one_replica_of_the_inputs,
     a_weight_assigned_after_the_first_forward,
-    a_bias_taken_away_after_the_first_forward,
+    bias_removed_after_the_first_forward,
     a_parametrization_after_the_first_forward,
-    other_values_by_functional_call,
-    an_optimizer_in_another_order,
-    a_learning_rate_by_rank,
-    a_head_beside_the_sharded_part,
-    a_weight_written_to_in_forward,
-    other_data_after_a_trial,
-    stepping_between_forward_and_backward,
+    functional_call_with_different_values,
+    optimizer_in_a_different_order,
+    learning_rate_by_rank,
+    unsharded_head_next_to_the_sharded_part,
+    weight_written_in_forward,
+    different_data_after_the_first_forward,
+    step_between_forward_and_backward,
     gradients_returned_by_autograd,
-    clipping_what_was_replaced,
-    an_average_assigned_to_data,
+    clipping_of_replaced_parameters,
+    average_assigned_to_data,
     one_weight_assigned_to_data,
-    parts_drawn_with_equal_seeds,
-    dropout_that_begins_later,
+    equal_seeds_on_tp_ranks,
+    dropout_enabled_later,
 ]
 
 
 def all_mistakes(
     directory: str, mistakes: Iterable[Callable[..., None]] = MISTAKES
 ) -> dict[str, tuple[str, str]]:
-    """Class and text of the error of each."""
+    """Return class and text of each error."""
     import te_fsdp
 
     results = {}
@@ -447,8 +447,8 @@ def all_mistakes(
     return results
 
 
-def weights_that_one_rank_saved(directory: str) -> tuple[str, bool]:
-    """The error, and whether the model is as it was."""
+def load_of_one_ranks_weights(directory: str) -> tuple[str, bool]:
+    """Return the error, and whether the model is unchanged."""
     import te_fsdp
 
     model, path = make_sharded(), Path(directory) / "model.pt"
@@ -465,7 +465,7 @@ def weights_that_one_rank_saved(directory: str) -> tuple[str, bool]:
     return "", True
 
 
-def one_batch_for_all() -> tuple[list[str], list[str]]:
+def same_batch_on_all_ranks() -> tuple[list[str], list[str]]:
     """Return the log of two steps with the same data on all ranks, and of a model with different data per rank."""
     results: list[list[str]] = [[], []]
     for texts, seed in zip(results, (0, None), strict=True):
@@ -482,7 +482,7 @@ def one_batch_for_all() -> tuple[list[str], list[str]]:
 
 
 def evaluation_on_one_rank() -> str:
-    """Rank 0 alone runs a forward; the other one is busy elsewhere."""
+    """Run a forward on rank 0 only, while the other rank is busy."""
     import te_fsdp
 
     model = make_sharded()

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 
 class Result:
-    """An object that torch.utils._pytree does not know."""
+    """An object that torch.utils._pytree does not support."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.parts = {"tensor": tensor}
@@ -33,15 +33,15 @@ class Wrapping(nn.Module):
         return Result(self.inner(x))
 
 
-class Hiding(Wrapping):
-    """Returns a tensor where nothing finds it."""
+class HidesOutput(Wrapping):
+    """Returns a tensor where no traversal finds it."""
 
     def forward(self, x: torch.Tensor) -> Any:
         tensor = self.inner(x)
-        return Hidden(lambda: tensor)
+        return HiddenOutput(lambda: tensor)
 
 
-class Hidden:
+class HiddenOutput:
     """A function's closure."""
 
     def __init__(self, take: Callable[[], torch.Tensor]) -> None:
@@ -49,7 +49,7 @@ class Hidden:
 
 
 class Chain(nn.Module):
-    """Layers of torch around a unit, whose result they take apart."""
+    """torch layers around a unit, whose result they unpack."""
 
     def __init__(self, unit: nn.Module) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.unit(self.first(x))
-        return self.last(result.take() if isinstance(result, Hidden) else result.parts["tensor"])
+        return self.last(result.take() if isinstance(result, HiddenOutput) else result.parts["tensor"])
 
 
-class Sharing(nn.Module):
-    """Two branches with one module between them, each a unit, and the shared module too."""
+class SharedModule(nn.Module):
+    """Two branches with one shared module, each of them a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def a_jacobian() -> None:
     torch.autograd.functional.jacobian(lambda x: model(x).sum(0), draw_batch())
 
 
-def a_norm_of_two_models() -> None:
+def clip_grad_norm_of_two_models() -> None:
     import te_fsdp
 
     one, other = make_sharded(), make_sharded()
@@ -282,7 +282,7 @@ def a_norm_of_two_models() -> None:
     te_fsdp.clip_grad_norm_([one, other], 1.0)  # type: ignore[arg-type]
 
 
-def meshes_in_place_of_an_axis() -> None:
+def meshes_instead_of_an_axis() -> None:
     import te_fsdp
 
     meshes = make_meshes()
@@ -311,7 +311,7 @@ def a_full_optimizer_state() -> None:
     take_step(model, adam)
 
 
-def a_norm_of_none() -> None:
+def clip_grad_norm_of_none() -> None:
     import te_fsdp
 
     model = make_sharded()
@@ -319,7 +319,7 @@ def a_norm_of_none() -> None:
     te_fsdp.clip_grad_norm_(model, None)  # type: ignore[arg-type]
 
 
-def a_scale_of_none() -> None:
+def scale_gradients_of_none() -> None:
     import te_fsdp
 
     model = make_sharded()
@@ -327,8 +327,8 @@ def a_scale_of_none() -> None:
     te_fsdp.scale_gradients(model, None)  # type: ignore[arg-type]
 
 
-def an_output_in_which_nothing_is_found() -> None:
-    take_step(model := make_of_torch(Chain(Hiding()), ["unit"], "optim_grads_params"), make_sgd(model))
+def output_without_visible_tensors() -> None:
+    take_step(model := make_of_torch(Chain(HidesOutput()), ["unit"], "optim_grads_params"), make_sgd(model))
 
 
 def a_slice_without_tensor_parallelism() -> None:
@@ -386,16 +386,16 @@ MISTAKES: list[Callable[..., None]] = [
     rows_pruned_by_their_norm,
     weights_pruned_globally,
     a_jacobian,
-    a_norm_of_two_models,
-    meshes_in_place_of_an_axis,
+    clip_grad_norm_of_two_models,
+    meshes_instead_of_an_axis,
     a_full_momentum,
     a_gradient_penalty,
     a_gradient_penalty_of_kept_weights,
     a_gradient_penalty_through_te,
     a_full_optimizer_state,
-    a_norm_of_none,
-    a_scale_of_none,
-    an_output_in_which_nothing_is_found,
+    clip_grad_norm_of_none,
+    scale_gradients_of_none,
+    output_without_visible_tensors,
     a_slice_without_tensor_parallelism,
     no_fsdp_axis,
     two_models_and_main_weights,

@@ -31,7 +31,7 @@ CPU_RANKS = 8
 DEFAULT_ARCHS = ("10.0",)
 #: Tests whose cases are a covering of `matrix.definitions`. On the CPU it is spread over days, like those of the mark
 #: and of the files of `matrix.rotated`.
-COVERINGS = ("test_matrix.py::test_blackwell", "test_matrix.py::test_hopper")
+COVERINGS = ("test_matrix.py::test_training_on_blackwell", "test_matrix.py::test_training_on_hopper")
 _POOLS = pytest.StashKey["Pools"]()
 
 

@@ -1,6 +1,6 @@
-"""Refusals of the accelerate integration.
+"""Unsupported uses of the accelerate integration.
 
-Each refusal names its fix. A prepared optimizer follows its model.
+Each error names its fix. A prepared optimizer follows its model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations import Told, forgetting_accelerate
+from test_integrations import Refusals, reset_accelerate_state
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -37,14 +37,14 @@ def fresh(meshes: te_fsdp.Meshes, **options: Any) -> Any:
 
 def refusals(path: Path) -> dict[str, str]:
     """Body."""
-    refusal_texts, meshes = Told(), te_fsdp.Meshes.build(tp=2)
-    with forgetting_accelerate(), pytest.MonkeyPatch.context() as patch:
+    refusal_texts, meshes = Refusals(), te_fsdp.Meshes.build(tp=2)
+    with reset_accelerate_state(), pytest.MonkeyPatch.context() as patch:
         options(refusal_texts, meshes, patch)
         prepared(refusal_texts, meshes, path)
     return dict(refusal_texts)
 
 
-def options(refusal_texts: Told, meshes: te_fsdp.Meshes, patch: pytest.MonkeyPatch) -> None:
+def options(refusal_texts: Refusals, meshes: te_fsdp.Meshes, patch: pytest.MonkeyPatch) -> None:
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DynamoBackend
 
     data = DataLoader(torch.arange(8), batch_size=2)
@@ -67,7 +67,7 @@ def options(refusal_texts: Told, meshes: te_fsdp.Meshes, patch: pytest.MonkeyPat
     assert [batch.tolist() for batch in fresh(meshes).prepare(data)] == mine
 
 
-def prepared(refusal_texts: Told, meshes: te_fsdp.Meshes, path: Path) -> None:
+def prepared(refusal_texts: Refusals, meshes: te_fsdp.Meshes, path: Path) -> None:
     accelerator, model = fresh(meshes), build("meta", **meshes.te_kwargs())
     with refusal_texts.refused("no model"):
         accelerator.save_state(str(path / "a"))
@@ -129,7 +129,7 @@ SAYS = {
 
 
 @pytest.mark.ranks(4)
-def test_refusals(pool, tmp_path):
+def test_unsupported_options_raise(pool, tmp_path):
     for refusal_texts in pool.run(refusals, 4, path=tmp_path):
         assert refusal_texts.keys() == SAYS.keys()
         for case, words in SAYS.items():
@@ -137,12 +137,12 @@ def test_refusals(pool, tmp_path):
 
 
 def trainers(path: Path) -> dict[str, Any]:
-    """Body: what the trainer refuses, and what it counts."""
+    """Return the errors of unsupported trainer options, and its counts."""
     from transformers import TrainingArguments
 
     from te_fsdp.integrations.transformers import TeFsdpTrainer
 
-    refusal_texts, meshes = Told(), te_fsdp.Meshes.build(tp=2)
+    refusal_texts, meshes = Refusals(), te_fsdp.Meshes.build(tp=2)
 
     def built(**options: Any) -> Any:
         given = {
@@ -153,13 +153,13 @@ def trainers(path: Path) -> dict[str, Any]:
         }
         return TeFsdpTrainer(build("meta", **meshes.te_kwargs()), TrainingArguments(**given), meshes=meshes)
 
-    with forgetting_accelerate(), refusal_texts.refused("bf16"):
+    with reset_accelerate_state(), refusal_texts.refused("bf16"):
         built(bf16=True)
-    with forgetting_accelerate(), refusal_texts.refused("ddp"):
+    with reset_accelerate_state(), refusal_texts.refused("ddp"):
         built(ddp_find_unused_parameters=True)
-    with forgetting_accelerate(), refusal_texts.refused("compile"):
+    with reset_accelerate_state(), refusal_texts.refused("compile"):
         built(torch_compile=True)
-    with forgetting_accelerate():
+    with reset_accelerate_state():
         trainer = built(per_device_train_batch_size=3, gradient_accumulation_steps=5)
         assert trainer.get_total_train_batch_size(trainer.args) == 15
         assert trainer.model[0].weight.is_meta, "sharding comes with training"
@@ -167,7 +167,7 @@ def trainers(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.ranks(2)
-def test_the_trainer(pool, tmp_path):
+def test_trainer_unsupported_options_raise(pool, tmp_path):
     for refusal_texts in pool.run(trainers, 2, path=tmp_path):
         assert "PrecisionError: TeFsdpAccelerator(mixed_precision='bf16')" in refusal_texts["bf16"]
         assert "DistributedDataParallelKwargs()" in refusal_texts["ddp"]

@@ -1,4 +1,4 @@
-"""Quantized weights that do not divide: cut another way where that is right, refused on all ranks where not."""
+"""Quantized weights that do not divide into blocks. They get a different sharding, or raise on all ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SECONDS = 10
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", BLOCKS)
-def test_right_or_refused_on_all_ranks(pool, recipe):
-    """Aligned, uneven, fewer rows than ranks, row-parallel column cuts; sharded by us, by torch, by tp alone."""
+def test_alignment_is_accepted_or_raises_on_all_ranks(pool, recipe):
+    """Check aligned and uneven weights, fewer rows than ranks and column shards, by te_fsdp, torch and tp alone."""
     results = pool.run(alignment.outcomes, 4, recipe=recipe, block=BLOCKS[recipe])
     for rows in zip(*results, strict=True):
         case = rows[0]["case"]
@@ -42,7 +42,7 @@ def test_right_or_refused_on_all_ranks(pool, recipe):
 
 
 def check(results: list[dict], notes: dict[str, str]) -> None:
-    """Initial and gathered weights to the bit, losses to the tolerance of their rounding, the report's words."""
+    """Check initial and gathered weights bit for bit, losses within their rounding, and the text of the report."""
     for outcome in results:
         rows = zip(outcome["losses"], outcome["reference"], outcome["tolerances"], strict=True)
         assert all(abs(loss - expected) <= bound * expected for loss, expected, bound in rows), outcome
@@ -74,14 +74,14 @@ def test_uneven_and_empty_shards(pool, recipe, reshard):
 @pytest.mark.arch("9.0")
 @pytest.mark.ranks(5)
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_uneven_and_empty_shards_of_weights_on_the_device(pool, recipe):
-    """With the transposes of Hopper's layout."""
+def test_uneven_and_empty_shards_initialized_on_device(pool, recipe):
+    """Check the transposes of Hopper's layout."""
     check(pool.run(alignment.training, 5, recipe=recipe, hidden=48, middle=16, meta=False), FIVE)
 
 
 @pytest.mark.ranks(6)
 def test_uneven_shards_with_tp(pool):
-    """16 rows per tp rank over 3 FSDP ranks."""
+    """Check 16 rows per tp rank over 3 FSDP ranks."""
     results = pool.run(alignment.training, 6, recipe="current", hidden=48, middle=32, tp=2)
     check(results, {"first.weight": "uneven rows: 2 ranks of 6, 1 ranks of 4", "second.weight": ""})
 
@@ -97,7 +97,7 @@ FORMATS = {"mxfp8": "mxfp8", "block": "float8-block", "nvfp4": "nvfp4"}
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize("meta", [True, False])
-def test_columns_where_rows_do_not_fit(pool, recipe, meta):
+def test_column_shards_where_rows_do_not_divide(pool, recipe, meta):
     block = BLOCKS[recipe]
     results = pool.run(alignment.training, 2, recipe=recipe, hidden=4 * block, middle=3 * block, meta=meta)
     check(results, {"first.weight": _columns(FORMATS[recipe], 2), "second.weight": ""})
@@ -107,8 +107,8 @@ def test_columns_where_rows_do_not_fit(pool, recipe, meta):
 @pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "reshard"), [("mxfp8", True), ("mxfp8", False), ("block", True)])
-def test_columns_of_a_row_parallel_weight(pool, recipe, reshard):
-    """tp cuts the columns first, FSDP2 each part again."""
+def test_column_shards_of_a_row_parallel_weight(pool, recipe, reshard):
+    """Check columns that tp shards first and FSDP2 shards again."""
     sizes = {"hidden": 3 * BLOCKS[recipe], "middle": 8 * BLOCKS[recipe]}
     results = pool.run(alignment.training, 4, recipe=recipe, tp=2, reshard=reshard, **sizes)
     check(results, {"first.weight": "", "second.weight": _columns(FORMATS[recipe], 2)})
@@ -118,7 +118,7 @@ def test_columns_of_a_row_parallel_weight(pool, recipe, reshard):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_an_fsdp_axis_of_size_one(pool, recipe):
-    """HSDP with one shard per replica, and together with tp: several buffers gathered from one rank."""
+    """Check HSDP with one shard per replica, also with tp. Several buffers are gathered from one rank."""
     block = BLOCKS[recipe]
     for options in ({"dp_replicate": 4}, {"dp_replicate": 2, "tp": 2}):
         results = pool.run(
@@ -131,28 +131,28 @@ def test_an_fsdp_axis_of_size_one(pool, recipe):
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_tp_without_fsdp(pool, recipe):
     block = BLOCKS[recipe]
-    results = pool.run(alignment.tp_alone, 2, recipe=recipe, hidden=2 * block, middle=4 * block)
+    results = pool.run(alignment.train_with_tp_only, 2, recipe=recipe, hidden=2 * block, middle=4 * block)
     check(results, {"first.weight": "", "second.weight": ""})
 
 
 @pytest.mark.ranks(2)
-def test_a_short_last_block_that_nobody_cuts(pool):
-    """320 columns are two and a half blocks of float8-block; rows are cut."""
+def test_unsharded_partial_last_block(pool):
+    """Check 320 columns, which are two and a half blocks of float8-block. Rows are sharded."""
     results = pool.run(alignment.training, 2, recipe="block", hidden=320, middle=256)
     check(results, {"first.weight": "", "second.weight": _columns("float8-block", 2)})
 
 
 @pytest.mark.ranks(5)
-def test_an_empty_rank_without_the_scale_is_caught(pool):
-    """Negative control: the rank without rows reads the gathered bytes with a scale of its own."""
+def test_negative_control_empty_rank_without_shared_scale(pool):
+    """Negative control: the rank without rows reads the gathered bytes with its own scale."""
     errors = pool.run_expect_error(alignment.without_shared_scale, 5)
     assert "first on all ranks" in errors[4].message, errors
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["mxfp8", "current", "nvfp4"])
-def test_torchs_fully_shard_of_weights_on_the_device(pool, recipe):
-    """Shards keep the bytes, or it raises: never dequantized in silence, never an error from inside TE."""
+def test_torch_fully_shard_of_weights_on_device(pool, recipe):
+    """Check that shards keep the bytes or raise te_fsdp's error. They are never dequantized silently."""
     for outcome in pool.run(alignment.on_the_device, 4, recipe=recipe):
         if recipe == "nvfp4":
             assert outcome["error"] == "PrecisionError" and "use te_fsdp.fully_shard" in outcome["text"]
@@ -179,8 +179,8 @@ def test_torchs_fully_shard_of_weights_on_the_device(pool, recipe):
         ),  # columns of the first, rows of the second; then the other way round
     ],
 )
-def test_checkpoints_of_odd_cuts(pool, tmp_path, recipe, hidden, middle, here, there):
-    """To the same mesh and to another: logical values bit for bit, optimizer state too."""
+def test_checkpoints_of_uneven_shards(pool, tmp_path, recipe, hidden, middle, here, there):
+    """Check logical values and optimizer state bit for bit, on the same mesh and on a different one."""
     shape = {"recipe": recipe, "hidden": hidden, "middle": middle, "directory": str(tmp_path)}
     assert min(pool.run(alignment.saved, here[0], tp=here[1], **shape)) >= 8
     assert min(pool.run(alignment.loaded, there[0], tp=there[1], **shape)) >= 8

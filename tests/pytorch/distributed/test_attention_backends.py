@@ -1,4 +1,4 @@
-"""Attention by each backend of TransformerEngine that this machine has: the same training, sharded or not.
+"""Attention by each backend of TransformerEngine on this machine. Sharded training equals unsharded training.
 
 The emulation has the unfused one alone. On GPUs: fused (cuDNN), and flash where flash-attn is installed.
 """
@@ -18,18 +18,18 @@ BACKENDS = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "
 HEADS, GROUPS, HEAD_DIM, SEQUENCE = 4, 2, 64, 128
 
 
-def alone(backend: str) -> dict[str, str]:
+def backend_environment(backend: str) -> dict[str, str]:
     """Variables that leave TransformerEngine one backend."""
     return {variable: str(int(name == backend)) for name, variable in BACKENDS.items()}
 
 
-def picked() -> dict:
+def chosen_backend() -> dict:
     """Return the backend that TransformerEngine would choose."""
     return _te_modules.attention_backend_for(heads=HEADS, groups=GROUPS, head_dim=HEAD_DIM, sequence=SEQUENCE)
 
 
 def trained(meshes: te_fsdp.Meshes | None, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and gradients of a layer, by name, whole: sharded over the meshes, or stock in one process."""
+    """Return unsharded output and gradients of a layer by name, sharded over the meshes or stock in one process."""
     import transformer_engine.pytorch as te
 
     layer = te.TransformerLayer(
@@ -62,7 +62,7 @@ def by_one_backend(backend: str) -> dict:
     torch.manual_seed(1)
     inputs = torch.randn(SEQUENCE, 2, HEADS * HEAD_DIM, dtype=torch.bfloat16).to(harness.device())
     stock, sharded = trained(None, inputs), trained(meshes, inputs)
-    os.environ.update(alone("unfused"))
+    os.environ.update(backend_environment("unfused"))
     _attention_backends["backend_selection_requires_update"] = True
     unfused = trained(None, inputs)
     checks = harness.Comparisons()
@@ -81,9 +81,9 @@ def by_one_backend(backend: str) -> dict:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parity_of_backends(pool, backend):
-    found = pool.run(picked, 1, env=alone(backend), init_group=False)[0]
+def test_attention_backends_equal_unfused(pool, backend):
+    found = pool.run(chosen_backend, 1, env=backend_environment(backend), init_group=False)[0]
     if found["backend"] != backend:
         why = [text for text in found["reasons"] if text.lower().startswith(f"disabling {backend}")]
         pytest.skip(f"TransformerEngine has no {backend} attention here: {'; '.join(why) or 'not installed'}")
-    pool.run(by_one_backend, 2, env=alone(backend), backend=backend)
+    pool.run(by_one_backend, 2, env=backend_environment(backend), backend=backend)

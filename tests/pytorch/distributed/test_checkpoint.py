@@ -1,7 +1,7 @@
 """Round trips of checkpoints.
 
-On the same mesh values are equal bit for bit, on other meshes by logical value. What plain DCP cannot do is
-refused.
+On the same mesh values are equal bit for bit, on other meshes by logical value. Unsupported uses
+of DCP raise.
 
 All kinds of modules between all meshes: test_reshard_matrix.py. Quantized weights: test_checkpoint_formats.py.
 """
@@ -39,7 +39,7 @@ def run_body(pool, body, ranks, **kwargs):
 
 
 def check_same(results: list[dict]) -> None:
-    """Nothing differs after the load nor after a step more, and both would without the load."""
+    """Check that nothing differs after the load and one more step, and that both differ without the load."""
     for rank, outcome in enumerate(results):
         assert outcome["wrong"] == [], f"rank {rank}"
         assert outcome["tensors"] > 30
@@ -84,7 +84,7 @@ def _ranks(axes: dict[str, int]) -> int:
         for row in SAME
     ],
 )
-def test_same_mesh(pool, tmp_path, case, axes, route):
+def test_round_trip_on_the_same_mesh(pool, tmp_path, case, axes, route):
     where = {"axes": axes, "directory": str(tmp_path)}
     check_same(run_body(pool, bodies.same_mesh, _ranks(axes), case=case, route=route, **where))
 
@@ -93,7 +93,7 @@ def test_same_mesh(pool, tmp_path, case, axes, route):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("route", ["te_fsdp", "plain"])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
-def test_same_mesh_quantized(pool, tmp_path, recipe, route):
+def test_round_trip_of_quantized_weights(pool, tmp_path, recipe, route):
     case = _quantized(recipe, stacked=True)
     check_same(
         run_body(pool, bodies.same_mesh, 4, case=case, axes=DP2_TP2, route=route, directory=str(tmp_path))
@@ -103,7 +103,7 @@ def test_same_mesh_quantized(pool, tmp_path, recipe, route):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["delayed"])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_same_mesh_delayed(pool, tmp_path, recipe, quantized):
+def test_round_trip_of_delayed_scaling(pool, tmp_path, recipe, quantized):
     case = Case(stacked=True, optimizer="fused", recipe=recipe, quantized=quantized)
     check_same(
         run_body(pool, bodies.same_mesh, 4, case=case, axes=DP2_TP2, route="te_fsdp", directory=str(tmp_path))
@@ -131,29 +131,33 @@ def check_elsewhere(results: list[dict], losses: list[float], case: Case) -> Non
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", [STACKED, FUSED], ids=["adamw", "fused"])
-def test_stacked_layouts_between_meshes_of_two(pool, tmp_path, case):
-    losses = _run(pool, bodies.save_for_others, "tp2", case, tmp_path, routes=("te_fsdp",))[0]
+def test_stacked_layouts_between_two_rank_meshes(pool, tmp_path, case):
+    losses = _run(pool, bodies.save_for_different_mesh, "tp2", case, tmp_path, routes=("te_fsdp",))[0]
     for mesh in ("dp2", "one"):
-        results = _run(pool, bodies.load_elsewhere, mesh, case, tmp_path, route="te_fsdp")
+        results = _run(pool, bodies.load_on_different_mesh, mesh, case, tmp_path, route="te_fsdp")
         check_elsewhere(results, losses, case)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", [PLAIN_USED, Case(optimizer="fused")], ids=["adamw", "fused"])
-def test_plain_layouts_onto_every_mesh_by_both_routes(pool, tmp_path, case):
-    losses = _run(pool, bodies.save_for_others, "dp2xtp2", case, tmp_path, routes=("te_fsdp", "plain"))[0]
+def test_unstacked_layouts_onto_every_mesh(pool, tmp_path, case):
+    losses = _run(
+        pool, bodies.save_for_different_mesh, "dp2xtp2", case, tmp_path, routes=("te_fsdp", "plain")
+    )[0]
     for mesh in ("dp4", "tp4", "one"):
         for route in ("te_fsdp", "plain"):
             train = mesh == "tp4"
-            results = _run(pool, bodies.load_elsewhere, mesh, case, tmp_path, route=route, train=train)
+            results = _run(
+                pool, bodies.load_on_different_mesh, mesh, case, tmp_path, route=route, train=train
+            )
             check_elsewhere(results, losses if train else [], case)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_same_mesh_quantized_on_hopper(pool, tmp_path, recipe):
-    """Hopper's kernels read a cached transpose of float8 weights, which must not outlive the bytes."""
+def test_round_trip_of_quantized_weights_on_hopper(pool, tmp_path, recipe):
+    """Check that Hopper's cached transpose of a float8 weight is not kept when the bytes change."""
     axes = {"dp_shard": 2, "tp": 2} if recipe == "current" else {"dp_shard": 1}
     case, ranks = _quantized(recipe), 4 if recipe == "current" else 1
     where = {"axes": axes, "directory": str(tmp_path)}
@@ -163,18 +167,24 @@ def test_same_mesh_quantized_on_hopper(pool, tmp_path, recipe):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_quantized_weights_over_other_meshes_and_back(pool, tmp_path, recipe):
-    """Bytes and scales, of both directions where a format has two, survive dp2xtp2 -> tp4 -> dp4 -> dp2xtp2."""
+def test_quantized_weights_through_other_meshes_and_back(pool, tmp_path, recipe):
+    """Check bytes and scales of both directions through dp2xtp2 -> tp4 -> dp4 -> dp2xtp2."""
     case = _quantized(recipe, stacked=True)
-    _run(pool, bodies.there_and_back, "dp2xtp2", case, tmp_path, name="", raw="raw")
-    _run(pool, bodies.pass_on, "tp4", case, tmp_path, name="te_fsdp", to="second")
-    _run(pool, bodies.pass_on, "dp4", case, tmp_path, name="second", to="third")
-    assert _run(pool, bodies.there_and_back, "dp2xtp2", case, tmp_path, name="third", raw="raw") == [[]] * 4
+    _run(pool, bodies.compare_after_round_trip, "dp2xtp2", case, tmp_path, name="", raw="raw")
+    _run(pool, bodies.resave, "tp4", case, tmp_path, name="te_fsdp", to="second")
+    _run(pool, bodies.resave, "dp4", case, tmp_path, name="second", to="third")
+    assert (
+        _run(pool, bodies.compare_after_round_trip, "dp2xtp2", case, tmp_path, name="third", raw="raw")
+        == [[]] * 4
+    )
 
 
 @pytest.mark.ranks(4)
-def test_delayed_scaling_onto_another_mesh(pool, tmp_path):
+def test_delayed_scaling_loads_on_a_different_mesh(pool, tmp_path):
     case = _quantized("delayed")
-    _run(pool, bodies.there_and_back, "dp2xtp2", case, tmp_path, name="", raw="raw")
-    _run(pool, bodies.pass_on, "dp4", case, tmp_path, name="te_fsdp", to="second")
-    assert _run(pool, bodies.there_and_back, "dp2xtp2", case, tmp_path, name="second", raw="raw") == [[]] * 4
+    _run(pool, bodies.compare_after_round_trip, "dp2xtp2", case, tmp_path, name="", raw="raw")
+    _run(pool, bodies.resave, "dp4", case, tmp_path, name="te_fsdp", to="second")
+    assert (
+        _run(pool, bodies.compare_after_round_trip, "dp2xtp2", case, tmp_path, name="second", raw="raw")
+        == [[]] * 4
+    )

@@ -1,4 +1,4 @@
-"""Asynchronous saves: the snapshot is of the time of the call, whatever training does while it is being written."""
+"""Asynchronous saves. The snapshot has the values at the call, whatever training changes during the write."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _row(case: Case, axes: dict[str, int], name: str):
         _row(FUSED, HSDP_TP, "fused-hsdp2x2xtp2"),
     ],
 )
-def test_the_snapshot_is_of_the_call(pool, tmp_path, case, axes):
+def test_async_save_stores_the_values_at_the_call(pool, tmp_path, case, axes):
     ranks = math.prod(axes.values())
     where = {"axes": axes, "directory": str(tmp_path)}
     results = pool.run(asynchronous.snapshot, ranks, env=ENVIRONMENT, case=case, **where)
@@ -53,7 +53,7 @@ def test_the_snapshot_is_of_the_call(pool, tmp_path, case, axes):
 
 
 @pytest.mark.ranks(2)
-def test_the_comparison_can_fail(pool, tmp_path):
+def test_negative_control_values_after_training_on(pool, tmp_path):
     where = {"axes": DP2, "directory": str(tmp_path), "spoil": True}
     if pool.device_type != "cpu":
         pytest.skip("without copies the thread would read the device")
@@ -62,8 +62,8 @@ def test_the_comparison_can_fail(pool, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_saves_run_one_after_the_other_and_none_fails_silently(pool, tmp_path):
-    results = pool.run(asynchronous.one_after_the_other, 2, directory=str(tmp_path))
+def test_async_saves_run_in_order_and_failures_are_raised(pool, tmp_path):
+    results = pool.run(asynchronous.several_saves, 2, directory=str(tmp_path))
     for outcome in results:
         assert outcome["first_done"] and outcome["stall"] > 0.2
         assert len(outcome["held_up"]) == 4 and len(outcome["errors"]) == 2
@@ -80,21 +80,21 @@ def test_saves_run_one_after_the_other_and_none_fails_silently(pool, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_process_groups_destroyed_meanwhile(pool, tmp_path):
+def test_async_save_completes_after_destroy_process_group(pool, tmp_path):
     for outcome in pool.run(asynchronous.groups_destroyed, 2, init_group=False, directory=str(tmp_path)):
         assert outcome["running"] and outcome["elements"] > 0
 
 
 @pytest.mark.ranks(2)
-def test_one_rank_that_cannot_copy(pool, tmp_path):
+def test_out_of_memory_on_one_rank_raises_on_all_ranks(pool, tmp_path):
     results = pool.run(asynchronous.out_of_memory, 2, directory=str(tmp_path))
     assert results[0] == results[1]
     assert "on rank(s) 1: MemoryError: no host memory" in results[0][1]
 
 
 @pytest.mark.ranks(2)
-def test_a_model_is_planned_once_and_compared_each_time(pool, tmp_path):
-    for outcome in pool.run(asynchronous.planned_again, 2, directory=str(tmp_path)):
+def test_save_plan_is_reused_until_the_model_changes(pool, tmp_path):
+    for outcome in pool.run(asynchronous.plan_reuse, 2, directory=str(tmp_path)):
         assert outcome["counts"] == [1, 1, 2, 2, 3] and outcome["wrong"] == []
         for kind, text in (outcome["drifted"], outcome["again"]):
             assert kind == "CheckpointError" and "model.ours (rank 1 from rank 0)" in text

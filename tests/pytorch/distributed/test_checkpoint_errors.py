@@ -1,4 +1,4 @@
-"""Wrong uses of a checkpoint, which raise one error with all problems on all ranks.
+"""Wrong uses of a checkpoint. They raise one error with all problems on all ranks.
 
 Nothing is changed.
 """
@@ -6,7 +6,7 @@ Nothing is changed.
 from __future__ import annotations
 
 import pytest
-from checkpointing import mistakes, moments, semantics
+from checkpointing import mistakes, module_settings, save_timing
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -28,7 +28,7 @@ def same_on_all(results: list) -> tuple[str, str]:
         ("class", ["optimizer: saved AdamW, this one is SGD"]),
     ],
 )
-def test_another_model(pool, tmp_path, kind, words):
+def test_load_into_a_different_model_raises(pool, tmp_path, kind, words):
     name, text = same_on_all(
         pool.run(mistakes.load_into_another_model, 2, directory=str(tmp_path), kind=kind)
     )
@@ -40,9 +40,9 @@ def test_another_model(pool, tmp_path, kind, words):
     assert "Fix: build model and optimizer as they were saved" in text
 
 
-def test_other_settings_of_modules(pool, tmp_path):
-    """The settings of modules are compared over meshes, and on all ranks; a model whose ranks differ is not saved."""
-    found = same_on_all(pool.run(semantics.other_settings, 2, directory=str(tmp_path)))
+def test_different_module_settings_raise(pool, tmp_path):
+    """Check that module settings are compared over meshes and ranks. A model that differs between ranks raises."""
+    found = same_on_all(pool.run(module_settings.load_different_settings, 2, directory=str(tmp_path)))
     words = {
         "heads": "num_attention_heads: saved 8, model has 16 (self_attention.core_attention, self_attention)",
         "rows": "qkv_weight_interleaved: saved False, model has True (self_attention)",
@@ -60,8 +60,8 @@ def test_other_settings_of_modules(pool, tmp_path):
 
 
 @pytest.mark.parametrize("allow", [None, ["third.*"]], ids=["strict", "allow"])
-def test_a_partial_load_takes_what_fits(pool, tmp_path, allow):
-    outcome = same_on_all(pool.run(mistakes.load_in_part, 2, directory=str(tmp_path), allow=allow))
+def test_allowed_partial_load_reads_matching_tensors(pool, tmp_path, allow):
+    outcome = same_on_all(pool.run(mistakes.load_partially, 2, directory=str(tmp_path), allow=allow))
     assert outcome["extra"] == {"step": 1} and outcome["same"] and outcome["untouched"]
     assert outcome["states"] == dict.fromkeys(
         ("first.bias", "first.weight", "second.bias", "second.weight"), 1.0
@@ -75,9 +75,11 @@ def test_a_partial_load_takes_what_fits(pool, tmp_path, allow):
     assert outcome["left"]["third.bias"] == "missing in the checkpoint"
 
 
-def test_what_is_not_allowed_is_refused(pool, tmp_path):
-    """Differences that no pattern names are reported, those that one names are not."""
-    results = pool.run_expect_error(mistakes.load_in_part, 2, directory=str(tmp_path), allow=["third.weight"])
+def test_differences_outside_the_allow_patterns_raise(pool, tmp_path):
+    """Check that only differences that match a pattern of `allow` are accepted."""
+    results = pool.run_expect_error(
+        mistakes.load_partially, 2, directory=str(tmp_path), allow=["third.weight"]
+    )
     for error in results:
         assert error.type_name == "CheckpointError"
         assert (
@@ -87,8 +89,8 @@ def test_what_is_not_allowed_is_refused(pool, tmp_path):
         assert "name deliberate differences in load(..., allow=[...])" in error.message
 
 
-def test_other_groups(pool, tmp_path):
-    outcome = same_on_all(pool.run(mistakes.groups_in_part, 2, directory=str(tmp_path)))
+def test_different_param_groups_in_a_partial_load(pool, tmp_path):
+    outcome = same_on_all(pool.run(mistakes.load_groups_partially, 2, directory=str(tmp_path)))
     name, text = outcome["refused"]
     assert name == "CheckpointError" and "optimizer: 2 groups saved, here 3" in text
     assert outcome["states"] == ["first.bias", "first.weight", "second.bias", "second.weight"]
@@ -101,12 +103,12 @@ def test_other_groups(pool, tmp_path):
 
 
 def test_main_weights_follow_a_partial_load(pool, tmp_path):
-    outcome = same_on_all(pool.run(mistakes.main_weights_follow, 2, directory=str(tmp_path)))
+    outcome = same_on_all(pool.run(mistakes.load_main_weights_partially, 2, directory=str(tmp_path)))
     assert outcome["wrong"] == 0 and outcome["state"] > 10
 
 
 @pytest.mark.parametrize("only_rank", [None, 1])
-def test_an_optimizer_built_before_sharding(pool, tmp_path, only_rank):
+def test_optimizer_built_before_sharding_raises(pool, tmp_path, only_rank):
     results = pool.run(mistakes.optimizer_before_sharding, 2, directory=str(tmp_path), only_rank=only_rank)
     for name, text in same_on_all(results):
         assert name == "OrderError"
@@ -129,16 +131,16 @@ def test_an_optimizer_built_before_sharding(pool, tmp_path, only_rank):
         ),
     ],
 )
-def test_no_whole_checkpoint(pool, tmp_path, kind, words):
-    name, text = same_on_all(pool.run(mistakes.damaged, 2, directory=str(tmp_path), kind=kind))
+def test_incomplete_or_damaged_checkpoint_raises(pool, tmp_path, kind, words):
+    name, text = same_on_all(pool.run(mistakes.load_damaged, 2, directory=str(tmp_path), kind=kind))
     assert name == "CheckpointError"
     for word in words:
         assert word in text
     assert "Fix: " in text
 
 
-def test_one_rank_that_cannot_write(pool, tmp_path):
-    outcome = same_on_all(pool.run(mistakes.failing_write, 2, directory=str(tmp_path)))
+def test_write_failure_on_one_rank_raises_on_all_ranks(pool, tmp_path):
+    outcome = same_on_all(pool.run(mistakes.save_with_write_error, 2, directory=str(tmp_path)))
     name, text = outcome["error"]
     assert name == "CheckpointError" and "step-2: save failed on rank(s) 1: " in text
     assert "the disk is full (No space left on device)" in text
@@ -156,16 +158,16 @@ def test_one_rank_that_cannot_write(pool, tmp_path):
         ("names", ["parameters of the model: expected the same names", "rank(s) 1 differ from rank 0"]),
     ],
 )
-def test_ranks_that_disagree(pool, tmp_path, what, words):
-    name, text = same_on_all(pool.run(mistakes.drifted, 2, directory=str(tmp_path), what=what))
+def test_save_of_different_values_on_ranks_raises(pool, tmp_path, what, words):
+    name, text = same_on_all(pool.run(mistakes.save_different_values, 2, directory=str(tmp_path), what=what))
     assert name == "CheckpointError"
     for word in words:
         assert word in text
 
 
 @pytest.mark.recipe("mxfp8")
-def test_conversions_can_be_refused(pool, tmp_path):
-    found = same_on_all(pool.run(mistakes.other_format, 2, directory=str(tmp_path)))
+def test_disallowed_format_conversions_raise(pool, tmp_path):
+    found = same_on_all(pool.run(mistakes.load_different_format, 2, directory=str(tmp_path)))
     assert all(name == "CheckpointError" for name, _ in found)
     assert "that would be converted" in found[0][1] and "mxfp8 kFloat8E4M3 -> bfloat16" in found[0][1]
     assert "bfloat16 -> mxfp8 kFloat8E4M3" in found[1][1]
@@ -174,9 +176,9 @@ def test_conversions_can_be_refused(pool, tmp_path):
     assert "state kept with a scale per shard" in found[4][1] and "exp_avg in uint8" in found[4][1]
 
 
-def test_ranks_that_see_different_checkpoints(pool, tmp_path):
-    """As when each rank finds the newest one while it appears: weights of two moments must not be mixed."""
-    found = same_on_all(pool.run(mistakes.load_different_ones, 2, directory=str(tmp_path)))
+def test_different_checkpoints_on_ranks_raise(pool, tmp_path):
+    """Check that ranks never mix weights of two checkpoints, as when the newest one appears during the load."""
+    found = same_on_all(pool.run(mistakes.load_different_checkpoints, 2, directory=str(tmp_path)))
     for kind, names in {
         "ours": ("ours-0", "ours-1"),
         "plain": ("plain-0", "plain-1"),
@@ -187,7 +189,7 @@ def test_ranks_that_see_different_checkpoints(pool, tmp_path):
         assert f"{names[0]} on rank 0" in text and f"{names[1]} on rank 1" in text
 
 
-def test_hybrid_weights_are_refused_with_a_way_out(pool, tmp_path):
+def test_hybrid_weights_raise_with_a_fix(pool, tmp_path):
     for error in pool.run_expect_error(mistakes.save_hybrid_weights, 2, directory=str(tmp_path)):
         assert error.type_name in ("CheckpointError", "PlacementError"), error
         assert "weight: quantized weight without a known layout" in error.message
@@ -198,12 +200,12 @@ def test_hybrid_weights_are_refused_with_a_way_out(pool, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["no_shard", "optim", "optim_grads", "optim_grads_params", "torch"])
-def test_a_save_between_microbatches(pool, tmp_path, how):
-    """The kind: gradients that wait for their reduction, by whatever sharded the model. No save drops them.
+def test_save_between_microbatches_raises(pool, tmp_path, how):
+    """Check that no save drops gradients that wait for their reduction, under every way of sharding.
 
-    Complete gradients do not stop a save, and the refused save loses none: the step's gradients are both microbatches'.
+    Complete gradients do not prevent a save. The save that raises drops no gradient of either microbatch.
     """
-    for outcome in pool.run(moments.save_between_microbatches, 2, directory=str(tmp_path), how=how):
+    for outcome in pool.run(save_timing.save_between_microbatches, 2, directory=str(tmp_path), how=how):
         name, text = outcome["refused"]
         assert (
             name == "OrderError"

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import pytest
 from checkpointing import experts
-from checkpointing.experts import Case, Place
+from checkpointing.experts import Case, Setup
 from harness import bodies as harness_bodies
 
 ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 SINGLE = {**ENVIRONMENT, "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
 
 
-def place(single: bool = False, **axes: int) -> Place:
-    return Place(tuple(axes.items()), single)
+def place(single: bool = False, **axes: int) -> Setup:
+    return Setup(tuple(axes.items()), single)
 
 
-ONE, STOCK = place(), Place(None)
+ONE, STOCK = place(), Setup(None)
 EP2, EP4, EP2_DP2 = place(ep=2), place(ep=4), place(dp_shard=2, ep=2)
 EP2_TP2, DP4, HSDP = place(ep=2, tp=2), place(dp_shard=4), place(dp_replicate=2, ep=2)
 
@@ -47,7 +47,7 @@ def between(pool, tmp_path, request):
     everywhere = request.config.getoption("--matrix") == "full"
 
     def run(
-        case: Case, one: list[Place], several: list[Place], *, ranks: int = 4, single: bool = False
+        case: Case, one: list[Setup], several: list[Setup], *, ranks: int = 4, single: bool = False
     ) -> None:
         where = {"case": case, "directory": str(tmp_path), "env": SINGLE if single else ENVIRONMENT}
         if single:
@@ -68,7 +68,7 @@ def between(pool, tmp_path, request):
 
 @pytest.mark.ranks(4)
 def test_uneven_experts_with_biases_and_missing_states(between):
-    """Seven experts: 4 + 3 on two ranks, 2 + 2 + 2 + 1 on four. One of them has no optimizer state."""
+    """Check seven experts on two and four ranks. One of them has no optimizer state."""
     case = Case(experts=7, bias=True, missing=True)
     between(case, [ONE, STOCK], [EP4, DP4, EP2_DP2, HSDP])
 
@@ -76,7 +76,7 @@ def test_uneven_experts_with_biases_and_missing_states(between):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
 def test_quantized_experts(between, recipe):
-    """Bytes and scales of each expert, main weights; delayed scaling's state of each expert's tensors."""
+    """Check bytes, scales, main weights and delayed-scaling state of each expert."""
     four = [EP4, EP2_DP2, EP2_TP2] if recipe == "mxfp8" else [EP4, EP2_DP2]
     between(Case("quantized", recipe), [STOCK], four)
 
@@ -89,10 +89,10 @@ def test_quantized_experts_on_hopper(between, recipe):
 
 
 @pytest.mark.ranks(4)
-def test_one_parameter_for_all_experts(between):
-    """Between both forms of the module, on meshes that cut the one by experts, rows and columns."""
+def test_single_parameter_experts_between_forms(between):
+    """Check both forms of the module on meshes that shard by experts, rows and columns."""
     case = Case("bf16")
-    one = [STOCK, Place(None, True)]
+    one = [STOCK, Setup(None, True)]
     four = [place(True, ep=4), EP2_TP2, place(True, ep=2, tp=2), EP2_DP2, place(True, dp_shard=4)]
     between(case, one, four, single=True)
 
@@ -116,8 +116,8 @@ def test_one_parameter_for_all_experts(between):
         ("nvfp4", 7, [{"dp_shard": 4}, {"dp_shard": 2, "ep": 2}, {"ep": 2, "tp": 2}], [EP4]),
     ],
 )
-def test_one_quantized_parameter_for_all_experts(between, recipe, experts, single, others):
-    """Bytes and scales of each expert between both forms, cut between experts and within them."""
+def test_quantized_single_parameter_experts_between_forms(between, recipe, experts, single, others):
+    """Check bytes and scales of each expert in both forms, sharded between experts and within them."""
     four = [place(True, **axes) for axes in single]
     case = Case("quantized", recipe, experts=experts)
     between(case, [STOCK], [four[0], *others, *four[1:]], single=True)
@@ -127,8 +127,8 @@ def test_one_quantized_parameter_for_all_experts(between, recipe, experts, singl
 @pytest.mark.ranks(4)
 @pytest.mark.recipe("mxfp8")
 @pytest.mark.parametrize("way", ["into", "out of"])
-def test_other_formats(pool, tmp_path, way):
-    """Through high precision, uneven experts and a single parameter too: what one process makes of it, to the bit."""
+def test_experts_load_in_a_different_format(pool, tmp_path, way):
+    """Check loads through high precision bit for bit against one process, with uneven experts and single parameters."""
     skip_without_grouped_kernels(pool, "mxfp8")
     where = {"directory": str(tmp_path), "env": SINGLE}
     high, low = Case("bf16", "mxfp8", experts=7), Case("quantized", "mxfp8", experts=7)
@@ -160,8 +160,8 @@ def test_other_formats(pool, tmp_path, way):
     [(Case("bf16"), False), (Case("quantized", "mxfp8", experts=6), True)],
     ids=["bf16", "mxfp8"],
 )
-def test_eight_ranks(pool, tmp_path, case, single):
-    """From one form to the other and to one process; three quantized experts on two ranks are cut within each."""
+def test_experts_on_eight_ranks(pool, tmp_path, case, single):
+    """Check loads between both forms and one process. Two ranks shard three quantized experts within each."""
     skip_without_grouped_kernels(pool, case.recipe)
     where = {"case": case, "directory": str(tmp_path), "env": SINGLE}
     source, target = (place(form, dp_shard=2, ep=2, tp=2) for form in (single, not single))
@@ -192,8 +192,8 @@ def test_plain_dcp_with_global_names(pool, tmp_path, apart, single):
 
 
 @pytest.mark.ranks(2)
-def test_local_indices_as_names(pool, tmp_path):
-    """The seed fault: plain DCP keeps one rank's experts in silence, te_fsdp.checkpoint.save names them."""
+def test_local_expert_names_raise(pool, tmp_path):
+    """Check experts with local names. DCP keeps one rank's experts silently, te_fsdp.checkpoint.save raises."""
     results = pool.run(experts.local_names, 2, case=Case(), directory=str(tmp_path))
     assert sorted(found["lost"] for found in results) == [False, True], (
         "plain DCP loses the experts of one rank"

@@ -19,7 +19,7 @@ NORM = "layer.self_attention.layernorm_qkv.layer_norm_weight"
 
 
 @pytest.mark.ranks(2)
-def test_every_random_corruption_is_found(pool, tmp_path):
+def test_random_corruptions_are_detected(pool, tmp_path):
     results = pool.run(faults.corruptions, 2, directory=str(tmp_path), start=SEED, count=60)
     for outcome in results:
         assert outcome["missed"] == [], f"seed {SEED}"
@@ -36,9 +36,11 @@ def test_every_random_corruption_is_found(pool, tmp_path):
         (HSDP, "layer.layernorm_mlp.fc2_weight", "master_param", "rank 3 from rank 1"),
     ],
 )
-def test_replicas_that_drifted_apart(pool, tmp_path, axes, name, of, pair):
-    """By one unit in the last place of one element."""
-    results = pool.run(faults.drifted_replicas, 4, directory=str(tmp_path), axes=axes, name=name, of=of)
+def test_save_of_different_replicas_raises(pool, tmp_path, axes, name, of, pair):
+    """Check one element that differs by one unit in the last place."""
+    results = pool.run(
+        faults.save_different_replicas, 4, directory=str(tmp_path), axes=axes, name=name, of=of
+    )
     key = f"model.{name}" if of == "model" else f"optimizer.state.{name}.{of}"
     for kind, text in results:
         assert kind == "CheckpointError"
@@ -55,7 +57,7 @@ def test_replicas_that_drifted_apart(pool, tmp_path, axes, name, of, pair):
         ),
     ],
 )
-def test_nothing_is_written_twice(pool, tmp_path, axes, ranks, case):
+def test_replicas_are_written_once(pool, tmp_path, axes, ranks, case):
     for outcome in pool.run(faults.bytes_on_disk, ranks, directory=str(tmp_path), axes=axes, case=case):
         assert outcome["wrong"] == []
         assert outcome["written"] == outcome["stored"] == outcome["logical"]
@@ -66,7 +68,7 @@ def test_nothing_is_written_twice(pool, tmp_path, axes, ranks, case):
 
 
 @pytest.mark.ranks(4)
-def test_the_state_of_a_run(pool, tmp_path):
+def test_run_state_and_generators_round_trip(pool, tmp_path):
     where = {"directory": str(tmp_path)}
     saved = pool.run(faults.extra_state, 4, axes=DP4, start=5, **where)
     assert len({str(outcome["drawn"]["torch"]) for outcome in saved}) == 4

@@ -64,7 +64,7 @@ LARGE = ("hsdp2x2xtp2", "dp3xtp2")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every mesh with one format of each kind of scale; every format on two meshes, on all with `--matrix full`."""
-    if metafunc.definition.name == "test_same_format_on_another_mesh":
+    if metafunc.definition.name == "test_same_format_on_a_different_mesh":
         wanted = [
             pytest.param(mesh, recipe, marks=pytest.mark.ranks(max(4, ranks(mesh))))
             for mesh in MESHES
@@ -83,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     always=[{"mesh": "one", "recipe": "current"}, {"mesh": "dp3xtp2", "recipe": "current"}],
     strength=1,
 )
-def test_same_format_on_another_mesh(pool, saved, mesh, recipe, request):
+def test_same_format_on_a_different_mesh(pool, saved, mesh, recipe, request):
     origins = list(ORIGINS[mesh])
     if mesh == "one":  # loads also what uneven shards hold, and eight ranks
         origins += LARGE if is_full(request.config) else LARGE[1:] if recipe == "current" else ()
@@ -121,7 +121,7 @@ def on(arch: str, recipes: list[str]) -> list[str]:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("master", [True, False], ids=["main", "values"])
 @pytest.mark.parametrize(("origin", "mesh"), [("tp4", "dp2xtp2")])
-def test_into_another_format(pool, saved, origin, mesh, master, arch, request, matrix_seed):
+def test_load_into_a_different_format(pool, saved, origin, mesh, master, arch, request, matrix_seed):
     saved.get(pool, origin, on(arch, ["none", *RECIPES]))
     pairs = PLAIN + BETWEEN
     if not is_full(request.config):
@@ -140,8 +140,8 @@ def test_into_another_format(pool, saved, origin, mesh, master, arch, request, m
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
-def test_a_scale_per_shard_is_caught(pool, saved, recipe):
-    """Negative control: a load that quantizes shard by shard differs from the single process."""
+def test_negative_control_scale_per_shard(pool, saved, recipe):
+    """Negative control: a load that quantizes each shard separately differs from one process."""
     saved.get(pool, "tp4", ["none"])
     where = {"directory": saved.directory, "name": "tp4", "pairs": [("none", recipe)], "spoil": True}
     results = run_body(pool, formats.convert_formats, "dp2xtp2", **where)
@@ -149,16 +149,16 @@ def test_a_scale_per_shard_is_caught(pool, saved, recipe):
 
 
 @pytest.mark.ranks(4)
-def test_main_weights_are_the_truth(pool, arch):
-    """Quantizing the main weights again gives the bytes that the optimizer's step had left, in every format."""
+def test_quantizing_main_weights_gives_the_saved_bytes(pool, arch):
+    """Check in every format that quantized main weights have the bytes of the optimizer's step."""
     for recipe in on(arch, RECIPES):
-        for outcome in run_body(pool, formats.main_weights_are_the_truth, "dp2xtp2", recipe=recipe):
+        for outcome in run_body(pool, formats.compare_quantized_main_weights, "dp2xtp2", recipe=recipe):
             assert outcome["wrong"] == [], recipe
             assert outcome["tensors"] >= 8, recipe
 
 
-def test_delayed_state_that_does_not_fit(pool, tmp_path):
-    outcome = pool.run(format_cases.delayed_state_that_does_not_fit, 1, directory=str(tmp_path))[0]
+def test_unfit_delayed_scaling_state(pool, tmp_path):
+    outcome = pool.run(format_cases.unfit_delayed_scaling_state, 1, directory=str(tmp_path))[0]
     assert (
         "4 with another recipe (attention.qkv: fp8_format: saved HYBRID, model has E4M3" in outcome["refused"]
     )
@@ -169,12 +169,14 @@ def test_delayed_state_that_does_not_fit(pool, tmp_path):
 
 
 @pytest.mark.ranks(4)
-def test_a_mesh_that_cuts_through_blocks(pool, tmp_path, arch):
-    """Each rank reads the blocks that cover its rows, of both halves of the gated fc1, and drops what is not its."""
+def test_shards_that_split_quantization_blocks(pool, tmp_path, arch):
+    """Check that each rank reads the blocks that cover its rows and drops the remaining rows."""
     where = {"directory": str(tmp_path), "recipes": on(arch, ["mxfp8", "nvfp4", "current"])}
-    pool.run(format_cases.cut_blocks, 1, axes={"dp_shard": 1}, save=True, **where)
+    pool.run(format_cases.load_partial_blocks, 1, axes={"dp_shard": 1}, save=True, **where)
     for axes in ({"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 3, "tp": 1}):
-        results = pool.run(format_cases.cut_blocks, math.prod(axes.values()), axes=axes, save=False, **where)
+        results = pool.run(
+            format_cases.load_partial_blocks, math.prod(axes.values()), axes=axes, save=False, **where
+        )
         for recipe in where["recipes"]:
             assert sum(outcomes[recipe]["cut"] for outcomes in results) > 0
             for outcomes in results:
@@ -187,7 +189,7 @@ def test_a_mesh_that_cuts_through_blocks(pool, tmp_path, arch):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("pair", ["mxfp8_2d-mxfp8_2d", "mxfp8-mxfp8_2d", "mxfp8_2d-mxfp8"])
 def test_mxfp8_with_one_plane(pool, saved, pair):
-    """2-D MXFP8 is saved as one plane of bytes, and other MXFP8 as two; each loads into the other by value."""
+    """Check that 2-D MXFP8 is saved as one buffer and 1-D MXFP8 as two. Each loads into the other by value."""
     origin, here = pair.split("-")
     saved.get(pool, "tp4", ["mxfp8", "mxfp8_2d"] if origin == here else [origin])
     where = {"directory": saved.directory}

@@ -1,4 +1,4 @@
-"""Loads that read once for all ranks.
+"""Loads that read each shard once for all ranks.
 
 Ranks get the same bits from fewer bytes of storage, or all of them the error.
 """
@@ -27,16 +27,18 @@ pytestmark = pytest.mark.cpu
         ),
     ],
 )
-def test_read_once(pool, tmp_path, ranks, case, axes, to):
-    for outcome in pool.run(read_once.both_ways, ranks, case=case, axes=axes, to=to, directory=str(tmp_path)):
+def test_read_once_gives_the_same_bits(pool, tmp_path, ranks, case, axes, to):
+    for outcome in pool.run(
+        read_once.compare_reads, ranks, case=case, axes=axes, to=to, directory=str(tmp_path)
+    ):
         assert outcome["wrong"] == [] and outcome["tensors"] > 20
         each, once, auto = outcome["read"]
         assert 0.45 * each < once < 0.6 * each and auto == once, outcome["read"]
 
 
 @pytest.mark.ranks(4)
-def test_mistakes_are_told_on_all_ranks(pool, tmp_path):
-    results = pool.run(read_once.mistakes, 4, axes=HSDP, directory=str(tmp_path))
+def test_read_errors_are_raised_on_all_ranks(pool, tmp_path):
+    results = pool.run(read_once.errors_of_damaged_files, 4, axes=HSDP, directory=str(tmp_path))
     for texts, changed, count in results:
         assert texts == results[0][0] and changed == [] and count > 10
         *damaged, unknown = texts

@@ -1,4 +1,4 @@
-"""Blocks of commands on the README or a page, run by bash.
+"""Command blocks of the README or a page, run by bash.
 
 ``make docs-commands`` also runs the blocks that take a minute.
 
@@ -76,7 +76,7 @@ def folder_of_a_reader(path: Path, python: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("page", "number"), CASES)
-def test_a_block_runs(page, number, tmp_path, python, request):
+def test_documented_commands_run(page, number, tmp_path, python, request):
     if (page, number) in PRINTED_LATE and request.config.getoption("--matrix") != "full":
         pytest.skip("takes a minute: make docs-commands")
     if 0 < torch.cuda.device_count() < 4:
@@ -101,11 +101,11 @@ def test_a_block_runs(page, number, tmp_path, python, request):
         assert words in done.stdout + done.stderr, f"{words!r} not in\n{done.stdout[-3000:]}"
 
 
-def test_no_block_is_forgotten():
+def test_every_command_block_is_tested():
     wanted = {
         (page, number)
         for page, test in documented.RUN_BY.items()
-        if test.endswith("test_commands.py::test_a_block_runs")
+        if test.endswith("test_commands.py::test_documented_commands_run")
         for number in range(len(documented.to_run(page)))
     }
     assert wanted == PRINTED.keys() | PRINTED_LATE.keys()
@@ -123,7 +123,7 @@ BENCHMARKS = {
 @pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_runs(name, tmp_path, python, request):
+def test_benchmarks_run(name, tmp_path, python, request):
     if request.config.getoption("--matrix") != "full":
         pytest.skip("takes some seconds: make docs-commands")
     processes, options = BENCHMARKS[name]

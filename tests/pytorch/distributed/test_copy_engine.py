@@ -1,4 +1,4 @@
-"""Weights gathered by copies from rank to rank are the weights that NCCL (gloo) gathers, bit for bit."""
+"""Weights gathered by device-to-device copies. They have the bits of an NCCL (Gloo) all-gather."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from checkpointing.selection import is_full
 from harness import assert_same_bits
-from harness.exchange import GLOO_VARIABLE
-from strategies import copied
+from harness.shared_memory import GLOO_VARIABLE
+from strategies import copy_engine
 
 from te_fsdp.upstream import symmetric_memory as _torch_transport
 
@@ -74,9 +74,9 @@ def _same(found: dict) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_bits(pool):
-    """Use two models in turn; shards are in shared memory until the test moves them."""
-    for found in pool.run(copied.training, 2, recipe="none", axes=DP2, models=2):
+def test_same_bits_as_all_gather(pool):
+    """Use two models in turn. Shards are in shared memory until the test moves them."""
+    for found in pool.run(copy_engine.training, 2, recipe="none", axes=DP2, models=2):
         _same(found)
         staged = found["copy_engine"]["staged"]
         assert staged[:2] == [0, 0] and staged[2] > 0
@@ -90,8 +90,8 @@ def test_bits(pool):
         for name, case in CASES.items()
     ],
 )
-def test_kinds(pool, case, recipe):
-    for found in pool.run(copied.training, _ranks(CASES[case]), **CASES[case]):
+def test_formats_and_strategies(pool, case, recipe):
+    for found in pool.run(copy_engine.training, _ranks(CASES[case]), **CASES[case]):
         _same(found)
         if recipe in ("current", "delayed"):  # their data, too, is in shared memory
             assert found["copy_engine"]["staged"] == [0, 0, 0]
@@ -105,13 +105,15 @@ def test_kinds(pool, case, recipe):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_many_steps(pool, request, recipe, strategy, mesh):
-    """Twenty steps, fewer where only one case runs: errors that add up, and slots that are used again."""
+    """Check twenty steps, fewer if only one case runs, for errors that add up and buffers that are reused."""
     axes, outer = MESHES[mesh]
     options = {"axes": axes, "strategy": strategy, "outer": outer, "by_hand": False}
     if recipe == "block" and mesh == "tp2":
         options["hidden"] = 256  # blocks of 128 rows or columns for each of two ranks, of what tp leaves
     steps = 20 if is_full(request.config) else 5
-    for found in pool.run(copied.training, math.prod(axes.values()), recipe=recipe, steps=steps, **options):
+    for found in pool.run(
+        copy_engine.training, math.prod(axes.values()), recipe=recipe, steps=steps, **options
+    ):
         _same(found)
 
 
@@ -119,54 +121,54 @@ def test_many_steps(pool, request, recipe, strategy, mesh):
 @pytest.mark.parametrize(
     ("recipe", "again"), [("none", []), ("current", []), ("mxfp8", ["layers.2"])]
 )  # MXFP8 weights are sent in other bytes for a backward
-def test_what_forward_has_gathered_last(pool, recipe, again):
-    """It is there when backward begins, and gathered again where backward reads something else, or after a step."""
-    for found in pool.run(copied.gathered, 2, recipe=recipe):
+def test_last_gathered_unit_is_reused_in_backward(pool, recipe, again):
+    """Check that backward reuses the last unit, and gathers it again after a change or a step."""
+    for found in pool.run(copy_engine.gathered, 2, recipe=recipe):
         units = {when: [name for name in names if name != "waits"] for when, names in found.items()}
         assert units["first"] == units["settled"] == [*again, "layers.1", "layers.0"]
         assert units["stepped"] == ["root", "layers.2", "layers.1", "layers.0"]
 
 
 @pytest.mark.ranks(2)
-def test_memory_that_hooks_give_back(pool):
-    """The next gather waits for what reads it: columns are put together while that is prepared."""
-    for found in pool.run(copied.gathered, 2, recipe="block"):
+def test_memory_released_in_hooks_is_not_overwritten(pool):
+    """Check that the next gather waits for readers of the memory that column shards are joined in."""
+    for found in pool.run(copy_engine.gathered, 2, recipe="block"):
         settled = found["settled"]
         assert settled[settled.index("layers.2") + 1] == settled[settled.index("layers.1") + 1] == "waits"
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("breaks", list(copied.BREAKS))
-def test_what_would_go_wrong(pool, breaks):
-    """Controls of the tests above."""
-    for found in pool.run(copied.training, 2, recipe="none", axes=DP2, breaks=breaks):
+@pytest.mark.parametrize("breaks", list(copy_engine.BREAKS))
+def test_negative_control_stale_and_early_copies(pool, breaks):
+    """Negative control of the tests above."""
+    for found in pool.run(copy_engine.training, 2, recipe="none", axes=DP2, breaks=breaks):
         with pytest.raises(AssertionError):
             _same(found)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_late_ranks(pool, when):
-    """Ranks read no shard before it is written to, and write to none that another one still reads."""
-    for losses in pool.run(copied.late, 2, when=when):
+def test_late_ranks_read_the_right_shards(pool, when):
+    """Check that ranks read no shard before its write, and overwrite none that another rank still reads."""
+    for losses in pool.run(copy_engine.losses_with_late_rank, 2, when=when):
         for have, want in zip(losses["copy_engine"], losses["nccl"], strict=True):
             assert_same_bits("loss", have, want)
 
 
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
-def test_a_rank_that_does_not_come(pool):
-    """The other ranks time out instead of waiting forever."""
+def test_absent_rank_times_out(pool):
+    """Check that the other ranks time out instead of waiting forever."""
     # Gloo's: what workers leave each other in shared memory waits without the group's timeout.
-    text, seconds = pool.run(copied.deserted, 2, env={GLOO_VARIABLE: "1"})[0]
+    text, seconds = pool.run(copy_engine.error_of_absent_rank, 2, env={GLOO_VARIABLE: "1"})[0]
     assert text != "went on" and 1 <= seconds < 20, (text, seconds)
 
 
 @pytest.mark.gpu
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["none", "current"])
-def test_no_kernel_gathers(pool, recipe):
-    for names in pool.run(copied.traced, 2, recipe=recipe):
+def test_gathers_use_no_kernels(pool, recipe):
+    for names in pool.run(copy_engine.traced, 2, recipe=recipe):
         assert not [name for name in names if "allgather" in name.lower()], names
         # Within one GPU, where ranks share it, copies are of another kind.
         kind = "Memcpy PtoP" if torch.cuda.device_count() > 1 else "Memcpy DtoD"

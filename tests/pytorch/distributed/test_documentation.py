@@ -1,4 +1,4 @@
-"""The Python blocks of the README or a page, run on four ranks.
+"""Python blocks of the README or a page, run on four ranks.
 
 The blocks of a page run in their order.
 
@@ -267,20 +267,20 @@ def blocks_of(page: str) -> list[str]:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_run(pool, page, tmp_path):
+def test_python_blocks_run(pool, page, tmp_path):
     for names in pool.run(read, 4, page=page, blocks=blocks_of(page), folder=str(tmp_path)):
         assert {"te_fsdp", "meshes"} <= set(names)
 
 
 @pytest.mark.ranks(4)
-def test_a_block_that_does_not_run_is_noticed(pool, tmp_path):
+def test_negative_control_failing_block(pool, tmp_path):
     (block,) = blocks_of("docs/no_shard.md")
     late = "te_fsdp.fully_shard(model, meshes)\n" + block
     for error in pool.run_expect_error(read, 4, page="docs/no_shard.md", blocks=[late], folder=str(tmp_path)):
         assert error.type_name == "OrderError"
 
 
-def test_no_page_is_forgotten():
+def test_every_page_is_tested():
     elsewhere = {"emulation", "huggingface", "plan", "quickstart", "rollout", "train"}
     pages = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
     assert {page for page in pages if blocks_of(page)} == PAGES.keys() | {

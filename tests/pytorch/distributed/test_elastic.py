@@ -1,4 +1,4 @@
-"""The elastic example, whose nodes or ranks die.
+"""The elastic example. Its nodes or ranks are killed.
 
 They die in the middle of a save or of a load. One test has too few ranks.
 """
@@ -33,7 +33,7 @@ def start(command: list[str], seconds: float) -> subprocess.CompletedProcess[str
     )
 
 
-def part_by_hand(words: list[str]) -> None:
+def run_start(words: list[str]) -> None:
     """Body: a start of the example."""
     import tyro
 
@@ -47,8 +47,8 @@ def part_by_hand(words: list[str]) -> None:
         te_fsdp.set_collective_timeout(DEFAULT_TIMEOUT)
 
 
-def overtaken(folder: str) -> str:
-    """Body: a start of the example, while which another one begins; how it ends."""
+def run_superseded_start(folder: str) -> str:
+    """Run a start of the example during which another one starts. Return how it ends."""
     elastic = example("train_elastic")
     step, starts = elastic.train_step, Path(folder, "starts.jsonl")
 
@@ -61,7 +61,7 @@ def overtaken(folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(elastic, "train_step", train_step)
         try:
-            part_by_hand(
+            run_start(
                 [*OPTIONS.split(), "--save", folder, "--out", folder, "--steps", "2", "--save-every", "1"]
             )
         except SystemExit as stopped:
@@ -69,7 +69,7 @@ def overtaken(folder: str) -> str:
     return "went on"
 
 
-def by_hand(pool: Any, folder: Path, parts: list[tuple[int, int]]) -> Path:
+def run_starts_by_hand(pool: Any, folder: Path, parts: list[tuple[int, int]]) -> Path:
     """Run a checkpoint's starts, each on a number of ranks up to a step; return the last checkpoint."""
     before: list[str] = []
     for number, (ranks, step) in enumerate(parts):
@@ -77,13 +77,13 @@ def by_hand(pool: Any, folder: Path, parts: list[tuple[int, int]]) -> Path:
         words = [*OPTIONS.split(), "--recipe", "current", "--save-every", str(EVERY), "--steps", str(step)]
         words += ["--save", str(own), "--out", str(own), "--no-asynchronous", *before]
         environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # as the example does
-        pool.run(part_by_hand, ranks, init_group=False, env=environment, words=words)
+        pool.run(run_start, ranks, init_group=False, env=environment, words=words)
         before = ["--resume", str(own / f"start-1-step-{step}")]
     return Path(before[1])
 
 
 @pytest.mark.ranks(2)
-def test_kills_leave_the_bits_of_the_same_resumes_by_hand(pool, tmp_path, python):
+def test_killed_job_has_the_bits_of_manual_resumes(pool, tmp_path, python):
     from te_fsdp.checkpoint.portable.convert import compare_contents, open_any
 
     out = tmp_path / "killed"
@@ -98,7 +98,7 @@ def test_kills_leave_the_bits_of_the_same_resumes_by_hand(pool, tmp_path, python
     assert (first["hit"], second["hit"]) == ("node", "rank"), found
     assert first["after"].startswith("1 ranks, start-1-step-"), found
     assert len(found["parts"]) > 1, found
-    other = by_hand(pool, tmp_path / "by-hand", found["parts"])
+    other = run_starts_by_hand(pool, tmp_path / "by-hand", found["parts"])
     compared = compare_contents(
         open_any(out / "checkpoints" / found["last"]), open_any(other), lambda count: None
     )
@@ -106,7 +106,7 @@ def test_kills_leave_the_bits_of_the_same_resumes_by_hand(pool, tmp_path, python
     assert compared.equal > 20
 
 
-def test_too_few_ranks_for_the_mesh_end_the_job(tmp_path, python):
+def test_too_few_ranks_end_the_job(tmp_path, python):
     command = [python, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
     command += [
         "--monitor-interval",
@@ -125,8 +125,8 @@ def test_too_few_ranks_for_the_mesh_end_the_job(tmp_path, python):
 
 
 @pytest.mark.ranks(2)
-def test_a_start_that_others_took_for_lost_ends(pool, tmp_path):
+def test_superseded_start_exits(pool, tmp_path):
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-    first, second = pool.run(overtaken, 2, init_group=False, env=environment, folder=str(tmp_path))
+    first, second = pool.run(run_superseded_start, 2, init_group=False, env=environment, folder=str(tmp_path))
     assert "start 1 was considered lost: start 2 has begun" in first and second == "1"
     assert not list(tmp_path.glob("start-*")), "nothing was saved"

@@ -1,4 +1,4 @@
-"""Mistakes, by the text of their errors: raised on all ranks without a hang. Checkpoint errors have own tests."""
+"""Error texts of mistakes, raised on all ranks without a hang. Checkpoint errors have their own tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 # body, error, what its text must name: the module or parameter, expected, got, the fix
 CASES = [
     (
-        bodies.world_not_filled,
+        bodies.world_size_mismatch,
         "MeshError",
         ["dp_shard(3) * tp(2) = 6", "WORLD_SIZE = 2", "Fix: dp_shard=1, or dp_shard=-1"],
     ),
     (
-        bodies.experts_dealt_wrongly,
+        bodies.wrong_number_of_experts,
         "MeshError",
         [
             "GroupedLinear: experts over ep=2",
@@ -29,9 +29,9 @@ CASES = [
     (bodies.model_differs_between_ranks, "MeshError", ["Block", "different models", "Fix:"]),
     (bodies.never_initialised, "InitError", ["own.scale", "own.table", "reset_parameters", "Fix:"]),
     (
-        bodies.reset_forgets_one,
+        bodies.reset_leaves_bias_uninitialized,
         "InitError",
-        ["own.bias: not initialized", "ResetForgets.reset_parameters", "got uninitialized values", "Fix:"],
+        ["own.bias: not initialized", "ResetOmitsBias.reset_parameters", "got uninitialized values", "Fix:"],
     ),
     (bodies.replicas_differ, "InitError", ["linear.weight", "differ", "materialize", "Fix:"]),
     (bodies.sharded_twice, "OrderError", ["fully_shard", "already sharded", "Fix:"]),
@@ -46,7 +46,7 @@ CASES = [
         ["weight:", "already sharded", "a sharded FSDPBlock", "Fix:"],
     ),
     (
-        bodies.unfit_blocks,
+        bodies.incomplete_blocks,
         "PlacementError",
         [
             "linear.weight",
@@ -58,7 +58,7 @@ CASES = [
         ],
     ),
     (
-        bodies.unfit_stacked_blocks,
+        bodies.incomplete_stacked_blocks,
         "PlacementError",
         ["fc1_weight", "stacked mxfp8", "(32, 64)", "a multiple of 32 rows", "got [16, 16] rows", "Fix:"],
     ),
@@ -68,11 +68,11 @@ CASES = [
         ["linear (Linear)", "fuse_wgrad_accumulation=True", "Fix:"],
     ),
     (
-        bodies.a_weight_that_shards_itself,
+        bodies.weight_with_its_own_sharding,
         "PlacementError",
         ["linear.weight (Linear): a DistributedWeight", "FSDP2 would do so again", "Fix:"],
     ),
-    (bodies.forgotten_parallel_mode, "PlacementError", ["LayerNormMLP", "set_parallel_mode=False", "Fix:"]),
+    (bodies.missing_parallel_mode, "PlacementError", ["LayerNormMLP", "set_parallel_mode=False", "Fix:"]),
 ]
 
 
@@ -80,8 +80,11 @@ CASES = [
 @pytest.mark.parametrize(
     ("body", "error", "words"), CASES, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_text(pool, body, error, words):
-    if body in (bodies.unfit_blocks, bodies.unfit_stacked_blocks) and not pool.run(bodies_support, 1)[0]:
+def test_errors_on_all_ranks(pool, body, error, words):
+    if (
+        body in (bodies.incomplete_blocks, bodies.incomplete_stacked_blocks)
+        and not pool.run(bodies_support, 1)[0]
+    ):
         pytest.skip("MXFP8 needs Blackwell, or the emulation of one")
     for raised in pool.run_expect_error(body, 2):
         assert raised.type_name == error, raised
@@ -90,7 +93,7 @@ def test_text(pool, body, error, words):
 
 
 def bodies_support() -> bool:
-    """Whether MXFP8 weights can be declared here at all."""
+    """Return whether MXFP8 weights can be declared on this machine."""
     import transformer_engine.pytorch as te
 
     return bool(te.is_mxfp8_available())
@@ -100,7 +103,7 @@ def bodies_support() -> bool:
 @pytest.mark.parametrize(
     ("body", "where", "error", "cause"),
     [
-        (bodies.one_rank_fails_alone, "fully_shard", "PlacementError", "unit 'lin' matches no module"),
+        (bodies.one_rank_fails, "fully_shard", "PlacementError", "unit 'lin' matches no module"),
         (bodies.reset_fails_on_one_rank, "materialize", "TeFsdpError", "no such table on this host"),
         (
             bodies.one_rank_clips_without_a_norm,
@@ -111,8 +114,8 @@ def bodies_support() -> bool:
     ],
     ids=["fully_shard", "materialize", "clip_grad_norm_"],
 )
-def test_one_rank_alone(pool, body, where, error, cause):
-    """The rank that fails says why; the others say which rank failed, and why, instead of waiting for it."""
+def test_failure_on_one_rank_is_named_on_all_ranks(pool, body, where, error, cause):
+    """Check that the failed rank states the reason, and that the others name the rank instead of waiting."""
     other, failing = pool.run_expect_error(body, 2)
     assert cause in failing.message
     assert other.type_name == error

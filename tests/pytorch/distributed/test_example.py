@@ -1,4 +1,4 @@
-"""The example: trains, saves, resumes on the same mesh to the bit, on another to rounding; once under real torchrun."""
+"""The training example: resume is bit-exact on the same mesh, within rounding on a different one."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def losses(out: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, tuple[dict[int, float], Path]]:
+def saved_runs() -> dict[str, tuple[dict[int, float], Path]]:
     """Return the tests' common data: for each setting the losses of STEPS steps, and a checkpoint of HALF of them."""
     return {}
 
 
 @pytest.fixture
-def whole(setting, pool, kept, tmp_path_factory) -> tuple[dict[int, float], Path]:
+def single_process(setting, pool, saved_runs, tmp_path_factory) -> tuple[dict[int, float], Path]:
     options, ranks, mesh = setting
-    if options not in kept:
+    if options not in saved_runs:
         folder = tmp_path_factory.mktemp("example")
         save = f"--save {folder / 'checkpoints'} --save-every {HALF}"
         found = train(pool, folder, ranks, f"{options} {mesh} --steps {STEPS} {save}")
-        kept[options] = found, folder / f"checkpoints/step-{HALF}"
-    return kept[options]
+        saved_runs[options] = found, folder / f"checkpoints/step-{HALF}"
+    return saved_runs[options]
 
 
 ADAMW = ("--recipe current --sequence-parallel", 2, "--tp 2")
@@ -83,8 +83,8 @@ both_settings = pytest.mark.parametrize("setting", [adamw, fused])
 
 
 @both_settings
-def test_trains(setting, whole):
-    found, _ = whole
+def test_example_trains(setting, single_process):
+    found, _ = single_process
     assert list(found) == list(range(STEPS))
     # A blind guess over 256 bytes, and a first lesson: the space is the most frequent one.
     assert found[0] == pytest.approx(math.log(256), abs=0.5)
@@ -92,8 +92,8 @@ def test_trains(setting, whole):
 
 
 @both_settings
-def test_same_mesh_repeats_every_bit(setting, pool, whole, tmp_path):
-    found, checkpoint = whole
+def test_resume_on_the_same_mesh_has_the_same_bits(setting, pool, single_process, tmp_path):
+    found, checkpoint = single_process
     options, ranks, mesh = setting
     # Named by their folder: the newest whole one is taken, not what is left of a save that did not end.
     folder = tmp_path / "checkpoints"
@@ -104,8 +104,8 @@ def test_same_mesh_repeats_every_bit(setting, pool, whole, tmp_path):
 
 
 @both_settings
-def test_another_mesh_goes_on_alike(setting, pool, whole, tmp_path):
-    found, checkpoint = whole
+def test_resume_on_a_different_mesh_is_close(setting, pool, single_process, tmp_path):
+    found, checkpoint = single_process
     options, ranks, _ = setting
     # FSDP alone, on half as many processes: dp2 x tp2 becomes dp2, tp2 one process.
     other = train(pool, tmp_path, ranks // 2, f"{options} --tp 1 --steps {STEPS} --resume {checkpoint}")
@@ -116,8 +116,8 @@ def test_another_mesh_goes_on_alike(setting, pool, whole, tmp_path):
 
 
 @pytest.mark.parametrize("setting", [adamw])
-def test_a_forgotten_data_position_is_noticed(setting, pool, whole, tmp_path):
-    found, checkpoint = whole
+def test_negative_control_lost_data_position(setting, pool, single_process, tmp_path):
+    found, checkpoint = single_process
     options, ranks, mesh = setting
     resumed = f"{options} {mesh} --steps {HALF + 1} --resume {checkpoint}"
     other = train(pool, tmp_path, ranks, resumed, forgetful=True)
@@ -153,7 +153,7 @@ def start(python: str, out: Path, processes: int, options: str) -> str:
 
 
 @pytest.mark.parametrize("setting", [adamw])
-def test_under_torchrun(setting, whole, tmp_path, python):
+def test_example_under_torchrun(setting, single_process, tmp_path, python):
     options, processes, mesh = setting
     save = f"--save {tmp_path / 'checkpoints'}"
     printed = start(python, tmp_path, processes, f"{options} {mesh} --steps {HALF} {save}")
@@ -167,11 +167,11 @@ def test_under_torchrun(setting, whole, tmp_path, python):
     assert {row["emulated"] for row in rows(tmp_path)} == {"10.0" if ON_CPU else None}
     found = losses(tmp_path)
     assert list(found) == list(range(STEPS))
-    assert max(abs(loss - whole[0][step]) for step, loss in found.items()) < TOLERANCE
+    assert max(abs(loss - single_process[0][step]) for step, loss in found.items()) < TOLERANCE
 
 
 @pytest.mark.cpu
-def test_without_a_gpu_it_says_what_to_set(python):
+def test_error_without_gpu_names_the_setting(python):
     bare = environment()
     del bare["TE_FSDP_EMULATION"]
     done = subprocess.run([python, TRAIN], env=bare, capture_output=True, text=True, timeout=120, check=False)
@@ -190,8 +190,8 @@ OPTIONS = [
 ]
 
 
-def test_options_are_frozen():
-    """Commands in documentation and scripts depend on these; to rename or drop one is a change to announce."""
+def test_command_line_options_are_stable():
+    """Check the options that documentation and scripts use. Announce a renamed or removed option."""
     tree = ast.parse(TRAIN.read_text())
     options = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Options")
     assert [node.target.id for node in options.body if isinstance(node, ast.AnnAssign)] == OPTIONS

@@ -31,12 +31,12 @@ SIZES = {
 HALF, STEPS = 2, 4
 
 
-def unsummed(x: torch.Tensor, tp: Any, placement: Any) -> torch.Tensor:
+def skip_tp_gradient_sum(x: torch.Tensor, tp: Any, placement: Any) -> torch.Tensor:
     """Instead of `to_all`: gradients of the tp ranks are not added up."""
     return x
 
 
-def to_first_two(router: Any, tokens: torch.Tensor) -> torch.Tensor:
+def route_to_two_experts(router: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Instead of `Router.forward`: all tokens to experts 0 and 1."""
     logits = torch.nn.functional.linear(tokens.float(), router.weight.float())
     favour = 100.0 * (torch.arange(logits.shape[1], device=logits.device) < 2)
@@ -54,9 +54,9 @@ def gradients(
     meshes = te_fsdp.Meshes.build(**mesh, device_type=harness.device_type())
     with pytest.MonkeyPatch.context() as patch:
         if not summed:
-            patch.setattr(moe, "to_all", unsummed)
+            patch.setattr(moe, "to_all", skip_tp_gradient_sum)
         if not routed:
-            patch.setattr(moe.Router, "forward", to_first_two)
+            patch.setattr(moe.Router, "forward", route_to_two_experts)
         model = moe.ByteModel(given, meshes, torch.float32)
         te_fsdp.fully_shard(model, meshes, units=[moe.Layer], average_gradients=False)
         te_fsdp.materialize(model, seed=1)
@@ -102,7 +102,7 @@ def losses(pool: Any, ranks: int, folder: Path, options: dict[str, Any], **more:
     return [row["loss"] for row in found]
 
 
-def apart(
+def relative_differences(
     pool: Any, options: dict[str, Any], expected: dict[str, torch.Tensor], **more: Any
 ) -> dict[str, float]:
     """Name -> relative difference of the gradients of ep 2 x tp 2 from the expected ones; where these are 0: any."""
@@ -116,42 +116,44 @@ def apart(
 
 
 @pytest.mark.ranks(4)
-def test_gradients_are_those_of_one_process(pool):
+def test_gradients_equal_one_process(pool):
     options = {"experts": 5}  # ranks of ep hold three and two
     (expected,) = pool.run(gradients, 1, mesh={}, options=options)
-    assert max(apart(pool, options, expected).values()) < RTOL  # its origin is written there; measured: 4e-7
+    assert (
+        max(relative_differences(pool, options, expected).values()) < RTOL
+    )  # its origin is written there; measured: 4e-7
     # Each expert has a row for every token, so none is dropped.
     split = options | {"sequence_parallel": True, "capacity_factor": 2.5}
-    assert max(apart(pool, split, expected).values()) < RTOL
-    assert max(apart(pool, options, expected, summed=False).values()) > 100 * RTOL
+    assert max(relative_differences(pool, split, expected).values()) < RTOL
+    assert max(relative_differences(pool, options, expected, summed=False).values()) > 100 * RTOL
 
 
 @pytest.mark.ranks(4)
-def test_a_rank_may_get_no_token(pool):
+def test_rank_without_tokens(pool):
     options = {"experts": 4}
     (expected,) = pool.run(gradients, 1, mesh={}, options=options, routed=False)
     idle = [name for name in expected if re.search(r"experts\.(up|down)\.weight[23]$", name)]
     assert len(idle) == 4
     assert not any(expected[name].any() for name in idle)
-    assert max(apart(pool, options, expected, routed=False).values()) < RTOL
+    assert max(relative_differences(pool, options, expected, routed=False).values()) < RTOL
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
+def saved_runs() -> dict[str, Any]:
     """Return the tests' common data."""
     return {}
 
 
 @pytest.fixture
-def whole(pool, kept, tmp_path_factory) -> tuple[list[float], list[float], str]:
+def single_process(pool, saved_runs, tmp_path_factory) -> tuple[list[float], list[float], str]:
     """Losses of one process and of dp 2 x ep 2, and a checkpoint from half way of the latter."""
-    if not kept:
+    if not saved_runs:
         folder = tmp_path_factory.mktemp("moe")
         one = losses(pool, 1, folder / "one", {})
         save = {"ep": 2, "save": str(folder / "checkpoints"), "save_every": HALF}
         parted = losses(pool, 4, folder / "parted", save)
-        kept["all"] = one, parted, str(folder / f"checkpoints/step-{HALF}")
-    return kept["all"]
+        saved_runs["all"] = one, parted, str(folder / f"checkpoints/step-{HALF}")
+    return saved_runs["all"]
 
 
 def compare(found: list[float], expected: list[float]) -> None:
@@ -160,8 +162,8 @@ def compare(found: list[float], expected: list[float]) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_losses_on_expert_ranks(whole):
-    one, parted, _ = whole
+def test_losses_on_expert_parallel_ranks(single_process):
+    one, parted, _ = single_process
     compare(parted, one)
     assert parted != one, "bit-equal: was it really another mesh?"
     assert one[-1] < one[0] - 0.3
@@ -173,16 +175,16 @@ def test_losses_on_expert_ranks(whole):
     [(1, {}), (4, {"ep": 4}), (4, {"ep": 2, "tp": 2, "single_grouped": True})],
     ids=["one", "ep4", "ep2-tp2-single"],
 )
-def test_resumed_at_another_ep_size(pool, whole, tmp_path, ranks, options, device_type):
-    one, _, checkpoint = whole
+def test_resume_with_a_different_ep_size(pool, single_process, tmp_path, ranks, options, device_type):
+    one, _, checkpoint = single_process
     if device_type != "cpu":
         options = {name: value for name, value in options.items() if name != "single_grouped"}
     compare(losses(pool, ranks, tmp_path, {"resume": checkpoint, **options}), one[HALF:])
 
 
 @pytest.mark.ranks(4)
-def test_experts_under_wrong_indices_are_noticed(pool, whole, tmp_path):
-    one, _, checkpoint = whole
+def test_negative_control_swapped_experts(pool, single_process, tmp_path):
+    one, _, checkpoint = single_process
     found = losses(pool, 1, tmp_path, {"resume": checkpoint}, moved=True)
     assert abs(found[-1] - one[-1]) > 2 * TOLERANCE, (found, one)
 
@@ -207,7 +209,7 @@ def memory(mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[tuple[floa
 
 @pytest.mark.ranks(4)
 def test_memory_is_an_even_share(pool, device_type):
-    """Of fp32 weights and AdamW's two moments; bf16 or MXFP8 (both ways, a scale for 32) with fp32 main weights."""
+    """Check fp32 weights with AdamW's two moments, and bf16 or MXFP8 weights with fp32 main weights."""
     cases = [{}, {"optimizer": "fused_adam"}]
     expected = [(4, 8), (2, 12)]
     if device_type == "cpu":
@@ -220,9 +222,9 @@ def test_memory_is_an_even_share(pool, device_type):
 
 
 @pytest.mark.ranks(8)
-def test_eight_ranks(pool, whole, tmp_path):
+def test_losses_on_eight_ranks(pool, single_process, tmp_path):
     options = {"ep": 2, "tp": 2, "sequence_parallel": True, "steps": 2}
-    compare(losses(pool, 8, tmp_path, options), whole[0][:2])
+    compare(losses(pool, 8, tmp_path, options), single_process[0][:2])
 
 
 OPTIONS = [
@@ -239,8 +241,8 @@ OPTIONS = [
 ]
 
 
-def test_options_are_frozen():
-    """Commands in documentation and scripts depend on these; to rename or drop one is a change to announce."""
+def test_command_line_options_are_stable():
+    """Check the options that documentation and scripts use. Announce a renamed or removed option."""
     options = next(
         n for n in ast.parse(SCRIPT.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "Options"
     )

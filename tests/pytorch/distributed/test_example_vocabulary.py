@@ -47,7 +47,7 @@ def gradients(
     return {"loss": total / meshes.size("tp"), **found}
 
 
-def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the largest relative difference."""
     assert found.keys() == expected.keys() and len(found) > 8
     pairs = [(found[name].cpu(), value.cpu()) for name, value in expected.items()]
@@ -57,22 +57,22 @@ def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("split", [False, True], ids=["full", "sequence_parallel"])
 @pytest.mark.parametrize("how", ["torch", "te"])
-def test_losses_and_gradients_are_those_of_one_process(pool, how, split):
+def test_losses_and_gradients_equal_one_process(pool, how, split):
     (expected,) = pool.run(gradients, 1, mesh={}, options={}, how="plain")
     options = {"sequence_parallel": split}
     for found in pool.run(gradients, 4, mesh={"tp": 2}, options=options, how=how):
-        assert apart(found, expected) < RTOL  # its origin is written there
+        assert largest_difference(found, expected) < RTOL  # its origin is written there
 
 
 @pytest.mark.ranks(4)
-def test_a_plain_loss_is_found(pool):
-    """Text has small labels only: a plain loss of each rank's part is an error, without which it trains otherwise."""
+def test_loss_over_local_logits_raises(pool):
+    """Check a loss over each rank's logits. The text has small labels only, so torch raises no error."""
     arguments = {"mesh": {"tp": 2}, "options": {}, "how": "plain"}
     for raised in pool.run_expect_error(gradients, 4, **arguments):
         assert raised.type_name == "GradientError" and "head: a loss over one" in raised.message
     (expected,) = pool.run(gradients, 1, mesh={}, options={}, how="plain")
     for found in pool.run(gradients, 4, checks="setup", **arguments):
-        assert apart(found, expected) > 100 * RTOL
+        assert largest_difference(found, expected) > 100 * RTOL
 
 
 def train(words: list[str]) -> None:
@@ -84,8 +84,8 @@ def train(words: list[str]) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_trains(pool, tmp_path):
-    """Losses of dp 2 x tp 2 with each implementation are those of one process."""
+def test_losses_over_tp_equal_one_process(pool, tmp_path):
+    """Check losses of dp 2 x tp 2 for each implementation."""
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     found = {}
     for name, ranks, options in (

@@ -1,4 +1,4 @@
-"""Results of `ExpertDispatcher` against one process with the same capacity.
+"""`ExpertDispatcher`, compared with one process with the same capacity.
 
 It does not synchronize the host.
 """
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from experts import dispatching
 from parity.runs import RTOL
-from test_own_dtensors import NEAR_TF32
+from test_user_dtensors import NEAR_TF32
 
 
 @pytest.mark.ranks(2)
-def test_one_process_drops_the_same_tokens(pool):
+def test_dropped_tokens_equal_one_process(pool):
     """Outputs and gradients of tokens and experts are equal bit for bit; the router's is summed over the ranks.
 
     Both ranks' rows of an expert are in the buffer of one process, in the same order. Negative control: one capacity
@@ -50,7 +50,7 @@ def test_a_large_capacity_drops_nothing(pool):
 
 
 @pytest.mark.ranks(2)
-def test_recorded_steps(pool, device_type):
+def test_dispatch_in_graphed_steps(pool, device_type):
     """Replays send tokens where the routing of their own step says: bits of the plain loop, values of one process.
 
     On the CPU a replay runs the captured operations without their Python, on GPUs a CUDA graph. Negative controls: a
@@ -88,8 +88,8 @@ def meshes():
     dist.destroy_process_group()
 
 
-def test_the_host_reads_nothing(meshes):
-    """Tensors on meta have no values to read: forward and backward run. Negative control: reading one raises."""
+def test_dispatch_needs_no_host_synchronization(meshes):
+    """Check forward and backward on meta, where no values exist. Negative control: reading one raises."""
     import te_fsdp
 
     dispatcher = te_fsdp.ExpertDispatcher(meshes, 5, 4, groups=2)
@@ -103,8 +103,8 @@ def test_the_host_reads_nothing(meshes):
         route.dropped().item()
 
 
-def test_capacities(meshes):
-    """The first choices of all tokens come before second ones. A factor is rounded up to the rows of a recipe."""
+def test_capacity_limits_and_rounding(meshes):
+    """Check that first choices precede second ones, and that capacities are rounded up to a recipe's rows."""
     import te_fsdp
 
     kind = te_fsdp.ExpertDispatcher

@@ -2,7 +2,7 @@
 
 An argument of a wrong kind is named, as is an index that is out of range in any call.
 
-Kind: a number that Python calculates with, so that torch or another rank fails later, or rows get lost.
+Python computes with such a number, so that torch or a different rank fails later, or rows are lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["meshes"]
 pytestmark = pytest.mark.cpu
 
 
-def test_sizes_are_integers(meshes):
+def test_non_integer_sizes_raise(meshes):
     import te_fsdp
 
     for given in ((4, 3.5), (4.0, 3), (4, torch.tensor(3))):
@@ -28,7 +28,7 @@ def test_sizes_are_integers(meshes):
             te_fsdp.ExpertDispatcher(wrong, 4, 3)
 
 
-def test_capacity_for_names_its_arguments():
+def test_capacity_for_errors_name_the_argument():
     import te_fsdp
 
     capacity_for = te_fsdp.ExpertDispatcher.capacity_for
@@ -41,7 +41,7 @@ def test_capacity_for_names_its_arguments():
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])
-def test_indices_of_later_calls(meshes, wrong):
+def test_indices_of_later_calls_are_checked(meshes, wrong):
     import te_fsdp
 
     dispatcher = te_fsdp.ExpertDispatcher(meshes, 4, 8)

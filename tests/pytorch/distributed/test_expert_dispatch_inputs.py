@@ -15,8 +15,8 @@ from test_expert_dispatch import meshes
 __all__ = ["meshes"]
 
 
-def test_wrong_inputs_are_named(meshes):
-    """Indices that are no integers, results with missing rows, weights of another shape. Control: right ones pass."""
+def test_wrong_inputs_raise(meshes):
+    """Check non-integer indices, missing result rows and weights of a wrong shape. Correct inputs pass."""
     import te_fsdp
 
     dispatcher = te_fsdp.ExpertDispatcher(meshes, 4, 8)
@@ -43,15 +43,15 @@ def test_wrong_inputs_are_named(meshes):
         ("shape", r"ExpertDispatcher.dispatch: shapes"),
     ],
 )
-def test_one_ranks_mistake_is_named_on_all(pool, wrong, text):
-    """The kind: a rank alone has another size (a hang, an abort in gloo, or rows of other experts)."""
+def test_mismatch_on_one_rank_raises_on_all_ranks(pool, wrong, text):
+    """Check a size that differs on one rank. It hung, aborted in Gloo or gave rows of wrong experts."""
     for error in pool.run_expect_error(dispatching.wrong_on_rank_1, 2, wrong=wrong):
         assert error.type_name == "InputError" and re.search(text, error.message), error
 
 
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
-def test_an_index_out_of_range_is_named_on_all(pool):
-    """On a GPU the host does not read indices."""
+def test_index_out_of_range_raises_on_all_ranks(pool):
+    """Check an index out of range on the CPU. On a GPU the host does not read indices."""
     for error in pool.run_expect_error(dispatching.wrong_on_rank_1, 2, wrong="index"):
         assert error.type_name == "InputError" and "indices from 0 to 3" in error.message, error

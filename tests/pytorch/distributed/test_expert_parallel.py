@@ -2,8 +2,8 @@
 
 Outputs, gradients, norms and updates of three steps are compared by value.
 
-By default a few cases that cover what matters in pairs; `--matrix full` runs the product. Experts in one parameter:
-test_expert_single.py.
+By default a pairwise covering runs; `--matrix full` runs the product. Experts in one parameter:
+test_expert_single_parameter.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _name(case: dict[str, Any]) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.name != "test_training":
+    if metafunc.definition.name != "test_training_equals_one_process":
         return
     if metafunc.config.getoption("--matrix", "covering") == "full":
         cases = list(all_cases(FACTORS, allowed))
@@ -93,7 +93,7 @@ def _train(pool, case: dict[str, Any], broken: str = "") -> list[dict[str, Any]]
 
 
 @pytest.mark.covering(always=[{"case": case} for case in SUMS], strength=1)
-def test_training(pool, recipe, case):
+def test_training_equals_one_process(pool, recipe, case):
     outcomes = _train(pool, case)
     for outcome in outcomes:
         assert outcome["ranks"] == ranks(case["mesh"])
@@ -120,8 +120,8 @@ def test_training(pool, recipe, case):
     ],
     ids=["units", "experts_no_shard", "no_shard", "optim", "optim_grads"],
 )
-def test_units_and_strategies(pool, mesh, recipe, weights, how):
-    """Experts inside other units, and under every strategy."""
+def test_training_with_units_and_strategies(pool, mesh, recipe, weights, how):
+    """Check experts inside other units, under every strategy."""
     options = {"experts": 5, "bias": "tp" not in mesh, "route": "uneven"}
     for outcome in pool.run(
         bodies.training,
@@ -143,7 +143,7 @@ CONTROL = {"mesh": "ep2_dp2", "form": ("none", "fp32"), "experts": 4, "bias": Tr
     ("broken", "found"),
     [("divide", r"gradient 0 mixture.up.weight\d: difference"), ("norm", r"norm \d: difference")],
 )
-def test_a_missing_piece_is_found(pool, broken, found):
+def test_negative_control_missing_divisor_or_norm(pool, broken, found):
     with pytest.raises(BodyFailed, match=rf"(?s)AssertionError.*{found}"):
         _train(pool, CONTROL, broken)
 
@@ -152,8 +152,8 @@ def test_a_missing_piece_is_found(pool, broken, found):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["ep4", "ep2_dp2", "hsdp_ep2"])
 def test_gradients_in_fp16(pool, mesh):
-    """FSDP2 divides them before and after the sum, and once more over a single rank."""
-    pool.run(binding.halves, 4, axes=MESHES[mesh])
+    """Check gradients that FSDP2 divides before and after the sum, and once more over a single rank."""
+    pool.run(binding.gradients_in_fp16, 4, axes=MESHES[mesh])
 
 
 @pytest.mark.ranks(4)
@@ -168,8 +168,8 @@ def test_gradients_in_fp16(pool, mesh):
     ids=["sharded", "no_shard", "hsdp", "hfsdp"],
 )
 def test_sums_of_gradients(pool, mesh, how):
-    """Four times the means over four ranks, to the bit, of experts and of all else."""
-    pool.run(binding.sums, 4, axes=MESHES[mesh], how=how)
+    """Check sums bit for bit against four times the mean over four ranks."""
+    pool.run(binding.sums_of_gradients, 4, axes=MESHES[mesh], how=how)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -191,9 +191,9 @@ def test_state_dicts_of_all_experts(pool):
 
 
 @pytest.mark.ranks(2)
-def test_local_names_lose_experts(pool):
-    """Effect of stock TE's names on code that uses names: 8 experts' weights, 4 names, each of two experts."""
-    for outcome in pool.run(binding.lost_by_local_names, 2):
+def test_local_names_collide(pool):
+    """Check stock TE's names: 8 experts' weights have 4 names."""
+    for outcome in pool.run(binding.count_colliding_names, 2):
         assert outcome == {"stock": (4, 4), "bound": (8, 0)}
 
 
@@ -222,7 +222,7 @@ def test_torch_fully_shard(pool):
     ],
     ids=["divide", "mesh"],
 )
-def test_torch_fully_shard_refuses(pool, how, kind, text):
+def test_torch_fully_shard_raises(pool, how, kind, text):
     errors = pool.run_expect_error(binding.torch_fully_shard, 4, **how)
     assert {error.type_name for error in errors} == {kind}, errors
     assert text in errors[0].message, errors[0]
@@ -246,11 +246,11 @@ def test_torch_fully_shard_refuses(pool, how, kind, text):
             "MeshError",
             "expert_weight_mesh: expected a mesh that shares only this rank with ep_mesh",
         ),
-        ("nobody", "PlacementError", "experts 'encoder'"),
+        ("unknown_module", "PlacementError", "experts 'encoder'"),
     ],
 )
-def test_refused_before_anything_changes(pool, mistake, kind, text):
-    for error in pool.run_expect_error(binding.refused, 4, mistake=mistake):
+def test_errors_leave_the_model_unchanged(pool, mistake, kind, text):
+    for error in pool.run_expect_error(binding.errors_of_binding, 4, mistake=mistake):
         assert error.type_name == kind and text in error.message, error
 
 
@@ -263,16 +263,16 @@ def test_refused_before_anything_changes(pool, mistake, kind, text):
         ("values", "InitError", "mixture.down.weight0: values differ between ranks"),
     ],
 )
-def test_fully_shard_refuses_on_all_ranks(pool, mistake, kind, text):
-    for error in pool.run_expect_error(binding.sharded_mistake, 4, mistake=mistake):
+def test_fully_shard_raises_on_all_ranks(pool, mistake, kind, text):
+    for error in pool.run_expect_error(binding.errors_of_fully_shard, 4, mistake=mistake):
         assert error.type_name == kind and text in error.message, error
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.recipe("current")
 @pytest.mark.parametrize("quantized", [False, True])
-def test_current_scaling_with_tp(pool, quantized):
-    """TE's own refusal: when quantized weights are made, else before the first step."""
+def test_current_scaling_with_tp_raises(pool, quantized):
+    """Check TE's error when quantized weights are created, or else before the first step."""
     for error in pool.run_expect_error(binding.current_scaling, 4, quantized=quantized):
         assert error.type_name == ("ValueError" if quantized else "PrecisionError"), error
         assert "GroupedLinear" in error.message, error
@@ -282,8 +282,8 @@ def test_current_scaling_with_tp(pool, quantized):
 
 
 @pytest.mark.ranks(8)
-def test_memory(pool):
-    """Each rank holds the experts' bytes divided by ep x dp_shard x tp, and so does its optimizer (two states)."""
+def test_memory_per_rank(pool):
+    """Check that bytes of weights and optimizer state are divided by ep x dp_shard x tp."""
     axes = MESHES["ep2_dp2_tp2"]
     for rank, outcome in enumerate(pool.run(binding.memory, 8, axes=axes)):
         share = outcome["whole"] / math.prod(axes.values())

@@ -19,7 +19,7 @@ EACH = ["mixture.up", "mixture.down"]
         (["mixture"], True, ["", "mixture", *EACH]),  # other ranks shard a dense parameter
     ],
 )
-def test_units(pool, requested, dense, expected):
+def test_fsdp_units_of_experts(pool, requested, dense, expected):
     results = pool.run(units.sharded, 4, axes={"ep": 2, "dp_shard": 2}, requested=requested, dense=dense)
     assert results == [expected] * 4
 
@@ -44,7 +44,7 @@ def check(results):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("axes", "recipe", "weights", "how"), CASES, ids=str)
-def test_training(pool, axes, recipe, weights, how):
+def test_training_with_one_unit_for_all_experts(pool, axes, recipe, weights, how):
     results = pool.run(units.trained, 4, axes=axes, recipe=recipe, weights=weights, **how)
     check(results)
 
@@ -52,7 +52,7 @@ def test_training(pool, axes, recipe, weights, how):
 @pytest.mark.single_grouped
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("axes", "recipe", "weights", "how"), SINGLE_CASES, ids=str)
-def test_training_of_single_parameters(pool, axes, recipe, weights, how):
+def test_training_with_one_unit_of_single_parameters(pool, axes, recipe, weights, how):
     results = pool.run(
         units.trained, 4, env=SINGLE, axes=axes, recipe=recipe, weights=weights, single=True, **how
     )

@@ -1,6 +1,6 @@
 """The strategy for Lightning Fabric.
 
-Each refusal names its fix. Fabric's options have their effects or are refused.
+Each error names its fix. Fabric's options have their effects or raise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations import Told
+from test_integrations import Refusals
 from torch import nn
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def refusals(path: Path) -> dict[str, str]:
 
     from te_fsdp.integrations.fabric import TeFsdpStrategy
 
-    refusal_texts = Told()
+    refusal_texts = Refusals()
     with refusal_texts.refused("keyword"):
         TeFsdpStrategy(unit=[nn.Linear])
     with refusal_texts.refused("precision"):
@@ -108,7 +108,7 @@ SAYS = {
 
 
 @pytest.mark.ranks(2)
-def test_refusals(pool, tmp_path):
+def test_unsupported_options_raise(pool, tmp_path):
     for refusal_texts in pool.run(refusals, 2, path=tmp_path):
         assert refusal_texts.keys() == SAYS.keys()
         for case, words in SAYS.items():
@@ -148,7 +148,7 @@ def precisions() -> dict[str, Any]:
 
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
-def test_precisions_and_data(pool):
+def test_fabric_precisions_and_samplers(pool):
     half = ["torch.bfloat16"] * 3
     first, second = pool.run(precisions, 2)
     assert first["half"] == [*half, False]

@@ -1,11 +1,11 @@
-"""The kind: an evaluation computes with what ``torch._foreach_`` functions wrote to the weights after an earlier one.
+"""Writes of ``torch._foreach_`` functions to weights after an evaluation. The next evaluation uses them.
 
 Under ``optim`` and ``optim_grads`` it used the weights that the earlier evaluation had all-gathered.
 """
 
 from __future__ import annotations
 
-import bodies_averages
+import bodies_weight_averaging
 import pytest
 import torch
 
@@ -15,14 +15,14 @@ LEAST = 40 if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) els
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_values(pool, strategy):
-    for found in pool.run(bodies_averages.written, 2, strategy=strategy):
+def test_evaluation_uses_foreach_writes(pool, strategy):
+    for found in pool.run(bodies_weight_averaging.foreach_writes_between_evaluations, 2, strategy=strategy):
         assert found["unequal"] == []
         assert len(found["equal"]) > LEAST, found
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_training_has_no_handlers(pool, strategy):
-    """Handlers would make steps of torch's optimizers slower."""
-    assert pool.run(bodies_averages.handlers, 2, strategy=strategy) == [[True, False]] * 2
+def test_training_installs_no_foreach_handlers(pool, strategy):
+    """Check that training has no handlers, which would slow down torch's optimizers."""
+    assert pool.run(bodies_weight_averaging.has_foreach_handlers, 2, strategy=strategy) == [[True, False]] * 2

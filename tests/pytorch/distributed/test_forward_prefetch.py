@@ -1,10 +1,10 @@
-"""All-gathers that start one unit ahead in forward change no bit, whatever a loop does in between."""
+"""All-gathers that start one unit ahead in forward. They change no bit, whatever a loop does in between."""
 
 from __future__ import annotations
 
 import pytest
 from harness import assert_same_bits
-from strategies import prefetched
+from strategies import forward_prefetch
 
 AHEAD = ["layers.1", "layers.2", "layers.3"]
 #: All-gathers that start ahead in each of five steps, by what happens before or in the fourth.
@@ -36,8 +36,8 @@ def _same(found: dict) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
-def test_same_bits(pool, transport, kind):
-    for found in pool.run(prefetched.compared, 2, recipe="none", transport=transport, kind=kind):
+def test_prefetch_keeps_the_bits(pool, transport, kind):
+    for found in pool.run(forward_prefetch.train_both, 2, recipe="none", transport=transport, kind=kind):
         _same(found)
         assert found["with"]["started"] == KINDS[kind]
         assert not any(found["without"]["started"])
@@ -46,16 +46,18 @@ def test_same_bits(pool, transport, kind):
 @pytest.mark.covering(strength=0)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
-def test_quantized_weights(pool, recipe):
-    for found in pool.run(prefetched.compared, 2, recipe=recipe, transport="copy_engine", kind="plain"):
+def test_prefetch_of_quantized_weights_keeps_the_bits(pool, recipe):
+    for found in pool.run(
+        forward_prefetch.train_both, 2, recipe=recipe, transport="copy_engine", kind="plain"
+    ):
         _same(found)
         assert found["with"]["started"] == KINDS["plain"]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
-def test_stale_weights_without_the_check(pool, transport):
-    """Control of "write"."""
-    for found in pool.run(prefetched.compared, 2, recipe="none", transport=transport, kind="stale"):
+def test_negative_control_stale_prefetched_weights(pool, transport):
+    """Negative control of "write"."""
+    for found in pool.run(forward_prefetch.train_both, 2, recipe="none", transport=transport, kind="stale"):
         with pytest.raises(AssertionError):
             _same(found)

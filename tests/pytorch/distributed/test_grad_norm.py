@@ -1,4 +1,4 @@
-"""`te_fsdp.clip_grad_norm_` equals torch's clipping of the unsharded model, on any mixture of meshes."""
+"""`te_fsdp.clip_grad_norm_`, compared with torch's clipping of the unsharded model on any set of meshes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MESHES = {
         if norm == 2.0 or mesh == "dp2_tp2"
     ],
 )
-def test_norm_and_gradients(pool, mesh, norm_type):
+def test_norm_and_clipped_gradients_equal_torch(pool, mesh, norm_type):
     ranks = math.prod(MESHES[mesh].values())
     results = pool.run(clipping.clipping, ranks, axes=MESHES[mesh], norm_type=norm_type)
     assert len({result["total"] for result in results}) == 1
@@ -35,19 +35,19 @@ def test_norm_and_gradients(pool, mesh, norm_type):
 
 @pytest.mark.ranks(4)
 def test_an_empty_shard_without_gradient_does_not_hang(pool):
-    """dp4 cuts 3 rows into 1, 1, 1, 0: the last rank has nothing to add, but must take part."""
+    """Check dp4 with 3 rows (1, 1, 1, 0). The last rank must take part in the all-reduce."""
     pool.run(clipping.clipping, 4, axes=MESHES["dp4"], norm_type=2.0, lacking=True)
 
 
 @pytest.mark.ranks(2)
-def test_not_finite_is_an_error_on_all_ranks(pool):
+def test_non_finite_norm_raises_on_all_ranks(pool):
     errors = pool.run_expect_error(clipping.non_finite, 2, axes={"dp_shard": 2})
     assert {error.type_name for error in errors} == {"PrecisionError"}
     assert all("norm" in error.message and "nan" in error.message for error in errors)
 
 
 @pytest.mark.ranks(2)
-def test_parts_that_are_not_added_up_have_no_norm(pool):
+def test_norm_of_partial_gradients_raises(pool):
     for error in pool.run_expect_error(clipping.unreduced, 2, axes={"dp_shard": 2}):
         assert error.type_name == "PlacementError" and "Partial" in error.message
         assert "clip_grad_norm_: gradient of Module.weight, a parameter of shape (4, 3)" in error.message
@@ -58,14 +58,14 @@ def test_parts_that_are_not_added_up_have_no_norm(pool):
 
 
 @pytest.mark.ranks(4)
-def test_one_rank_alone_is_wrong(pool):
-    """Negative control: the norm of a rank's own shards is not the model's."""
+def test_negative_control_local_norm(pool):
+    """Negative control: the norm of a rank's own shards is not the model's norm."""
     for result in pool.run(clipping.clipping, 4, axes=MESHES["dp2_tp2"], norm_type=2.0):
         assert abs(result["local"] - clipping.MAX_NORM) > 0.05
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("by_torch", [False, True], ids=["te_fsdp", "torch"])
-def test_parameters_on_two_meshes(pool, by_torch):
-    """torch's function refuses several meshes, unless a model of te_fsdp has some of the parameters."""
+def test_norm_over_two_meshes(pool, by_torch):
+    """Check parameters on several meshes, which torch's function rejects unless te_fsdp shards some of them."""
     pool.run(clipping.two_meshes, 4, axes=MESHES["dp2_tp2"], by_torch=by_torch)

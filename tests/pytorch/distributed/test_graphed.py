@@ -1,4 +1,4 @@
-"""Recorded steps: on the CPU with a recorder that calls functions again, on GPUs with CUDA graphs."""
+"""Graphed steps. CPU tests call recorded functions again, GPU tests use CUDA graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EAGER_STEP = {
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:7], list(CASES)[7:]], ids=["strategies", "optimizers"])
-def test_same_bits(pool, names):
+def test_graphed_step_has_the_same_bits(pool, names):
     for facts in pool.run(bodies.same_bits, 2, cases={name: CASES[name] for name in names}, axes={}):
         for name, (why_eager, why_step_eager, recordings, replays) in facts.items():
             assert not why_eager, name
@@ -52,21 +52,21 @@ def test_same_bits(pool, names):
     ],
     ids=["tp2", "tp2 FP8 weights", "hsdp", "hfsdp"],
 )
-def test_same_bits_on_meshes(pool, axes, case, ranks):
+def test_graphed_step_on_meshes_has_the_same_bits(pool, axes, case, ranks):
     for facts in pool.run(bodies.same_bits, ranks, cases={"it": case}, axes=axes, timeout=240):
         assert facts == {"it": ["", "", 1, 4]}
 
 
-def test_what_changes_records_anew(pool):
+def test_changes_record_the_graph_again(pool):
     anew = {"replaced state", "option", "training mode", "frozen", "moved", "module", "watched", "pace"}
-    for found in pool.run(bodies.recorded_anew, 2, timeout=240):
+    for found in pool.run(bodies.recordings_after_changes, 2, timeout=240):
         assert len(found) == 11
         for name, recordings in found.items():
             assert recordings == [1, 2 if name in anew else 1], name
 
 
 @pytest.mark.cpu
-def test_reasons(pool):
+def test_eager_fallback_reasons_are_logged_once(pool):
     for rank, found in enumerate(pool.run(bodies.reasons, 2, timeout=240)):
         why, step, recordings, said = found["SGD"]
         assert (why, recordings, said) == ("", 1, 1) and "SGD reads its learning rate on the host" in step
@@ -85,14 +85,14 @@ def test_reasons(pool):
         ]
 
 
-def test_a_failed_capture_leaves_training_going(pool):
+def test_training_continues_after_a_failed_capture(pool):
     for found in pool.run(bodies.failed_capture, 2):
         assert found.pop("why").startswith("the capture has failed (")
         assert found == {"now": "", "recordings": 1, "replays": 3}
 
 
-def test_nan_is_seen_before_the_update(pool):
-    for raised, kept, finite, recordings, replays in pool.run(bodies.watched, 2):
+def test_nan_is_reported_before_the_update(pool):
+    for raised, kept, finite, recordings, replays in pool.run(bodies.report_nan_between_graphs, 2):
         assert "rank 1 (microbatch 2)" in raised
         assert kept and finite and (recordings, replays) == (1, 2)
 
@@ -105,7 +105,7 @@ def test_outputs_are_copies(pool):
     assert pool.run(bodies.outputs_are_copies, 2) == [True, True]
 
 
-def test_mistakes(pool):
+def test_invalid_arguments_raise(pool):
     for texts in pool.run(bodies.mistakes, 2):
         assert [text.split(":")[0] for text in texts] == [
             "OrderError",
@@ -120,10 +120,10 @@ def test_mistakes(pool):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("failing", [0, 1], ids=["gradients", "update"])
-def test_what_failed_is_recorded_after_forget(pool, failing):
-    """Kind: a reason to run eagerly that outlives ``forget()``, of the whole step or of the update alone."""
+def test_forget_allows_recording_after_a_failed_capture(pool, failing):
+    """Check that ``forget()`` clears the reason to run eagerly, for the step and for the update."""
     before = [[True, False, 0, []], [False, True, 1, [False]]][failing]
-    for found in pool.run(bodies.forgotten, 2, failing=failing):
+    for found in pool.run(bodies.steps_after_forget, 2, failing=failing):
         assert found == {"before": before, "after": [False, False, 1 + failing, [True]]}
 
 
@@ -139,20 +139,20 @@ UNIT_CASES = {
 @pytest.mark.parametrize(
     ("axes", "names"), [({}, list(UNIT_CASES)), ({"tp": 2}, list(UNIT_CASES)[:1])], ids=["dp2", "tp2"]
 )
-def test_units_have_the_same_bits(pool, axes, names):
-    """Kind: graphs of forwards and backwards in an eager loop, with two microbatches, clipping and an evaluation."""
+def test_graphed_units_have_the_same_bits(pool, axes, names):
+    """Check graphed forwards and backwards in an eager loop with two microbatches, clipping and an evaluation."""
     cases = {name: UNIT_CASES[name] for name in names}
     for facts in pool.run(unit_bodies.same_bits, 2, cases=cases, axes=axes, timeout=240):
         assert facts == {name: [{}, 2, 18] for name in names}
 
 
 @pytest.mark.cpu
-def test_units_with_stale_values_differ(pool):
+def test_negative_control_replay_of_stale_values(pool):
     assert pool.run(unit_bodies.stale_results_differ, 2) == [[True, False, False]] * 2
 
 
 @pytest.mark.cpu
-def test_units_run_eagerly_for_a_reason(pool):
+def test_units_run_eagerly_for_documented_reasons(pool):
     for found in pool.run(unit_bodies.reasons, 2, timeout=240):
         assert found["recorded"] == [2, 2, 0]
         failed = "the capture has failed (RuntimeError: operation not permitted when stream is capturing)"
@@ -168,8 +168,8 @@ def test_units_run_eagerly_for_a_reason(pool):
 
 @pytest.mark.cpu
 def test_units_are_replayed_in_order_only(pool):
-    """Kind: a replay that would overwrite values of a pending backward. It runs eagerly."""
-    for found in pool.run(unit_bodies.order, 2, timeout=240):
+    """Check that a unit runs eagerly if a replay would overwrite values of a pending backward."""
+    for found in pool.run(unit_bodies.out_of_order_replays, 2, timeout=240):
         assert found == {
             "eager": [0, 0],
             "recorded": [2, 0],
@@ -183,7 +183,7 @@ def test_units_are_replayed_in_order_only(pool):
 
 
 @pytest.mark.cpu
-def test_mistakes_with_units(pool):
+def test_invalid_arguments_of_graphed_units_raise(pool):
     for texts in pool.run(unit_bodies.mistakes, 2):
         assert [text.split(":")[0] for text in texts] == [
             "OrderError",

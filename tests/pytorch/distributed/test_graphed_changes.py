@@ -1,4 +1,4 @@
-"""Changes of a loop after its first steps, which graphs record with them."""
+"""Changes of a loop after its first steps. Graphs record them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_graphed_programs import ENVIRONMENT
     ["adamw", pytest.param("fused_adam", marks=pytest.mark.gpu)],  # the emulated one reads values on the host
 )
 @pytest.mark.parametrize("kind", ["", "frozen", "cleared", "added"])
-def test_states_that_a_recorded_step_would_create(pool, kind, optimizer):
+def test_optimizer_state_created_in_a_graphed_step(pool, kind, optimizer):
     # The step with new states runs its optimizer eagerly, with a recording that is not kept.
     for found in pool.run(
         change_bodies.first_updates, 2, env=ENVIRONMENT, kind=kind, optimizer=optimizer, timeout=240
@@ -26,7 +26,7 @@ def test_states_that_a_recorded_step_would_create(pool, kind, optimizer):
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_that_replaces_its_states_runs_eagerly(pool):
+def test_optimizer_that_replaces_state_runs_eagerly(pool):
     for found in pool.run(
         change_bodies.first_updates, 2, env=ENVIRONMENT, kind="", optimizer="replaces", timeout=240
     ):
@@ -34,14 +34,14 @@ def test_an_optimizer_that_replaces_its_states_runs_eagerly(pool):
 
 
 @pytest.mark.ranks(2)
-def test_a_frozen_weight_with_a_trained_bias_raises_in_a_recorded_step(pool):
+def test_frozen_weight_with_trained_bias_raises_in_a_graphed_step(pool):
     for error in pool.run(change_bodies.frozen_weight, 2, env=ENVIRONMENT, timeout=240):
         assert error.startswith("1.bias: a trained bias of a frozen weight")
 
 
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling"])
-def test_two_forwards_of_transposed_weights(pool, recipe):
+def test_two_backwards_of_transposed_quantized_weights(pool, recipe):
     for recordings, replays in pool.run(
         change_bodies.quantized_forwards, 1, env=ENVIRONMENT, recipe=recipe, timeout=240
     ):

@@ -1,6 +1,6 @@
-"""Recorded steps with ``microbatches=N``: on the CPU with captured operations, on GPUs with CUDA graphs.
+"""Graphed steps with ``microbatches=N``. CPU tests repeat captured operations, GPU tests use CUDA graphs.
 
-Kind: state that a microbatch leaves to the next one somewhere else than where a graph reads it.
+A microbatch may leave state for the next one where no graph reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:4], list(CASES)[4:]], ids=["strategies", "formats"])
-def test_same_bits(pool, names):
+def test_graphed_microbatches_have_the_same_bits(pool, names):
     cases = {name: CASES[name] for name in names}
     for facts in pool.run(
         microbatch_bodies.same_bits, 2, env=GLOO, cases=cases, axes={}, count=4, timeout=240
@@ -44,7 +44,7 @@ def test_same_bits(pool, names):
     ],
     ids=["tp2", "tp2 FP8 weights", "hsdp", "hfsdp", "two microbatches", "one microbatch"],
 )
-def test_same_bits_on_meshes(pool, axes, case, ranks, count):
+def test_graphed_microbatches_on_meshes_have_the_same_bits(pool, axes, case, ranks, count):
     run = {"cases": {"it": case}, "axes": axes, "count": count}
     for facts in pool.run(microbatch_bodies.same_bits, ranks, env=GLOO, timeout=240, **run):
         assert facts == {"it": ["", "", 3, [min(count, 3)]]}
@@ -56,12 +56,12 @@ def test_moved_gradients_run_eagerly(pool):
         assert same and not same_without
 
 
-def test_nan_names_the_microbatch(pool):
-    for texts in pool.run(microbatch_bodies.watched, 2, env=GLOO):
+def test_nan_report_names_the_microbatch(pool):
+    for texts in pool.run(microbatch_bodies.report_nan_of_microbatch, 2, env=GLOO):
         assert [text.rpartition("rank 1 ")[2] for text in texts] == [f"(microbatch {n})" for n in (1, 3, 4)]
 
 
-def test_mistakes(pool):
+def test_invalid_arguments_raise(pool):
     for texts in pool.run(microbatch_bodies.mistakes, 2):
         assert [text.split(":")[0] for text in texts] == ["PlacementError"] * 3 + ["InputError"]
         assert "tensors whose dim 0 has microbatches=4 entries" in texts[3] and "(3, 16, 16)" in texts[3]

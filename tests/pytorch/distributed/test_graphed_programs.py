@@ -1,4 +1,4 @@
-"""Graphs in loops that use memory in an unusual order, or drop it between steps."""
+"""Graphs in loops that use memory in an unusual order or release it between steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ENVIRONMENT = {"TE_FSDP_TEST_GLOO": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"
 
 
 @pytest.mark.parametrize("loop", list(program_bodies.LOOPS))
-def test_same_bits(pool, loop):
+def test_unusual_loops_have_the_same_bits(pool, loop):
     ranks = 1 if loop == "casts" else 2
     for recordings, replays in pool.run(
         program_bodies.same_bits, ranks, env=ENVIRONMENT, loop=loop, timeout=240
@@ -20,29 +20,31 @@ def test_same_bits(pool, loop):
 
 
 @pytest.mark.ranks(2)
-def test_cached_weights_that_an_evaluation_drops_are_recorded_again(pool):
+def test_weight_caches_dropped_by_an_evaluation_are_recorded_again(pool):
     for recordings, replays in pool.run(program_bodies.cached_weights, 2, env=ENVIRONMENT, timeout=240):
         assert (recordings, replays) == (2, 4)
 
 
 @pytest.mark.ranks(2)
-def test_units_that_are_not_sharded_are_named(pool):
+def test_no_shard_units_run_eagerly(pool):
     strategy = {"blocks.0": "no_shard", "blocks.1": "optim_grads", "blocks.2": "optim_grads_params"}
-    for why_eager in pool.run(program_bodies.not_sharded, 2, strategy=strategy):
+    for why_eager in pool.run(program_bodies.reasons_of_no_shard_units, 2, strategy=strategy):
         assert why_eager == {"blocks.0": 'strategy="no_shard", so that it is not an FSDP2 unit'}
-    for error in pool.run_expect_error(program_bodies.not_sharded, 2, strategy="no_shard"):
+    for error in pool.run_expect_error(program_bodies.reasons_of_no_shard_units, 2, strategy="no_shard"):
         assert error.message.startswith("graphed_units of a model without FSDP2 units")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["no_shard", "sharded", "quantized"])
-def test_steps_start_from_written_weights(pool, kind):
-    for recordings, replays in pool.run(program_bodies.written, 2, env=ENVIRONMENT, kind=kind, timeout=240):
+def test_graphed_steps_use_written_weights(pool, kind):
+    for recordings, replays in pool.run(
+        program_bodies.write_between_steps, 2, env=ENVIRONMENT, kind=kind, timeout=240
+    ):
         assert recordings >= 1
         assert replays >= 4
 
 
 @pytest.mark.ranks(2)
-def test_a_capture_that_fails_while_gradients_are_reduced(pool):
-    for why in pool.run(program_bodies.fails_in_backward, 2, env=ENVIRONMENT, timeout=240):
+def test_capture_that_fails_during_gradient_reduction(pool):
+    for why in pool.run(program_bodies.capture_fails_in_backward, 2, env=ENVIRONMENT, timeout=240):
         assert why.startswith("the capture has failed"), why

@@ -1,6 +1,6 @@
-"""State that a recording does not see: it is checked, or the step runs eagerly.
+"""State that a recorded graph does not contain. te_fsdp checks it, or the step runs eagerly.
 
-Kind: values that a forward reads from somewhere else than its tensor arguments, and that change between steps.
+A forward reads these values from outside its tensor arguments, and they change between steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REPLACED = "replaces the buffer mean, which must be updated in place"
 
 @pytest.mark.parametrize("units", [False, True], ids=["step", "units"])
 @pytest.mark.parametrize("kind", ["copied", "assigned", "data", "moved"])
-def test_buffers(pool, kind, units):
+def test_buffers_updated_in_forward(pool, kind, units):
     for why, recordings in pool.run(state_bodies.buffers, 2, env=GLOO, kind=kind, units=units, timeout=240):
         if kind in ("assigned", "data"):
             assert why.rstrip(")").endswith(REPLACED) and recordings == 0
@@ -25,7 +25,7 @@ def test_buffers(pool, kind, units):
             assert (why, recordings) == ("", (2 if units else 1) * (1 + (kind == "moved")))
 
 
-def test_a_failed_capture_leaves_buffers(pool):
+def test_failed_capture_restores_buffers(pool):
     for why, recordings in pool.run(
         state_bodies.buffers, 2, env=GLOO, kind="assigned", units=False, reads=True
     ):
@@ -33,10 +33,10 @@ def test_a_failed_capture_leaves_buffers(pool):
 
 
 @pytest.mark.parametrize("units", [False, True], ids=["step", "units"])
-def test_objects_among_the_arguments(pool, units):
-    for (recordings,) in pool.run(state_bodies.objects, 2, env=GLOO, units=units, timeout=240):
+def test_objects_as_arguments(pool, units):
+    for (recordings,) in pool.run(state_bodies.objects_as_arguments, 2, env=GLOO, units=units, timeout=240):
         assert recordings <= 4
 
 
-def test_rates_that_are_sometimes_tensors(pool):
-    assert pool.run(state_bodies.rates, 2, env=GLOO) == [[1, 5]] * 2
+def test_learning_rate_as_number_or_tensor(pool):
+    assert pool.run(state_bodies.learning_rates, 2, env=GLOO) == [[1, 5]] * 2

@@ -85,7 +85,7 @@ def draw() -> tuple:
     return torch.rand(2).tolist(), float(numpy.random.rand()), random.random()
 
 
-def leave_a_mess() -> bool:
+def change_process_state() -> bool:
     os.environ["LEFT_BEHIND"] = "1"
     os.chdir("/")
     torch.set_default_dtype(torch.float64)
@@ -93,7 +93,7 @@ def leave_a_mess() -> bool:
     return True
 
 
-def look_around() -> tuple:
+def read_process_state() -> tuple:
     return os.environ.get("LEFT_BEHIND"), os.getcwd(), str(torch.get_default_dtype()), torch.is_grad_enabled()
 
 
@@ -202,7 +202,7 @@ def test_results_are_in_rank_order_for_each_world_size(plain_pool):
 
 
 @pytest.mark.ranks(4)
-def test_a_rank_that_fails_alone_is_reported_and_so_is_who_waits_for_it(plain_pool, short_grace):
+def test_failed_and_waiting_ranks_are_reported(plain_pool, short_grace):
     started = time.monotonic()
     with pytest.raises(BodyFailed) as caught:
         plain_pool.run(fail_alone, 4, failing=2)
@@ -221,7 +221,7 @@ def test_a_rank_that_fails_alone_is_reported_and_so_is_who_waits_for_it(plain_po
 
 
 @pytest.mark.ranks(2)
-def test_a_hang_is_noticed_and_named(plain_pool):
+def test_hang_is_reported(plain_pool):
     with pytest.raises(BodyFailed) as caught:
         plain_pool.run(hang, 2, stuck=1, timeout=1.5)
     # Seconds as TE_FSDP_TEST_TIMEOUT_SCALE has stretched them.
@@ -232,19 +232,19 @@ def test_a_hang_is_noticed_and_named(plain_pool):
 
 
 @pytest.mark.ranks(2)
-def test_a_dead_process_is_reported(plain_pool, short_grace):
+def test_dead_process_is_reported(plain_pool, short_grace):
     with pytest.raises(BodyFailed, match=r"rank 0: the process died \(exit code -9"):
         plain_pool.run(die, 2, dying=0)
     assert plain_pool.run(die, 2, dying=-1) == [0, 0]
 
 
-def test_what_is_no_exception_subclass_is_reported_too(plain_pool):
+def test_base_exceptions_are_reported(plain_pool):
     with pytest.raises(BodyFailed, match="KeyboardInterrupt: not an Exception"):
         plain_pool.run(raise_no_exception_subclass, 1)
 
 
 @pytest.mark.ranks(2)
-def test_expected_errors(plain_pool):
+def test_run_expect_error_returns_the_errors(plain_pool):
     plain_pool.run(sum_of_ranks, 2)
     starts = plain_pool.starts
     errors = plain_pool.run_expect_error(raise_on, 2, ranks=[0, 1])
@@ -258,7 +258,7 @@ def test_expected_errors(plain_pool):
 
 
 @pytest.mark.ranks(2)
-def test_an_expected_error_that_leaves_others_waiting_is_a_failure(plain_pool, short_grace):
+def test_expected_error_that_leaves_ranks_waiting_fails(plain_pool, short_grace):
     with pytest.raises(BodyFailed, match="stuck"):
         plain_pool.run_expect_error(fail_alone, 2, failing=0)
 
@@ -271,22 +271,22 @@ def test_seeds_are_reset_and_equal_on_all_ranks(plain_pool):
 
 
 @pytest.mark.ranks(2)
-def test_process_state_is_put_back(plain_pool):
-    before = plain_pool.run(look_around, 2)
-    assert all(plain_pool.run(leave_a_mess, 2))
-    assert plain_pool.run(look_around, 2) == before
+def test_process_state_is_restored(plain_pool):
+    before = plain_pool.run(read_process_state, 2)
+    assert all(plain_pool.run(change_process_state, 2))
+    assert plain_pool.run(read_process_state, 2) == before
     assert plain_pool.run(read_variable, 2, name="ONE_RUN", env={"ONE_RUN": "x"}) == ["x", "x"]
     assert plain_pool.run(read_variable, 2, name="ONE_RUN") == [None, None]
 
 
 @pytest.mark.ranks(2)
-def test_the_body_may_make_the_group_itself(plain_pool):
+def test_body_may_create_the_process_group(plain_pool):
     assert plain_pool.run(join_by_hand, 2, init_group=False) == [2, 2]
     assert plain_pool.run(join_by_hand, 2, init_group=False) == [2, 2]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_meshes_of_earlier_runs_are_forgotten(plain_pool, world_size):
+def test_meshes_of_earlier_runs_are_dropped(plain_pool, world_size):
     half = world_size // 2
     for names, shape in (
         (("a", "b"), (half, 2)),
@@ -302,7 +302,7 @@ def test_meshes_of_earlier_runs_are_forgotten(plain_pool, world_size):
 
 @pytest.mark.cpu
 @pytest.mark.ranks(4)
-def test_shardings_are_decided_once(plain_pool):
+def test_sharding_decisions_are_cached(plain_pool):
     plain_pool.run(decisions_of_a_matmul, 4, spoil=False)
     assert plain_pool.run(decisions_of_a_matmul, 4, spoil=False) == [0] * 4
     with pytest.raises(BodyFailed):  # the control: a group of an earlier run
@@ -311,7 +311,7 @@ def test_shardings_are_decided_once(plain_pool):
 
 @pytest.mark.cpu
 @pytest.mark.ranks(4)
-def test_shardings_are_decided_as_torch_does(plain_pool):
+def test_cached_sharding_decisions_equal_torch(plain_pool):
     assert min(plain_pool.run(decisions_as_torch_makes_them, 4)) >= 40
 
 
@@ -320,7 +320,7 @@ def test_full_gathers_strided_and_uneven_shards(plain_pool):
     assert [result["real"] for result in plain_pool.run(gather_uneven, 4)] == [1] * 4
 
 
-def test_misuse_of_the_pool_is_an_error(plain_pool):
+def test_misuse_of_the_pool_raises(plain_pool):
     def local() -> None: ...
 
     with pytest.raises(TypeError, match="top level of a module"):
@@ -335,7 +335,7 @@ def test_misuse_of_the_pool_is_an_error(plain_pool):
 # ---------------------------------------------------------------- comparisons
 
 
-def test_same_bits_can_fail():
+def test_negative_control_assert_same_bits():
     a = torch.tensor([1.0, float("nan"), 0.0])
     assert harness.assert_same_bits("w", a, a.clone()) == (3, 0.0, True)
     other_nan = a.view(torch.int32).clone()
@@ -350,7 +350,7 @@ def test_same_bits_can_fail():
         harness.assert_same_bits("w", a[:, None], a)
 
 
-def test_close_can_fail():
+def test_negative_control_assert_close():
     expected = torch.full((4, 25), 2.0)
     actual = expected.clone()
     actual[1, 2] += 1e-3
@@ -376,7 +376,7 @@ def test_close_can_fail():
         harness.assert_close("g", expected, expected, 1e-5, "")
 
 
-def test_comparing_nothing_is_a_failure():
+def test_comparing_nothing_fails():
     checks = Comparisons()
     checks.same_bits("empty", torch.empty(0), torch.empty(0))
     checks.close("zeros", torch.zeros(3), torch.zeros(3), rtol=1e-5, why="exact")
@@ -392,7 +392,7 @@ def test_comparing_nothing_is_a_failure():
 
 
 def test_recorded_collectives_leave_process_groups_as_they_were():
-    """A method that came back as a plain function would go without its group in whatever test is next."""
+    """Check that methods of process groups are restored as methods."""
     before = dict(vars(dist.ProcessGroup))
     with collectives.recorded():
         assert any(method is not before[name] for name, method in vars(dist.ProcessGroup).items())

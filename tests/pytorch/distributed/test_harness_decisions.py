@@ -1,4 +1,4 @@
-"""Decisions that `harness.decisions` stores, against those of torch.
+"""Cached sharding decisions of DTensor, compared with those of torch.
 
 They are results of operations and layouts of meshes.
 """
@@ -72,7 +72,7 @@ def layouts_of_a_mesh() -> None:
 @pytest.mark.cpu
 @pytest.mark.ranks(4)
 def test_results_do_not_depend_on_the_mesh(pool):
-    """Shapes, strides and dtypes are computed on the first mesh only, and are those of torch."""
+    """Check that shapes, strides and dtypes are computed on the first mesh only, and equal torch's."""
     for first, second in pool.run(metas_on_two_meshes, 4):
         assert first > 10 and second == 0
 

@@ -77,7 +77,7 @@ def run_sample(python: str, folder: Path, sample: str, *options: str, measure: t
 
 
 @pytest.mark.cpu
-def test_architectures_and_recipes_that_skip_with_the_reason_of_te(tmp_path, python):
+def test_unsupported_recipes_skip_with_te_reason(tmp_path, python):
     output = run_sample(python, tmp_path, SAMPLE, "--device", "cpu", "--pool-durations", "2")
     lines = [line.split(" ")[0] for line in output.splitlines() if line.startswith("test_sample.py::")]
     archs = [line.split("[")[1].split("-")[0].rstrip("]") for line in lines if "[" in line]

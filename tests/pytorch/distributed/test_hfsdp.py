@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfsdp import bodies, checkpoints, experts, leftovers, readers, wire
+from hfsdp import bodies, checkpoints, discarded_state, experts, gradient_reads, quantized_transfers
 from hfsdp.models import OPTIMIZERS
 
 #: Axes of each mesh -> cases that run on it one after the other.
@@ -82,8 +82,8 @@ TOGETHER = 8
 
 
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in PARITY])
-def test_equals_one_process(pool, request, mesh):
-    """Pairs of what matters; with `--matrix full` every optimizer, strategy, loop, clipping or not, on each mesh."""
+def test_training_equals_one_process(pool, request, mesh):
+    """Check pairs of factors, or with `--matrix full` every optimizer, strategy and loop on each mesh."""
     axes, cases = PARITY[mesh]
     if request.config.getoption("--matrix", "covering") == "full":
         cases = _all_cases(mesh)
@@ -95,30 +95,32 @@ def test_equals_one_process(pool, request, mesh):
 
 
 @pytest.mark.ranks(4)
-def test_tensors_that_travel_alone(pool):
-    """In-place averages without a copy give the same values as those of weights sharded by columns or unevenly."""
+def test_large_tensors_are_averaged_in_place(pool):
+    """Check in-place averages against weights that are sharded by columns or unevenly."""
     cases = [{"optimizer": "te", "microbatches": 3, "clip": 0.5}, {"optimizer": "sgd", "exempt": ("head",)}]
-    assert all(pool.run(bodies.alone, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases))
+    assert all(
+        pool.run(bodies.parity_with_large_tensors, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases)
+    )
 
 
 @pytest.mark.ranks(4)
-def test_state_of_exempt_parameters_is_cut(pool):
-    """The weight's 32 columns are even over 4 ranks, its 11 rows are not; the bias has 3, 3, 3 and 2 elements."""
+def test_optimizer_state_of_exempt_parameters_is_sharded(pool):
+    """Check a weight with 32 columns over 4 ranks, and a bias of 11 rows with 3, 3, 3 and 2 elements."""
     shapes = pool.run(bodies.exempt_parts, 4, axes={"dp_replicate": 2, "dp_shard": 2})
     assert shapes == [[(11, 8), (count,)] for count in (3, 3, 3, 2)]
 
 
 @pytest.mark.ranks(2)
-def test_summed_gradients_would_show(pool):
-    """The peer sums over the outer axis where it should average; Adam without clipping hides it, SGD does not."""
+def test_negative_control_summed_gradients(pool):
+    """Negative control: gradients are summed over the outer axis. SGD shows it, Adam without clipping does not."""
     axes = {"dp_replicate": 2, "dp_shard": 1}
-    for seen in pool.run(bodies.summed, 2, axes=axes, case={"optimizer": "sgd"}):
+    for seen in pool.run(bodies.sum_instead_of_mean, 2, axes=axes, case={"optimizer": "sgd"}):
         assert "relative error" in seen
 
 
 @pytest.mark.ranks(4)
 def test_precision_policy(pool):
-    """bf16 compute weights, fp32 main ones that FSDP2 shards; gradients cross the outer axis as the policy says."""
+    """Check bf16 compute weights with fp32 main weights. Gradients cross the outer axis in the policy's dtype."""
     for cost in pool.run(bodies.costs, 4, dtype=torch.bfloat16, outer="optim", wire=torch.bfloat16):
         kinds = [(kind, dtype) for kind, dtype, _ in cost["sent"]]
         assert kinds == [("reduce_scatter", "torch.bfloat16"), ("all_gather", "torch.float32")]
@@ -130,15 +132,15 @@ def test_precision_policy(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
-def test_holders_without_gradients(pool, marked):
-    """A parameter without a gradient on its owners does not change, with weight decay, too."""
-    pool.run(bodies.some_lack_gradients, 2, marked=marked)
+def test_parameters_without_gradients_on_their_owners(pool, marked):
+    """Check that a parameter without a gradient on its owners is unchanged, weight decay included."""
+    pool.run(bodies.missing_gradients, 2, marked=marked)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_collectives_and_memory(pool, dtype):
-    """Memory of HFSDP: opt/(in x out) + (grad + weight)/in; one collective each way."""
+    """Check memory of opt/(in x out) + (grad + weight)/in, and one collective in each direction."""
     reduction = "all_to_all" if dtype == torch.bfloat16 else "reduce_scatter"
     for cost in pool.run(bodies.costs, 4, dtype=dtype, outer="optim"):
         n, low = cost["elements"], dtype == torch.bfloat16
@@ -165,8 +167,8 @@ def test_collectives_and_memory(pool, dtype):
 
 @pytest.mark.ranks(2)
 def test_gradients_of_any_dtype(pool):
-    """FusedAdam(use_decoupled_grad=True) takes fp32 gradients of bf16 weights: they are not rounded on their way."""
-    assert pool.run(bodies.decoupled, 2) == [[("reduce_scatter", "float32")]] * 2
+    """Check that FusedAdam(use_decoupled_grad=True) gets unrounded fp32 gradients of bf16 weights."""
+    assert pool.run(bodies.decoupled_gradients, 2) == [[("reduce_scatter", "float32")]] * 2
 
 
 #: Bytes on the wire per element, of both orientations where these are quantized independently.
@@ -182,8 +184,8 @@ BYTES = {
     "e4m3/e5m2": 1 + 1,
     "e4m3/block": 1 + (1 + 4 / 128**2),
 }
-#: Recipe, mesh, and options of hfsdp/wire.py. The second weight of "block" is cut along its columns; that of the mxfp8
-#: MLP of width 96 by four ranks has no whole blocks either way.
+#: Recipe, mesh, and options of hfsdp/quantized_transfers.py. The second weight of "block" is sharded along its columns.
+#: The MXFP8 weights of width 96 over four ranks have no full blocks along either dim.
 WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "current 2x1xtp2": ("current", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
     "current 2x2": ("current", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True, "optimizer": "te"}),
@@ -211,17 +213,17 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
         for case, (recipe, axes, _) in WIRE.items()
     ],
 )
-def test_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
-    """Of the rows of three ranks one scale for all holds equally many nowhere: the last rank sends fewer."""
+def test_weights_are_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
+    """Check rows of three ranks with one scale. The last rank sends fewer rows."""
     if arch.startswith("9") and recipe.partition("/")[2] not in ("", "block"):
         pytest.skip("Hopper quantizes a hybrid weight's column-wise part to blocks or not at all")
     _, axes, options = WIRE[case]
     ranks = math.prod(axes.values())
-    results = pool.run(wire.quantized, ranks, recipe=recipe, axes=axes, **options)
+    results = pool.run(quantized_transfers.quantized, ranks, recipe=recipe, axes=axes, **options)
     wide = options.get("hidden") == 96
     assert [len(result["logged"]) for result in results] == [int(wide), *[0] * (ranks - 1)]
     for result in results:
-        assert result["compared"] >= 2 * wire.STEPS
+        assert result["compared"] >= 2 * quantized_transfers.STEPS
         as_bytes, as_fp32 = result["elements"]
         assert as_bytes and bool(as_fp32) == wide
         sent = dict.fromkeys(("uint8", "float32", "bfloat16"), 0)
@@ -236,13 +238,15 @@ def test_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
 
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
-def test_faults_on_the_wire_would_show(pool):
-    """As fp32 the same bytes arrive, of which four times as many were sent; a scale of each holder is seen."""
+def test_negative_control_transfer_faults(pool):
+    """Negative control: weights sent as fp32 take four times the bytes, and a scale per rank is detected."""
     axes = {"dp_replicate": 2, "dp_shard": 1}
-    for result in pool.run(wire.quantized, 2, recipe="current", axes=axes, fault="no bytes"):
+    for result in pool.run(quantized_transfers.quantized, 2, recipe="current", axes=axes, fault="no bytes"):
         sent = [call.bytes for call in result["sent"] if call.dtype == "float32"]
         assert sum(sent) == pytest.approx(4 * result["elements"][1], rel=0.01)
-    errors = pool.run_expect_error(wire.quantized, 2, recipe="current", axes=axes, fault="amax")
+    errors = pool.run_expect_error(
+        quantized_transfers.quantized, 2, recipe="current", axes=axes, fault="amax"
+    )
     assert all("bits" in error.message for error in errors), errors
 
 
@@ -254,10 +258,13 @@ def test_faults_on_the_wire_would_show(pool):
     ids=["2x2 of 3", "2x2 of 5", "4x1 of 3"],
 )
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_shards_of_different_rows(pool, recipe, replicas, shape):
-    """Two shards that the replicas cut evenly and unevenly go the same way, and ranks without rows take part."""
+def test_uneven_shards_of_quantized_weights(pool, recipe, replicas, shape):
+    """Check shards that replicas divide evenly and unevenly, and ranks without rows."""
     axes = {"dp_replicate": replicas, "dp_shard": 4 // replicas}
-    assert pool.run(wire.odd, 4, recipe=recipe, axes=axes, shape=shape, timeout=30) == [2 * wire.STEPS] * 4
+    assert (
+        pool.run(quantized_transfers.uneven_weight, 4, recipe=recipe, axes=axes, shape=shape, timeout=30)
+        == [2 * quantized_transfers.STEPS] * 4
+    )
 
 
 #: Where checkpoints go: HFSDP, HSDP, plain FSDP, one process.
@@ -286,9 +293,12 @@ ALONE, TP = (None, "no_shard"), ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "o
     ],
     ids=["adamw", "sgd", "te-bf16", "adamw-bf16", "exempt"],
 )
-def test_checkpoints_onto_other_meshes(pool, tmp_path, case, saved, others):
+def test_checkpoints_load_on_different_meshes(pool, tmp_path, case, saved, others):
     arguments = {"case": case, "saved": saved, "others": others, "directory": str(tmp_path)}
-    assert all(len(counts) == len(others) for counts in pool.run(checkpoints.elsewhere, 4, **arguments))
+    assert all(
+        len(counts) == len(others)
+        for counts in pool.run(checkpoints.load_on_different_meshes, 4, **arguments)
+    )
 
 
 @pytest.mark.ranks(2)
@@ -301,8 +311,8 @@ def test_state_dict_of_the_optimizer(pool, case):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", [{"optimizer": "adamw"}, {"optimizer": "te"}], ids=["adamw", "te"])
-def test_torch_checkpoints(pool, tmp_path, case):
-    """11 rows over 2 x 2 ranks: right on the same mesh, refused on another, never in wrong places."""
+def test_dcp_round_trip(pool, tmp_path, case):
+    """Check 11 rows over 2 x 2 ranks: correct on the same mesh, an error on a different one."""
     on_2x2, on_4x1 = {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}
     pool.run(
         bodies.through_dcp,
@@ -330,18 +340,18 @@ def test_torch_checkpoints(pool, tmp_path, case):
         ("other order", "MeshError", "the same parameters in the same order"),
     ],
 )
-def test_refused(pool, case, kind, words):
-    for error in pool.run_expect_error(bodies.refused, 2, case=case):
+def test_wrong_usage_raises(pool, case, kind, words):
+    for error in pool.run_expect_error(bodies.error_of, 2, case=case):
         assert error.type_name == kind and words in error.message, error
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
-def test_own_gradients_are_not_read(pool, marked):
-    """Reads of `.grad` before the average over dp_replicate raise on each rank separately, without waiting."""
-    for found in pool.run(readers.refused, 2, marked=marked):
+def test_reading_unaveraged_gradients_raises(pool, marked):
+    """Check that reads of `.grad` before the average over dp_replicate raise on each rank, without communication."""
+    for found in pool.run(gradient_reads.errors_of_reads, 2, marked=marked):
         assert found["read"] == found["harmful"] == []
-        assert len(found["texts"]) == 2 * 2 * 3 * len(readers.READERS)
+        assert len(found["texts"]) == 2 * 2 * 3 * len(gradient_reads.READERS)
         assert all("use te_fsdp.clip_grad_norm_" in text for text in found["texts"])
 
 
@@ -349,25 +359,25 @@ def test_own_gradients_are_not_read(pool, marked):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("how", ["optimizer", "model", "te_fsdp"])
-def test_a_step_that_was_given_up_leaves_no_factor(pool, how, marked):
-    """Kind: a clip factor of an average that was dropped multiplies gradients of later steps."""
-    pool.run(leftovers.given_up, 2, how=how, marked=marked)
+def test_discarded_step_leaves_no_clip_factor(pool, how, marked):
+    """Check that the clip factor of a discarded average does not multiply gradients of later steps."""
+    pool.run(discarded_state.discard_clipped_step, 2, how=how, marked=marked)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
-def test_padding_is_not_reported(pool, marked):
-    """Kind: memory that pads uneven rows is sent as it was, so that ``report_nan`` sees it."""
-    for raised, finite in pool.run(leftovers.padding, 2, marked=marked, poisoned=False):
+def test_nan_in_padding_is_not_reported(pool, marked):
+    """Check that uninitialized padding of uneven rows is not sent, because ``report_nan`` would report it."""
+    for raised, finite in pool.run(discarded_state.nan_in_padding, 2, marked=marked, poisoned=False):
         assert raised == ["", "", ""] and len(finite) >= 3 and all(finite)
-    for raised, finite in pool.run(leftovers.padding, 2, marked=marked, poisoned=True):
+    for raised, finite in pool.run(discarded_state.nan_in_padding, 2, marked=marked, poisoned=True):
         assert raised[:2] == ["", ""] and "NaN or infinity" in raised[2], raised
         assert all(finite) is not marked  # a step that raises sends nothing; backward may have
 
 
 @pytest.mark.ranks(4)
-def test_experts(pool):
-    """Seven experts, four and three per rank of ep; on each rank their state is cut over the two copies."""
+def test_uneven_experts(pool):
+    """Check seven experts, four and three per ep rank. Their state is sharded over the two replicas."""
     axes = {"dp_replicate": 2, "dp_shard": 1, "ep": 2}
     arguments = {"axes": axes, "route": "uneven"}
     pool.run(experts.training, 4, experts=7, single=False, **arguments)

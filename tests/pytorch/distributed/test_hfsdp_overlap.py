@@ -1,4 +1,4 @@
-"""HFSDP: averages over dp_replicate that begin while the last backward runs."""
+"""HFSDP averages over dp_replicate that start during the last backward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from harness.exchange import GLOO_VARIABLE
-from hfsdp import early, early_bits
+from harness.shared_memory import GLOO_VARIABLE
+from hfsdp import overlap, overlap_bits
 
 #: Of tests in which ranks begin other collectives: in shared memory an asynchronous one waits for the others.
 GLOO = {GLOO_VARIABLE: "1"}
@@ -77,26 +77,26 @@ def _case(name: str) -> object:
 
 @pytest.mark.covering(days=2)
 @pytest.mark.parametrize(("kind", "options", "calls"), [_case(name) for name in SAME_BITS])
-def test_same_bits(pool, kind, options, calls):
-    """The same result as averages in the step; the first marked backward starts none."""
+def test_overlapped_averages_have_the_same_bits(pool, kind, options, calls):
+    """Check bits against averages in the step. The first marked backward starts none."""
     ranks = 4 if "ep" in options["axes"] else math.prod(options["axes"].values())
-    for result in pool.run(early_bits.same_bits, ranks, kind=kind, **options):
+    for result in pool.run(overlap_bits.same_bits, ranks, kind=kind, **options):
         first, *others = result["early"]
-        assert result["late"] == [0] * early_bits.STEPS and first == 0
+        assert result["late"] == [0] * overlap_bits.STEPS and first == 0
         assert others == [calls] * 3 if calls >= 0 else min(others) > 1, result
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
-def test_same_bits_of_quantized_weights(pool):
+def test_overlapped_averages_of_quantized_weights_have_the_same_bits(pool):
     axes = {"dp_replicate": 2, "dp_shard": 1}
-    for result in pool.run(early_bits.same_bits, 2, kind="quantized", recipe="current", axes=axes):
+    for result in pool.run(overlap_bits.same_bits, 2, kind="quantized", recipe="current", axes=axes):
         assert result["early"][0] == 0 and min(result["early"][1:]) >= 1, result
 
 
 @pytest.mark.ranks(2)
-def test_counts(pool):
-    for result in pool.run(early.counts, 2):
+def test_communication_counts(pool):
+    for result in pool.run(overlap.communication_counts, 2):
         assert result["marked"] == [(0, 1), (3, 0), (3, 0)]
         assert result["plain"] == [(0, 1)] * 2
         # A different set of parameters: a new agreement.
@@ -107,17 +107,17 @@ def test_counts(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("first", [[True, False], [False, False]], ids=str)
-def test_not_told_in_the_first_step(pool, first):
-    """No rank waits for another's word: nothing begins early, which the log says, and all are right."""
+def test_is_last_not_marked_on_all_ranks_in_the_first_step(pool, first):
+    """Check that nothing starts early, that the log says so, and that all results are correct."""
     marked = [first, [False, True], [True, True]]
-    assert pool.run(early.told_by_some, 2, env=GLOO, marked=marked) == [[(0, 1)] * 3] * 2
+    assert pool.run(overlap.marked_on_some_ranks, 2, env=GLOO, marked=marked) == [[(0, 1)] * 3] * 2
 
 
 @pytest.mark.ranks(2)
-def test_not_told_later(pool):
-    """Once agreed: the first rank's begin at its step, those of the other rank in its backward."""
+def test_is_last_not_marked_on_all_ranks_later(pool):
+    """Check that averages start in the step on one rank and in the backward on the other."""
     marked = [[True, True], [True, True], [False, True], [True, True]]
-    first, second = pool.run(early.told_by_some, 2, env=GLOO, marked=marked, lines=0)
+    first, second = pool.run(overlap.marked_on_some_ranks, 2, env=GLOO, marked=marked, lines=0)
     wait, early_ = (0, 1), (3, 0)
     assert first == [wait, early_, (0, 3), early_]
     assert second == [wait, *[early_] * 3]
@@ -125,26 +125,26 @@ def test_not_told_later(pool):
 
 @pytest.mark.ranks(2)
 def test_two_optimizers(pool):
-    assert pool.run(early.two_optimizers, 2) == [[0, 2, 2]] * 2
+    assert pool.run(overlap.two_optimizers, 2) == [[0, 2, 2]] * 2
 
 
 @pytest.mark.ranks(2)
-def test_other_units(pool):
-    """Replicas use other units, or in another order: the same collectives on all, and the values of one process."""
-    for result in pool.run(early.other_units, 2, env=GLOO, orders=[[0, 1, 2, 3], [3, 2, 1, 0]]):
+def test_different_units_on_replicas(pool):
+    """Check replicas that use different units or a different order against one process."""
+    for result in pool.run(overlap.different_units, 2, env=GLOO, orders=[[0, 1, 2, 3], [3, 2, 1, 0]]):
         assert result == [(0, 1), (4, 0), (4, 0)]
-    for result in pool.run(early.other_units, 2, env=GLOO, orders=[[0, 1, 3], [0, 2, 3]]):
+    for result in pool.run(overlap.different_units, 2, env=GLOO, orders=[[0, 1, 3], [0, 2, 3]]):
         assert result == [(0, 1), (4, 0), (4, 0)]
     orders = [[0, 1, 2, 3], [3, 2, 1, 0]]
-    for error in pool.run_expect_error(early.other_units, 2, env=GLOO, orders=orders, alone=True):
+    for error in pool.run_expect_error(overlap.different_units, 2, env=GLOO, orders=orders, alone=True):
         assert "blocks" in error.message, error
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_units_used_several_times(pool, reentrant):
-    """A unit is reduced once in a backward, after all of its uses."""
-    for result in pool.run(early.reused, 2, reentrant=reentrant):
+    """Check that a unit is reduced once in a backward, after its last use."""
+    for result in pool.run(overlap.units_used_several_times, 2, reentrant=reentrant):
         assert result == [(0, 1), *[(3, 0)] * 3, (0, 1), (3, 0)]
 
 
@@ -161,9 +161,9 @@ def test_units_used_several_times(pool, reentrant):
     ],
     ids=str,
 )
-def test_interrupted(pool, where):
-    """Run again, on all ranks or on one alone, while the other waits at its step."""
-    for result in pool.run(early.interrupted, 2, env=GLOO, where=where):
+def test_interrupted_backward(pool, where):
+    """Check a repeated backward on all ranks, or on one rank while the other waits in its step."""
+    for result in pool.run(overlap.interrupted, 2, env=GLOO, where=where):
         assert result[1:] == [(3, 0), (3, 0)]
 
 
@@ -184,7 +184,7 @@ def test_interrupted(pool, where):
     ],
 )
 def test_gradients_that_change(pool, how):
-    for result in pool.run(early.changed, 2, env=GLOO, how=how):
+    for result in pool.run(overlap.change_gradients_before_step, 2, env=GLOO, how=how):
         assert result["sent"] == [3, (3, 0), (3, 0)]
         if how == "scale_gradients":
             assert result["between"] == 3
@@ -192,22 +192,22 @@ def test_gradients_that_change(pool, how):
 
 @pytest.mark.ranks(2)
 def test_backward_after_a_norm(pool):
-    for error in pool.run_expect_error(early.after_clip, 2):
+    for error in pool.run_expect_error(overlap.backward_after_norm, 2):
         assert error.type_name == "OrderError" and "changed after they were averaged" in error.message
 
 
 @pytest.mark.ranks(2)
-def test_wire(pool):
-    """The steps', also on a rank that has not run the backward. What the last step was not sent in waits."""
+def test_dtypes_of_overlapped_averages(pool):
+    """Check dtypes of the step's averages, also on a rank that has not run the backward."""
     wide, narrow = "float32", "bfloat16"
     for absent in (None, 1):
-        for result in pool.run(early.wires, 2, env=GLOO, where="step", absent=absent):
+        for result in pool.run(overlap.communicated_dtypes, 2, env=GLOO, where="step", absent=absent):
             assert result == [[wide], [wide] * 3, [narrow], [narrow] * 3, [wide]]
-    for result in pool.run(early.wires, 2, env=GLOO, where="backward"):
+    for result in pool.run(overlap.communicated_dtypes, 2, env=GLOO, where="backward"):
         assert result == [[wide], [wide] * 3, [wide], [wide], [wide] * 3]
 
 
 @pytest.mark.ranks(2)
 def test_contexts(pool):
     marked = [True, *(value for _ in range(3) for value in (False, True)), False, False]
-    assert pool.run(early.contexts, 2) == [marked] * 2
+    assert pool.run(overlap.context_flags, 2) == [marked] * 2

@@ -1,6 +1,6 @@
 """The folder of a Hugging Face model on a mesh.
 
-Each rank keeps its own pieces. The folder is also written from a mesh.
+Each rank keeps its own shards. The folder is also written from a mesh.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 1, "tp": 2}], ids=["dp2-tp2", "tp2"])
-def test_load_onto_a_mesh(pool, request, tmp_path, axes):
+def test_huggingface_folder_loads_onto_a_mesh(pool, request, tmp_path, axes):
     ranks = axes["dp_shard"] * axes["tp"]
     if ranks == 2 and request.getfixturevalue("device_type") == "cpu":
         pytest.skip("for machines with two GPUs; the CPU runs four ranks")
     write_model(tmp_path / "model")
     results = pool.run(
-        huggingface.load_everywhere,
+        huggingface.load_onto_mesh,
         ranks,
         folder=str(tmp_path / "model"),
         config=CONFIG,
@@ -81,7 +81,7 @@ TRAINED = {
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", TRAINED)
-def test_a_trained_model_becomes_a_folder(pool, tmp_path, case):
+def test_trained_model_saves_as_a_huggingface_folder(pool, tmp_path, case):
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     name, options = TRAINED[case]
     make_huggingface(name).save_pretrained(tmp_path / "model")
@@ -104,7 +104,7 @@ def test_a_trained_model_becomes_a_folder(pool, tmp_path, case):
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_cannot_write_its_part(pool, tmp_path):
+def test_write_failure_on_one_rank_raises_on_all_ranks(pool, tmp_path):
     write_model(tmp_path / "model")
     results = pool.run(
         huggingface.save_with_faults,
@@ -123,10 +123,10 @@ def test_a_rank_that_cannot_write_its_part(pool, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_gates_that_tp_has_cut(pool, tmp_path):
+def test_tp_sharded_gate_up_of_experts_raises(pool, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     make_huggingface("mixtral").save_pretrained(tmp_path / "model")
-    for texts in pool.run(huggingface.gates_cut_by_tp, 2, folder=str(tmp_path / "model")):
+    for texts in pool.run(huggingface.errors_of_tp_sharded_gate_up, 2, folder=str(tmp_path / "model")):
         assert len(texts) == 2
         for text in texts:
             assert "cut by tensor parallelism as one block (use expert parallelism): " in text

@@ -1,4 +1,4 @@
-"""One seed, any mesh, the same logical weights: those of stock TE in one process, bit for bit."""
+"""Initialization from one seed on any mesh. Logical weights equal stock TE in one process bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _mesh(name: str) -> object:
         if route == "seed" or mesh in ("dp2_tp2", "hsdp")
     ],
 )
-def test_zoo_equals_stock(pool, mesh, route):
+def test_mixed_modules_equal_stock_te(pool, mesh, route):
     pool.run(bodies.equals_stock, WORLD.get(mesh, 4), kind="zoo", options={}, axes=MESHES[mesh], route=route)
 
 
@@ -50,7 +50,7 @@ def test_zoo_equals_stock(pool, mesh, route):
 )
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in ("one", "dp2_tp2", "tp4")])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "zoo"])
-def test_module_equals_stock(pool, mesh, model):
+def test_te_modules_equal_stock_te(pool, mesh, model):
     kind, options = MODELS[model]
     how = {"kind": kind, "options": options, "axes": MESHES[mesh], "route": "manual_seed"}
     pool.run(bodies.equals_stock, WORLD.get(mesh, 4), **how)
@@ -80,7 +80,7 @@ def test_te_reset_parameters_after_torch_fully_shard(pool, model, shape, names, 
 
 
 @pytest.mark.ranks(8)
-def test_te_reset_parameters_on_replicas_of_shards_of_tp(pool):
+def test_te_reset_parameters_on_hsdp_with_tp(pool):
     how = {"shape": (2, 2, 2), "names": ("copies", "pieces", "width"), "tp": "width", "device": "meta"}
     pool.run(bodies.te_reset, 8, kind="layer_norm_mlp", options={"activation": "swiglu"}, **how)
 
@@ -133,7 +133,7 @@ def test_parameters_built_from_different_seeds_raise_on_all_ranks(pool, mesh):
         ),
     ],
 )
-def test_what_nothing_initialises_is_named(pool, mesh, which, names):
+def test_uninitialized_tensors_are_named(pool, mesh, which, names):
     for error in pool.run_expect_error(bodies.never_initialised, 4, axes=MESHES[mesh], which=which):
         assert error.type_name == "InitError"
         first = f"{len(names)} tensor(s) were not initialized: {', '.join(names)}: expected"

@@ -1,4 +1,4 @@
-"""Examples of other frameworks against the native training loop.
+"""Examples of other frameworks, compared with the native training loop.
 
 Losses are equal to the bit. Runs are resumed on the same mesh and on another one.
 """
@@ -43,11 +43,11 @@ def run(name: str, options: dict[str, Any]) -> list[float]:
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     setting = importlib.import_module("setting")
-    with forgetting_accelerate():
+    with reset_accelerate_state():
         return importlib.import_module(f"train_{name}").train(setting.Options(**options))
 
 
-class Told(dict):
+class Refusals(dict):
     """Return the errors of unsupported settings: case -> error."""
 
     @contextlib.contextmanager
@@ -58,7 +58,7 @@ class Told(dict):
 
 
 @contextlib.contextmanager
-def forgetting_accelerate() -> Iterator[None]:
+def reset_accelerate_state() -> Iterator[None]:
     """A context after which nothing is left of accelerate's states, which live as long as the process."""
     yield
     if "accelerate" in sys.modules:
@@ -75,27 +75,27 @@ def losses(pool: Any, ranks: int, name: str, **options: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, list[float]]:
+def reference_losses() -> dict[str, list[float]]:
     return {}
 
 
 @pytest.fixture
-def native(pool, kept) -> list[float]:
+def native_losses(pool, reference_losses) -> list[float]:
     """Losses of the loop without a framework."""
-    if not kept:
-        kept["losses"] = losses(pool, 4, "native", tp=2, steps=STEPS)
-    assert kept["losses"][-1] < 0.97 * kept["losses"][0]
-    return kept["losses"]
+    if not reference_losses:
+        reference_losses["losses"] = losses(pool, 4, "native", tp=2, steps=STEPS)
+    assert reference_losses["losses"][-1] < 0.97 * reference_losses["losses"][0]
+    return reference_losses["losses"]
 
 
 @pytest.mark.ranks(4)
-def test_losses_of_the_native_loop(framework, pool, native, tmp_path):
+def test_losses_equal_the_native_loop(framework, pool, native_losses, tmp_path):
     path = tmp_path / "checkpoint"
-    assert losses(pool, 4, framework, tp=2, steps=HALF, save=path) == native[:HALF]
-    assert losses(pool, 4, framework, tp=2, steps=STEPS, resume=path) == native[HALF:]
+    assert losses(pool, 4, framework, tp=2, steps=HALF, save=path) == native_losses[:HALF]
+    assert losses(pool, 4, framework, tp=2, steps=STEPS, resume=path) == native_losses[HALF:]
     other = losses(pool, 2, framework, tp=1, steps=STEPS, resume=path)
-    assert other == pytest.approx(native[HALF:], abs=TOLERANCE)
-    assert other != native[HALF:], "bit-equal: was it really another mesh?"
+    assert other == pytest.approx(native_losses[HALF:], abs=TOLERANCE)
+    assert other != native_losses[HALF:], "bit-equal: was it really another mesh?"
 
 
 @pytest.mark.ranks(4)
@@ -103,11 +103,11 @@ def test_losses_of_the_native_loop(framework, pool, native, tmp_path):
     not find_spec("triton"), reason="torchtitan's trainer imports triton: make test-integrations"
 )
 @pytest.mark.skipif(not find_spec("torchtitan"), reason="make test-integrations installs torchtitan")
-def test_torchtitan(pool, native, tmp_path):
+def test_losses_of_torchtitan(pool, native_losses, tmp_path):
     """torchtitan's own trainer."""
     whole = losses(pool, 4, "torchtitan", tp=2, steps=STEPS)
     # It clips by a norm that torch has rounded to bf16, 2^-9 of it, which scales the first updates: measured 2e-4.
-    assert whole == pytest.approx(native, abs=2**-10)
+    assert whole == pytest.approx(native_losses, abs=2**-10)
     assert losses(pool, 4, "torchtitan", tp=2, steps=HALF, save=tmp_path) == whole[:HALF]
     path = tmp_path / f"step-{HALF}"
     assert losses(pool, 4, "torchtitan", tp=2, steps=STEPS, resume=path) == whole[HALF:]
@@ -118,14 +118,16 @@ def test_torchtitan(pool, native, tmp_path):
 
 @pytest.mark.ranks(4)
 @pytest.mark.skipif(not find_spec("accelerate"), reason="make test-integrations installs accelerate")
-def test_trainer(pool, native, tmp_path):
+def test_losses_of_the_transformers_trainer(pool, native_losses, tmp_path):
     # The trainer adds losses up in fp32, microbatch by microbatch.
     path = tmp_path / f"checkpoint-{HALF}"
-    assert losses(pool, 4, "trainer", tp=2, steps=HALF, save=path) == pytest.approx(native[:HALF], rel=1e-6)
+    assert losses(pool, 4, "trainer", tp=2, steps=HALF, save=path) == pytest.approx(
+        native_losses[:HALF], rel=1e-6
+    )
     resumed = losses(pool, 4, "trainer", tp=2, steps=STEPS, resume=path)
-    assert resumed[-HALF:] == pytest.approx(native[HALF:], rel=1e-6)
+    assert resumed[-HALF:] == pytest.approx(native_losses[HALF:], rel=1e-6)
     other = losses(pool, 2, "trainer", tp=1, steps=STEPS, resume=path)
-    assert other[-HALF:] == pytest.approx(native[HALF:], abs=TOLERANCE)
+    assert other[-HALF:] == pytest.approx(native_losses[HALF:], abs=TOLERANCE)
 
 
 COMMANDS = [
@@ -138,7 +140,7 @@ NEEDS = {**FRAMEWORKS, "trainer": "accelerate", "lora": "peft", "torchtitan": "t
 @pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "name"), COMMANDS, ids=[name for _, name in COMMANDS])
-def test_commands_run(command, name):
+def test_documented_commands_run(command, name):
     if missing := [package for package in NEEDS[name].split() if not find_spec(package)]:
         pytest.skip(f"make test-integrations installs {', '.join(missing)}")
     program, *words = documented.words(command)
@@ -154,7 +156,7 @@ def test_commands_run(command, name):
     assert len(found) >= 6 and found[5] < 0.97 * found[0]
 
 
-def test_every_example_stands_on_the_page():
+def test_every_example_is_documented():
     assert {name for _, name in COMMANDS} == {
         p.stem.removeprefix("train_") for p in FOLDER.glob("train_*.py")
     } - {"native"}

@@ -1,4 +1,4 @@
-"""The kind: resources that a dropped model leaves in the process: groups, threads, descriptors, tensors."""
+"""Resources that a dropped model leaves in the process: process groups, threads, file descriptors, tensors."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ STRATEGIES = {
 @pytest.mark.ranks(2)
 @pytest.mark.covering(strength=0, always=[{"strategy": "mixed"}])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_dropped_models_leave_nothing(pool, strategy):
-    found = pool.run(leaks.dropped, 2, strategy=STRATEGIES[strategy], models=MODELS)
+def test_dropped_models_release_resources(pool, strategy):
+    found = pool.run(leaks.growth_of_counts, 2, strategy=STRATEGIES[strategy], models=MODELS)
     assert found == [NOTHING] * 2
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.covering(strength=0)
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_dropped_models_leave_nothing_over_two_axes(pool, outer):
+def test_dropped_models_release_resources_on_two_axes(pool, outer):
     options = {"strategy": STRATEGIES["mixed"], "dp_replicate": 2, "outer": outer}
-    assert pool.run(leaks.dropped, 4, models=14, **options) == [NOTHING] * 4
+    assert pool.run(leaks.growth_of_counts, 4, models=14, **options) == [NOTHING] * 4
 
 
 @pytest.mark.ranks(2)
-def test_models_that_are_kept_are_counted(pool):
+def test_negative_control_kept_models(pool):
     """Negative control: the caller keeps the models."""
-    for found in pool.run(leaks.dropped, 2, strategy="optim", models=7, leak=True):
+    for found in pool.run(leaks.growth_of_counts, 2, strategy="optim", models=7, leak=True):
         assert found["tensors"] > 7

@@ -1,4 +1,4 @@
-"""LoRA on TransformerEngine's layers: the function of merged weights, on any mesh, saved alone, refused where wrong."""
+"""LoRA on TransformerEngine's layers, compared with merged weights on any mesh."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import harness
 import pytest
 import torch
-from test_integrations import HALF, STEPS, TOLERANCE, Told, losses
+from test_integrations import HALF, STEPS, TOLERANCE, Refusals, losses
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not find_spec("peft"), reason="make test-integrations installs peft")
 
 
 @pytest.mark.ranks(4)
-def test_the_example(pool, tmp_path):
+def test_lora_example_runs(pool, tmp_path):
     path = tmp_path / "adapters"
     whole = losses(pool, 4, "lora", tp=2, steps=STEPS)
     half = losses(pool, 4, "lora", tp=2, steps=HALF, save=path)
@@ -36,7 +36,7 @@ def layer(meshes: Any, **options: Any) -> nn.Module:
 
 
 def computed(tp: int, sequence_parallel: bool) -> dict[str, torch.Tensor]:
-    """Body: output before and after a merge, weights after it, gradients of the adapters, all whole."""
+    """Return unsharded output before and after a merge, merged weights, and gradients of the adapters."""
     from peft import LoraConfig
 
     import te_fsdp
@@ -80,7 +80,7 @@ def distributed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_values(pool, sequence_parallel):
+def test_lora_equals_merged_weights(pool, sequence_parallel):
     (one,) = pool.run(computed, 1, tp=1, sequence_parallel=False)
     assert not torch.equal(one["output"], one["base"] * 0)
     four = pool.run(computed, 4, tp=2, sequence_parallel=sequence_parallel)
@@ -149,7 +149,7 @@ def same(model: nn.Module, plain: nn.Module) -> bool:
 
 
 @pytest.mark.ranks(2)
-def test_a_pretrained_base(pool, tmp_path):
+def test_quantized_base_loads_into_a_lora_model(pool, tmp_path):
     for alike in pool.run(pretrained, 2, path=tmp_path):
         assert alike == [True, False, True]
 
@@ -162,7 +162,7 @@ def refusals() -> dict[str, str]:
     from te_fsdp.integrations.peft import adapters_of, add_adapters, merge
 
     meshes = te_fsdp.Meshes.build(tp=2)
-    refusal_texts = Told()
+    refusal_texts = Refusals()
 
     def refused(case: str, call: Any, *given: Any) -> None:
         with refusal_texts.refused(case):
@@ -208,7 +208,7 @@ SAYS = {
 
 
 @pytest.mark.ranks(2)
-def test_refusals(pool):
+def test_unsupported_options_raise(pool):
     for refusal_texts in pool.run(refusals, 2):
         assert refusal_texts.keys() == SAYS.keys()
         for case, words in SAYS.items():

@@ -1,10 +1,10 @@
-"""Main weights: fp32 under every optimizer, begun at the drawn values, quantized once; everything else is refused."""
+"""Main weights: fp32 under every optimizer, initialized from the unrounded values, quantized once per step."""
 
 from __future__ import annotations
 
 import pytest
 from quantization import optimizers
-from quantization.one_scale import STEPS
+from quantization.weight_bytes import STEPS
 
 # (dp_replicate, tp, ranks)
 MESHES = {"dp2xtp2": (1, 2, 4), "dp4": (1, 1, 4), "hsdp2x2": (2, 1, 4)}
@@ -23,7 +23,7 @@ PARAMETERS = 6
         ("foreach", "nvfp4", "dp2xtp2"),
     ],
 )
-def test_adamw(pool, implementation, recipe, mesh):
+def test_adamw_equals_fp32_training(pool, implementation, recipe, mesh):
     dp_replicate, tp, ranks = MESHES[mesh]
     options = {"implementation": implementation, "recipe": recipe, "dp_replicate": dp_replicate, "tp": tp}
     buffers = {"current": 4, "delayed": 4, "mxfp8": 8, "nvfp4": 12}[recipe]
@@ -32,13 +32,13 @@ def test_adamw(pool, implementation, recipe, mesh):
 
 
 @pytest.mark.ranks(2)
-def test_begin_at_the_values_drawn(pool):
-    assert pool.run(optimizers.beginnings, 2, recipe="current") == [PARAMETERS] * 2
+def test_main_weights_begin_at_unrounded_initial_values(pool):
+    assert pool.run(optimizers.compare_initial_main_weights, 2, recipe="current") == [PARAMETERS] * 2
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("route", ["te_fsdp", "state_dict"])
-def test_resumed(pool, tmp_path, route):
+def test_resume_equals_uninterrupted_training(pool, tmp_path, route):
     results = pool.run(optimizers.resumed, 4, route=route, path=str(tmp_path), dp_replicate=1, tp=2)
     assert results == [[]] * 4
 
@@ -57,8 +57,8 @@ def test_resumed(pool, tmp_path, route):
         ("closure", "OrderError", "step(closure)"),
     ],
 )
-def test_refused(pool, case, kind, words):
-    for error in pool.run_expect_error(optimizers.refused, 4, case=case):
+def test_wrong_usage_raises(pool, case, kind, words):
+    for error in pool.run_expect_error(optimizers.error_of, 4, case=case):
         assert error.type_name == kind and words in error.message, error
 
 

@@ -1,7 +1,7 @@
-"""Every recipe through every module, on every mesh, with every option, by value against one process with stock TE.
+"""Every recipe through every module, on every mesh, with every option, by value against stock TE in one process.
 
-`matrix.definitions` says what is combined and what is refused, `matrix.tolerances` how close is close enough.
-By default a covering part runs, another one each day. On 4 GPUs:
+`matrix.definitions` has the supported and the rejected combinations, `matrix.tolerances` the tolerances.
+By default a covering part runs, a different one each day. On 4 GPUs:
 `pytest tests/pytorch/distributed/test_matrix.py --matrix subset`.
 """
 
@@ -17,7 +17,9 @@ from quantization.models import why_no_hybrid_linear
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    arch = {"test_blackwell": "10.0", "test_hopper": "9.0"}.get(metafunc.definition.name)
+    arch = {"test_training_on_blackwell": "10.0", "test_training_on_hopper": "9.0"}.get(
+        metafunc.definition.name
+    )
     if arch is not None:
         today = functools.partial(default, rotation.seed_of(metafunc.config))
         wanted = {"covering": today, "formats": every_format, "full": full, "subset": subset}[
@@ -32,12 +34,12 @@ def _param(case: Case) -> object:
 
 
 @pytest.mark.arch("10.0")
-def test_blackwell(pool, recipe, case):
+def test_training_on_blackwell(pool, recipe, case):
     _train(pool, case)
 
 
 @pytest.mark.arch("9.0")
-def test_hopper(pool, recipe, case):
+def test_training_on_hopper(pool, recipe, case):
     _train(pool, case)
 
 
@@ -61,7 +63,7 @@ def _train(pool, case: Case, broken: str = "") -> None:
 @pytest.mark.parametrize(
     ("case", "refusal"), [pytest.param(*one, id=str(one[0])) for one in refused() if one[0].arch == "10.0"]
 )
-def test_refused(pool, case, refusal):
+def test_unsupported_combinations_raise(pool, case, refusal):
     _raises(pool, case, refusal)
 
 
@@ -70,12 +72,12 @@ def test_refused(pool, case, refusal):
 @pytest.mark.parametrize(
     ("case", "refusal"), [pytest.param(*one, id=str(one[0])) for one in refused() if one[0].arch == "9.0"]
 )
-def test_refused_on_hopper(pool, case, refusal):
+def test_unsupported_combinations_raise_on_hopper(pool, case, refusal):
     _raises(pool, case, refusal)
 
 
 def _raises(pool, case: Case, refusal: Refusal) -> None:
-    for error in pool.run_expect_error(bodies.refused, MESHES[case.mesh].ranks, **case.kwargs):
+    for error in pool.run_expect_error(bodies.expect_error, MESHES[case.mesh].ranks, **case.kwargs):
         assert error.type_name == refusal.error, error
         assert refusal.text in error.message, error
 
@@ -89,15 +91,15 @@ def _raises(pool, case: Case, refusal: Refusal) -> None:
         ("hybrid_untyped", "hybrid weight with an IdentityQuantizer without dtype"),
     ],
 )
-def test_hybrid_weights_that_no_gather_gets_right(pool, recipe_name, text):
+def test_unsupported_hybrid_weights_raise(pool, recipe_name, text):
     for error in pool.run_expect_error(bodies.shard_only, 2, recipe=recipe_name, weights="quantized"):
         assert error.type_name == "PrecisionError" and text in error.message, error
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
-def test_sequence_parallelism_of_modules_that_have_none(pool, kind):
-    for error in pool.run_expect_error(bodies.unsplit, 2, kind=kind):
+def test_unsupported_sequence_parallelism_raises(pool, kind):
+    for error in pool.run_expect_error(bodies.sequence_parallel_without_mode, 2, kind=kind):
         assert error.type_name == "PlacementError" and "sequence_parallel=True" in error.message, error
 
 
@@ -107,7 +109,7 @@ def test_sequence_parallelism_of_modules_that_have_none(pool, kind):
 @pytest.mark.covering(strength=0)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4", "hybrid"])
-def test_a_lost_reduction_over_dp_is_found(pool, recipe):
+def test_negative_control_lost_reduction_over_dp(pool, recipe):
     case = Case(recipe=recipe, weights="bf16", module="linear", mesh="dp4")
     with pytest.raises(BodyFailed, match=r"(?s)AssertionError.*gradient \d inner.*difference"):
         _train(pool, case, broken="reduction")
@@ -116,7 +118,7 @@ def test_a_lost_reduction_over_dp_is_found(pool, recipe):
 @pytest.mark.covering(strength=0)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["none", "current", "block", "mxfp8"])
-def test_a_lost_reduction_over_tp_is_found(pool, recipe):
+def test_negative_control_lost_reduction_over_tp(pool, recipe):
     case = Case(recipe=recipe, weights="bf16", module="layernorm_linear", sequence_parallel=True)
     with pytest.raises(
         BodyFailed, match=r"(?s)AssertionError.*gradient \d inner.first.layer_norm_weight: difference"
@@ -127,7 +129,7 @@ def test_a_lost_reduction_over_tp_is_found(pool, recipe):
 @pytest.mark.covering(strength=0)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
-def test_a_wrong_scale_on_one_rank_is_found(pool, recipe):
+def test_negative_control_wrong_scale_on_one_rank(pool, recipe):
     case = Case(recipe=recipe, weights="quantized", module="linear", mesh="dp4")
     with pytest.raises(BodyFailed, match=r"(?s)AssertionError.*output \d"):
         _train(pool, case, broken="scale")

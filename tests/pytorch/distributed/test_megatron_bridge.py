@@ -1,4 +1,4 @@
-"""`te_fsdp.compat.megatron_fsdp`: megatron-fsdp's scripts run with one import changed, with exact gradients."""
+"""`te_fsdp.compat.megatron_fsdp`, which runs scripts of megatron-fsdp with one changed import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RTOL = 1e-5
 
 
 @pytest.mark.ranks(2)
-def test_a_script_of_its_readme(pool, tmp_path):
+def test_readme_script(pool, tmp_path):
     for outcome in pool.run(bodies.readme, 2, directory=str(tmp_path / "ckpt")):
         assert outcome["wrong"] == [] and outcome["tensors"] > 40
         assert outcome["before"] + outcome["ahead"] == outcome["native"]
@@ -20,8 +20,8 @@ def test_a_script_of_its_readme(pool, tmp_path):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_accumulation(pool, strategy):
-    """Every way to mark the last microbatch; megatron-fsdp 0.6.1 has `optim` and `no_shard` wrong under "each"."""
+def test_gradient_accumulation(pool, strategy):
+    """Check every way to mark the last microbatch. megatron-fsdp 0.6.1 computes "each" wrongly for two strategies."""
     cases = [
         {"strategy": strategy, "outer": None, "how": how}
         for how in ("each", "no_sync", "sync", "set", "never")
@@ -33,8 +33,8 @@ def test_accumulation(pool, strategy):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("outer", [0, 1])
-def test_accumulation_over_an_outer_axis(pool, outer):
-    """megatron-fsdp 0.6.1: HSDP 1.4 times too large under "each", HFSDP as many times as there are ranks."""
+def test_gradient_accumulation_over_an_outer_axis(pool, outer):
+    """Check "each", which megatron-fsdp 0.6.1 computes too large for HSDP and HFSDP."""
     cases = [{"strategy": 3, "outer": outer, "how": how} for how in ("each", "no_sync", "set")]
     for outcomes in pool.run(bodies.loops, 4, cases=cases):
         for case, outcome in zip(cases, outcomes, strict=True):
@@ -42,7 +42,7 @@ def test_accumulation_over_an_outer_axis(pool, outer):
 
 
 @pytest.mark.ranks(2)
-def test_methods(pool):
+def test_documented_methods(pool):
     for found in pool.run(bodies.methods, 2):
         assert found["groups"] == [2, 2, None]
         assert found["scaled"] and found["rounded"] and found["near"] and found["restored"]
@@ -53,8 +53,8 @@ def test_methods(pool):
 
 
 @pytest.mark.ranks(2)
-def test_corners(pool):
-    for found in pool.run(bodies.corners, 2):
+def test_edge_cases(pool):
+    for found in pool.run(bodies.edge_cases, 2):
         assert found["state"] == [0.0]
         assert found["lr"] == 0.005
         assert found["gradients"] == [0.0] * 6 and found["none"] == [None] * 6
@@ -64,8 +64,8 @@ def test_corners(pool):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "tp", "meta"), [("current", 2, False), ("mxfp8", 1, True)])
-def test_quantized_weights(pool, recipe, tp, meta):
-    """Bit-equal to the same training by te_fsdp's own names."""
+def test_quantized_weights_equal_native_training(pool, recipe, tp, meta):
+    """Check the same training by te_fsdp's own API bit for bit."""
     for outcome in pool.run(bodies.te_model, 4, recipe=recipe, tp=tp, meta=meta):
         assert outcome["wrong"] == [] and outcome["tensors"] > 8
         assert outcome["losses"] == outcome["expected"]
@@ -73,7 +73,7 @@ def test_quantized_weights(pool, recipe, tp, meta):
 
 
 @pytest.mark.ranks(2)
-def test_sums_per_token_and_gradients_that_are_not_finite(pool):
+def test_summed_and_non_finite_gradients(pool):
     for found in pool.run(bodies.sums_and_nan, 2):
         assert found["worst"] < RTOL
         assert found["error"].startswith("GradientError") and "rank 1" in found["error"]

@@ -14,16 +14,16 @@ RTOL = 1e-5
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("outer", [None, "no_shard", "optim"])
-def test_wrapping(pool, outer):
-    for found in pool.run(constructors.constructed, 4, outer=outer):
+def test_wrapping_with_dist_index(pool, outer):
+    for found in pool.run(constructors.construct_with_dist_index, 4, outer=outer):
         assert found["worst"] < RTOL
         assert found["same"] and found["auto"] is False
         assert found["cut"] == (2 if outer is None else 4), "8 rows over all ranks, or over half of them"
 
 
 @pytest.mark.ranks(2)
-def test_wrapping_without_an_index(pool):
-    for found in pool.run(constructors.alone, 2):
+def test_wrapping_without_dist_index(pool):
+    for found in pool.run(constructors.construct_without_dist_index, 2):
         assert found["worst"] < RTOL and found["sums"] < RTOL
         assert found["names"] == ("fsdp", "tp")
         assert found["sharded"] and found["whole"], (
@@ -38,8 +38,8 @@ def test_wrapping_without_an_index(pool):
 
 
 @pytest.mark.ranks(4)
-def test_the_index(pool):
-    results = pool.run(constructors.index_answers, 4)
+def test_dist_index(pool):
+    results = pool.run(constructors.dist_index_methods, 4)
     for rank, found in enumerate(results):
         outer, inner = divmod(rank, 2)
         assert found["near"] == [2 * outer, 2 * outer + 1] and found["far"] == [inner, inner + 2]
@@ -59,8 +59,8 @@ def test_the_index(pool):
 
 
 @pytest.mark.ranks(2)
-def test_methods_by_their_effects(pool):
-    for found in pool.run(constructors.lifecycle, 2):
+def test_effects_of_methods(pool):
+    for found in pool.run(constructors.effects_of_methods, 2):
         for method in ("synchronize_gradient_reduce", "attach_grad_to_optimizer_state", "finish_grad_sync"):
             waits, worst = found[method]
             assert waits and worst < 1e-6, method  # sums of two numbers, and a mean of few
@@ -72,19 +72,19 @@ def test_methods_by_their_effects(pool):
 
 
 @pytest.mark.ranks(2)
-def test_gathering_ahead(pool):
-    for found in pool.run(constructors.ahead, 2):
+def test_start_param_sync_gathers_root_weights(pool):
+    for found in pool.run(constructors.start_param_sync, 2):
         assert found == {"early": [6], "late": [8 * 6 + 8]}
 
 
 @pytest.mark.ranks(2)
-def test_initialising_by_the_other_name(pool):
-    for found in pool.run(constructors.reset_by_the_other_name, 2):
+def test_initialization_by_underscore_reset_parameters(pool):
+    for found in pool.run(constructors.underscore_reset_parameters, 2):
         assert found["wrong"] == [] and found["tensors"] == 4
         assert "1 tensor(s) were not initialized: shift" in found["error"]
 
 
 @pytest.mark.ranks(2)
-def test_weights_that_stay_whole(pool):
-    for found in pool.run(constructors.whole, 2):
+def test_fsdp_no_shard_keeps_weights_unsharded(pool):
+    for found in pool.run(constructors.no_shard, 2):
         assert found["kinds"] == [True, False] and found["worst"] < RTOL

@@ -11,7 +11,7 @@ RTOL = 1e-5
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("row", ["RPR", "RPF", "RFF", "FFF"])
-def test_placements(pool, row):
+def test_training_by_placements(pool, row):
     for found in pool.run(placements.trained, 2, rows=[row]):
         assert found["worst"] < RTOL and found["lr"] == [0.2, 0.1]
         assert found["units"] == (0 if row == "RPR" else 3)
@@ -19,13 +19,13 @@ def test_placements(pool, row):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("outer", ["RPR", "RPF"])
-def test_placements_on_two_axes(pool, outer):
+def test_training_by_placements_on_two_axes(pool, outer):
     for found in pool.run(placements.trained, 4, rows=[outer, "FFF"], nested=False):
         assert found["worst"] < RTOL and found["units"] == 1
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_map(pool):
+def test_unsupported_placements_raise(pool):
     for found in pool.run(placements.refusals, 2):
         assert "PlacementError Placements: parameter: expected 1 placements" in found["length"]
         assert (

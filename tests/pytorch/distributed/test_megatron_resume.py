@@ -1,10 +1,10 @@
-"""Resuming a training of the bridge through plain DCP, bit for bit."""
+"""Resuming a training of the bridge through DCP, bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 from bridge import resume
-from harness.exchange import GLOO_VARIABLE
+from harness.shared_memory import GLOO_VARIABLE
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PLACES = [
@@ -36,8 +36,8 @@ assert sorted(kind for kinds in KINDS.values() for kind in kinds) == sorted(resu
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize(("strategy", "outer"), PLACES)
-def test_resuming(pool, tmp_path, strategy, outer, kinds):
-    """As megatron-fsdp's `test_dcp_checkpoint_save_and_load`, and two steps more."""
+def test_resume_through_dcp_has_the_same_bits(pool, tmp_path, strategy, outer, kinds):
+    """Check the scenario of megatron-fsdp's `test_dcp_checkpoint_save_and_load` and two more steps."""
     kinds = KINDS[kinds]
     options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path)}
     # How gloo rounds a sum depends on what it is packed with, which is to be the same after a resume.
@@ -51,8 +51,8 @@ def test_resuming(pool, tmp_path, strategy, outer, kinds):
 
 
 @pytest.mark.ranks(4)
-def test_resuming_without_state_differs(pool):
-    """The control of the tests above: what they compare depends on the optimizer's state, where there is some."""
+def test_negative_control_resume_without_optimizer_state(pool):
+    """Negative control: the compared values depend on the optimizer state, if there is some."""
     for found in pool.run(resume.without_state, 4, strategy="optim_grads_params", outer=None):
         assert found["Adam"] and not found["SGD"]
 
@@ -61,8 +61,8 @@ def test_resuming_without_state_differs(pool):
 @pytest.mark.parametrize(
     ("strategy", "outer"), [("no_shard", None), ("optim", None), ("optim_grads_params", "optim")]
 )
-def test_resuming_with_main_weights(pool, tmp_path, strategy, outer):
-    """bf16 weights, whose fp32 main weights are the optimizer's."""
+def test_resume_with_main_weights(pool, tmp_path, strategy, outer):
+    """Check bf16 weights with fp32 main weights in the optimizer."""
     kinds = ["AdamW", "fused", "momentum", "FusedAdam+main"]
     options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path), "low": True}
     for found in pool.run(resume.resume, 4, kinds=kinds, **options):
@@ -72,7 +72,7 @@ def test_resuming_with_main_weights(pool, tmp_path, strategy, outer):
 
 
 @pytest.mark.ranks(2)
-def test_state_before_the_first_step(pool):
+def test_state_dicts_before_the_first_step(pool):
     for found in pool.run(resume.before_the_first_step, 2):
         assert found["states"] == [["exp_avg", "exp_avg_sq", "step"]] * 6 and found["steps"] == [0.0]
         assert found["changed"] == []

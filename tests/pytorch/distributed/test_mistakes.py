@@ -1,16 +1,16 @@
-"""Mistakes of a new user's training script.
+"""Mistakes of new users in training scripts.
 
-Each raises an error with its fix on all ranks. Scripts without a mistake work.
+Each raises an error with its fix on all ranks. Correct scripts pass.
 
 docs/troubleshooting.md quotes these errors and those of other files; tests/unit/mistakes.csv names the tests.
 """
 
 from __future__ import annotations
 
-import bodies_arguments as arguments
+import bodies_correct_scripts as no_mistakes
+import bodies_mismatched_ranks as ranks
 import bodies_mistakes as bodies
-import bodies_no_mistakes as no_mistakes
-import bodies_ranks as ranks
+import bodies_wrong_arguments as arguments
 import pytest
 
 # mistake -> class, what its text must say
@@ -39,14 +39,14 @@ ERRORS = {
         "InitError",
         "head.weight, head.bias: not initialized: expected values after to_empty",
     ),
-    "seeds_by_rank_for_copies": ("InitError", "copies differ between ranks"),
-    "seeds_by_rank_for_whole_weights": ("InitError", "copies differ between ranks"),
-    "seeds_by_rank_for_dropout": ("InputError", "the random state of dropout"),
+    "different_seeds_for_replicas": ("InitError", "copies differ between ranks"),
+    "different_seeds_for_unsharded_weights": ("InitError", "copies differ between ranks"),
+    "different_seeds_for_dropout": ("InputError", "the random state of dropout"),
     "an_optimizer_that_one_rank_saved": (
         "CheckpointError",
         "expected this rank's shard, got the shard of a different rank",
     ),
-    "whole_tensors_into_shards": (
+    "copy_of_unsharded_tensors_into_shards": (
         "PlacementError",
         "inp.weight: load_state_dict() of a sharded parameter: expected a DTensor",
     ),
@@ -56,31 +56,31 @@ ERRORS = {
     ),
     "inference_mode_before_training": ("OrderError", "forward after a first one under torch.inference_mode"),
     "averaged_model_after_sharding": ("OrderError", "deepcopy of a model after fully_shard"),
-    "a_layer_that_nobody_has_marked": (
+    "layer_without_parallel_mode": (
         "GradientError",
         "SGD.step: gradients that differ over tp: expected equal gradients on all ranks of a tp group, for "
         "parameters that each rank has in full, got plain.weight by ",
     ),
-    "a_mark_on_a_layer_that_sees_all_tokens": (
+    "parallel_mode_on_a_layer_with_all_tokens": (
         "GradientError",
         "inp.weight: gradients that are the same over tp",
     ),
-    "whole_sequences_for_sequence_parallelism": (
+    "unsharded_sequences_for_sequence_parallelism": (
         "InputError",
         "up: inputs of a sequence-parallel module: expected a different part of the tokens on each rank "
         "of a tp group, "
         "got float32 (8, 16), the same on tp ranks 0 and 1",
     ),
-    "uneven_parts_for_sequence_parallelism": (
+    "uneven_sequences_for_sequence_parallelism": (
         "InputError",
         "up: inputs of a sequence-parallel module: expected the same shape and dtype, with or without gradients, on "
         "each rank of a tp group, got float32 (2, 16) on tp rank 0, float32 (4, 16) on tp rank 1",
     ),
-    "gradients_of_one_part_for_sequence_parallelism": (
+    "gradients_of_local_tokens_only": (
         "InputError",
         "got float32 (4, 16) that requires gradients on tp rank 0, float32 (4, 16) on tp rank 1",
     ),
-    "gradients_of_one_copy_of_the_inputs": (
+    "gradients_of_one_replica_of_the_inputs": (
         "InputError",
         "gradients (of x on tp rank 0, of no input on tp rank 1)",
     ),
@@ -88,7 +88,7 @@ ERRORS = {
         "OrderError",
         "head.weight: a parameter assigned after the first forward",
     ),
-    "a_bias_taken_away_after_the_first_forward": (
+    "bias_removed_after_the_first_forward": (
         "OrderError",
         "layer.fc1_bias: a parameter assigned after the first forward",
     ),
@@ -96,30 +96,30 @@ ERRORS = {
         "OrderError",
         "head.weight: removed after fully_shard",
     ),
-    "other_values_by_functional_call": (
+    "functional_call_with_different_values": (
         "OrderError",
         "inp.weight: a parameter assigned after the first forward",
     ),
-    "an_optimizer_in_another_order": ("MeshError", "SGD.step: the optimizers differ between ranks"),
-    "a_learning_rate_by_rank": ("MeshError", "with the same options, on all ranks, got here {'lr': '0."),
-    "a_head_beside_the_sharded_part": (
+    "optimizer_in_a_different_order": ("MeshError", "SGD.step: the optimizers differ between ranks"),
+    "learning_rate_by_rank": ("MeshError", "with the same options, on all ranks, got here {'lr': '0."),
+    "unsharded_head_next_to_the_sharded_part": (
         "OrderError",
         "Linear.weight, Linear.bias: trained, but not in the model when te_fsdp.fully_shard was called: "
         "expected the "
         "parameters that the model had then, got 4 parameter(s) of a module that was left out",
     ),
-    "a_weight_written_to_in_forward": ("OrderError", "head.weight: written to in forward"),
-    "an_average_assigned_to_data": ("OrderError", "and 7 more: parameter.data was assigned"),
+    "weight_written_in_forward": ("OrderError", "head.weight: written to in forward"),
+    "average_assigned_to_data": ("OrderError", "and 7 more: parameter.data was assigned"),
     "one_weight_assigned_to_data": ("OrderError", "head.bias: parameter.data was assigned"),
-    "parts_drawn_with_equal_seeds": (
+    "equal_seeds_on_tp_ranks": (
         "InitError",
         "head.weight (all ranks of dp_shard): equal values on ranks that must",
     ),
-    "dropout_that_begins_later": ("InputError", "the random state of dropout"),
-    "other_data_after_a_trial": ("InputError", "forward: inputs that differ over tp"),
-    "stepping_between_forward_and_backward": ("OrderError", "written to between forward and backward"),
+    "dropout_enabled_later": ("InputError", "the random state of dropout"),
+    "different_data_after_the_first_forward": ("InputError", "forward: inputs that differ over tp"),
+    "step_between_forward_and_backward": ("OrderError", "written to between forward and backward"),
     "gradients_returned_by_autograd": ("OrderError", "torch.autograd.grad for layer"),
-    "clipping_what_was_replaced": (
+    "clipping_of_replaced_parameters": (
         "OrderError",
         "clip_grad_norm_: inp.weight: expected current parameters of the model",
     ),
@@ -140,7 +140,7 @@ ARGUMENTS = {
         "fully_shard: mp_policy: expected a torch MixedPrecisionPolicy",
     ),
     "a_move_before_materialize": ("OrderError", "a move to a device before its parameters have values"),
-    "an_optimizer_that_needs_whole_tensors": ("PlacementError", "Adafactor of sharded parameters"),
+    "an_optimizer_that_needs_unsharded_tensors": ("PlacementError", "Adafactor of sharded parameters"),
     "gradients_to_clip": (
         "PlacementError",
         "clip_grad_norm_: parameters: expected a model, or its parameters",
@@ -160,49 +160,49 @@ ARGUMENTS = {
         "CheckpointError",
         "TARGET --to checkpoint makes one of torch.save or safetensors files",
     ),
-    "a_folder_of_hugging_face_to_load": (
+    "a_huggingface_folder_to_load": (
         "CheckpointError",
         "Fix: te_fsdp.checkpoint.load_huggingface reads folders",
     ),
-    "a_norm_of_weights_on_meta": (
+    "weight_norm_on_meta": (
         "InitError",
         "materialize: head.parametrizations.weight (_WeightNorm): a parametrization on meta",
     ),
-    "a_norm_of_weights_by_hooks": ("InitError", "materialize: head (WeightNorm): a parametrization on meta"),
-    "pruned_on_meta": ("InitError", "materialize: head (L1Unstructured): a parametrization on meta"),
-    "a_norm_of_weights_over_tp": (
+    "weight_norm_by_hooks": ("InitError", "materialize: head (WeightNorm): a parametrization on meta"),
+    "pruning_on_meta": ("InitError", "materialize: head (L1Unstructured): a parametrization on meta"),
+    "weight_norm_over_tp": (
         "PlacementError",
         "layer: a parametrization of fc1_weight with tensor parallelism",
     ),
-    "a_name_of_the_hub": ("CheckpointError", "hf download NAME --local-dir FOLDER"),
+    "a_hub_name_to_load": ("CheckpointError", "hf download NAME --local-dir FOLDER"),
 }
 
 # The same, of ranks that do different things.
 RANKS = {
-    "a_recipe_on_some_ranks_of_tp": (
+    "recipe_on_some_tp_ranks": (
         "PrecisionError",
         "recipes that differ between ranks: expected the same te.autocast, and torch.autocast, on all "
         "ranks of the "
         "model, got te.autocast of DelayedScaling on rank 0; no te.autocast on rank 1",
     ),
-    "options_of_a_recipe_by_rank": (
+    "different_recipe_options": (
         "PrecisionError",
         "got te.autocast of DelayedScaling, margin=0 on rank 0; te.autocast of DelayedScaling, margin=1 "
         "on rank 1",
     ),
-    "a_recipe_within_the_forward_of_some": (
+    "recipe_within_forward_on_some_ranks": (
         "PrecisionError",
         "forward of layer: recipes that differ between ranks",
     ),
-    "another_recipe_later": (
+    "different_recipe_later": (
         "PrecisionError",
         "no te.autocast on rank 0; te.autocast of DelayedScaling on rank 1",
     ),
-    "torchs_autocast_on_some_ranks": (
+    "torch_autocast_on_some_ranks": (
         "PrecisionError",
         "got no te.autocast, torch.autocast(torch.bfloat16) on rank 0; no te.autocast on rank 1",
     ),
-    "a_recipe_on_some_ranks_of_a_bound_model": (
+    "recipe_on_some_ranks_of_a_bound_model": (
         "InputError",
         "the recipe (te.autocast of DelayedScaling, ",
     ),
@@ -212,11 +212,11 @@ RANKS = {
         "model, got "
         "head.weight trained on rank 1, frozen on rank 0",
     ),
-    "other_parameters_frozen_on_each_rank": (
+    "different_parameters_frozen_on_each_rank": (
         "MeshError",
         "got inp.weight trained on rank 1, frozen on rank 0; head.weight trained on rank 0, frozen on rank 1",
     ),
-    "evaluation_on_some_ranks_of_tp": (
+    "evaluation_on_some_tp_ranks": (
         "CollectiveError",
         "got rank 0 in te_fsdp.first forward in training; rank 1 in te_fsdp.first forward in evaluation",
     ),
@@ -243,24 +243,24 @@ def compare(errors, module, results):
 
 
 @pytest.mark.ranks(2)
-def test_errors(pool, tmp_path):
+def test_training_mistakes_raise(pool, tmp_path):
     compare(ERRORS, bodies, pool.run(bodies.all_mistakes, 2, directory=str(tmp_path)))
 
 
 @pytest.mark.ranks(2)
-def test_arguments(pool, tmp_path):
+def test_wrong_arguments_raise(pool, tmp_path):
     compare(ARGUMENTS, arguments, pool.run(arguments.all_arguments, 2, directory=str(tmp_path)))
 
 
 @pytest.mark.ranks(2)
-def test_ranks(pool, tmp_path):
+def test_mismatched_ranks_raise(pool, tmp_path):
     compare(RANKS, ranks, pool.run(ranks.all_ranks, 2, directory=str(tmp_path)))
 
 
 @pytest.mark.ranks(2)
-def test_a_change_on_one_rank(pool):
-    """The rank that has changed says what; the other one is in a gather by then, as in no call of te_fsdp."""
-    found, other = pool.run(ranks.changes_alone, 2, timeout=60)
+def test_change_on_one_rank_raises(pool):
+    """Check that the changed rank names its change. The other rank is already in an all-gather."""
+    found, other = pool.run(ranks.change_on_one_rank, 2, timeout=60)
     assert other == {}
     words = {
         "recipe": "te_fsdp.forward under another recipe than before: rank 1 has not called it",
@@ -272,9 +272,9 @@ def test_a_change_on_one_rank(pool):
 
 
 @pytest.mark.ranks(2)
-def test_weights_that_one_rank_saved(pool, tmp_path):
-    """The rank that saved gets its own part back; the others would get that too."""
-    (first, _), (text, unchanged) = pool.run(bodies.weights_that_one_rank_saved, 2, directory=str(tmp_path))
+def test_load_of_one_ranks_weights_raises(pool, tmp_path):
+    """Check that the other ranks do not get the shard of the rank that saved."""
+    (first, _), (text, unchanged) = pool.run(bodies.load_of_one_ranks_weights, 2, directory=str(tmp_path))
     assert first == "" and unchanged
     assert (
         "expected this rank's shard, got the shard of a different rank" in text
@@ -283,21 +283,21 @@ def test_weights_that_one_rank_saved(pool, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_one_batch_for_all(pool):
-    """A warning of the first rank, once, where all ranks of dp_shard read the same."""
-    (first, told), (second, _) = pool.run(bodies.one_batch_for_all, 2)
+def test_same_batch_on_all_ranks_warns(pool):
+    """Check one warning of the first rank if all dp_shard ranks read the same batch."""
+    (first, told), (second, _) = pool.run(bodies.same_batch_on_all_ranks, 2)
     assert not second and not told
     (text,) = first
     assert "the first batch is the same on all 2 ranks of dp_shard" in text and "meshes.data_rank" in text
 
 
 @pytest.mark.ranks(2)
-def test_evaluation_on_one_rank(pool):
+def test_evaluation_on_one_rank_raises(pool):
     text, other = pool.run(bodies.evaluation_on_one_rank, 2, timeout=40)
     assert "first forward in evaluation without gradients: rank 1 has not called it" in text and other == ""
 
 
 @pytest.mark.ranks(2)
-def test_what_is_no_mistake(pool):
-    for found in pool.run(no_mistakes.all_meant, 2):
+def test_correct_scripts_pass(pool):
+    for found in pool.run(no_mistakes.all_programs, 2):
         assert found == {make.__name__: True for make in no_mistakes.MEANT}

@@ -35,16 +35,16 @@ def test_same_bits_as_one_process(pool, case):
 
 
 @pytest.mark.ranks(2)
-def test_fused_weights_are_several_matrices(pool):
-    """Negative control: QKV and gated fc1, orthogonalised as one matrix each, are others."""
+def test_negative_control_fused_weights_as_one_matrix(pool):
+    """Negative control: QKV and gated fc1 differ if each is orthogonalized as one matrix."""
     for error in pool.run_expect_error(muon.same_bits, 2, axes={"dp_shard": 2}, spoil="fused"):
         assert "layernorm_qkv.weight" in error.message and "fc1_weight" in error.message
         assert "fc2_weight" not in error.message
 
 
 @pytest.mark.ranks(4)
-def test_checkpoints_load_on_another_mesh(pool, tmp_path):
-    """State of both algorithms, under fused layouts; then the bits go on as if nothing had been."""
+def test_checkpoints_load_on_a_different_mesh(pool, tmp_path):
+    """Check both algorithms with fused layouts. The next steps have the bits of an uninterrupted run."""
     path = str(tmp_path / "step-1")
     pool.run(muon.same_bits, 4, axes={"dp_shard": 2, "tp": 2}, save=path)
     pool.run(muon.same_bits, 4, axes={"dp_shard": 4}, load=path)
@@ -53,15 +53,15 @@ def test_checkpoints_load_on_another_mesh(pool, tmp_path):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("recipe", "hidden"), [("current", 64), ("mxfp8", 128)])
-def test_quantized_weights(pool, recipe, hidden):
+def test_main_weights_of_quantized_weights(pool, recipe, hidden):
     pool.run(muon.quantized, 2, recipe=recipe, hidden=hidden)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_momentum_is_not_written_over(pool, dtype, nesterov):
-    """Kind: an update that is computed in the memory of the optimizer's state."""
+def test_update_does_not_overwrite_momentum(pool, dtype, nesterov):
+    """Check that the update is not computed in the memory of the optimizer's state."""
     for strategy in ("optim_grads_params", "no_shard"):
         pool.run(muon.momentum, 2, dtype=dtype, nesterov=nesterov, strategy=strategy)
 
@@ -80,14 +80,14 @@ def test_momentum_is_not_written_over(pool, dtype, nesterov):
         ("option", "PlacementError", ("lr, betas, eps, weight_decay", "amsgrad")),
     ],
 )
-def test_refused(pool, case, error, texts):
-    for raised in pool.run_expect_error(muon.refused, 2, case=case):
+def test_unsupported_usage_raises(pool, case, error, texts):
+    for raised in pool.run_expect_error(muon.errors_of_muon, 2, case=case):
         assert raised.type_name == error and all(text in raised.message for text in texts), raised.message
 
 
 @pytest.mark.ranks(4)
-def test_the_table_of_optimizers(pool):
-    """docs/optimizers.md says what each optimizer of torch does; all that torch has are in it."""
+def test_documented_table_of_torch_optimizers(pool):
+    """Check that docs/optimizers.md lists every optimizer of torch and its behavior."""
     page = (Path(__file__).parents[3] / "docs/optimizers.md").read_text()
     shared = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|[^|]*\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
     rows = [(name, *cells) for names, *cells in shared for name in re.findall(r"`(\w+)`", names)]

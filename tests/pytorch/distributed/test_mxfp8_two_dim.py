@@ -1,4 +1,4 @@
-"""2-D MXFP8 weights: trained like in one process, with half of the bytes of weights with two planes."""
+"""2-D MXFP8 weights. They train as in one process, with half the bytes of weights with two buffers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CASES = {
 @pytest.mark.recipe("mxfp8_2d")
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", CASES)
-def test_one_plane_for_both_directions(pool, tmp_path, case):
-    """Losses and weights equal those of two planes bit for bit, and one process within the tolerance of MXFP8.
+def test_shared_buffer_trains_with_the_same_bits(pool, tmp_path, case):
+    """Check losses and weights bit for bit against two buffers, and against one process within MXFP8's tolerance.
 
-    Negative control: blocks of one row have other losses.
+    Negative control: blocks of one row have different losses.
     """
     kind, axes, kept, recompute, share = CASES[case]
     ranks = 4 if axes is DP2_TP2 else 2
@@ -52,7 +52,7 @@ def test_one_plane_for_both_directions(pool, tmp_path, case):
 @pytest.mark.recipe("mxfp8_2d")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipes", [("mxfp8", "mxfp8_2d"), ("nvfp4_rows", "nvfp4_squares")])
-def test_writes_of_rows(pool, tmp_path, recipes):
-    """Weights with scales per row are quantized when they are written (kind: bytes under the scale of other blocks)."""
-    for found in pool.run(two_dim.writes_of_rows, 2, recipes=recipes, directory=str(tmp_path)):
+def test_writes_of_1d_scaled_weights_are_requantized(pool, tmp_path, recipes):
+    """Check that weights with one scale per row are requantized when written, not copied as bytes."""
+    for found in pool.run(two_dim.write_1d_into_2d, 2, recipes=recipes, directory=str(tmp_path)):
         assert found == {"wrong": [], "control": []}

@@ -1,4 +1,4 @@
-"""Report of gradients that are not finite.
+"""`report_nan`: the report of gradients that are not finite.
 
 It names the parameter, rank and microbatch before a step or clipping spreads them.
 """
@@ -6,7 +6,7 @@ It names the parameter, rank and microbatch before a step or clipping spreads th
 from __future__ import annotations
 
 import pytest
-from precision import nan
+from precision import nan_report
 
 CASES = {
     "each reduced": {"policy": {}},
@@ -23,17 +23,19 @@ CASES = {
     [({}, 2), ({"dp_replicate": 2}, 2), ({"tp": 2}, 4), ({"dp_shard": 1, "tp": 2}, 2)],
     ids=["dp2", "replicate2", "dp2xtp2", "tp2"],
 )
-def test_who_and_when(pool, axes, ranks):
+def test_nan_report_names_rank_and_microbatch(pool, axes, ranks):
     cases = CASES if "tp" not in axes else {"each reduced": CASES["each reduced"]}
     control = {"not watched": {"watch": False}}
-    for found in pool.run(nan.poisoned, ranks, cases=cases | control, axes=axes):
+    for found in pool.run(nan_report.errors_of_one_nan, ranks, cases=cases | control, axes=axes):
         assert found.pop("not watched") == ["", "", "the weights hold NaN"]
         for name, (first, second, weights) in found.items():
-            assert first.startswith(f"gradients with NaN or infinity: second.weight: rank {nan.RANK} "), (
+            assert first.startswith(
+                f"gradients with NaN or infinity: second.weight: rank {nan_report.RANK} "
+            ), (
                 name,
                 first,
             )
-            assert f"(microbatch {nan.MICROBATCH})" in first and first.count("(microbatch") == 1, (
+            assert f"(microbatch {nan_report.MICROBATCH})" in first and first.count("(microbatch") == 1, (
                 name,
                 first,
             )
@@ -54,14 +56,16 @@ SEVERAL = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [{}, {"dp_replicate": 2}], ids=["dp2", "replicate2"])
-def test_several_poisoned_steps(pool, axes):
-    """An error names who has spoilt this step, and no one whose step was given up before."""
-    for found in pool.run(nan.several, 2, cases=SEVERAL | {"control": {"fault": True}}, axes=axes):
+def test_nan_report_names_the_current_step_only(pool, axes):
+    """Check that the error names the parameters of this step, not of a discarded one."""
+    for found in pool.run(
+        nan_report.errors_of_several_nans, 2, cases=SEVERAL | {"control": {"fault": True}}, axes=axes
+    ):
         control = found.pop("control")
         assert control[1].count("(microbatch") == 2, control
         for name, errors in found.items():
-            for step, (where, error) in enumerate(zip(nan.STEPS, errors, strict=True)):
-                skipped = SEVERAL[name].get("skip") and step < len(nan.STEPS) - 1
+            for step, (where, error) in enumerate(zip(nan_report.STEPS, errors, strict=True)):
+                skipped = SEVERAL[name].get("skip") and step < len(nan_report.STEPS) - 1
                 if where is None or skipped:
                     assert error == "", (name, step, error)
                     continue

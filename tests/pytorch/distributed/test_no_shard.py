@@ -42,13 +42,13 @@ MIXED = {"": "optim_grads_params", "adapter": "no_shard"}
         (HSDP, {"strategy": "optim_grads", "origin": "meta", "sequence_parallel": True}),
     ],
 )
-def test_numerics(pool, axes, options):
+def test_training_equals_one_process(pool, axes, options):
     pool.run(training.numerics, math.prod(axes.values()), axes=axes, **options)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("spoil", ["reduction", "order"])
-def test_numerics_can_fail(pool, spoil):
+def test_negative_control_missing_reduction_or_order(pool, spoil):
     errors = pool.run_expect_error(training.numerics, 2, axes=DP2, spoil=spoil)
     assert all("gradient 0 adapter" in error.message or "position" in error.message for error in errors)
 
@@ -58,19 +58,19 @@ def test_numerics_can_fail(pool, spoil):
     ("how", "mixed"),
     [("exempt", False), ("filled", False), ("filled", True)],
 )
-def test_parameters_that_other_ranks_use(pool, how, mixed):
-    for result in pool.run(gradients.unused, 2, how=how, mixed=mixed):
+def test_parameters_used_on_some_ranks(pool, how, mixed):
+    for result in pool.run(gradients.unused_on_some_ranks, 2, how=how, mixed=mixed):
         assert result["never"] is None
 
 
 @pytest.mark.ranks(2)
-def test_without_zeros_the_branches_are_mixed(pool):
-    for error in pool.run_expect_error(gradients.unused, 2, how="neither"):
+def test_negative_control_branches_without_zero_gradients(pool):
+    for error in pool.run_expect_error(gradients.unused_on_some_ranks, 2, how="neither"):
         assert "left" in error.message or "right" in error.message
 
 
 @pytest.mark.ranks(2)
-def test_long_sums(pool):
+def test_long_gradient_sums_are_exact(pool):
     for schedule in ("plain", "no_sync"):
         for dtype, comm, expected in (
             ("float32", None, 300 / 256),
@@ -92,7 +92,7 @@ def test_long_sums(pool):
         ("mlp_swiglu", "delayed", DP2_TP2, ["fc1_weight"], "weight"),  # fc2_weight of the same module is cut
     ],
 )
-def test_quantized(pool, kind, recipe, axes, exempt, group):
+def test_quantized_weights_equal_one_process(pool, kind, recipe, axes, exempt, group):
     options = {"kind": kind, "recipe": recipe, "axes": axes, "exempt": exempt}
     options |= {"group": group.removesuffix(" fp32"), "fp32_gradients": "fp32" in group}
     results = pool.run(gradients.quantized, math.prod(axes.values()), **options)
@@ -100,9 +100,9 @@ def test_quantized(pool, kind, recipe, axes, exempt, group):
 
 
 @pytest.mark.ranks(4)
-def test_cost(pool):
-    before = pool.run(bodies.cost, 4, axes=DP4, parts=())[0]
-    frozen = pool.run(bodies.cost, 4, axes=DP4, parts=("encoder",))[0]
+def test_collectives_and_memory(pool):
+    before = pool.run(bodies.collectives_and_memory, 4, axes=DP4, parts=())[0]
+    frozen = pool.run(bodies.collectives_and_memory, 4, axes=DP4, parts=("encoder",))[0]
     # root, two blocks, frozen encoder: forward and backward, where FSDP2 prefetches the encoder for nothing
     assert (before["all_gather"], before["reduce_scatter"], before.get("all_reduce", 0)) == (8, 3, 0)
     assert (frozen["all_gather"], frozen["reduce_scatter"], frozen.get("all_reduce", 0)) == (6, 3, 0)
@@ -113,11 +113,11 @@ def test_cost(pool):
     everything = ("encoder", "adapter", "position")
     for microbatches, marked, all_reduces in ((1, False, 1), (3, False, 3), (3, True, 1)):
         options = {"axes": DP4, "parts": everything, "microbatches": microbatches, "marked": marked}
-        assert pool.run(bodies.cost, 4, **options)[0]["all_reduce"] == all_reduces, options
+        assert pool.run(bodies.collectives_and_memory, 4, **options)[0]["all_reduce"] == all_reduces, options
 
 
 @pytest.mark.ranks(2)
-def test_no_second_copy(pool):
+def test_no_second_copy_of_parameters(pool):
     (whole, _), (gathered, _) = (
         pool.run(bodies.no_second_copy, 2, axes=DP2, strategy=strategy)
         for strategy in ("no_shard", "optim_grads")
@@ -128,7 +128,7 @@ def test_no_second_copy(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["assign", "materialize", "interrupted"])
-def test_replaced_parameters(pool, how):
+def test_gradients_after_parameters_are_replaced(pool, how):
     pool.run(bodies.reset_after_sharding, 2, axes=DP2, how=how)
 
 
@@ -140,8 +140,8 @@ def test_forward_methods(pool):
 
 
 @pytest.mark.ranks(2)
-def test_torch_alone_is_refused(pool):
-    for error in pool.run_expect_error(bodies.cut_by_torch, 2):
+def test_torch_fully_shard_raises(pool):
+    for error in pool.run_expect_error(bodies.torch_fully_shard, 2):
         assert error.type_name == "PlacementError" and "fsdp_no_shard was called for it" in error.message
 
 
@@ -154,26 +154,28 @@ def test_torch_alone_is_refused(pool):
         ("save", "CheckpointError", "position"),
     ],
 )
-def test_differing_copies(pool, where, kind, words):
-    for error in pool.run_expect_error(bodies.other_values, 2, where=where):
+def test_different_replicas_raise(pool, where, kind, words):
+    for error in pool.run_expect_error(bodies.different_replicas, 2, where=where):
         assert error.type_name == kind and words in error.message, error
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "weights"), [("none", "fp32"), ("mxfp8", "quantized")])
-def test_experts(pool, recipe, weights):
-    """Each rank of ep holds other experts; their gradients are divided as those of dense parameters are."""
+def test_no_shard_experts(pool, recipe, weights):
+    """Check that gradients of different experts on ep ranks are divided like those of dense parameters."""
     options = {"experts": 4, "bias": False, "route": "every", "strategy": "no_shard"}
     pool.run(experts.training, 4, axes={"ep": 2, "dp_shard": 2}, recipe=recipe, weights=weights, **options)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("average", [True, False])
-def test_means_and_sums(pool, average):
-    assert pool.run(gradients.one_alone, 2, average=average) == [1.5 if average else 3.0] * 2
+def test_mean_and_sum_of_gradients(pool, average):
+    assert pool.run(gradients.mean_without_fully_shard, 2, average=average) == [1.5 if average else 3.0] * 2
 
 
 @pytest.mark.ranks(4)
-def test_checkpoints(pool, tmp_path):
-    for tensors, differed in pool.run(bodies.resharded, 4, path=str(tmp_path), first=DP2_TP2, second=DP4):
+def test_checkpoints_between_sharded_and_no_shard(pool, tmp_path):
+    for tensors, differed in pool.run(
+        bodies.checkpoint_round_trip, 4, path=str(tmp_path), first=DP2_TP2, second=DP4
+    ):
         assert tensors > 40 and differed > 40

@@ -1,9 +1,9 @@
-"""Strategy no_shard: reductions that begin during backward, in the same order on all ranks."""
+"""Strategy no_shard: reductions that start during backward, in the same order on all ranks."""
 
 from __future__ import annotations
 
 import pytest
-from harness.exchange import GLOO_VARIABLE
+from harness.shared_memory import GLOO_VARIABLE
 from no_sharding import overlap
 from no_sharding.overlap import MIXED, SIZES
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.ranks(2)
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_order(pool, marked):
+def test_reductions_have_the_same_order_on_all_ranks(pool, marked):
     results = pool.run(overlap.order, 2, marked=marked)
     (first, early_1), (second, early_2), (third, early_3), (fourth, early_4), fifth = results[0]["calls"]
     assert all(result["calls"] == results[0]["calls"] for result in results)
@@ -26,25 +26,25 @@ def test_order(pool, marked):
     assert fifth == (agreed, 1)
 
 
-def test_order_beside_fsdp2(pool):
-    """FSDP2's concurrent reductions on the same ranks do not interfere."""
+def test_reductions_do_not_interfere_with_fsdp2(pool):
+    """Check FSDP2's concurrent reductions on the same ranks."""
     results = pool.run(overlap.order, 2, strategy=MIXED)
     assert all(result["calls"] == results[0]["calls"] for result in results)
     second, early = results[0]["calls"][1]
     assert second == [SIZES[name] for name in ("head", "right", "left")] and early == 1
 
 
-def test_orders_beside_fsdp2(pool):
-    """Not the same on all ranks, so that FSDP2's reductions and these must not share a process group."""
+def test_different_orders_with_fsdp2_reductions(pool):
+    """Check different orders on ranks, which require separate process groups."""
     # Gloo's: in shared memory an asynchronous collective waits for the others, of which two groups want two first.
-    first, second = pool.run(overlap.with_fsdp2, 2, env={GLOO_VARIABLE: "1"})
+    first, second = pool.run(overlap.interleave_with_fsdp2, 2, env={GLOO_VARIABLE: "1"})
     usual = ["reduce_scatter", "all_reduce", "reduce_scatter", "all_reduce"]
     assert first == {"all": usual, "one": usual}
     assert second == {"all": usual, "one": ["reduce_scatter"] * 2 + ["all_reduce"] * 2}
 
 
 @pytest.mark.parametrize(("spoil", "words"), [("order", "left"), ("late", "")])
-def test_order_can_fail(pool, spoil, words):
+def test_negative_control_different_order(pool, spoil, words):
     if spoil == "order":
         errors = pool.run_expect_error(overlap.order, 2, spoil=spoil, left=8)
         assert all(words in error.message for error in errors)
@@ -52,8 +52,8 @@ def test_order_can_fail(pool, spoil, words):
         assert [early for _, early in pool.run(overlap.order, 2, spoil=spoil)[0]["calls"]] == [0] * 5
 
 
-def test_several_gradients(pool):
-    """Gradients are complete before they travel, or it is an error."""
+def test_several_gradients_in_one_backward(pool):
+    """Check that only complete gradients are sent, or an error is raised."""
     assert pool.run(overlap.several_gradients, 2, first=[0, 1, 2], later=[0, 1, 2]) == [2] * 2
     # Used twice: left to the end.
     assert pool.run(overlap.several_gradients, 2, first=[0, 2, 1, 2], later=[0, 2, 1, 2]) == [1] * 2
@@ -63,7 +63,7 @@ def test_several_gradients(pool):
         assert error.type_name == "OrderError" and "blocks.2." in error.message
 
 
-def test_interrupted(pool):
+def test_interrupted_backward(pool):
     first, second = pool.run(overlap.interrupted, 2, where={0: 0, 1: 2})
     assert first["raised"] and second["raised"]
     alone, other = pool.run(overlap.interrupted, 2, where={0: 0})
@@ -87,12 +87,12 @@ def test_ranks_that_raise_at_different_points(pool, where, plain):
 
     A rank without a started reduction meets, in its next attempt, a reduction that another rank completes, and raises.
     """
-    for found in pool.run(overlap.out_of_step, 2, where=where, plain=plain):
+    for found in pool.run(overlap.raise_at_different_points, 2, where=where, plain=plain):
         assert found[0] == found[-1] == 1 and max(found) <= 4, found
 
 
-def test_memory(pool):
-    """One bucket on top of the gradients, a third of them: at the end of the first backward, and early later."""
+def test_memory_of_gradient_buckets(pool):
+    """Check one bucket in addition to the gradients, a third of their size."""
     for first, later in pool.run(overlap.memory, 2):
         assert first == pytest.approx(4 / 3, rel=0.02)
         assert later <= 4 / 3 * 1.02  # activations and flags
@@ -117,7 +117,7 @@ BF16 = {"main_params_dtype": None, "grad_comm_dtype": "bfloat16"}
         ),
     ],
 )
-def test_same_bits(pool, options, early, kinds, dtype):
+def test_overlapped_reductions_have_the_same_bits(pool, options, early, kinds, dtype):
     for result in pool.run(overlap.same_bits, 2, options=options):
         assert result["early"] == [0, early]
         assert result["kinds"] == kinds and set(result["dtypes"]) == {dtype}

@@ -1,4 +1,4 @@
-"""Optimizers that look at more than each element, closures, fused kernels; copies of optimizers."""
+"""Optimizers that are not elementwise, closures, fused kernels; copied optimizers."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ REFUSED = {
 @pytest.mark.parametrize(
     "mesh", [pytest.param(m, marks=pytest.mark.ranks(math.prod(MESHES[m].values()))) for m in MESHES]
 )
-def test_lbfgs(pool, mesh):
+def test_lbfgs_equals_one_process(pool, mesh):
     pool.run(optimizers.lbfgs, math.prod(MESHES[mesh].values()), axes=MESHES[mesh])
 
 
 @pytest.mark.ranks(2)
-def test_lbfgs_of_kept_weights(pool):
-    """Which a closure reads several times while they change; with a negative control."""
+def test_lbfgs_with_weights_kept_unsharded(pool):
+    """Check LBFGS, whose closure reads changing weights several times. Includes a negative control."""
     pool.run(optimizers.lbfgs, 2, axes={}, strategy="optim")
     for error in pool.run_expect_error(optimizers.lbfgs, 2, axes={}, spoil=True):
         assert "None 1 first.weight: relative error" in error.message
 
 
 @pytest.mark.ranks(2)
-def test_refused(pool):
-    for found in pool.run(optimizers.refused, 2):
+def test_unsupported_optimizers_raise(pool):
+    for found in pool.run(optimizers.errors_of_optimizers, 2):
         assert set(found) == set(REFUSED)
         for case, text in REFUSED.items():
             assert text in found[case] and "Fix: " in found[case], (case, found[case])
@@ -49,8 +49,8 @@ def test_refused(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_copies_are_refused(pool, tp):
-    for found in pool.run(optimizers.copies, 2, tp=tp):
+def test_copied_optimizers_raise(pool, tp):
+    for found in pool.run(optimizers.errors_of_copies, 2, tp=tp):
         assert len(found) == 5
         for case, text in found.items():
             assert text.startswith(
@@ -60,13 +60,13 @@ def test_copies_are_refused(pool, tp):
 
 
 @pytest.mark.ranks(2)
-def test_copies_that_are_right(pool):
-    pool.run(optimizers.right_copies, 2)
+def test_copied_models_with_their_optimizers_train(pool):
+    pool.run(optimizers.train_copies, 2)
 
 
 @pytest.mark.ranks(2)
-def test_a_shallow_copy_has_no_main_weights(pool):
-    for text in pool.run(optimizers.without_main_weights, 2):
+def test_shallow_copied_optimizer_has_no_main_weights(pool):
+    for text in pool.run(optimizers.error_of_shallow_copy, 2):
         assert (
             text.startswith("SGD.step: first.weight: a main weight in the optimizer's state")
             and "Fix: " in text
@@ -75,8 +75,8 @@ def test_a_shallow_copy_has_no_main_weights(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_closures_that_come_too_late(pool, optimizer):
-    """Kind: each condition of the refusal by itself, tensor parallelism among them; a plain model is the control."""
-    for found in pool.run(closures.too_late, 2, optimizer=optimizer):
+def test_closures_with_late_gradients_raise(pool, optimizer):
+    """Check each condition of the error separately, tensor parallelism included. A plain model is the control."""
+    for found in pool.run(closures.closure_errors, 2, optimizer=optimizer):
         assert found.pop("plain") is False  # it was updated
         assert len(found) == 4 and all(found.values()), found

@@ -1,4 +1,4 @@
-"""Running out of memory in a step leaves a model that can go on."""
+"""Out-of-memory errors in a step, after which the model continues training."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ CASES = [
     ("recipe", "axes", "options"),
     [pytest.param(*case, marks=pytest.mark.ranks(2 * len(case[1]))) for case in CASES],
 )
-def test_a_step_that_ran_out_of_memory_is_taken_again(pool, recipe, axes, options):
+def test_step_is_repeated_after_out_of_memory(pool, recipe, axes, options):
     ranks = 2 * len(axes)
-    pool.run(out_of_memory.disturbed, ranks, recipe=recipe, points=4, axes=axes, **options)
+    pool.run(out_of_memory.compare_with_undisturbed, ranks, recipe=recipe, points=4, axes=axes, **options)
 
 
 @pytest.mark.ranks(2)
-def test_without_recovery_it_is_seen(pool):
+def test_negative_control_no_recovery_after_out_of_memory(pool):
     with pytest.raises(BodyFailed):
         pool.run(
-            out_of_memory.disturbed,
+            out_of_memory.compare_with_undisturbed,
             2,
             recipe="none",
             points=6,

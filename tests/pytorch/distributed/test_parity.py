@@ -1,8 +1,8 @@
-"""Sharded training against the stock TransformerEngine model in one process.
+"""Sharded training, compared with stock TransformerEngine in one process.
 
 Gradients of two steps and parameters are compared by value.
 
-`parity.runs` says how and to what tolerance. Options are spread over the meshes so that each module kind runs on each
+`parity.runs` has the method and the tolerances. Options are distributed over the meshes. Each module kind runs on each
 mesh, and each option with and without sequence parallelism.
 """
 
@@ -116,7 +116,7 @@ def _runs(full: bool) -> list:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.name == "test_parity":
+    if metafunc.definition.name == "test_training_equals_stock_te":
         runs = _runs(is_full(metafunc.config))
         metafunc.parametrize(("mesh", "case", "more", "sequence_parallel"), runs)
 
@@ -138,7 +138,7 @@ def _run(pool, mesh: str, case: str, sequence_parallel: bool, more: dict | None 
 
 @pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
-def test_parity(pool, mesh, case, more, sequence_parallel):
+def test_training_equals_stock_te(pool, mesh, case, more, sequence_parallel):
     _run(pool, mesh, case, sequence_parallel, more)
 
 
@@ -156,8 +156,8 @@ def test_parity(pool, mesh, case, more, sequence_parallel):
         for parallel in (False, True)[: 1 + CUT_BY_SEQUENCE[case]]
     ],
 )
-def test_tensor_parallelism_alone(pool, case, sequence_parallel):
-    """Without FSDP no later reduction of a Partial gradient exists: the binding must reduce it."""
+def test_tensor_parallelism_without_fsdp(pool, case, sequence_parallel):
+    """Check that set_device_mesh reduces Partial gradients, because no FSDP reduction follows."""
     _run(pool, "tp2", case, sequence_parallel, wrap="tp", units=None)
 
 
@@ -166,14 +166,14 @@ def test_tensor_parallelism_alone(pool, case, sequence_parallel):
 @pytest.mark.parametrize("mesh", ["dp2_tp2", "hsdp"])
 @pytest.mark.parametrize("case", ["mlp_swiglu", "self_qk_layer_norm", "layer", "model"])
 def test_torch_fully_shard(pool, mesh, case):
-    """set_device_mesh, then the user's own calls of torch's fully_shard."""
+    """Check set_device_mesh followed by the user's own calls of torch's fully_shard."""
     _run(pool, mesh, case, sequence_parallel="tp" in mesh, wrap="torch", units=None)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("case", ["column", "mlp_swiglu", "layer", "model"])
-def test_parity_on_hopper(pool, case):
+def test_training_equals_stock_te_on_hopper(pool, case):
     _run(pool, "dp2_tp2", case, sequence_parallel=True)
 
 
@@ -195,7 +195,7 @@ def test_parity_on_hopper(pool, case):
         ("model", "embedding.weight", True),
     ],
 )
-def test_without_partial_gradients_parity_fails(pool, case, parameter, sequence_parallel, wrap):
+def test_negative_control_unreduced_partial_gradients(pool, case, parameter, sequence_parallel, wrap):
     mesh = "dp2_tp2" if wrap == "te_fsdp" else "tp2"
     with pytest.raises(BodyFailed, match=rf"(?s)AssertionError.*gradient \d {parameter}: relative error"):
         _run(pool, mesh, case, sequence_parallel, wrap=wrap, units=None, drop="partial_grad")
@@ -206,6 +206,6 @@ def test_without_partial_gradients_parity_fails(pool, case, parameter, sequence_
 @pytest.mark.parametrize(
     ("case", "parameter"), [("mlp_swiglu", "fc1_weight"), ("self_stacked_gqa", "qkv.weight")]
 )
-def test_a_stacked_layout_declared_plain_is_caught(pool, case, parameter, origin):
+def test_negative_control_stacked_layout_as_unstacked(pool, case, parameter, origin):
     with pytest.raises(BodyFailed, match=rf"(?s)AssertionError.*gradient \d {parameter}: relative error"):
         _run(pool, "dp2_tp2", case, sequence_parallel=False, drop="layout", origin=origin)

@@ -1,4 +1,4 @@
-"""Pipelines under torch's schedules against one process.
+"""Pipelines under torch's schedules, compared with one process.
 
 Their checkpoints are compared, too.
 """
@@ -40,16 +40,16 @@ REDUCTIONS = {"no_shard": 3, "some no_shard": 1}
 @pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("run", [pytest.param(run, marks=MARKS.get(run, ())) for run in RUNS])
-def test_schedules(pool, tmp_path, run):
-    """Losses, gradients, norms over all stages and updated weights, by value."""
+def test_schedules_equal_one_process(pool, tmp_path, run):
+    """Check losses, gradients, norms over all stages and updated weights by value."""
     _schedule(pool, tmp_path, run)
 
 
 @pytest.mark.cpu
 @pytest.mark.arch("9.0")
 @pytest.mark.ranks(2)
-def test_weights_with_transposes(pool, tmp_path):
-    """Hopper's float8 weights, whose transpose backward uses."""
+def test_float8_weights_with_transposes(pool, tmp_path):
+    """Check Hopper's float8 weights, whose transpose backward uses."""
     _schedule(pool, tmp_path, "delayed")
 
 
@@ -70,7 +70,7 @@ def _schedule(pool, tmp_path, run):
 @pytest.mark.parametrize(
     ("broken", "word"), [("layer", "gradient of embedding.weight"), ("norm", "step 0: norm")]
 )
-def test_a_fault_is_seen(pool, tmp_path, broken, word):
+def test_negative_control_faults(pool, tmp_path, broken, word):
     pool.run(saved.trained, 1, name="whole", directory=str(tmp_path))
     errors = pool.run_expect_error(scheduled.training, 4, directory=str(tmp_path), axes=DP, broken=broken)
     assert word in errors[0].message
@@ -91,8 +91,8 @@ CHAINS = {
 @pytest.mark.parametrize(
     "chain", [pytest.param(c, marks={"mxfp8": MXFP8, "fp8": pytest.mark.gpu}.get(c, ())) for c in CHAINS]
 )
-def test_checkpoints_of_stages(pool, tmp_path, chain):
-    """One process -> stages -> other stages -> one process."""
+def test_checkpoints_load_on_different_stages(pool, tmp_path, chain):
+    """Check one process -> stages -> different stages -> one process."""
     options, hops = dict(CHAINS[chain][0]), CHAINS[chain][1]
     per_rank = options.pop("per_rank", 1)
     where = {"directory": str(tmp_path)}
@@ -100,16 +100,18 @@ def test_checkpoints_of_stages(pool, tmp_path, chain):
     for number, axes in enumerate(hops):
         ranks = axes.get("pp", 1) * axes.get("dp", 1) * axes.get("tp", 1)
         hop = {"source": str(number), "target": str(number + 1), "axes": axes}
-        for outcome in pool.run(saved.moved, ranks, **hop, **where, **options, per_rank=per_rank):
+        for outcome in pool.run(
+            saved.load_on_different_stages, ranks, **hop, **where, **options, per_rank=per_rank
+        ):
             assert outcome == {"left": {}, "converted": {}, "step": 2}
     names = [str(number) for number in range(len(hops) + 1)]
-    pool.run(saved.same, 1, names=[*names, f"{names[-1]} before"], **where, **options)
+    pool.run(saved.compare_checkpoints, 1, names=[*names, f"{names[-1]} before"], **where, **options)
 
 
 @pytest.mark.ranks(2)
-def test_a_backward_that_is_split(pool):
-    """As zero-bubble schedules split it; in one piece it goes on."""
-    for name, text in pool.run(scheduled.split, 2):
+def test_split_backward_raises(pool):
+    """Check the backward that zero-bubble schedules split. An unsplit backward works afterwards."""
+    for name, text in pool.run(scheduled.error_of_split_backward, 2):
         assert name == "OrderError"
         assert "a backward only for the inputs of a pipeline stage" in text
         assert "PipelineStage(..., dw_builder=lambda: lambda: None)" in text
@@ -127,15 +129,15 @@ MISTAKES = {
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("what", MISTAKES)
-def test_stages_that_do_not_fit(pool, tmp_path, what):
+def test_mismatched_stages_raise(pool, tmp_path, what):
     pool.run(saved.trained, 1, name="whole", directory=str(tmp_path))
-    texts = pool.run(saved.refused, 4, directory=str(tmp_path), what=what)
+    texts = pool.run(saved.errors_of_mismatched_stages, 4, directory=str(tmp_path), what=what)
     assert len(set(texts)) == 1
     assert all(word in texts[0] for word in MISTAKES[what]), texts[0]
 
 
 @pytest.mark.ranks(4)
-def test_what_stages_share(pool, tmp_path):
+def test_parameters_shared_by_stages(pool, tmp_path):
     texts = pool.run(saved.tied, 4, directory=str(tmp_path))
     assert texts[0] == texts[3]
     assert 'shared=["embedding.weight"]' in texts[0]["unnamed"]

@@ -1,4 +1,4 @@
-"""Plans against the memory of ranks that train.
+"""Plans, compared with the measured memory of ranks that train.
 
 Parameters are compared row by row, then gradients, then the optimizer's state.
 """
@@ -119,14 +119,14 @@ CASES = {
 
 @pytest.mark.ranks(4)
 @pytest.mark.arch("9.0", "10.0")
-def test_two_orders_of_float8(pool, arch):
-    """Hopper keeps float8 weights in rows and in columns."""
+def test_plan_of_float8_transposes(pool, arch):
+    """Check Hopper, which keeps float8 weights rowwise and columnwise."""
     check(pool, "fp8-tp")
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", [pytest.param("mxfp8-hfsdp", marks=pytest.mark.recipe("mxfp8")), "uneven"])
-def test_a_plan_is_what_ranks_hold(pool, case):
+def test_planned_memory_equals_measured_memory(pool, case):
     check(pool, case)
 
 
@@ -241,8 +241,8 @@ def peak_of_a_step(job: Job, meshes: te_fsdp.Meshes, copies: bool) -> int:
 
 @pytest.mark.cpu
 @pytest.mark.ranks(1)
-def test_peaks_of_whole_shards(pool):
-    """Over a shard axis of size 1 neither weights nor gradients are copied, and a plan counts none of that."""
+def test_peak_memory_with_a_shard_axis_of_size_one(pool):
+    """Check that neither weights nor gradients are copied or planned."""
     (found,) = pool.run(peaks, 1, init_group=False, cases=list(PEAKS))
     for case, (real, planned) in found.items():
         assert planned == pytest.approx(real, rel=0.01), (case, real, planned)
@@ -253,8 +253,8 @@ def test_peaks_of_whole_shards(pool):
 
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
-def test_peaks_of_replicas(pool):
-    """HSDP's gradients go through buffers: these are gone when the reduced ones are there."""
+def test_peak_memory_of_hsdp(pool):
+    """Check HSDP's gradient buffers, which are freed when the reduced gradients exist."""
     found, _ = pool.run(peaks, 2, init_group=False, cases=["fp32 main weights"])
     real, planned = found["fp32 main weights"]
     assert planned == pytest.approx(real, rel=0.01), (real, planned)

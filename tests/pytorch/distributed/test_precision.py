@@ -1,9 +1,9 @@
-"""The precision policy: sums exact in its dtypes, values of one process, bytes on the wire, a wire for a while."""
+"""The precision policy: exact sums, values of one process, communicated bytes, `grad_comm`."""
 
 from __future__ import annotations
 
 import pytest
-from precision import bodies, memory, quantized, steps, wire
+from precision import bodies, bytes_sent, memory, quantized, steps
 from precision.bodies import HIDDEN, MICROBATCHES, MIDDLE
 
 #: One microbatch brings 256 of the small gradients at once, where only the dtype of the sum is in question.
@@ -84,7 +84,7 @@ def _bytes(case: dict, axes: dict[str, int], world: int) -> dict[str, int]:
     [(VALUES, {}, 2), (HSDP, {"dp_replicate": 2}, 4), (HSDP, {"dp_replicate": 2}, 2)],
     ids=["dp2", "hsdp2x2", "replicate2"],
 )
-def test_values_and_bytes(pool, cases, axes, ranks):
+def test_values_and_communicated_bytes(pool, cases, axes, ranks):
     for outcome in pool.run(bodies.values, ranks, cases=cases, axes=axes):
         for name, case in cases.items():
             arithmetic = bodies.resolved(case["policy"], getattr(bodies.torch, case.get("model", "bfloat16")))
@@ -105,15 +105,15 @@ def test_values_and_bytes(pool, cases, axes, ranks):
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4, 8)])
-def test_fp16_averages(pool, ranks):
+def test_fp16_averages_are_exact(pool, ranks):
     """Exact: powers of two have few bits, and a sum near the largest fp16, 65504, is halved before it overflows."""
     expected = [[32000.0], [(2**ranks - 1) / ranks]]
-    for found in pool.run(wire.fp16_averages, ranks, large=32000.0):
+    for found in pool.run(bytes_sent.fp16_averages, ranks, large=32000.0):
         assert found == {"all_reduce": expected, "reduce_scatter": expected}
 
 
 @pytest.mark.ranks(2)
-def test_main_gradients_outlive_a_step(pool):
+def test_fp32_gradients_are_unchanged_by_a_step(pool):
     pool.run(bodies.gradients_after_a_step, 2)
 
 
@@ -158,7 +158,7 @@ def test_accumulation_is_exact_under_quantized_weights_and_tp(pool, recipe, axes
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_quantized_weights_travel_as_bytes(pool, recipe):
+def test_quantized_weights_are_gathered_as_bytes(pool, recipe):
     for found in pool.run(bodies.quantized_bytes, 2, recipe=recipe, policy=BF16_WIRE):
         weight, bias = found["weight"], found["bias"]
         # Forward and backward: one byte per element, one per block of 32 or none (one scale per weight), bf16 biases.
@@ -171,12 +171,12 @@ def test_quantized_weights_travel_as_bytes(pool, recipe):
 
 
 @pytest.mark.ranks(2)
-def test_grad_comm_holds_for_a_while(pool):
+def test_grad_comm_applies_within_its_context(pool):
     fp32, bf16 = ["float32"], ["bfloat16"]
     expected = {"before": fp32, "inside": bf16, "nested": fp32, "inside again": bf16, "after": fp32}
     expected["gradients"] = ["torch.float32"]
     expected["ranges"] = ["te_fsdp::reduce_scatter (first)", "te_fsdp::reduce_scatter (second)"]
-    assert pool.run(bodies.temporarily, 2, dtype="bfloat16") == [expected] * 2
+    assert pool.run(bodies.dtypes_around_grad_comm, 2, dtype="bfloat16") == [expected] * 2
 
 
 @pytest.mark.ranks(4)
@@ -220,10 +220,10 @@ MEMORY = {
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 @pytest.mark.arch("10.0", "9.0")
-def test_memory_is_that_of_the_table(pool):
-    """Within 1 %: what is not counted are scales and the few elements of biases that are not quantized."""
+def test_documented_memory_is_measured(pool):
+    """Check within 1 %, because scales and unquantized biases are not counted."""
     cases = {name: {"policy": policy, "recipe": recipe} for name, (policy, recipe, _) in MEMORY.items()}
-    for found in pool.run(memory.held, 2, cases=cases):
+    for found in pool.run(memory.live_bytes_by_case, 2, cases=cases):
         for name, (_, _, size) in MEMORY.items():
             got, elements = found[name], found[name]["elements"]
             weights = size["weights"] * elements

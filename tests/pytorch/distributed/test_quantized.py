@@ -1,4 +1,4 @@
-"""Quantized training on meshes: losses of one process to a derived tolerance, one scale for one weight, same bytes."""
+"""Quantized training on meshes, within a derived tolerance of one process."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_training_equals_one_process(pool, kind, recipe, quantized, mesh):
 @pytest.mark.parametrize("mesh", _meshes(DP2_TP2, *((DP2, TP2) if devices.device_type() == "cuda" else ())))
 @pytest.mark.parametrize(("reshard", "quantized"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_hopper_layout(pool, recipe, quantized, reshard, mesh):
-    """Also without resharding, where stock TE's first backward reads a scrambled transpose."""
+def test_training_with_hopper_transposes(pool, recipe, quantized, reshard, mesh):
+    """Check that the first backward reads no scrambled transpose, also without resharding."""
     dp_replicate, tp, ranks = mesh
     options = {
         "kind": "mlp_gelu",
@@ -107,16 +107,16 @@ def test_hopper_layout(pool, recipe, quantized, reshard, mesh):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_gathered_until_backward(pool, recipe):
-    """Without resharding both directions of a weight are gathered once; with tp4 the FSDP axis has size 1."""
+def test_weights_kept_unsharded_until_backward(pool, recipe):
+    """Check that both directions are gathered once. With tp4 the FSDP axis has size 1."""
     for tp in (2, 4):
         options = {"kind": "mlp_swiglu", "recipe": recipe, "quantized": True, "dp_replicate": 1, "tp": tp}
         check(pool.run(bodies.training, 4, reshard_after_forward=False, **options), recipe, True)
 
 
 @pytest.mark.ranks(4)
-def test_a_scale_per_rank_is_caught(pool):
-    """Negative control: without the weight mesh the ranks' scales would differ, and no rank gathers them."""
+def test_negative_control_scale_per_rank(pool):
+    """Negative control: without the weight mesh the scales of ranks differ."""
     errors = pool.run_expect_error(
         bodies.training,
         4,
@@ -132,8 +132,8 @@ def test_a_scale_per_rank_is_caught(pool):
 
 
 @pytest.mark.ranks(4)
-def test_wrong_updates_are_caught(pool):
-    """Negative control: updates twice as large leave the tolerance."""
+def test_negative_control_doubled_updates(pool):
+    """Negative control: doubled updates exceed the tolerance."""
     options = {"kind": "mlp_gelu", "recipe": "current", "quantized": True, "dp_replicate": 1, "tp": 2}
     results = pool.run(bodies.training, 4, learning_rate=2 * bodies.LEARNING_RATE, **options)
     with pytest.raises(AssertionError, match="losses"):
@@ -141,7 +141,7 @@ def test_wrong_updates_are_caught(pool):
 
 
 @pytest.mark.ranks(4)
-def test_a_settled_step_of_hsdp_slices_no_mesh(pool):
+def test_hsdp_step_slices_no_mesh(pool):
     """It is the host that a small batch waits for, and FSDP2 of torch 2.11 and 2.12 slices a mesh at every gather."""
     assert pool.run(bodies.meshes_sliced_in_a_step, 4, mended=True) == [0] * 4
     stock = pool.run(bodies.meshes_sliced_in_a_step, 4, mended=False)

@@ -60,29 +60,29 @@ def check(results: list[dict]) -> None:
 @pytest.mark.cpu
 @pytest.mark.parametrize("case", CASES)
 def test_every_byte_is_accounted_for(pool, case):
-    check(pool.run(memory.accounted, 2, **CASES[case]))
+    check(pool.run(memory.unaccounted_bytes, 2, **CASES[case]))
 
 
 @pytest.mark.arch("9.0")
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
-def test_hopper_layout(pool, recipe):
-    """Transposes of shards belong to the components, those of gathered weights go with these."""
-    check(pool.run(memory.accounted, 2, recipe=recipe))
+def test_memory_of_hopper_transposes(pool, recipe):
+    """Check that transposes of shards and of unsharded weights are counted where they are stored."""
+    check(pool.run(memory.unaccounted_bytes, 2, recipe=recipe))
 
 
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
-def test_what_is_kept_without_the_savings(pool):
+def test_negative_control_memory_without_savings(pool):
     """Negative controls: FSDP2's dequantized flat shards, and columnwise bytes that TE derived from gathered ones."""
     for meta, stages in ((True, ["step"]), (False, ["init", "step"])):
-        for outcome in pool.run(memory.accounted, 2, recipe="mxfp8", fault="flat", meta=meta):
+        for outcome in pool.run(memory.unaccounted_bytes, 2, recipe="mxfp8", fault="flat", meta=meta):
             for stage in (outcome[name] for name in stages):
                 # Two bytes for each of half the values.
                 assert 0 <= unaccounted(stage) - 2 * stage["full"] // 2 <= memory.COLLECTIVES, stage
     for recipe in ("block", "nvfp4"):
-        for outcome in pool.run(memory.accounted, 2, recipe=recipe, fault="derived"):
+        for outcome in pool.run(memory.unaccounted_bytes, 2, recipe=recipe, fault="derived"):
             assert unaccounted(outcome["step"]) > outcome["step"]["full"] // 4, outcome["step"]
 
 
@@ -90,9 +90,9 @@ def test_what_is_kept_without_the_savings(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_the_allocator_agrees(pool, recipe, reshard):
+def test_allocator_bytes_equal_tensor_bytes(pool, recipe, reshard):
     """Return the CUDA allocator's allocated bytes: the tensors, each rounded up to its blocks, and little else."""
-    results = pool.run(memory.accounted, 2, recipe=recipe, reshard=reshard, hidden=4096, middle=4096)
+    results = pool.run(memory.unaccounted_bytes, 2, recipe=recipe, reshard=reshard, hidden=4096, middle=4096)
     for rank, outcome in enumerate(results):
         for name, stage in outcome.items():
             assert unaccounted(stage) <= SLACK, (rank, name, stage)

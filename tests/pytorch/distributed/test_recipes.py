@@ -51,8 +51,8 @@ def largest(ranks: list[dict[str, Any]]) -> float:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_one_process(pool, tmp_path, case):
-    """Two steps on a mesh, then two on another one that the recipe's own DCP code loads onto."""
+def test_losses_equal_one_process(pool, tmp_path, case):
+    """Check two steps on a mesh and two on a different one, which the recipe's own DCP code loads."""
     kind, config, meshes = CASES[case]
     found, before = [], 0
     for axes, steps in zip(meshes, ((0, 2), (2, 4)), strict=True):
@@ -65,8 +65,8 @@ def test_losses_are_those_of_one_process(pool, tmp_path, case):
 
 
 @pytest.mark.ranks(2)
-def test_the_recipe_itself(pool, tmp_path):
-    """The script before the port trains, too. Negative control: one process that begins with other weights."""
+def test_original_recipe_trains(pool, tmp_path):
+    """Check the script before the port. Negative control: one process with different initial weights."""
     arguments = {"kind": "llama", "config": BASE, "axes": None, "steps": (0, 2)}
     assert largest(pool.run(bodies.train, 2, folder=str(tmp_path / "stock"), **arguments)) < NEAR
     wrong = pool.run(bodies.train, 2, folder=str(tmp_path / "wrong"), is_wrong=True, **arguments)
@@ -74,14 +74,14 @@ def test_the_recipe_itself(pool, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_frequencies_without_values(pool):
-    """Kind: a buffer that its constructor computes on meta."""
-    for text in pool.run(bodies.without_frequencies, 2, config=BASE):
+def test_uninitialized_rotary_frequencies_raise(pool):
+    """Check a buffer that its constructor computes on meta."""
+    for text in pool.run(bodies.error_of_meta_frequencies, 2, config=BASE):
         assert "rotary_emb.inv_freq" in text
 
 
-def test_lines_of_a_port():
-    """The page counts four lines, and with tp one more for the layers and one for the data."""
+def test_documented_number_of_changed_lines():
+    """Check that the page counts four lines, and with tp one more for the layers and one for the data."""
     text = (Path(__file__).parent / "recipes/scripts.py").read_text()
     functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     before, after = (

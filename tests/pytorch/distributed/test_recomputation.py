@@ -1,9 +1,9 @@
-"""Forwards that are run again in backward.
+"""Activation recomputation: forwards that run again in backward.
 
 Modules that are used twice are tested, too. Values are compared with stock TransformerEngine in one process.
 
-Every combination of strategy, format and way (place of the checkpoint, its kind, what is used twice) trains; the
-cases here are those in which something different happens.
+Every combination of strategy, format and form of checkpointing trains. The cases here are those that run different
+code.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ def _run(pool, ranks: int, **case) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [DP2, TP2], ids=["tp1", "tp2"])
 @pytest.mark.parametrize("frozen", ["", "first", "then"])
-def test_bound_alone(pool, axes, frozen):
+def test_recomputation_without_fsdp(pool, axes, frozen):
     _run(pool, 2, strategy="bound", axes=axes, frozen=frozen, **OWN)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategies(pool, strategy):
+def test_recomputation_under_every_strategy(pool, strategy):
     _run(pool, 2, strategy=strategy, axes=TP2, frozen="then", **OWN)
 
 
 @pytest.mark.ranks(2)
-def test_fused_weight_gradients(pool):
+def test_recomputation_with_fused_wgrad_accumulation(pool):
     _run(pool, 2, strategy="optim_grads_params", axes=TP2, fused=True, **OWN)
 
 
 @pytest.mark.ranks(4)
-def test_with_tensor_parallelism(pool):
+def test_recomputation_with_tensor_parallelism(pool):
     _run(pool, 4, strategy="optim_grads_params", axes=DP2_TP2, **OWN)
 
 
@@ -89,7 +89,7 @@ def test_with_tensor_parallelism(pool):
         ("mxfp8", "quantized"),
     ],
 )
-def test_formats(pool, recipe, weights):
+def test_recomputation_in_every_format(pool, recipe, weights):
     """Not delayed scaling of bf16 weights: under FSDP2 TE quantizes those again in backward, at the scales of then."""
     _run(pool, 2, strategy="torch", axes=DP2, recipe=recipe, weights=weights, **OWN)
 
@@ -97,18 +97,18 @@ def test_formats(pool, recipe, weights):
 @pytest.mark.covering(days=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_ways(pool, way):
+def test_every_form_of_checkpointing(pool, way):
     _run(pool, 2, strategy="optim_grads_params", axes=DP2, **WAYS[way])
 
 
 @pytest.mark.ranks(4)
-def test_selection_with_tensor_parallelism(pool):
+def test_selective_checkpointing_with_tensor_parallelism(pool):
     """TE sums products over tp in place: a policy that keeps products must not keep those."""
     _run(pool, 4, strategy="optim_grads_params", axes=DP2_TP2, **WAYS["selective"])
 
 
 @pytest.mark.ranks(2)
-def test_a_wrong_gradient_is_found(pool):
+def test_negative_control_wrong_gradient(pool):
     """Negative control."""
     with pytest.raises(BodyFailed, match="fc1_weight: relative error"):
         _run(pool, 2, strategy="optim_grads_params", axes=DP2, broken="gradient", **OWN)
@@ -125,7 +125,7 @@ def test_a_wrong_gradient_is_found(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 @pytest.mark.parametrize("way", TWICE)
-def test_twice(pool, way, strategy):
+def test_modules_used_twice(pool, way, strategy):
     _run(pool, 2, strategy=strategy, axes=DP2, **TWICE[way])
 
 
@@ -141,7 +141,7 @@ def test_twice(pool, way, strategy):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["mxfp8"])
 @pytest.mark.parametrize("way", WAYS | TWICE)
-def test_mxfp8_weights(pool, recipe, way):
+def test_recomputation_of_mxfp8_weights(pool, recipe, way):
     _run(pool, 2, strategy="optim_grads_params", axes=DP2, **MXFP8, **(WAYS | TWICE)[way])
 
 
@@ -150,14 +150,14 @@ def test_mxfp8_weights(pool, recipe, way):
 @pytest.mark.parametrize(
     ("strategy", "way"), [("optim", "module"), ("optim_grads", "own"), ("no_shard", "unit")]
 )
-def test_mxfp8_weights_that_are_kept(pool, recipe, strategy, way):
+def test_recomputation_of_kept_mxfp8_weights(pool, recipe, strategy, way):
     _run(pool, 2, strategy=strategy, axes=DP2, **MXFP8, **(WAYS | TWICE)[way])
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["mxfp8"])
-def test_mxfp8_gathers(pool, recipe):
-    """One half at a time where nothing is run again; else both in backward, with one gather for each unit."""
+def test_all_gathers_of_mxfp8_weights(pool, recipe):
+    """Check one all-gather per direction, or with recomputation one per unit in backward for both."""
     for plain in pool.run(bodies.gathers, 2):
         forward = plain[0][:2]
         assert plain == [forward * 2] * 3 and forward[0] == forward[1]

@@ -1,10 +1,10 @@
-"""Loads of every mesh from every other one.
+"""Checkpoints of every mesh, loaded on every other mesh.
 
 They include each kind of module, weights in FP32 and BF16, and optimizer state.
 
-One model holds all kinds; each mesh loads what one mesh has saved, another one each day, and that one what the next one
-has; with `--matrix full`, and on GPUs, what all others have, and eight ranks join in. Values are compared bit for bit
-with the originals, weights in fp32 and in bf16; two further losses agree to rounding.
+One model has all kinds. Each mesh loads the checkpoint of one mesh, a different one each day. With `--matrix full` and
+on GPUs it loads those of all meshes, also of eight ranks. Values are compared bit for bit with the originals, weights
+in fp32 and in bf16. Two further losses agree to rounding.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def available(pool, most: int) -> list[str]:
     return [mesh for mesh in MESHES if ranks(mesh) <= min(pool.max_ranks, most)]
 
 
-def test_load_what_other_meshes_saved(pool, saved, mesh, request, matrix_seed):
+def test_load_from_every_other_mesh(pool, saved, mesh, request, matrix_seed):
     meshes = available(pool, 8 if is_full(request.config) else 7)
     others = [name for name in meshes if name != mesh]
     if not is_full(request.config):  # seven days see every pair of the seven meshes
@@ -81,7 +81,7 @@ def test_load_what_other_meshes_saved(pool, saved, mesh, request, matrix_seed):
 
 
 @pytest.mark.ranks(4)
-def test_stacked_rows_taken_as_plain_are_caught(pool, saved):
+def test_negative_control_stacked_rows_as_unstacked(pool, saved):
     """Negative control: with Shard(0) for gated fc1 and fused projections, and only there, the comparison fails."""
     saved.get(pool, "tp2")
     where = {"axes": MESHES["tp4"], "directory": saved.directory, "names": ["tp2"], "train": []}

@@ -14,7 +14,7 @@ from tests.unit.huggingface_models import make_huggingface
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", TRAINED)
 def test_streams_equal_files(pool, tmp_path, case):
-    """Every format and receiver, on every mesh; a later stream sends what changed."""
+    """Check every format and receiver on every mesh. A later stream sends only changes."""
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     name, options = TRAINED[case]
     make_huggingface(name).save_pretrained(tmp_path / "model")
@@ -37,7 +37,7 @@ OTHER_FAMILIES = {"mistral": DENSE, "gpt2": DENSE, "qwen2-moe": EXPERTS, "qwen3-
 
 
 @pytest.mark.ranks(4)
-def test_streams_of_the_other_families(pool, tmp_path):
+def test_streams_of_remaining_model_families(pool, tmp_path):
     """Families that the cases above lack: the stream is the loaded folder, and after a step the saved one."""
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     folders = {}
@@ -66,7 +66,7 @@ BUCKET = 2 << 20
 @pytest.mark.ranks(4)
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_fp8_bytes_are_kept(pool, tmp_path, interleaved):
+def test_streamed_fp8_bytes_equal_the_unsharded_model(pool, tmp_path, interleaved):
     """Bytes and scales of Float8BlockScaling weights after 20 steps are those of the unsharded model.
 
     Query, key and value that are interleaved by heads of 64 rows share blocks: they are quantized again.
@@ -98,11 +98,11 @@ PAGE = Path(__file__).resolve().parents[3] / "docs/rollout.md"
 
 
 @pytest.mark.ranks(2)
-def test_through_another_group(pool, tmp_path):
-    """The functions of docs/rollout.md send every tensor to an engine that is not a rank of the training."""
+def test_documented_transfer_to_an_engine(pool, tmp_path):
+    """Check that the functions of docs/rollout.md send every tensor to an engine outside of the job."""
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     make_huggingface("qwen3").save_pretrained(tmp_path / "model")
     case = {"axes": {"dp_shard": 2}, "layers": {"fuse_qkv_params": True}}
     arguments = {"folder": str(tmp_path / "model"), "case": case, "page": PAGE.read_text()}
-    for found in pool.run(rollout.through_a_group, 2, **arguments):
+    for found in pool.run(rollout.transfer_through_a_group, 2, **arguments):
         assert found["wrong"] == [] and found["sent"] > 30, found

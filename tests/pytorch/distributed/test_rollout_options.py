@@ -1,6 +1,6 @@
 """``iter_weights`` compares its options on all ranks before it communicates.
 
-Kind: arguments that select what is sent, and differ on one rank: a hang, or tensors of another format there.
+Without the comparison, an option that differs on one rank hangs or sends tensors in a wrong format.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["format", "receiver", "bucket_bytes", "since"])
-def test_options_that_differ_are_named(pool, folder, option):
-    for error in pool.run_expect_error(stream_options.differ, 2, folder=folder, option=option):
+def test_different_options_on_ranks_raise(pool, folder, option):
+    for error in pool.run_expect_error(
+        stream_options.error_of_different_options, 2, folder=folder, option=option
+    ):
         assert error.type_name == "CheckpointError", error
         assert f"iter_weights: {option}: expected the same on all ranks" in error.message, error
 
 
-def test_equal_options_stream(pool, folder):
-    found = pool.run(stream_options.differ, 2, folder=folder, option="")
+def test_equal_options_pass(pool, folder):
+    found = pool.run(stream_options.error_of_different_options, 2, folder=folder, option="")
     assert found[0] == found[1] > 10
 
 
-def test_a_model_is_expected():
+def test_non_model_argument_raises():
     import te_fsdp
     import te_fsdp.huggingface
 

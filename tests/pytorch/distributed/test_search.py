@@ -103,8 +103,8 @@ def _trial(pool, drawn, ranks):
     return pool.run(search.trial, ranks, drawn=drawn)[0]
 
 
-def test_a_number_is_one_configuration():
-    """The same seed and number draw the same configuration, other numbers others."""
+def test_draws_are_deterministic():
+    """Check that a seed and a number always draw the same configuration, and a different number a different one."""
     assert draw(SEED, 3) == draw(SEED, 3)
     assert len({draw(SEED, number) for number in range(50)}) == 50
     assert draw(SEED, 3) != draw(SEED + 1, 3)
@@ -113,8 +113,8 @@ def test_a_number_is_one_configuration():
 @pytest.mark.ranks(4)
 @pytest.mark.covering(strength=0, always=[{"drawn": one} for one in FOUND])
 @pytest.mark.parametrize("drawn", [_case(one) for one in (*VARIED, *FOUND)])
-def test_drawn(pool, drawn):
-    """The kind: any supported configuration trains as stock TE does in one process."""
+def test_drawn_configurations_equal_one_process(pool, drawn):
+    """Check that any supported configuration trains as stock TE does in one process."""
     shares = _trial(pool, drawn, drawn.ranks)
     assert shares and max(shares.values()) <= 1
 
@@ -157,14 +157,14 @@ PRODUCT = {
     ],
 )
 def test_columnwise_data_of_quantized_weights(pool, drawn):
-    """The kind: which data of a weight backward needs, by format, strategy, form of microbatches and `no_shard`."""
+    """Check the weight data that backward needs, by format, strategy, microbatch schedule and `no_shard`."""
     assert max(_trial(pool, drawn, 2).values()) <= 1
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["none", "mxfp8"])
-def test_other_tokens_are_caught(pool, recipe):
-    """Negative control: one rank trains on other tokens in the second step."""
+def test_negative_control_different_tokens(pool, recipe):
+    """Negative control: one rank trains on different tokens in the second step."""
     drawn = Configuration(recipe=recipe, modules=("mlp_gelu",))
     errors = pool.run_expect_error(search.trial, 2, drawn=drawn, spoil=True)
     assert any("gradient 1" in error.message for error in errors)

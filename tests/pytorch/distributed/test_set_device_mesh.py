@@ -1,6 +1,6 @@
 """Effects of `set_device_mesh`.
 
-Parameters that it does not change, or that it refuses, are tested, too.
+Parameters that it does not change or rejects are tested, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("axes", [DP2_TP2, DP4, HSDP], ids=["dp2_tp2", "dp4", "hsdp"])
 @pytest.mark.parametrize("case", list(PLACEMENTS))
-def test_placements(pool, case, axes):
+def test_placements_of_parameters(pool, case, axes):
     on_device = case in ("core_attention", "row", "layer_output_norm") or len(axes) == 1
     counts = pool.run(bodies.placements, 4, case=case, axes=axes, device="real" if on_device else "meta")
     assert min(counts) >= 1
@@ -53,7 +53,7 @@ _PARALLEL = {"set_parallel_mode": True}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_constructor_keywords(pool, device_type, name, args, options, expected):
+def test_mesh_keywords_of_constructors(pool, device_type, name, args, options, expected):
     if name != "DotProductAttention":
         options = {**options, "device": device_type}
     pool.run(bodies.keywords, 2, name=name, args=args, options=options, expected=expected)
@@ -66,7 +66,7 @@ def test_constructor_keywords(pool, device_type, name, args, options, expected):
     ("axes", "wrap"),
     [(DP2_TP2, "te_fsdp"), (DP2_TP2, "torch"), (HSDP, "te_fsdp"), (HSDP, "torch"), (TP2, "copy")],
 )
-def test_attributes_of_parameters_survive(pool, axes, wrap, device):
+def test_attributes_of_parameters_are_kept(pool, axes, wrap, device):
     counts = pool.run(bodies.attributes, 2 if axes is TP2 else 4, axes=axes, wrap=wrap, device=device)
     assert min(counts) > 15
 
@@ -87,7 +87,7 @@ def test_frozen_parameters(pool, axes):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", ["mlp", "layer_norm", "rms_norm", "attention", "layer"])
 @pytest.mark.parametrize(("axes", "wrap"), [(TP2, "tp"), (DP2_TP2, "te_fsdp"), (DP4, "te_fsdp")])
-def test_forward_without_gradients(pool, case, axes, wrap):
+def test_no_grad_forward_equals_training_forward(pool, case, axes, wrap):
     pool.run(bodies.without_gradients, 2 if axes is TP2 else 4, case=case, axes=axes, wrap=wrap)
 
 
@@ -95,30 +95,30 @@ def test_forward_without_gradients(pool, case, axes, wrap):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(("axes", "wrap"), [(TP2, "tp"), (DP2_TP2, "te_fsdp"), (HSDP, "te_fsdp")])
-def test_activation_recomputation(pool, axes, wrap, reentrant):
+def test_te_checkpoint_equals_no_checkpoint(pool, axes, wrap, reentrant):
     pool.run(bodies.recomputed, 2 if axes is TP2 else 4, axes=axes, wrap=wrap, reentrant=reentrant)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("axes", "wrap"), [(TP2, "tp"), (DP2_TP2, "te_fsdp"), (DP4, "te_fsdp")])
-def test_a_deleted_model_is_freed(pool, axes, wrap):
-    assert min(pool.run(lifetime.freed, 2 if axes is TP2 else 4, axes=axes, wrap=wrap)) > 30
+def test_deleted_model_is_freed(pool, axes, wrap):
+    assert min(pool.run(lifetime.check_freed, 2 if axes is TP2 else 4, axes=axes, wrap=wrap)) > 30
 
 
 @pytest.mark.ranks(2)
-def test_deepcopy(pool):
-    pool.run(lifetime.copied, 2)
+def test_deepcopy_of_a_bound_model(pool):
+    pool.run(lifetime.check_deepcopy, 2)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp_mesh", ["none", "one"])
-def test_without_tensor_parallelism(pool, tp_mesh):
+def test_bound_model_without_tp_equals_stock_te(pool, tp_mesh):
     pool.run(lifetime.no_tensor_parallelism, 2, tp_mesh=tp_mesh)
 
 
 @pytest.mark.ranks(2)
-def test_binding_parts_then_the_whole(pool):
-    pool.run(lifetime.called_twice, 2)
+def test_binding_submodules_before_the_model(pool):
+    pool.run(lifetime.bind_submodules_first, 2)
 
 
 # --- errors: which module or parameter, expected, got, fix -----------------------------------------------------------
@@ -221,7 +221,7 @@ ERRORS = {
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("which", list(ERRORS))
-def test_errors(pool, which):
+def test_mesh_mistakes_raise(pool, which):
     kind, start, fix = ERRORS[which]
     for error in pool.run_expect_error(mistakes.make, 4, which=which):
         assert error.type_name == kind, error
@@ -231,5 +231,5 @@ def test_errors(pool, which):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("which", ["two_axes", "other_ranks"])
-def test_a_refused_mesh_changes_nothing(pool, which):
+def test_rejected_mesh_leaves_the_model_unchanged(pool, which):
     pool.run(mistakes.still_works_after, 4, which=which)

@@ -1,4 +1,4 @@
-"""The kind: functions of a stacked weight under tp return what they return for the unsharded weight, or raise.
+"""Functions of a stacked weight under tp. They return what they return for the unsharded weight, or raise.
 
 The rows were in the order of the ranks in 105 of 203 cases, among them ``p.T``, ``p[:, 2:4]`` and ``p.cumsum(0)``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plain import row_functions
+from plain_dcp import row_functions
 
 #: torch 2.11 has fewer functions for DTensors.
 LEAST = 150 if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) else 140
@@ -20,7 +20,7 @@ CASES = [
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("kind", "axes", "sharder"), CASES)
-def test_values(pool, kind, axes, sharder):
+def test_functions_equal_the_unsharded_weight(pool, kind, axes, sharder):
     for found in pool.run(row_functions.outcomes, 4, kind=kind, axes=axes, sharder=sharder):
         outcomes = {name: set(by_tensor.values()) for name, by_tensor in found.items()}
         assert [name for name, seen in outcomes.items() if "WRONG" in seen] == []

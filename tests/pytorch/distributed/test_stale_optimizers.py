@@ -1,11 +1,11 @@
-"""A step of an optimizer whose parameters were replaced raises; all other optimizers step as ever."""
+"""Optimizers of replaced parameters, whose step raises. All other optimizers step."""
 
 from __future__ import annotations
 
 import pytest
-from parity import stale
+from parity import stale_optimizers
 
-WRONG = [(route, moment) for route, moments in stale.MOMENTS.items() for moment in moments]
+WRONG = [(route, moment) for route, moments in stale_optimizers.MOMENTS.items() for moment in moments]
 #: The call that replaces the parameters that there are at a moment; fully_shard alone is the first to do so without tp.
 BY = {
     ("before set_device_mesh", 1): "fully_shard",
@@ -22,8 +22,8 @@ BY = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("route", "moment"), WRONG)
-def test_refused_at_the_first_step(pool, route, moment, tp):
-    for kind, text in pool.run(stale.step, 2, route=route, moment=moment, tp=tp):
+def test_stale_optimizer_raises_at_the_first_step(pool, route, moment, tp):
+    for kind, text in pool.run(stale_optimizers.step, 2, route=route, moment=moment, tp=tp):
         assert kind == "OrderError"
         assert text.startswith(
             "AdamW.step: up.weight, and 5 more of its 6: expected parameters that the model has"
@@ -34,28 +34,35 @@ def test_refused_at_the_first_step(pool, route, moment, tp):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("several", [False, True], ids=["one_group", "two_groups"])
-@pytest.mark.parametrize("name", list(stale.OPTIMIZERS))
-def test_any_optimizer(pool, name, several):
+@pytest.mark.parametrize("name", list(stale_optimizers.OPTIMIZERS))
+def test_every_stale_optimizer_raises(pool, name, several):
     how = {"route": "fully_shard", "tp": 2, "name": name, "several": several}
-    for kind, text in pool.run(stale.step, 2, moment="before materialize", **how):
+    for kind, text in pool.run(stale_optimizers.step, 2, moment="before materialize", **how):
         assert kind == "OrderError" and text.startswith(f"{name}.step: up.weight")
-    assert pool.run(stale.step, 2, moment="", **how) == [("", "")] * 2
+    assert pool.run(stale_optimizers.step, 2, moment="", **how) == [("", "")] * 2
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("route", list(stale.MOMENTS))
-def test_the_right_moment(pool, route, tp):
-    assert pool.run(stale.step, 2, route=route, moment="", tp=tp) == [("", "")] * 2
+@pytest.mark.parametrize("route", list(stale_optimizers.MOMENTS))
+def test_optimizer_built_after_materialize_trains(pool, route, tp):
+    assert pool.run(stale_optimizers.step, 2, route=route, moment="", tp=tp) == [("", "")] * 2
 
 
 @pytest.mark.ranks(2)
-def test_one_among_the_right_ones(pool):
-    for text in pool.run(stale.one_of_them, 2):
+def test_one_stale_parameter_raises(pool):
+    for text in pool.run(stale_optimizers.error_of_one_stale_parameter, 2):
         assert text.startswith("SGD.step: down.weight: expected parameters that the model has")
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("body", [stale.others_go_on, stale.shared_parameter, stale.memory])
-def test_nobody_else_is_concerned(pool, body):
+@pytest.mark.parametrize(
+    "body",
+    [
+        stale_optimizers.step_unrelated_optimizers,
+        stale_optimizers.shared_parameter,
+        stale_optimizers.replaced_parameters_are_freed,
+    ],
+)
+def test_unrelated_optimizers_step(pool, body):
     pool.run(body, 2)

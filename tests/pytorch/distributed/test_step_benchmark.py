@@ -1,4 +1,4 @@
-"""benchmarks/step.py on the CPU: a check of the script, whose times say nothing there."""
+"""benchmarks/step.py on the CPU. It checks the script, not the times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.mark.cpu
-def test_rows_are_measured_or_have_a_reason(tmp_path, python):
+def test_benchmark_rows_are_measured_or_skipped_with_a_reason(tmp_path, python):
     out, picture, host = tmp_path / "step.json", tmp_path / "step.png", tmp_path / "host.txt"
     command = [
         python,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import BodyFailed
-from strategies import arguments, bodies, counting
+from strategies import arguments, bodies, step_costs
 from strategies.cases import Case, chosen
 
 #: Cases that share a start of the workers.
@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cases", params)
 
 
-def test_training(pool, cases):
+def test_training_equals_one_process(pool, cases):
     outcomes = pool.run(bodies.training, cases[0].ranks, cases=[case.kwargs for case in cases])
     for outcome in outcomes:
         assert len(outcome) == len(cases)
@@ -60,7 +60,7 @@ def test_training(pool, cases):
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else None,
 )
-def test_known_faults_are_seen(pool, broken, case, words):
+def test_negative_control_known_faults(pool, broken, case, words):
     with pytest.raises(BodyFailed, match=words):
         pool.run(bodies.training, case.ranks, cases=[case.kwargs], broken=broken)
 
@@ -99,11 +99,11 @@ UNITS = 3
         pytest.param(2, "optim", 2, marks=pytest.mark.ranks(4)),
     ],
 )
-def test_collectives(pool, dp_replicate, outer, microbatches):
+def test_documented_collectives_are_measured(pool, dp_replicate, outer, microbatches):
     table = documented()
-    assert len(table) == len(counting.STRATEGIES) * len(counting.LOOPS)
+    assert len(table) == len(step_costs.STRATEGIES) * len(step_costs.LOOPS)
     options = {"dp_replicate": dp_replicate, "outer": outer, "microbatches": microbatches}
-    for outcome in pool.run(counting.collectives, 2 * dp_replicate, **options):
+    for outcome in pool.run(step_costs.collectives, 2 * dp_replicate, **options):
         assert len(outcome) == len(table) - (3 if outer == "optim" else 0)
         for name, calls in outcome.items():
             gathers, scatters, hsdp, alone, more = table[name]
@@ -123,16 +123,16 @@ def test_collectives(pool, dp_replicate, outer, microbatches):
 
 
 @pytest.mark.ranks(2)
-def test_nothing_is_gathered_ahead_in_vain(pool):
+def test_no_unneeded_all_gathers(pool):
     table = documented()
-    for outcome in pool.run(counting.gathers_without_root, 2, microbatches=3):
+    for outcome in pool.run(step_costs.gathers_without_root, 2, microbatches=3):
         assert outcome == {name: value(table[name][0], 3, 2) for name in outcome}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", counting.STRATEGIES)
-def test_bytes(pool, strategy):
-    for outcome in pool.run(counting.memory, 2, strategy=strategy):
+@pytest.mark.parametrize("strategy", step_costs.STRATEGIES)
+def test_memory_per_rank(pool, strategy):
+    for outcome in pool.run(step_costs.memory, 2, strategy=strategy):
         for when, (found, expected) in outcome.items():
             assert found == pytest.approx(expected, rel=0.01), (when, found, expected)
 
@@ -141,7 +141,7 @@ def test_bytes(pool, strategy):
 
 
 @pytest.mark.ranks(2)
-def test_refused(pool):
+def test_wrong_arguments_raise(pool):
     assert pool.run(arguments.refused, 2, dp_replicate=2) == [len(arguments.REFUSED)] * 2
 
 
@@ -169,5 +169,5 @@ def test_strategies_of_units(pool, strategy, expected):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_quantized_weights(pool, recipe):
+def test_quantized_weights_under_every_strategy(pool, recipe):
     pool.run(arguments.quantized, 2, recipe=recipe)

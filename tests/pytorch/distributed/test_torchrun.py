@@ -29,7 +29,7 @@ LAUNCHERS = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_body_under_torchrun(launcher, python):
+def test_harness_body_under_torchrun(launcher, python):
     command, ranks = LAUNCHERS[launcher]
     here = Path(__file__).parent
     environment = {
@@ -55,7 +55,7 @@ def test_a_body_under_torchrun(launcher, python):
     assert json.loads(done.stdout.strip().splitlines()[-1]) == [expected] * ranks
 
 
-def test_a_node_that_fails_ends_the_others(python):
+def test_failed_node_ends_the_job(python):
     root = Path(__file__).parents[3]
     sleeps = "import os, time; assert os.environ['GROUP_RANK'] == '0', 'second node'; time.sleep(60)"
     command = [

@@ -1,6 +1,6 @@
-"""Refusals of the torchtitan integration.
+"""Unsupported uses of the torchtitan integration.
 
-The parallelize function, the model and the checkpoint manager refuse. Clipping is the integration's own.
+The parallelize function, the model and the checkpoint manager raise. Clipping is the integration's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations import FOLDER, Told
+from test_integrations import FOLDER, Refusals
 
 from te_fsdp.sharded_model import get_sharded_model
 
@@ -29,14 +29,14 @@ def refusals(path: Path) -> dict[str, str]:
     sys.path.insert(0, str(FOLDER))
     model, refusal_texts = (
         importlib.import_module("train_torchtitan").Model.Config(axes={"tp": 2}).build(),
-        Told(),
+        Refusals(),
     )
     parallelized(refusal_texts, model)
     managed(refusal_texts, model, path)
     return dict(refusal_texts)
 
 
-def parallelized(refusal_texts: Told, model: Any) -> None:
+def parallelized(refusal_texts: Refusals, model: Any) -> None:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.activation_checkpoint import FullAC
 
@@ -61,7 +61,7 @@ def parallelized(refusal_texts: Told, model: Any) -> None:
     assert not get_sharded_model(model).average_gradients, "the trainer divides losses by all tokens"
 
 
-def managed(refusal_texts: Told, model: Any, path: Path) -> None:
+def managed(refusal_texts: Refusals, model: Any, path: Path) -> None:
     """The checkpoint manager, and the norm by torchtitan and by te_fsdp."""
     import setting
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
@@ -101,7 +101,7 @@ SAYS = {
 
 
 @pytest.mark.ranks(4)
-def test_refusals(pool, tmp_path):
+def test_unsupported_options_raise(pool, tmp_path):
     for refusal_texts in pool.run(refusals, 4, path=tmp_path):
         assert refusal_texts.keys() == SAYS.keys()
         for case, words in SAYS.items():

@@ -1,15 +1,15 @@
 """Operations with unclear torch errors in a sharded model (docs/troubleshooting.md).
 
-The kind: a use that is right on an unsharded model ends in a raw error of torch, or in a wrong result. Each raises
-te_fsdp's own error with the name and the fix, or works and is compared by value with one process.
+They work on an unsharded model, but end in an unclear error of torch or in a wrong result. Each raises te_fsdp's
+own error with the name and the fix, or works and is compared by value with one process.
 """
 
 from __future__ import annotations
 
 import math
 
+import bodies_supported as works
 import bodies_unsupported as bodies
-import bodies_works_after_all as works
 import pytest
 from bodies_mistakes import all_mistakes
 
@@ -53,11 +53,11 @@ ERRORS = {
     "rows_pruned_by_their_norm": ("OrderError", "head.weight: removed after fully_shard"),
     "weights_pruned_globally": ("OrderError", "inp.weight: removed after fully_shard"),
     "a_jacobian": ("OrderError", "layer: second backward through one forward"),
-    "a_norm_of_two_models": (
+    "clip_grad_norm_of_two_models": (
         "PlacementError",
         "clip_grad_norm_: parameters: expected a model, or its parameters",
     ),
-    "meshes_in_place_of_an_axis": ("MeshError", "tp_mesh: expected a 1-D DeviceMesh or None, got Meshes"),
+    "meshes_instead_of_an_axis": ("MeshError", "tp_mesh: expected a 1-D DeviceMesh or None, got Meshes"),
     "a_full_momentum": ("CheckpointError", "SGD.step: momentum_buffer of weight: expected this rank's shard"),
     "a_gradient_penalty": ("OrderError", "backward with create_graph=True through sharded weights"),
     "a_gradient_penalty_of_kept_weights": (
@@ -72,12 +72,12 @@ ERRORS = {
         "CheckpointError",
         "AdamW.step: exp_avg of weight: expected this rank's shard, a DTensor",
     ),
-    "a_norm_of_none": (
+    "clip_grad_norm_of_none": (
         "PlacementError",
         "clip_grad_norm_: max_norm must be a number of at least 0: got None",
     ),
-    "a_scale_of_none": ("PlacementError", "scale_gradients: factor must be a number"),
-    "an_output_in_which_nothing_is_found": ("PlacementError", "unit: forward returned Hidden"),
+    "scale_gradients_of_none": ("PlacementError", "scale_gradients: factor must be a number"),
+    "output_without_visible_tensors": ("PlacementError", "unit: forward returned Hidden"),
     "a_slice_without_tensor_parallelism": (
         "MeshError",
         "layer: fully_shard over meshes without a tensor-parallel axis: expected meshes with tp=2",
@@ -91,8 +91,8 @@ ERRORS = {
 
 
 @pytest.mark.ranks(2)
-def test_errors(pool, tmp_path):
-    """Raw errors of torch that name neither parameter nor fix."""
+def test_unsupported_operations_raise(pool, tmp_path):
+    """Check operations whose error of torch names neither the parameter nor a fix."""
     assert set(ERRORS) == {make.__name__ for make in bodies.MISTAKES}
     for found in pool.run(all_mistakes, 2, directory=str(tmp_path), mistakes=bodies.MISTAKES):
         wrong = []
@@ -104,25 +104,25 @@ def test_errors(pool, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_dtensors_of_other_code(pool):
-    """The kind: what te_fsdp changes in the process acts on its own parameters alone."""
-    for found in pool.run(works.dtensors_of_other_code, 2):
+def test_dtensors_of_other_models_are_unaffected(pool):
+    """Check that te_fsdp's process-wide changes act on its own parameters only."""
+    for found in pool.run(works.clip_dtensors_of_other_models, 2):
         assert found["before"] == found["with a sharded model"]
         assert "got mixed torch.Tensor and DTensor" in found["before"]["mixed"], found
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", works.STRATEGIES)
-def test_works(pool, strategy):
-    """Uses that torch's FSDP2, or te_fsdp, refused or got wrong: gradients by value of one process."""
-    for found in pool.run(works.all_that_works, 2, strategy=strategy):
+def test_supported_operations_equal_one_process(pool, strategy):
+    """Check operations that FSDP2 or te_fsdp rejected or computed wrongly. Gradients equal one process by value."""
+    for found in pool.run(works.all_supported, 2, strategy=strategy):
         assert found == {make.__name__: True for make in works.WORKS}
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-def test_two_models(pool, tmp_path, strategy):
-    """One optimizer over two models that are in one ``ModuleDict``."""
+def test_two_models_in_a_module_dict(pool, tmp_path, strategy):
+    """Check one optimizer over two models in one ``ModuleDict``."""
     assert all(pool.run(works.two_models_in_a_module_dict, 2, directory=str(tmp_path), strategy=strategy))
 
 
@@ -135,8 +135,8 @@ def test_two_models(pool, tmp_path, strategy):
         pytest.param({"tp": 2}, None, marks=pytest.mark.ranks(2)),
     ],
 )
-def test_scaler(pool, axes, mixed):
-    """Parameters on several meshes in one ``GradScaler``: ranks step, or skip, together."""
+def test_grad_scaler_over_several_meshes(pool, axes, mixed):
+    """Check one ``GradScaler`` over parameters on several meshes. Ranks step or skip together."""
     ranks = math.prod(axes.values())
     for infinite, scale in ((False, 4.0), (True, 2.0)):
         for found in pool.run(works.scaled_losses, ranks, axes=axes, mixed=mixed, infinite=infinite):
@@ -147,8 +147,8 @@ def test_scaler(pool, axes, mixed):
 @pytest.mark.recipe("mxfp8")
 @pytest.mark.parametrize("when", ["before", "after a backward", "after a step"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_conversions(pool, strategy, when):
-    """``torch.utils.swap_tensors`` of quantized parameters: it refuses weak references and loses hooks."""
+def test_module_to_of_quantized_weights(pool, strategy, when):
+    """Check ``torch.utils.swap_tensors`` of quantized parameters, which rejects weak references and loses hooks."""
     if strategy != "no_shard" and when != "before":
         pytest.skip("a conversion after the first forward: FSDP2 has allocated what it gathers into")
     for found in pool.run(works.conversions, 2, strategy=strategy, when=when):
@@ -157,7 +157,7 @@ def test_conversions(pool, strategy, when):
 
 @pytest.mark.ranks(2)
 def test_meshes_of_size_one(pool):
-    """Code that is written for tensor parallelism runs without it."""
+    """Check that code written for tensor parallelism runs without it."""
     for rank, found in enumerate(pool.run(works.meshes_of_size_one, 2)):
         te_kwargs = {"tp_group": None, "tp_size": 1}
         assert found == {"rank": 0, "size": 1, "group": [rank], "te": te_kwargs, "part": 4}
@@ -171,7 +171,7 @@ def test_meshes_of_size_one(pool):
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.ranks(4)),
     ],
 )
-def test_a_slice_in_the_place_of_the_meshes(pool, axes):
-    """``meshes.fsdp`` given to ``fully_shard``, as FSDP2 takes it, loses no other axis."""
+def test_fully_shard_with_a_mesh_slice(pool, axes):
+    """Check that ``fully_shard(model, meshes.fsdp)``, as FSDP2 is called, uses the other axes too."""
     ranks = 2 * axes.get("tp", 1) * axes.get("dp_replicate", 1)
-    assert all(pool.run(works.a_slice_in_the_place_of_the_meshes, ranks, axes=axes))
+    assert all(pool.run(works.mesh_slice_instead_of_meshes, ranks, axes=axes))

@@ -1,4 +1,4 @@
-"""The kind: what user code writes or changes around a step reaches the step, or raises."""
+"""Writes of user code around a step. They reach the step or raise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantization import user_writes
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("optimizer", user_writes.OPTIMIZERS)
 @pytest.mark.parametrize("strategy", user_writes.BOUND)
-def test_a_step_starts_from_written_weights_of_bound_models(pool, strategy, optimizer, recipe):
+def test_step_uses_written_weights_of_bound_models(pool, strategy, optimizer, recipe):
     options = {"recipe": recipe, "optimizer": optimizer, "strategy": strategy}
     for way in ("copy_", "in and out"):
         for found in pool.run(user_writes.trained, 2, way=way, **options):
@@ -21,6 +21,6 @@ def test_a_step_starts_from_written_weights_of_bound_models(pool, strategy, opti
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}], ids=["dp", "tp"])
 @pytest.mark.parametrize("name", ["head.weight", "blocks.0.fc1_weight"])
-def test_a_weight_that_is_frozen_before_backward_gets_no_gradient(pool, name, axes):
+def test_weight_frozen_before_backward_gets_no_gradient(pool, name, axes):
     # Each of the 2 blocks has 6 parameters. The head's weight is trained, its bias is not.
-    assert pool.run(frozen_after_forward.frozen, 2, name=name, **axes) == [12, 12]
+    assert pool.run(frozen_after_forward.count_gradients_after_freezing, 2, name=name, **axes) == [12, 12]

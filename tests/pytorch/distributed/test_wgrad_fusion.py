@@ -1,9 +1,9 @@
-"""TE's `fuse_wgrad_accumulation`: FSDP2 reduces what TE has added up, under every strategy."""
+"""TE's `fuse_wgrad_accumulation`. FSDP2 reduces the accumulated gradients under every strategy."""
 
 from __future__ import annotations
 
 import pytest
-from hfsdp import fusion
+from hfsdp import wgrad_fusion
 
 
 @pytest.mark.parametrize(
@@ -25,21 +25,23 @@ from hfsdp import fusion
         ),
     ],
 )
-def test_equals_one_process(pool, axes, options):
+def test_fused_accumulation_equals_one_process(pool, axes, options):
     ranks = 2 if axes == {"dp_shard": 2} else 4
-    for result in pool.run(fusion.training, ranks, axes=axes, **options):
+    for result in pool.run(wgrad_fusion.training, ranks, axes=axes, **options):
         # TE leaves each weight's whole gradient on it; all but the last ones are dropped.
         assert result["left"] <= 1
 
 
 @pytest.mark.ranks(2)
-def test_gradients_that_nobody_reduces_would_show(pool):
-    assert all("relative error" in seen for seen in pool.run(fusion.lost, 2, axes={"dp_shard": 2}))
+def test_negative_control_unreduced_gradients(pool):
+    assert all(
+        "relative error" in seen for seen in pool.run(wgrad_fusion.without_reduction, 2, axes={"dp_shard": 2})
+    )
 
 
 @pytest.mark.ranks(2)
-def test_refused_outside_of_fsdp2(pool):
-    for error in pool.run_expect_error(fusion.refused, 2):
+def test_fused_accumulation_outside_fsdp2_raises(pool):
+    for error in pool.run_expect_error(wgrad_fusion.error_outside_fsdp2, 2):
         assert error.type_name == "PlacementError" and "last.weight: fuse_wgrad_accumulation" in error.message
 
 
@@ -54,10 +56,10 @@ def test_refused_outside_of_fsdp2(pool):
         ("current", {}),
     ],
 )
-def test_bf16_and_quantized_weights(pool, recipe, options):
-    pool.run(fusion.twins, 2, axes={"dp_shard": 2}, recipe=recipe, **options)
+def test_fused_accumulation_of_bf16_and_quantized_weights(pool, recipe, options):
+    pool.run(wgrad_fusion.compare_with_unfused, 2, axes={"dp_shard": 2}, recipe=recipe, **options)
 
 
 @pytest.mark.ranks(2)
-def test_a_te_that_adds_to_what_is_new(pool):
-    pool.run(fusion.never_asking, 2, axes={"dp_shard": 2})
+def test_fused_accumulation_with_te_that_always_adds(pool):
+    pool.run(wgrad_fusion.with_te_that_always_adds, 2, axes={"dp_shard": 2})

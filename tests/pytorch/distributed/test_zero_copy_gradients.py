@@ -1,11 +1,11 @@
-"""`fully_shard(zero_copy_gradients=...)`: gradients that are reduced without a copy are equal to copied ones."""
+"""`fully_shard(zero_copy_gradients=...)`. Gradients that are reduced without a copy equal copied ones."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hfsdp import straight
+from hfsdp import zero_copy
 
 _BF16_WIRE = {"main_params_dtype": "fp32", "grad_comm_dtype": "bf16"}
 
@@ -30,8 +30,10 @@ _BF16_WIRE = {"main_params_dtype": "fp32", "grad_comm_dtype": "bf16"}
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, {"microbatches": 2, "outer": "optim"}, id="hfsdp"),
     ],
 )
-def test_same_bits(pool, axes, options):
-    for result in pool.run(straight.straight, math.prod(axes.values()), axes=axes, **options):
+def test_zero_copy_gradients_have_the_same_bits(pool, axes, options):
+    for result in pool.run(
+        zero_copy.compare_with_copied_gradients, math.prod(axes.values()), axes=axes, **options
+    ):
         for number, seen in enumerate(result["counts"]):
             if number % 2:  # the twin
                 assert seen == {"reduced": 0, "copied": 0}
@@ -43,16 +45,16 @@ def test_same_bits(pool, axes, options):
 
 @pytest.mark.ranks(2)
 def test_a_root_without_parameters(pool):
-    for result in pool.run(straight.below_an_empty_root, 2):
+    for result in pool.run(zero_copy.compare_without_root_parameters, 2):
         assert "2 large parameters (1.weight, ...): reduced without a copy" in result["report"]
 
 
 @pytest.mark.ranks(2)
-def test_left_to_te_fsdp(pool):
-    """With copies instead of all-gathers, for gradients that can be sent without a copy."""
+def test_automatic_choice_of_zero_copy(pool):
+    """Check the automatic choice, with weights gathered by copies."""
     casts = "computed in torch.bfloat16, reduced in torch.float32"
     flags = 2 * 2  # one for each parameter and rank: whether the rank has used it
-    for found in pool.run(straight.left_to_te_fsdp, 2):
+    for found in pool.run(zero_copy.automatic_choices, 2):
         assert found == {
             ("nccl", "none"): ((), 0, 0),
             ("nccl", "fp32"): ((), 0, 0),
@@ -62,14 +64,16 @@ def test_left_to_te_fsdp(pool):
 
 
 @pytest.mark.ranks(2)
-def test_what_is_lost_would_show(pool):
-    for error in pool.run_expect_error(straight.straight, 2, axes={"dp_shard": 2}, fault="lost"):
+def test_negative_control_lost_gradients(pool):
+    for error in pool.run_expect_error(
+        zero_copy.compare_with_copied_gradients, 2, axes={"dp_shard": 2}, fault="lost"
+    ):
         assert (
             "layer.self_attention.layernorm_qkv.layer_norm_weight: 16 of 16 elements differ" in error.message
         )
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_differ(pool):
-    for error in pool.run_expect_error(straight.differs, 2):
+def test_different_settings_on_ranks_raise(pool):
+    for error in pool.run_expect_error(zero_copy.error_of_different_settings, 2):
         assert error.type_name == "MeshError" and "were given different arguments" in error.message

@@ -1,4 +1,4 @@
-"""Bodies of the bridge's tests."""
+"""Bodies of the tests of the Megatron-FSDP bridge."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def make_net() -> torch.nn.Sequential:
-    """Units of two sizes, and a rest without parameters."""
+    """Return a model with units of two sizes and a root without parameters."""
     torch.manual_seed(1)
     linear, tanh = torch.nn.Linear, torch.nn.Tanh
     return torch.nn.Sequential(linear(6, 8), linear(8, 8), tanh(), linear(8, 3)).to(harness.device())
@@ -120,7 +120,7 @@ def one_loop(strategy: int, outer: int | None, how: str) -> dict[str, Any]:
     world, me = dist.get_world_size(), dist.get_rank()
     for step in range(3):
         for number in range(3):
-            with marked(model, how, number == 2):
+            with marked_last_microbatch(model, how, number == 2):
                 (model(batch(step, number, me)).square().mean() / 3).backward()
             for rank in range(world):
                 (reference(batch(step, number, rank)).square().mean() / 3 / world).backward()
@@ -136,8 +136,8 @@ def one_loop(strategy: int, outer: int | None, how: str) -> dict[str, Any]:
     return {"worst": worst, "auto": model.model_auto_sync}
 
 
-def marked(model: Any, how: str, last: bool) -> contextlib.AbstractContextManager[None]:
-    """The ways in which scripts tell which microbatch is the last one."""
+def marked_last_microbatch(model: Any, how: str, last: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the ways in which scripts mark the last microbatch."""
     if how == "no_sync":
         return contextlib.nullcontext() if last else model.no_sync()
     if how == "sync":
@@ -148,7 +148,7 @@ def marked(model: Any, how: str, last: bool) -> contextlib.AbstractContextManage
 
 
 def methods() -> dict[str, Any]:
-    """Call the remaining documented methods once each."""
+    """Call each remaining documented method once."""
     from te_fsdp.compat import megatron_fsdp
 
     messages: list[str] = []
@@ -227,7 +227,7 @@ def te_model(recipe: str, tp: int, meta: bool) -> dict[str, Any]:
                 128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True,
                 params_dtype=torch.bfloat16, device="meta" if meta else harness.device(), **group,
             )  # fmt: skip
-        harness.own_parts(model, group["tp_group"])
+        harness.shift_rows_by_rank(model, group["tp_group"])
         units = ["transformer_engine.pytorch.TransformerLayer"]
         if bridge:
             model = megatron_fsdp.fully_shard_model(
@@ -282,8 +282,8 @@ def sums_and_nan() -> dict[str, Any]:
     return {"worst": worst, "error": "none"}
 
 
-def corners() -> dict[str, Any]:
-    """Learning rate schedulers, zeros instead of none, state from before the first step, copies, a model on meta."""
+def edge_cases() -> dict[str, Any]:
+    """Run learning rate schedulers, zeroed gradients, state before the first step, copies and a model on meta."""
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.errors import InitError
 

@@ -19,7 +19,7 @@ from bridge.bodies import batch, full_weights, make_net
 
 
 @contextmanager
-def logged() -> Any:
+def capture_log() -> Any:
     """Collect te_fsdp's log messages in the context."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -31,7 +31,7 @@ def logged() -> Any:
         logging.getLogger("te_fsdp").removeHandler(handler)
 
 
-def worst(net: torch.nn.Module, reference: torch.nn.Module) -> float:
+def largest_relative_difference(net: torch.nn.Module, reference: torch.nn.Module) -> float:
     """Largest difference of a parameter from that of one process, relative to its largest value."""
     wanted = dict(reference.named_parameters())
     pairs = ((value, wanted[name]) for name, value in full_weights(net).items())
@@ -39,7 +39,7 @@ def worst(net: torch.nn.Module, reference: torch.nn.Module) -> float:
 
 
 def trained(model: Any, net: torch.nn.Module, average: bool = True) -> float:
-    """Two steps of two microbatches, the plain loop, against one process; SGD, whose steps show factors."""
+    """Train two steps of two microbatches by SGD in the plain loop, compared with one process."""
     from te_fsdp.compat import megatron_fsdp
 
     reference = make_net()
@@ -55,11 +55,11 @@ def trained(model: Any, net: torch.nn.Module, average: bool = True) -> float:
         for each in (optimizer, expected):
             each.step()
             each.zero_grad()
-    return worst(net, reference)
+    return largest_relative_difference(net, reference)
 
 
-def constructed(outer: str | None) -> dict[str, Any]:
-    """`MegatronFSDP(module, dist_index, ddp_config)`, on axes of the user's own names."""
+def construct_with_dist_index(outer: str | None) -> dict[str, Any]:
+    """Call `MegatronFSDP(module, dist_index, ddp_config)` on axes with the user's own names."""
     from te_fsdp.compat import megatron_fsdp
 
     mesh = dist.init_device_mesh(
@@ -85,12 +85,12 @@ def constructed(outer: str | None) -> dict[str, Any]:
     return results
 
 
-def alone() -> dict[str, Any]:
-    """`MegatronFSDP(module)` with nothing else but options; the defaults of its configuration."""
+def construct_without_dist_index() -> dict[str, Any]:
+    """Call `MegatronFSDP(module)` with options only. The rest are the configuration's defaults."""
     from te_fsdp.compat import megatron_fsdp
 
     net, results = make_net(), {}
-    with logged() as messages:
+    with capture_log() as messages:
         model = megatron_fsdp.MegatronFSDP(net, fsdp_unit_modules=["torch.nn.Linear"], nccl_ub=True)
     results["worst"], results["messages"] = trained(model, net), list(messages)
     index = model.get_distributed_index()
@@ -103,7 +103,7 @@ def alone() -> dict[str, Any]:
         outer_dp_sharding_strategy="optim",
     )
     net = make_net()
-    with logged() as messages:
+    with capture_log() as messages:
         model = megatron_fsdp.MegatronFSDP(net, ddp_config=config, calculate_per_token_loss=True)
     results["whole"] = not isinstance(net[0].weight, DTensor)
     results["sums"], results["config"] = trained(model, net, average=False), list(messages)
@@ -116,8 +116,8 @@ def alone() -> dict[str, Any]:
     return results
 
 
-def index_answers() -> dict[str, Any]:
-    """Groups, meshes and places by the user's names; experts; errors."""
+def dist_index_methods() -> dict[str, Any]:
+    """Check groups, meshes and ranks by the user's names, experts, and errors."""
     from te_fsdp.compat.megatron_fsdp import FSDPDistributedIndex
     from te_fsdp.errors import MeshError
 
@@ -175,8 +175,8 @@ def is_unreduced(parameter: torch.nn.Parameter) -> bool:
     return False
 
 
-def lifecycle() -> dict[str, Any]:
-    """Methods by their effects: reductions that wait, gathers, weights that were changed behind the model's back."""
+def effects_of_methods() -> dict[str, Any]:
+    """Check delayed reductions, gathers, and weights changed without the model's methods."""
     from te_fsdp.compat import megatron_fsdp
 
     results: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def lifecycle() -> dict[str, Any]:
             model(batch(0, 0, dist.get_rank())).square().mean().backward()
         model.synchronize_param_gather()  # "optim" keeps weights unsharded
         waits = all(map(is_unreduced, net.parameters()))
-        with logged() as messages:
+        with capture_log() as messages:
             getattr(model, method)(*([True] if method == "finish_grad_sync" else []))
         pairs = zip(net.parameters(), reference.parameters(), strict=True)
         results[method] = waits, max((p.grad.full_tensor() - r.grad).abs().max().item() for p, r in pairs)
@@ -221,7 +221,7 @@ def lifecycle() -> dict[str, Any]:
     model.synchronize_param_gather()
     results["released"] = isinstance(net[0].weight, DTensor)
     other = megatron_fsdp.MixedPrecisionPolicy(torch.bfloat16, None, torch.bfloat16)
-    with logged() as messages:
+    with capture_log() as messages:
         model.reset_mixed_precision_policy(other)
     results["policy"] = [str(model.mp_policy.main_params_dtype), str(model.mp_policy.grad_comm_dtype)]
     results["messages"] += messages
@@ -229,7 +229,7 @@ def lifecycle() -> dict[str, Any]:
 
 
 class Root(torch.nn.Module):
-    """A unit, and a weight of the root's own."""
+    """A unit, and a weight of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,8 +241,8 @@ class Root(torch.nn.Module):
         return self.unit(x * self.scale)
 
 
-def ahead() -> dict[str, Any]:
-    """`start_param_sync()` gathers the root's own weights only, counted in all-gathers of NCCL or gloo."""
+def start_param_sync() -> dict[str, Any]:
+    """Check that `start_param_sync()` gathers the root's weights only, by counting all-gathers."""
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.compat.megatron_fsdp import sharding
 
@@ -275,8 +275,8 @@ class Attention(torch.nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def reset_by_the_other_name() -> dict[str, Any]:
-    """From meta, against the constructor in one process; and one that nothing initializes."""
+def underscore_reset_parameters() -> dict[str, Any]:
+    """Initialize from meta like the constructor in one process. A module without either method raises."""
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.errors import InitError
 
@@ -299,8 +299,8 @@ def reset_by_the_other_name() -> dict[str, Any]:
     return results
 
 
-def whole() -> dict[str, Any]:
-    """`fsdp_no_shard` under the bridge's name."""
+def no_shard() -> dict[str, Any]:
+    """Use `fsdp_no_shard` under the bridge's name."""
     from te_fsdp.compat import megatron_fsdp
 
     net = make_net()

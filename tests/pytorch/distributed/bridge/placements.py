@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bridge.bodies import batch
-from bridge.constructors import worst
+from bridge.constructors import largest_relative_difference
 
 
 def make_nested() -> torch.nn.Module:
@@ -21,7 +21,7 @@ def make_nested() -> torch.nn.Module:
 
 
 def trained(rows: list[str], nested: bool = True) -> dict[str, Any]:
-    """Two SGD steps of two microbatches against one process, by placements in short: "RPF" of each axis."""
+    """Train two SGD steps by placements in short form ("RPF" of each axis), compared with one process."""
     from te_fsdp.compat.megatron_fsdp import experimental as v2
 
     kinds = {"R": v2.Replicate, "P": v2.Partial, "F": v2.Flat}
@@ -50,7 +50,11 @@ def trained(rows: list[str], nested: bool = True) -> dict[str, Any]:
             each.step()
             each.zero_grad()
     units = sum(hasattr(module, "reshard") for module in net.modules())
-    return {"worst": worst(net, reference), "units": units, "lr": [g["lr"] for g in optimizer.param_groups]}
+    return {
+        "worst": largest_relative_difference(net, reference),
+        "units": units,
+        "lr": [g["lr"] for g in optimizer.param_groups],
+    }
 
 
 def refusals() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Bodies of the tests of resuming: a training continues from what plain DCP has saved."""
+"""Bodies of the tests of resuming: training continues from a checkpoint of DCP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_net(seed: int, dtype: torch.dtype, frozen: bool) -> torch.nn.Sequential:
-    """Rows that four ranks cut unevenly, and fewer rows than ranks; one parameter may be frozen."""
+    """Return a model with uneven rows over four ranks and fewer rows than ranks. One parameter may be frozen."""
     torch.manual_seed(seed)
     linear, tanh = torch.nn.Linear, torch.nn.Tanh
     net = torch.nn.Sequential(linear(6, 9), tanh(), linear(9, 9), tanh(), linear(9, 2, bias=not frozen))

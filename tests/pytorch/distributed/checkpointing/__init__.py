@@ -1,1 +1,1 @@
-"""Bodies that save on one mesh, then load on the same or another one."""
+"""Bodies that save on one mesh, then load on the same or a different mesh."""

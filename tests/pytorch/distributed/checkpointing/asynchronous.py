@@ -1,4 +1,4 @@
-"""Bodies of asynchronous saves: what training does to the weights meanwhile, errors, the end of the process groups."""
+"""Bodies of asynchronous saves: weights changed during the write, errors, destroyed process groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from checkpointing.models import Case, Run
 
 @contextmanager
 def writing_waits_for(event: threading.Event) -> Iterator[None]:
-    """Nothing is written before the event is set."""
+    """Delay all writes until the event is set."""
     from te_fsdp.checkpoint import planner
 
     original = planner.RankWriter.blocks
@@ -82,8 +82,8 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
     return {"saves": outcome}
 
 
-def one_after_the_other(directory: str) -> dict[str, Any]:
-    """A second save waits for the first; a failure is raised by the handle, or else by the next save."""
+def several_saves(directory: str) -> dict[str, Any]:
+    """Check that a second save waits for the first. Its handle raises a failure, or else the next save."""
     import te_fsdp
     from te_fsdp.checkpoint import planner
 
@@ -138,7 +138,7 @@ def one_after_the_other(directory: str) -> dict[str, Any]:
 
 
 def groups_destroyed(directory: str) -> dict[str, Any]:
-    """The program destroys its process groups while a save runs; it ends well on all ranks."""
+    """Destroy the process groups while a save runs. It completes on all ranks."""
     import te_fsdp
 
     dist.init_process_group(harness.backend())
@@ -157,7 +157,7 @@ def groups_destroyed(directory: str) -> dict[str, Any]:
 
 
 def out_of_memory(directory: str) -> tuple[str, str]:
-    """One rank cannot copy: no rank waits for it, and all raise."""
+    """Run out of memory on one rank. No rank waits for it, and all raise."""
     import te_fsdp
     from te_fsdp.checkpoint.host_memory import Staging
 
@@ -179,8 +179,8 @@ def out_of_memory(directory: str) -> tuple[str, str]:
     return result
 
 
-def planned_again(directory: str) -> dict[str, Any]:
-    """Later saves of a model take the plan of the first, unless what any rank holds has changed."""
+def plan_reuse(directory: str) -> dict[str, Any]:
+    """Check that later saves reuse the plan, unless a value on any rank has changed."""
     import te_fsdp
     from te_fsdp.checkpoint import PerRank, saving
 

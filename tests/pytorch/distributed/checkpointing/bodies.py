@@ -52,7 +52,7 @@ def load_through(route: str, run: Run, path: str) -> None:
 
 
 def local_state(run: Run) -> dict[str, torch.Tensor]:
-    """Every tensor that this rank holds, raw: quantized weights as bytes and scales, optimizer state, buffers."""
+    """Return every raw tensor of this rank: quantized weights as bytes and scales, optimizer state, buffers."""
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     results: dict[str, torch.Tensor] = {}
@@ -158,10 +158,10 @@ def logical_state(run: Any) -> dict[str, torch.Tensor]:
                     results[label] = value.cpu().clone()
                 else:
                     cut.append((label, value, info))
-    return results | together(cut)
+    return results | assemble(cut)
 
 
-def together(shards: Iterable[tuple[str, torch.Tensor, Any]]) -> dict[str, torch.Tensor]:
+def assemble(shards: Iterable[tuple[str, torch.Tensor, Any]]) -> dict[str, torch.Tensor]:
     """Original tensors by label from all ranks' shards, given with their places; one collective for all of them."""
     originals: dict[str, torch.Tensor] = {}
     mine: dict[str, list[tuple[Any, torch.Tensor]]] = {}
@@ -179,7 +179,7 @@ def together(shards: Iterable[tuple[str, torch.Tensor, Any]]) -> dict[str, torch
     return originals
 
 
-def save_for_others(
+def save_for_different_mesh(
     case: Case, axes: dict[str, int] | None, directory: str, routes: tuple[str, ...]
 ) -> list[float]:
     """Train, save by each route, write down the logical state, train on; returns the further losses."""
@@ -193,7 +193,7 @@ def save_for_others(
     return run.steps(AFTER)
 
 
-def load_elsewhere(
+def load_on_different_mesh(
     case: Case,
     axes: dict[str, int] | None,
     directory: str,
@@ -201,12 +201,12 @@ def load_elsewhere(
     *,
     train: bool = True,
 ) -> dict[str, Any]:
-    """Load what another mesh saved; compare logical values bit for bit, train on.
+    """Load the checkpoint of a different mesh, compare logical values bit for bit, and train.
 
     Args:
         case: As saved.
         axes: This mesh.
-        directory: Where `save_for_others` wrote.
+        directory: Where `save_for_different_mesh` wrote.
         route: Which of its checkpoints.
         train: Whether to train on.
     """
@@ -219,8 +219,8 @@ def load_elsewhere(
 
 
 @contextmanager
-def rows_taken_as_plain(run: Any) -> Iterator[None]:
-    """Every cut parameter counts as one block, and the comparison that would notice is off."""
+def ignore_stacked_layouts(run: Any) -> Iterator[None]:
+    """Treat every sharded parameter as one block, and disable the comparison that detects this."""
     from te_fsdp.checkpoint import compare
     from te_fsdp.layout import PLAIN
     from te_fsdp.records import binding_of
@@ -238,8 +238,8 @@ def rows_taken_as_plain(run: Any) -> Iterator[None]:
             binding.rules = own
 
 
-def pass_on(case: Case, axes: dict[str, int], directory: str, name: str, to: str) -> None:
-    """Load a checkpoint and save it again under another name."""
+def resave(case: Case, axes: dict[str, int], directory: str, name: str, to: str) -> None:
+    """Load a checkpoint and save it again under a different name."""
     import te_fsdp
 
     run = Run(case, axes, seed=2)
@@ -247,7 +247,9 @@ def pass_on(case: Case, axes: dict[str, int], directory: str, name: str, to: str
     te_fsdp.checkpoint.save(f"{directory}/{to}", run.model, run.optimizer)
 
 
-def there_and_back(case: Case, axes: dict[str, int], directory: str, name: str, raw: str) -> list[str]:
+def compare_after_round_trip(
+    case: Case, axes: dict[str, int], directory: str, name: str, raw: str
+) -> list[str]:
     """Raw local state after a load equals what this rank wrote down before the journey over other meshes.
 
     Args:
@@ -271,7 +273,7 @@ def there_and_back(case: Case, axes: dict[str, int], directory: str, name: str, 
     return differing(expected, {k: v.cpu() for k, v in local_state(run).items()})
 
 
-def refuse_plain(case: Case, axes: dict[str, int], directory: str) -> str:
+def error_of_dcp_load(case: Case, axes: dict[str, int], directory: str) -> str:
     """Loading by plain DCP raises on this mesh and changes nothing; returns the error's text."""
     run = Run(case, axes, seed=1)
     before = local_state(run)
@@ -284,7 +286,7 @@ def refuse_plain(case: Case, axes: dict[str, int], directory: str) -> str:
     raise AssertionError("loaded")
 
 
-def refuse_to_save(case: Case, axes: dict[str, int], directory: str) -> str:
+def error_of_dcp_save(case: Case, axes: dict[str, int], directory: str) -> str:
     """Saving by plain DCP raises on this rank; returns the error's text."""
     run = Run(case, axes, seed=1)
     run.steps(1)

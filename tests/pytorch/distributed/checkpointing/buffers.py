@@ -17,7 +17,7 @@ PLACEMENTS = {"copied": Replicate(), "rows": Shard(0), "columns": Shard(1)}
 
 
 def build(seed: int) -> nn.Module:
-    """Buffers of 5 x 3 elements, cut unevenly; plain ones in a world of one process."""
+    """Return buffers of 5 x 3 elements in uneven shards, or plain ones in a world of one process."""
     module = nn.Linear(2, 2)
     torch.manual_seed(seed)
     mesh = init_device_mesh(harness.device_type(), (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -51,8 +51,8 @@ def save_and_load(directory: str) -> dict[str, Any]:
     return {"wrong": wrong, "control": control, "drifted": drifted}
 
 
-def load_elsewhere(directory: str, saved_on: int) -> list[str]:
-    """Load what another number of ranks has saved; the names that are wrong."""
+def load_on_different_mesh(directory: str, saved_on: int) -> list[str]:
+    """Load the checkpoint of a different number of ranks. Return the names of wrong buffers."""
     import te_fsdp
 
     expected, other = values(build(0)), build(1)

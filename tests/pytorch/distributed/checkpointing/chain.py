@@ -7,15 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.bodies import together
+from checkpointing.bodies import assemble
 from checkpointing.format_models import QuantizedTraining
 from checkpointing.formats import AFTER, differing, shards
 
 
-def link(
+def continue_on_mesh(
     axes: dict[str, int] | None, directory: str, recipe: str, position: int, *, spoil: bool = False
 ) -> dict[str, Any]:
-    """One link of a chain of meshes: load what the last one saved, compare every value, train, save for the next.
+    """Load the previous mesh's checkpoint, compare every value, train, and save for the next mesh.
 
     Args:
         axes: This mesh.
@@ -42,12 +42,12 @@ def link(
     losses = run.steps(AFTER)
     path = f"{directory}/{recipe}-{position}"
     te_fsdp.checkpoint.save(path, run.model, run.optimizer, extra={"position": run.position})
-    expected = together(shards(run))
+    expected = assemble(shards(run))
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(expected, f"{path}.pt")
     return {"wrong": wrong, "tensors": count, "losses": losses}
 
 
-def uninterrupted(axes: dict[str, int], recipe: str, links: int) -> list[float]:
+def train_uninterrupted(axes: dict[str, int], recipe: str, links: int) -> list[float]:
     """Losses of training that is never interrupted."""
     return QuantizedTraining(recipe, axes, seed=0).steps(links * AFTER)

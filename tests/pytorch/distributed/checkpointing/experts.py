@@ -41,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """The mesh and strategy.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place:
 class Run:
     """A mixture of experts on a mesh with its optimizer."""
 
-    def __init__(self, case: Case, place: Place, seed: int) -> None:
+    def __init__(self, case: Case, place: Setup, seed: int) -> None:
         import te_fsdp
 
         self.case, self.place = case, place
@@ -126,13 +126,13 @@ def logical(run: Run) -> dict[str, torch.Tensor]:
         _add_delayed(mine, prefix, module)
     everyone = wire.gather(mine)
     names = sorted({name for result in everyone for name in result})
-    return {name: _together(name, [result[name] for result in everyone if name in result]) for name in names}
+    return {name: _assemble(name, [result[name] for result in everyone if name in result]) for name in names}
 
 
 def _pieces(
     module: Any, own: str, parameter: torch.Tensor, value: torch.Tensor
 ) -> list[tuple[str, Any, Any]]:
-    """Name, shape and rectangles of the tensors that a local one holds parts of."""
+    """Return name, shape and rectangles of the original tensors that a local tensor contains parts of."""
     from te_fsdp.records import binding_of
     from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import te as _te
@@ -171,7 +171,7 @@ def _add_delayed(mine: dict[str, Any], prefix: str, module: Any) -> None:
                 mine[f"{prefix}:{key}.{name}.{index}"] = (tuple(part.shape), [((...,), part)])
 
 
-def _together(name: str, held: list[tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]]) -> torch.Tensor:
+def _assemble(name: str, held: list[tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]]) -> torch.Tensor:
     shape = held[0][0]
     whole = torch.empty(shape, dtype=held[0][1][0][1].dtype)
     written = torch.zeros(shape, dtype=torch.bool)
@@ -187,7 +187,7 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def save_on(case: Case, places: list[Place], directory: str, *, optimizer: bool = True) -> None:
+def save_on(case: Case, places: list[Setup], directory: str, *, optimizer: bool = True) -> None:
     """Train on each of the meshes, save, write down the logical state."""
     import te_fsdp
 
@@ -200,8 +200,8 @@ def save_on(case: Case, places: list[Place], directory: str, *, optimizer: bool 
             torch.save(expected, f"{directory}/{place.name}.pt")
 
 
-def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dict[str, Any]:
-    """Load what one mesh saved on another; compare logical values bit for bit.
+def load_on(case: Case, pairs: list[tuple[Setup, Setup]], directory: str) -> dict[str, Any]:
+    """Load the checkpoint of a different mesh. Compare logical values bit for bit.
 
     Returns:
         By pair: what is wrong, how many tensors were compared and how many differed before, the groups' options.
@@ -222,9 +222,9 @@ def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dic
 
 
 def convert_on(
-    case: Case, places: list[Place], source: str, optimizer: bool, directory: str
+    case: Case, places: list[Setup], source: str, optimizer: bool, directory: str
 ) -> dict[str, Any]:
-    """Load what was saved in another format; the first place in one process says what must come."""
+    """Load a checkpoint of a different format, compared with the first setup in one process."""
     import te_fsdp
 
     results = {}
@@ -242,8 +242,8 @@ def convert_on(
     return results
 
 
-def plain_dcp(case: Case, place: Place, others: list[Place], directory: str) -> dict[str, Any]:
-    """Plain DCP with global names: loaded by te_fsdp.checkpoint.load and, unless experts are apart, by DCP itself."""
+def plain_dcp(case: Case, place: Setup, others: list[Setup], directory: str) -> dict[str, Any]:
+    """Save by DCP with global names. Load by te_fsdp.checkpoint.load, and by DCP where it can."""
     import te_fsdp
 
     run = Run(case, place, seed=0)
@@ -272,7 +272,7 @@ def plain_dcp(case: Case, place: Place, others: list[Place], directory: str) -> 
 
 
 def local_names(case: Case, directory: str) -> dict[str, Any]:
-    """The fault: experts that every rank counts from 0. Plain DCP loses one rank's; te_fsdp.checkpoint refuses."""
+    """Count experts from 0 on every rank. DCP loses the experts of one rank, and te_fsdp.checkpoint raises."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

@@ -150,7 +150,7 @@ def corruptions(directory: str, start: int, count: int) -> dict[str, Any]:
 
 
 def _refuses(load: Any) -> bool:
-    """Whether a load raises CheckpointError on all ranks with one text."""
+    """Return whether a load raises CheckpointError with the same text on all ranks."""
     try:
         load()
         told = ("", "")
@@ -161,8 +161,8 @@ def _refuses(load: Any) -> bool:
     return told[0] == "CheckpointError" and all(other == told for other in seen)
 
 
-def drifted_replicas(directory: str, axes: dict[str, int], name: str, of: str) -> tuple[str, str]:
-    """One rank's replica of a parameter, or of its state, has another value; the save fails and names it.
+def save_different_replicas(directory: str, axes: dict[str, int], name: str, of: str) -> tuple[str, str]:
+    """Change one rank's replica of a parameter or state. The save raises and names it.
 
     Args:
         directory: Where checkpoints go.

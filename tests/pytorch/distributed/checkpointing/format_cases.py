@@ -11,7 +11,7 @@ from checkpointing.format_models import QuantizedTraining
 from checkpointing.formats import values_of
 
 
-def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
+def unfit_delayed_scaling_state(directory: str) -> dict[str, Any]:
     """Delayed scaling of other FP8 formats, and none at all: an error, or a statement and scales that fit the bytes."""
     import json
     from unittest import mock
@@ -59,7 +59,7 @@ def _te_format(name: str) -> Any:
 
 
 class Narrow(torch.nn.Module):
-    """Weights of three blocks of 32 rows, which most meshes cut through when they are not quantized."""
+    """Weights of three blocks of 32 rows. Most meshes shard unquantized ones within blocks."""
 
     def __init__(self, device: Any, **tp: Any) -> None:
         super().__init__()
@@ -69,7 +69,9 @@ class Narrow(torch.nn.Module):
         self.mlp = te.LayerNormMLP(64, 96, activation="swiglu", **options)
 
 
-def cut_blocks(axes: dict[str, int], directory: str, recipes: list[str], *, save: bool) -> dict[str, Any]:
+def load_partial_blocks(
+    axes: dict[str, int], directory: str, recipes: list[str], *, save: bool
+) -> dict[str, Any]:
     """Quantized weights of one process into bf16 ones whose shards begin and end inside blocks.
 
     Args:

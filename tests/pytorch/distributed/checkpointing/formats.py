@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.bodies import first_steps, together
+from checkpointing.bodies import assemble, first_steps
 from checkpointing.format_models import QuantizedTraining, width_of
 
 AFTER = 2  # the first loss shows the weights that were loaded, the second the optimizer's state
@@ -60,7 +60,7 @@ def save_formats(
     for recipe in recipes:
         run = QuantizedTraining(recipe, axes, seed=0)
         run.steps(first_steps(recipe))
-        expected = together(shards(run))
+        expected = assemble(shards(run))
         path = f"{directory}/{name}-{recipe}"
         te_fsdp.checkpoint.save(path, run.model, run.optimizer)
         if name == "tp4":
@@ -118,7 +118,7 @@ def convert_formats(
     master: bool = True,
     spoil: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Load weights of one format into a model of another, with main weights and without.
+    """Load weights of one format into a model of a different format, with and without main weights.
 
     Args:
         axes: This mesh.
@@ -138,7 +138,7 @@ def convert_formats(
         path = f"{directory}/{name}-{saved}"
         originals = torch.load(f"{path}.pt", weights_only=True)
         if master:
-            with _each_rank_by_itself() if spoil else _as_it_is():
+            with _without_shared_amax() if spoil else _unchanged():
                 loaded = te_fsdp.checkpoint.load(path, run.model, run.optimizer)
         else:
             allow = ["optimizer"]
@@ -197,12 +197,12 @@ def quantized_in_one_process(local: torch.Tensor, whole: torch.Tensor) -> torch.
 
 
 @contextmanager
-def _as_it_is() -> Iterator[None]:
+def _unchanged() -> Iterator[None]:
     yield
 
 
 @contextmanager
-def _each_rank_by_itself() -> Iterator[None]:
+def _without_shared_amax() -> Iterator[None]:
     """Result of a load without the amaxes of the other ranks."""
     from te_fsdp.checkpoint import reading
     from te_fsdp.quantized.components import components_of
@@ -220,7 +220,7 @@ def _each_rank_by_itself() -> Iterator[None]:
         reading.quantize_with_shared_scale = stock
 
 
-def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, Any]:
+def compare_quantized_main_weights(recipe: str, axes: dict[str, int]) -> dict[str, Any]:
     """Weights rebuilt from the main weights have the bytes that the optimizer's step gave them."""
     from te_fsdp.checkpoint.model_state import owned_parameters
     from te_fsdp.quantized.components import components_of

@@ -78,13 +78,13 @@ class Case:
         te_fsdp.materialize(model, seed=3)
         for layer in model.layers:
             if meshes.ep is not None and layer.experts is not None:
-                layer.experts.exchange = partial(to_their_ranks, meshes.ep)
+                layer.experts.exchange = partial(dispatch_to_experts, meshes.ep)
         if self.quantized:
             return model, FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def to_their_ranks(ep: Any, experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def dispatch_to_experts(ep: Any, experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Rows, one expert's after the other, through the experts of all ranks of ``ep``."""
     own, size, group = len(counts) // ep.size(), ep.size(), ep.get_group()
     mine: list[Any] = [None] * size
@@ -101,7 +101,7 @@ def to_their_ranks(ep: Any, experts: Any, rows: torch.Tensor, counts: list[int])
 
 
 def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
-    """Load a folder onto a mesh, train a step, save it as a folder; look at this from everywhere.
+    """Load a folder onto a mesh, train a step and save it as a folder. Compare it with every reader.
 
     Returns:
         Of the folder that was written: tensors that differ from what the command line exports of a checkpoint, from
@@ -159,7 +159,7 @@ def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
 
 
 def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[str, list[str]]:
-    """One rank's disk is full, one cannot read its weights; errors, and the files afterwards. Then it works."""
+    """Save with a full disk on one rank and unreadable weights on another. Afterwards a save works."""
     import te_fsdp
     from te_fsdp.checkpoint.lazy_tensors import InMemory
     from te_fsdp.checkpoint.portable import huggingface as hf, weight_stream
@@ -199,8 +199,8 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
     return outcome
 
 
-def gates_cut_by_tp(folder: str) -> list[str]:
-    """Experts whose gate and up are one block, cut by tensor parallelism: what writing and loading a folder says."""
+def errors_of_tp_sharded_gate_up(folder: str) -> list[str]:
+    """Return the errors of saving and loading experts whose fused gate and up tp shards."""
     import transformer_engine.pytorch as te
     import transformers
 
@@ -253,7 +253,7 @@ def _differing(one: Any, other: Any) -> list[str]:
 
 
 def _differing_pieces(model: nn.Module, other: nn.Module) -> list[str]:
-    """Parameters of which two models hold different bytes on this rank."""
+    """Return parameters whose bytes on this rank differ between two models."""
     from te_fsdp.checkpoint.model_state import model_state
 
     pairs = zip(model_state(model).entries.items(), model_state(other).entries.items(), strict=True)
@@ -264,7 +264,7 @@ def _differing_pieces(model: nn.Module, other: nn.Module) -> list[str]:
     ]
 
 
-def wrong_pieces(model: nn.Module, whole: nn.Module) -> list[str]:
+def different_shards(model: nn.Module, whole: nn.Module) -> list[str]:
     """Parameters of which a local piece is not, bit for bit, what the unsharded model has at its place."""
     from te_fsdp.checkpoint.model_state import model_state
 
@@ -279,7 +279,7 @@ def wrong_pieces(model: nn.Module, whole: nn.Module) -> list[str]:
     return wrong
 
 
-def load_everywhere(
+def load_onto_mesh(
     folder: str, config: dict[str, Any], axes: dict[str, int], checkpoint: str
 ) -> dict[str, Any]:
     """Load onto a mesh, directly, and from a checkpoint of the unsharded model.
@@ -299,15 +299,15 @@ def load_everywhere(
     assert all(torch.equal(p.detach().cpu(), tensors[n]) for n, p in whole.named_parameters())
 
     model = build(config, meshes)
-    before = wrong_pieces(model, whole)
+    before = different_shards(model, whole)
     refusal = ""
     try:  # all ranks must raise, and change nothing
         hf.load_huggingface(f"{folder}-missing" if dist.get_rank() == 1 else folder, model)
     except CheckpointError as error:
         refusal = str(error)
-    assert wrong_pieces(model, whole) == before
+    assert different_shards(model, whole) == before
     hf.load_huggingface(folder, model)
-    direct = wrong_pieces(model, whole)
+    direct = different_shards(model, whole)
     tokens = torch.randint(0, config["vocab_size"], (2, 8), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(harness.device())
     with torch.no_grad():
@@ -321,7 +321,7 @@ def load_everywhere(
         "before": before,
         "refusal": refusal,
         "direct": direct,
-        "through a checkpoint": wrong_pieces(other, whole),
+        "through a checkpoint": different_shards(other, whole),
         "logit": expected.abs().max().item(),
         "error": (got - expected).abs().max().item(),
     }

@@ -8,13 +8,13 @@ import harness
 import torch
 import torch.distributed as dist
 from quantization.bodies import SEED, Stepper, batch_of
-from quantization.one_scale import (
+from quantization.weight_bytes import (
     HIDDEN,
     compare,
     gathered,
     meshes_of,
     named_weights,
-    raised_everywhere,
+    raise_on_all_ranks,
     recipe_of,
     stock,
 )
@@ -47,13 +47,13 @@ def _sharded(recipe: str, meshes: Any, kind: str, seed: int) -> nn.Module:
     return model
 
 
-def _stand_still(optimizer: Any) -> None:
-    """From now on each parameter becomes its main weight, whatever the gradients."""
+def _set_zero_learning_rate(optimizer: Any) -> None:
+    """Set learning rate and weight decay to 0, so that a step makes each parameter equal its main weight."""
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.0, 0.0
 
 
-def not_given(cases: list[tuple[str, str, int, int]], directory: str) -> list[int]:
+def load_without_optimizer(cases: list[tuple[str, str, int, int]], directory: str) -> list[int]:
     """Load into a model whose optimizer has stepped, step with a learning rate of 0, compare raw buffers.
 
     Args:
@@ -82,15 +82,15 @@ def not_given(cases: list[tuple[str, str, int, int]], directory: str) -> list[in
             assert any("its main weights are those of the loaded weights" in note for note in loaded.notes)
         compare(model, one, f"{recipe} {kind}: as loaded")
         for each in (step, one_step):
-            _stand_still(each.optimizer)
+            _set_zero_learning_rate(each.optimizer)
             each(*batch_of(HIDDEN))
         compared.append(_same_values(model, one, f"{recipe} {kind}: after the next step"))
     return compared
 
 
 def _same_values(model: nn.Module, one: nn.Module, when: str) -> int:
-    """Not bits: a zero less nothing times an update has the update's sign. Returns the number of weights."""
-    with raised_everywhere(when):
+    """Compare by value, because the sign of a zero may differ. Return the number of weights."""
+    with raise_on_all_ranks(when):
         whole = dict(one.named_parameters())
         weights = named_weights(model)
         for name, module, own, parameter in weights:

@@ -90,7 +90,7 @@ def load_into_another_model(directory: str, kind: str) -> tuple[str, str]:
     return result
 
 
-def load_in_part(directory: str, allow: list[str] | None) -> dict[str, Any]:
+def load_partially(directory: str, allow: list[str] | None) -> dict[str, Any]:
     """Take what fits and name the rest: in a warning and in the result."""
     import te_fsdp
 
@@ -130,7 +130,7 @@ def warnings_of_te_fsdp() -> Iterator[list[str]]:
         log.removeHandler(handler)
 
 
-def groups_in_part(directory: str) -> dict[str, Any]:
+def load_groups_partially(directory: str) -> dict[str, Any]:
     """Other groups than were saved: state by parameter, options where the saved group is clear."""
     import te_fsdp
 
@@ -159,7 +159,7 @@ def groups_in_part(directory: str) -> dict[str, Any]:
     }
 
 
-def main_weights_follow(directory: str) -> dict[str, float]:
+def load_main_weights_partially(directory: str) -> dict[str, float]:
     """An optimizer that is left alone by a partial load must not undo it: its main weights follow the loaded ones."""
     import te_fsdp
     from te_fsdp.upstream import torch_dtensor as _torch
@@ -198,7 +198,7 @@ def optimizer_before_sharding(directory: str, only_rank: int | None) -> list[tup
     return results
 
 
-def damaged(directory: str, kind: str) -> tuple[str, str]:
+def load_damaged(directory: str, kind: str) -> tuple[str, str]:
     """A directory that is not a complete checkpoint on any rank; nothing may change."""
     import te_fsdp
 
@@ -226,7 +226,7 @@ def damaged(directory: str, kind: str) -> tuple[str, str]:
     return result
 
 
-def failing_write(directory: str) -> dict[str, Any]:
+def save_with_write_error(directory: str) -> dict[str, Any]:
     """Rank 1 cannot write: all ranks raise, nothing appears or stays behind, the next save works."""
     import te_fsdp
     from te_fsdp.checkpoint import planner
@@ -253,7 +253,7 @@ def failing_write(directory: str) -> dict[str, Any]:
     return {"error": result, "left": left, "newest": str(newest), "again": again, "after": after}
 
 
-def drifted(directory: str, what: str) -> tuple[str, str]:
+def save_different_values(directory: str, what: str) -> tuple[str, str]:
     """Ranks disagree on what is written once for all."""
     import te_fsdp
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -273,8 +273,8 @@ def drifted(directory: str, what: str) -> tuple[str, str]:
     return result
 
 
-def other_format(directory: str) -> list[tuple[str, str]]:
-    """Formats and main weights that would be converted, when conversions are refused; nothing may change."""
+def load_different_format(directory: str) -> list[tuple[str, str]]:
+    """Load formats and main weights that need a disallowed conversion. The model is unchanged."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp
@@ -304,8 +304,8 @@ def other_format(directory: str) -> list[tuple[str, str]]:
     return results
 
 
-def load_different_ones(directory: str) -> dict[str, tuple[str, str]]:
-    """Each rank another checkpoint of the same model, ours or plain; and one that a rank does not see."""
+def load_different_checkpoints(directory: str) -> dict[str, tuple[str, str]]:
+    """Load a different checkpoint of the same model on each rank, and one that a rank cannot read."""
     import te_fsdp
 
     model, rank = shard(Small()), dist.get_rank()
@@ -333,7 +333,7 @@ def load_different_ones(directory: str) -> dict[str, tuple[str, str]]:
 
 def save_hybrid_weights(directory: str) -> bool:
     """Weights of two formats at once: saving raises. Returns whether there are files."""
-    from quantization.one_scale import meshes_of, sharded
+    from quantization.weight_bytes import meshes_of, sharded
 
     import te_fsdp
 

@@ -1,4 +1,4 @@
-"""Bodies: every kind of optimizer onto another mesh."""
+"""Bodies: every kind of optimizer on a different mesh."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]
 }
 
 
-class Odd(nn.Module):
+class MixedParameters(nn.Module):
     """A gated MLP and parameters that are frozen, unused, or smaller than a mesh."""
 
     def __init__(self, dtype: torch.dtype, device: Any, **tp: Any) -> None:
@@ -46,13 +46,13 @@ class Odd(nn.Module):
 
         options = {"params_dtype": dtype, "device": device, **tp}
         self.mlp = te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", set_parallel_mode=True, **options)
-        self.rest = Rest(dtype, device)
+        self.rest = RemainingParameters(dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rest(x + self.mlp(x))
 
 
-class Rest(nn.Module):
+class RemainingParameters(nn.Module):
     def __init__(self, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
         self.single = nn.Parameter(torch.empty(1, dtype=dtype, device=device))
@@ -78,7 +78,7 @@ class OptimizerRun:
         dtype, make = OPTIMIZERS[name]
         self.dtype = dtype
         self.meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
-        self.model = Odd(dtype, "meta", **self.meshes.te_kwargs())
+        self.model = MixedParameters(dtype, "meta", **self.meshes.te_kwargs())
         te_fsdp.fully_shard(self.model, self.meshes, units=["mlp"])
         te_fsdp.materialize(self.model, seed=seed)
         trained = [p for p in self.model.parameters() if p.requires_grad]

@@ -17,7 +17,7 @@ from checkpointing.models import Case, Run
 
 
 @contextmanager
-def counted() -> Iterator[list[int]]:
+def CountedReads() -> Iterator[list[int]]:
     """The bytes of each read of tensors and tables from object storage, by this rank."""
     from te_fsdp.checkpoint.storage import RemotePath
 
@@ -49,7 +49,7 @@ def save(case: Case, axes: dict[str, int], directory: str) -> tuple[Run, Any]:
     return run, path
 
 
-def both_ways(case: Case, axes: dict[str, int], to: dict[str, int], directory: str) -> dict[str, Any]:
+def compare_reads(case: Case, axes: dict[str, int], to: dict[str, int], directory: str) -> dict[str, Any]:
     """Load by each rank, and once: the same bits. The bytes that all ranks have read, each way and by default."""
     import te_fsdp
     from te_fsdp.collectives.agreement import gather
@@ -58,7 +58,7 @@ def both_ways(case: Case, axes: dict[str, int], to: dict[str, int], directory: s
     states, counts = [], []
     for seed, read in enumerate(("each", "once", "auto")):
         other = Run(case, to, seed=seed + 1)
-        with counted() as own:
+        with CountedReads() as own:
             extra = te_fsdp.checkpoint.load(path, other.model, other.optimizer, read=read)
         if axes == to:
             assert extra["own"].tolist() == [float(dist.get_rank())] * 4
@@ -70,7 +70,7 @@ def both_ways(case: Case, axes: dict[str, int], to: dict[str, int], directory: s
     return {"wrong": wrong, "tensors": len(states[0]), "read": counts}
 
 
-def mistakes(axes: dict[str, int], directory: str) -> tuple[list[str], list[str], int]:
+def errors_of_damaged_files(axes: dict[str, int], directory: str) -> tuple[list[str], list[str], int]:
     """Damage that a rank meets, also where ranks name several ways, and a word that is none: texts, changes, count."""
     import te_fsdp
     from te_fsdp.checkpoint.manifest import read_manifest

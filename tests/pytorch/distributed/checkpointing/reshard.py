@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.bodies import logical_state, rows_taken_as_plain
+from checkpointing.bodies import ignore_stacked_layouts, logical_state
 from checkpointing.reshard_models import Training
 
 BEFORE, AFTER = 1, 2  # the first loss shows the weights that were loaded, the second the optimizer's state
@@ -71,7 +71,7 @@ def load_all(
         run = Training(DTYPES[dtype], axes, seed=1)
         for name in names if dtype == "fp32" else train:
             path = f"{directory}/{name}-{dtype}"
-            with rows_taken_as_plain(run) if spoil else nullcontext():
+            with ignore_stacked_layouts(run) if spoil else nullcontext():
                 loaded = te_fsdp.checkpoint.load(path, run.model, run.optimizer)
             assert loaded == {"step": BEFORE} and not loaded.left and not loaded.converted
             run.position = BEFORE

@@ -16,7 +16,7 @@ SEQUENCE, BATCH, CLASSES = 4, 12, 19
 
 
 class Experts(nn.Module):
-    """Two grouped linears with a weight per expert; GroupedLinear communicates nothing over tp, so the sum is ours."""
+    """Two grouped linears with one weight per expert. GroupedLinear does not communicate over tp, so the model does."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
 
 class Small(nn.Module):
-    """A gain of 3 elements (some ranks hold none), a frozen one, one that nothing uses, and a counter."""
+    """A gain of 3 elements (none on some ranks), a frozen and an unused one, and a counter."""
 
     def __init__(self, dtype: torch.dtype, device: Any) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def trained(folder: str, case: dict[str, Any], steps: int = 1) -> tuple[Any, Any
     return model, optimizer, step
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -85,7 +85,7 @@ def different(streamed: dict[str, Any], expected: dict[str, Any]) -> list[str]:
         or name not in expected
         or streamed[name].shape != expected[name].shape
         or streamed[name].dtype != expected[name].dtype
-        or not torch.equal(bits(streamed[name]), bits(expected[name]))
+        or not torch.equal(tensor_bytes(streamed[name]), tensor_bytes(expected[name]))
     ]
 
 
@@ -269,7 +269,7 @@ def _against_bytes(whole: Any, kept: dict[str, torch.Tensor]) -> dict[str, list[
     return results
 
 
-def through_a_group(folder: str, case: dict[str, Any], page: str) -> dict[str, Any]:
+def transfer_through_a_group(folder: str, case: dict[str, Any], page: str) -> dict[str, Any]:
     """Run the functions of the page: rank 0 sends to an engine, here a thread with its own end of a group."""
     import re
     import threading

@@ -19,5 +19,5 @@ MESHES: dict[str, dict[str, int] | None] = {
 
 
 def is_full(config: pytest.Config) -> bool:
-    """Whether to run the full product."""
+    """Return whether to run the full product."""
     return devices.device_type() == "cuda" or config.getoption("--matrix", "covering") == "full"

@@ -14,7 +14,7 @@ from checkpointing.models import Case, Model, Run
 
 
 @dataclass(frozen=True)
-class Way:
+class Sharding:
     """How a model is sharded.
 
     Attributes:
@@ -35,7 +35,7 @@ class Way:
 class Sharded(Run):
     """A run sharded in some way, with AdamW; over bf16 parameters it has main weights."""
 
-    def __init__(self, case: Case, way: Way, seed: int) -> None:
+    def __init__(self, case: Case, way: Sharding, seed: int) -> None:
         import te_fsdp
 
         self.case, self.recipe, self.position = case, None, 0
@@ -65,7 +65,7 @@ def whole_state(run: Run) -> dict[str, torch.Tensor]:
     return results
 
 
-def between(case: Case, ways: list[Way], directory: str) -> dict[str, Any]:
+def save_and_load_each(case: Case, ways: list[Sharding], directory: str) -> dict[str, Any]:
     """Save in each way, load what the one before saved, compare logical values bit for bit."""
     import te_fsdp
 

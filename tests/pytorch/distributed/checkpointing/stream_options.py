@@ -9,8 +9,8 @@ import torch.distributed as dist
 from checkpointing.rollout import trained
 
 
-def differ(folder: str, option: str) -> int:
-    """Stream with another value of an option on rank 1; ``""``: without."""
+def error_of_different_options(folder: str, option: str) -> int:
+    """Stream with a different value of an option on rank 1, or with equal ones for ``""``."""
     from te_fsdp import huggingface as rollout
 
     model, optimizer, _ = trained(folder, {"axes": {"dp_shard": 2}, "layers": {"fuse_qkv_params": True}}, 0)

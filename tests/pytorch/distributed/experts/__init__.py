@@ -1,1 +1,1 @@
-"""Expert parallelism by value: a small mixture of experts, trained next to one process that holds all of them."""
+"""Expert parallelism by value: a small mixture of experts, compared with one process that has all experts."""

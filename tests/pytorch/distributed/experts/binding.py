@@ -58,7 +58,7 @@ def names() -> dict[str, Any]:
 
 
 def state_dicts() -> dict[str, Any]:
-    """A state dict of all experts, one by one or as one tensor, gives each rank its own; of local names none."""
+    """Load a state dict of all experts. Each rank gets its own, and none from local names."""
     torch.manual_seed(3)
     whole = build("none", "fp32", EXPERTS, None, harness.device(), bias=True)
     meshes = _meshes(ep=2)
@@ -87,7 +87,7 @@ def state_dicts() -> dict[str, Any]:
     return {**checks.require(4), "refused": refused}
 
 
-def lost_by_local_names() -> dict[str, Any]:
+def count_colliding_names() -> dict[str, Any]:
     """Show the effect of local names: two ranks, one name, two experts. Global names identify each expert."""
     meshes = _meshes(ep=2)
     stock = build("none", "fp32", 4, meshes, harness.device(), bias=False)
@@ -137,7 +137,7 @@ def torch_fully_shard(divide: bool, mesh: str) -> dict[str, Any]:
     return checks.require(4)
 
 
-def refused(mistake: str) -> None:
+def errors_of_binding(mistake: str) -> None:
     """Mistakes that must raise the same error on all ranks, before anything has changed."""
     import transformer_engine.pytorch as te
 
@@ -153,7 +153,7 @@ def refused(mistake: str) -> None:
     elif mistake == "weight mesh":
         weight = meshes.weight
     module = torch.nn.ModuleList([te.GroupedLinear(count, 32, width, **kwargs)])
-    experts = {"nobody": ["encoder"]}.get(mistake)
+    experts = {"unknown_module": ["encoder"]}.get(mistake)
     before = dict(module.named_parameters())
     try:
         te_fsdp.set_device_mesh(module, ep_mesh=ep, expert_weight_mesh=weight, experts=experts)
@@ -163,7 +163,7 @@ def refused(mistake: str) -> None:
         assert type(module[0]) is te.GroupedLinear
 
 
-def sharded_mistake(mistake: str) -> None:
+def errors_of_fully_shard(mistake: str) -> None:
     """The same through fully_shard, with a rank that fails before the ranks of ep talk to each other."""
     import te_fsdp
 
@@ -183,7 +183,7 @@ def sharded_mistake(mistake: str) -> None:
 
 
 def current_scaling(quantized: bool) -> None:
-    """A recipe that TE refuses for GroupedLinear under tp."""
+    """Use a recipe that TE does not support for GroupedLinear under tp."""
     training(
         {"ep": 2, "tp": 2}, "current", "quantized" if quantized else "bf16", 4, bias=False, route="every"
     )
@@ -224,8 +224,8 @@ def memory(axes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def halves(axes: dict[str, int]) -> dict[str, Any]:
-    """Gradients in fp16, which FSDP2 divides in another way than fp32: those of the same model in fp32, rounded."""
+def gradients_in_fp16(axes: dict[str, int]) -> dict[str, Any]:
+    """Compare fp16 gradients, which FSDP2 divides differently, with rounded fp32 gradients of the same model."""
     import te_fsdp
 
     meshes = _meshes(**axes)
@@ -252,7 +252,7 @@ def halves(axes: dict[str, int]) -> dict[str, Any]:
     return checks.require(4)
 
 
-def sums(axes: dict[str, int], how: dict[str, Any]) -> dict[str, Any]:
+def sums_of_gradients(axes: dict[str, int], how: dict[str, Any]) -> dict[str, Any]:
     """Gradients that are sums over four data-parallel ranks: with a quarter of the learning rate a step is the same."""
     import te_fsdp
 

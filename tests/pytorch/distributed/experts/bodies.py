@@ -16,7 +16,7 @@ from matrix.bodies import SEED, Check, Seen, _dense, _main, _optimizer
 from parity.runs import check_full_precision, shards
 from torch import nn
 
-from experts import breaking
+from experts import negative_controls
 from experts.model import ROUTES, TOKENS, build, routes, width_of
 
 STEPS = 3  # each with routes of its own
@@ -50,13 +50,13 @@ def training(
         check_full_precision()
     expected, originals = _reference(recipe, weights, experts, bias, route)
     if single:
-        expected.tensors, originals = _stacked(expected.tensors), _stacked(originals)
+        expected.tensors, originals = _stack_experts(expected.tensors), _stack_experts(originals)
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model = build(recipe, weights, experts, meshes, "meta", bias=bias, single=single)
-    with breaking.broken_piece(broken):
+    with negative_controls.remove(broken):
         te_fsdp.fully_shard(model, meshes, **how)
         te_fsdp.materialize(model, seed=SEED)
-        breaking.silence(broken, model)
+        negative_controls.disable_divisor_check(broken, model)
         check = ExpertCheck(recipe, weights, "grouped", expected, originals)
         check.initial(model)
         if steps:
@@ -160,7 +160,7 @@ def _reference(
     return result, before
 
 
-def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of experts, one by one, as those of the one parameter of all."""
     results = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
     parts: dict[str, list[torch.Tensor]] = {}

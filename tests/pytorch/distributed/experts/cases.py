@@ -22,12 +22,12 @@ MESHES: dict[str, dict[str, int]] = {
 
 
 def ranks(mesh: str) -> int:
-    """How many a mesh has."""
+    """Return the number of ranks of a mesh."""
     return math.prod(MESHES[mesh].values())
 
 
 def allowed(case: dict[str, Any]) -> bool:
-    """Whether TE trains a case with `mesh`, `form` (recipe, weights) and `bias`, and its shapes have full blocks."""
+    """Return whether TE trains a case with `mesh`, `form` (recipe, weights) and `bias` in full blocks."""
     (recipe, weights), mesh = case["form"], MESHES[case["mesh"]]
     if mesh.get("tp", 1) > 1 and (case["bias"] or recipe == "current"):
         return False  # TE refuses both

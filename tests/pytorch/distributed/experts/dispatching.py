@@ -133,7 +133,7 @@ def _dense(model: Block, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def wrong_on_rank_1(wrong: str) -> None:
-    """Dispatch once, with another size or a wrong input on rank 1."""
+    """Dispatch once, with a different size or a wrong input on rank 1."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=1, ep=2, device_type=harness.device_type())

@@ -177,8 +177,10 @@ def build(
             **kwargs,
         )
     if meshes is not None and own:
-        harness.own_parts(model, kwargs["tp_group"])
-        harness.own_parts(model.mixture, None if meshes.ep is None else meshes.ep.get_group(), experts=True)
+        harness.shift_rows_by_rank(model, kwargs["tp_group"])
+        harness.shift_rows_by_rank(
+            model.mixture, None if meshes.ep is None else meshes.ep.get_group(), experts=True
+        )
     return model
 
 

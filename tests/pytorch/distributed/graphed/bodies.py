@@ -11,7 +11,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from hfsdp.straight import small_ones_by_themselves
+from hfsdp.zero_copy import send_small_gradients_directly
 from strategies.models import HIDDEN, batch, sharded
 from torch import nn
 
@@ -20,7 +20,7 @@ from graphed.recorders import recording
 STEPS, MICROBATCHES, MAX_NORM = 6, 2, 0.5
 
 
-class Heard(logging.Handler):
+class LogCapture(logging.Handler):
     """Return te_fsdp's log messages."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Heard(logging.Handler):
         """Keep a line."""
         self.lines.append(record.getMessage())
 
-    def __enter__(self) -> Heard:
+    def __enter__(self) -> LogCapture:
         self._level = self._logger.level
         self._logger.addHandler(self)
         self._logger.setLevel(logging.INFO)
@@ -172,7 +172,7 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
             # TE compiles parts of its backward: the second shape makes kernels for any, whose sums have other last
             # bits, and the first shape has these too from then on. So a first and a second plain training differ.
             _train(meshes, case, False)
-        with small_ones_by_themselves() if case.get("zero_copy") else contextlib.nullcontext():
+        with send_small_gradients_directly() if case.get("zero_copy") else contextlib.nullcontext():
             expected, _ = _train(meshes, case, False)
             result, step = _train(meshes, case, True)
         assert expected.keys() == result.keys()
@@ -183,7 +183,7 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
     return facts
 
 
-def _ready(meshes: Any, case: dict[str, Any], failing: int = -1, **options: Any) -> Any:
+def _recorded(meshes: Any, case: dict[str, Any], failing: int = -1, **options: Any) -> Any:
     """A model, its optimizer, its step and inputs; after the recording, unless it fails."""
     import te_fsdp
 
@@ -197,7 +197,7 @@ def _ready(meshes: Any, case: dict[str, Any], failing: int = -1, **options: Any)
     return model, optimizer, step, inputs
 
 
-def recorded_anew() -> dict[str, list[int]]:
+def recordings_after_changes() -> dict[str, list[int]]:
     """Return the effect of several changes on a recorded step: recordings before, and after two more calls."""
     import te_fsdp
 
@@ -226,7 +226,7 @@ def recorded_anew() -> dict[str, list[int]]:
         "pace": lambda model, optimizer: te_fsdp.set_auto_sync(model, False),
     }
     for name, change in changes.items():
-        model, optimizer, step, inputs = _ready(meshes, {})
+        model, optimizer, step, inputs = _recorded(meshes, {})
         before = step.recordings
         change(model, optimizer)
         step(inputs)
@@ -247,17 +247,17 @@ def reasons() -> dict[str, Any]:
         ("gradients fail", {}, 0 if dist.get_rank() == 1 else -1),
         ("update fails", {}, 1 if dist.get_rank() == 1 else -1),
     ):
-        with Heard() as heard:
-            _, _, step, inputs = _ready(meshes, case, failing)
+        with LogCapture() as heard:
+            _, _, step, inputs = _recorded(meshes, case, failing)
             step(inputs)
         said = [line for line in heard.lines if "run eagerly" in line or "runs eagerly" in line]
         results[name] = [step.why_eager, step.why_step_eager, step.recordings, len(said)]
-    _, optimizer, step, inputs = _ready(meshes, {})
+    _, optimizer, step, inputs = _recorded(meshes, {})
     optimizer.register_step_post_hook(lambda *_: None)
     step(inputs)
     step(inputs)
     results["hook"] = [step.why_eager, step.why_step_eager, step.recordings]
-    _, _, step, inputs = _ready(meshes, {})
+    _, _, step, inputs = _recorded(meshes, {})
     for rows in (1, 2, 3, 1, 2, 3, 5, 5):
         step(inputs[:, :1].repeat(1, rows, 1))
     results["shapes"] = [step.why_eager, step.recordings]
@@ -307,12 +307,12 @@ def failed_capture() -> dict[str, Any]:
     return {"why": why, "now": step.why_eager, "recordings": step.recordings, "replays": step.replays}
 
 
-def watched() -> list[Any]:
+def report_nan_between_graphs() -> list[Any]:
     """``report_nan`` raises between the graphs: weights stay, and training goes on after it."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
-    model, optimizer, step, inputs = _ready(meshes, {"nan": True}, max_norm=MAX_NORM)
+    model, optimizer, step, inputs = _recorded(meshes, {"nan": True}, max_norm=MAX_NORM)
     before = {name: value.clone() for name, value in values_of(model, optimizer).items()}
     poisoned = inputs.clone()
     if dist.get_rank() == 1:
@@ -341,7 +341,7 @@ def evaluations() -> list[bool]:
     from te_fsdp.sharded_model import get_sharded_model
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
-    model, _, step, inputs = _ready(meshes, {"strategy": "optim"})
+    model, _, step, inputs = _recorded(meshes, {"strategy": "optim"})
     seen, left, begun, loop = [], [], [], step._call
 
     def gathered() -> bool:
@@ -366,7 +366,7 @@ def outputs_are_copies() -> bool:
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
-    _, _, step, inputs = _ready(meshes, {}, max_norm=MAX_NORM)
+    _, _, step, inputs = _recorded(meshes, {}, max_norm=MAX_NORM)
     first = step(inputs)
     kept = first.output.clone(), first.grad_norm.clone()
     step(inputs * 2)
@@ -374,7 +374,7 @@ def outputs_are_copies() -> bool:
 
 
 def mistakes() -> list[str]:
-    """Arguments that cannot be meant."""
+    """Return the errors of invalid arguments."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -394,7 +394,7 @@ def mistakes() -> list[str]:
     return texts
 
 
-def forgotten(failing: int) -> dict[str, list[Any]]:
+def steps_after_forget(failing: int) -> dict[str, list[Any]]:
     """Steps after ``forget()`` where a capture has failed before: both graphs are recorded then, and replayed.
 
     Args:
@@ -406,7 +406,7 @@ def forgotten(failing: int) -> dict[str, list[Any]]:
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
-    _, _, step, inputs = _ready(meshes, {}, failing if dist.get_rank() == 1 else -1)
+    _, _, step, inputs = _recorded(meshes, {}, failing if dist.get_rank() == 1 else -1)
     results = {}
     for when in ("before", "after"):
         recorded = [item.update is not None for item in step._recorded]

@@ -11,7 +11,7 @@ from torch import nn
 from graphed.program_bodies import HIDDEN, STEPS, _batch, _compared, _Model, _outcome, _recording
 
 
-class _Replaces(torch.optim.Optimizer):
+class ReplacingMomentum(torch.optim.Optimizer):
     """Momentum that is a new tensor after each step. A replay would read the old one."""
 
     def __init__(self, parameters: Any, lr: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ def first_updates(kind: str, optimizer: str) -> list[Any]:
     """
     import te_fsdp
 
-    build = {"adamw": _adamw, "fused_adam": _fused_adam, "replaces": _Replaces}[optimizer]
+    build = {"adamw": _adamw, "fused_adam": _fused_adam, "replaces": ReplacingMomentum}[optimizer]
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
 
     def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:

@@ -115,7 +115,7 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int
 
 
 def moved_gradients() -> list[Any]:
-    """A function that moves gradients between microbatches is refused by name, and a replay of it would be wrong.
+    """Move gradients between microbatches. The error names the function, because a replay would be wrong.
 
     Returns:
         Why steps ran eagerly; whether they equal those of the loop, then without the comparison of addresses.
@@ -135,7 +135,7 @@ def moved_gradients() -> list[Any]:
     return [why, *results]
 
 
-def watched() -> list[str]:
+def report_nan_of_microbatch() -> list[str]:
     """``report_nan`` names the microbatch, also if its graph has run for several."""
     import te_fsdp
 
@@ -154,7 +154,7 @@ def watched() -> list[str]:
 
 
 def mistakes() -> list[str]:
-    """Numbers of microbatches that cannot be meant, and tensors that are not stacked microbatches."""
+    """Return the errors of invalid numbers of microbatches and of tensors that are not stacked microbatches."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

@@ -42,7 +42,7 @@ class _Model(nn.Module):
         return x
 
 
-class _Towers(_Model):
+class _ParallelUnits(_Model):
     """A model whose units all get the inputs of the model, which need no gradient."""
 
     def forward(self, x: torch.Tensor, is_first: bool | None = None) -> torch.Tensor:
@@ -66,13 +66,13 @@ def _after_a_backward(model: nn.Module, number: int) -> torch.Tensor:
     return _two_forwards(model, number)
 
 
-def _first_is_eager(model: nn.Module, number: int) -> torch.Tensor:
+def _eager_first_forward(model: nn.Module, number: int) -> torch.Tensor:
     """Two forwards, the first of them once with inputs of a new kind, which runs eagerly."""
     first = model(_batch(number, 2 * ROWS if number >= 3 else ROWS)).square().mean()
     return first + model(_batch(100 + number)).square().mean()
 
 
-def _towers(model: nn.Module, number: int) -> torch.Tensor:
+def _parallel_units(model: nn.Module, number: int) -> torch.Tensor:
     return model(_batch(number)).square().mean()
 
 
@@ -96,8 +96,8 @@ def _unit_alone(model: nn.Module, number: int) -> torch.Tensor:
 LOOPS: dict[str, Callable[[nn.Module, int], torch.Tensor]] = {
     "two forwards": _two_forwards,
     "tp, two forwards": _after_a_backward,
-    "first is eager": _first_is_eager,
-    "towers": _towers,
+    "first is eager": _eager_first_forward,
+    "towers": _parallel_units,
     "a unit alone": _unit_alone,
     "casts": _casts,
     "tp, casts": _casts_of_two_forwards,
@@ -160,7 +160,7 @@ def _train(
     return values, step
 
 
-def fails_in_backward() -> str:
+def capture_fails_in_backward() -> str:
     """Record steps of which a hook reads a gradient on the host, after reductions have started: the same bits.
 
     Only CUDA refuses to wait for work of a capture, so that the fault that this guards shows on GPUs alone.
@@ -207,7 +207,7 @@ def same_bits(loop: str) -> list[int]:
     loss_of, options = LOOPS[loop], meshes.te_kwargs() | {"set_parallel_mode": tp > 1}
 
     def train(graphs: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
-        kind = _Towers if loop == "towers" else _Model
+        kind = _ParallelUnits if loop == "towers" else _Model
         model = kind(torch.bfloat16 if "casts" in loop else torch.float32, **options)
         policy = te_fsdp.MixedPrecisionPolicy() if "casts" in loop else None
         te_fsdp.fully_shard(model, meshes, units="blocks.*", transport="copy_engine", precision=policy)
@@ -280,7 +280,7 @@ def cached_weights() -> list[int]:
     return _compared(train)
 
 
-def not_sharded(strategy: str | dict[str, str]) -> dict[str, str]:
+def reasons_of_no_shard_units(strategy: str | dict[str, str]) -> dict[str, str]:
     """Return why units run eagerly if the strategy of some is ``no_shard``."""
     import te_fsdp
 
@@ -292,7 +292,7 @@ def not_sharded(strategy: str | dict[str, str]) -> dict[str, str]:
         return te_fsdp.graphed_units(model).why_eager
 
 
-def written(kind: str) -> list[int]:
+def write_between_steps(kind: str) -> list[int]:
     """Write to weights with main weights between steps that are recorded: losses and weights have the same bits.
 
     Args:

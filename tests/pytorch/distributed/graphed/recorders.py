@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from te_fsdp.features.hfsdp.gradients import UnaveragedGradient
 
 
-class Again:
+class ReplayedCall:
     """A recording. The function already ran during recording, so the first replay has no effect.
 
     As in a graph, results and gradients are at the same addresses in each replay.
@@ -48,7 +48,7 @@ class Again:
                 parameter.grad = held
 
 
-class AgainRecorder:
+class CallRecorder:
     """Records on the CPU.
 
     Attributes:
@@ -64,11 +64,13 @@ class AgainRecorder:
         """Nothing: there are no streams."""
         return contextlib.nullcontext()
 
-    def record(self, call: Callable[[], Any]) -> tuple[Again, Any]:
+    def record(self, call: Callable[[], Any]) -> tuple[ReplayedCall, Any]:
         """Run the function, to be run again by replays."""
         self.underway = True
         try:
-            again = Again(self._model, call)  # also where it fails: the other ranks wait for its collectives
+            again = ReplayedCall(
+                self._model, call
+            )  # also where it fails: the other ranks wait for its collectives
         finally:
             self.underway = False
         self.recorded += 1
@@ -79,11 +81,11 @@ class AgainRecorder:
 
 @contextlib.contextmanager
 def recording(model: nn.Module, failing: int = -1) -> Iterator[None]:
-    """Steps that are made within the context record: on the CPU by :class:`AgainRecorder`, on GPUs by themselves."""
+    """Steps that are made within the context record: on the CPU by :class:`CallRecorder`, on GPUs by themselves."""
     from te_fsdp.features import graphed_step
 
     if harness.device_type() != "cpu":
         yield
         return
-    with mock.patch.object(graphed_step, "recorder_for", lambda *_: AgainRecorder(model, failing)):
+    with mock.patch.object(graphed_step, "recorder_for", lambda *_: CallRecorder(model, failing)):
         yield

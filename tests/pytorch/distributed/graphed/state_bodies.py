@@ -106,7 +106,7 @@ def buffers(kind: str, units: bool, reads: bool = False) -> Any:
     return _compared(train)
 
 
-def objects(units: bool) -> list[int]:
+def objects_as_arguments(units: bool) -> list[int]:
     """Train with an object among the arguments whose tensors and numbers change in place: the same bits."""
     import te_fsdp
 
@@ -147,7 +147,7 @@ def objects(units: bool) -> list[int]:
     return _compared(train)
 
 
-def rates() -> list[int]:
+def learning_rates() -> list[int]:
     """Train with a learning rate that is a number, a tensor, and the same number again: the same bits."""
     import te_fsdp
 

@@ -12,10 +12,10 @@ import torch
 from strategies.models import sharded
 from torch import nn
 
-from graphed.bodies import STEPS, Heard, inputs_of, loop_of, optimizer_of, plain_step, values_of
+from graphed.bodies import STEPS, LogCapture, inputs_of, loop_of, optimizer_of, plain_step, values_of
 
 
-class Again:
+class ReplayedCall:
     """A recording on the CPU. The function already ran, so the first replay has no effect."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -35,30 +35,30 @@ class Again:
                 local_of(held).copy_(local_of(new))
 
 
-class AgainRecorder:
+class CallRecorder:
     """Records on the CPU; the ``failing``-th recording fails."""
 
     def __init__(self, failing: int = -1) -> None:
         self.left = failing
 
-    def record(self, call: Callable[[], Any]) -> tuple[Again, Any]:
+    def record(self, call: Callable[[], Any]) -> tuple[ReplayedCall, Any]:
         """Run the function, to be run again by replays."""
         self.left -= 1
         if self.left == -1:
             raise RuntimeError("operation not permitted when stream is capturing")
-        again = Again(call)
+        again = ReplayedCall(call)
         return again, again.result
 
 
 @contextlib.contextmanager
 def recording(failing: int = -1) -> Iterator[None]:
-    """Let units record: on the CPU by :class:`AgainRecorder`, on GPUs by CUDA graphs."""
+    """Let units record: on the CPU by :class:`CallRecorder`, on GPUs by CUDA graphs."""
     from te_fsdp.features import graphed_units
 
     if harness.device_type() != "cpu":
         yield
         return
-    with mock.patch.object(graphed_units, "recorder_for", lambda *_: AgainRecorder(failing)):
+    with mock.patch.object(graphed_units, "recorder_for", lambda *_: CallRecorder(failing)):
         yield
 
 
@@ -122,12 +122,12 @@ def stale_results_differ() -> list[bool]:
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     expected, _ = _train(meshes, {}, False)
-    with mock.patch.object(Again, "replay", lambda self: None):
+    with mock.patch.object(ReplayedCall, "replay", lambda self: None):
         result, _ = _train(meshes, {}, True)
     return [torch.equal(result[key], expected[key]) for key in ("losses 0", "losses 1", "losses 2")]
 
 
-def _ready(meshes: Any, failing: int = -1, case: dict[str, Any] | None = None) -> Any:
+def _recorded(meshes: Any, failing: int = -1, case: dict[str, Any] | None = None) -> Any:
     import te_fsdp
 
     model = model_of(meshes, case or {})
@@ -146,8 +146,8 @@ def reasons() -> dict[str, Any]:
     meshes, results = te_fsdp.Meshes.build(device_type=harness.device_type()), {}
 
     def run(name: str, around: Callable[[], Any] = contextlib.nullcontext, failing: int = -1) -> None:
-        with Heard() as heard:
-            model, graphed, x = _ready(meshes, failing)
+        with LogCapture() as heard:
+            model, graphed, x = _recorded(meshes, failing)
             for _ in range(3):
                 with around():
                     output = model(x.repeat(4, 1))
@@ -160,14 +160,14 @@ def reasons() -> dict[str, Any]:
     run("fails", failing=0)
     run("saved", torch.autograd.graph.save_on_cpu)
     run("delayed", lambda: te.autocast(enabled=True, recipe=DelayedScaling()))
-    model, graphed, x = _ready(meshes)
+    model, graphed, x = _recorded(meshes)
     for rows in (1, 2, 3, 4, 5):
         model(x[:1].repeat(rows, 1)).sum().backward()
     results["kinds"] = sorted(set(graphed.why_eager.values()))
     return results
 
 
-def order() -> dict[str, Any]:
+def out_of_order_replays() -> dict[str, Any]:
     """Two forwards before their backwards, a dropped forward, a frozen weight.
 
     Returns:
@@ -176,7 +176,7 @@ def order() -> dict[str, Any]:
     import te_fsdp
 
     meshes, results = te_fsdp.Meshes.build(device_type=harness.device_type()), {}
-    model, graphed, x = _ready(meshes)
+    model, graphed, x = _recorded(meshes)
     plain = model_of(meshes, {})
     y, checks = x.flip(0) * 2, harness.Comparisons()
 

@@ -57,7 +57,7 @@ def single_parameters() -> Any:
 def build(
     experts: int, device: Any, *, recipe: str, quantized: bool, single: bool, bias: bool, **te_kwargs: Any
 ) -> Block:
-    """One of the two forms, of bf16 or quantized weights."""
+    """Build one of the two forms with bf16 or quantized weights."""
     import transformer_engine.pytorch as te
 
     init = (
@@ -119,7 +119,7 @@ def loss_of(model: Block, meshes: Any, recipe: str, batch: tuple[torch.Tensor, t
 
 
 def by_expert(model: Block, what: str = "value") -> dict[str, torch.Tensor]:
-    """Values or gradients of this rank's experts, whole, for both forms: ``fc1.weight`` (experts, out, in)."""
+    """Return unsharded values or gradients of this rank's experts for both forms: ``fc1.weight`` (experts, out, in)."""
     from te_fsdp.records import binding_of
 
     binding = binding_of(model.fc1)
@@ -298,7 +298,7 @@ def placed(*, flat: bool) -> int:
 
 
 def torchs_fully_shard(experts: int, *, quantized: bool) -> dict[str, Any]:
-    """FSDP2 called by the user on meta, then ``reset_parameters``: as with te_fsdp's, though experts lie unevenly."""
+    """Call FSDP2 on meta and ``reset_parameters``, as a user does, with uneven experts."""
     from torch.distributed.fsdp import fully_shard
 
     import te_fsdp

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from experts.single import sharded
+from experts.single_parameter import sharded
 
 
-def mended(recipe: str) -> dict[str, Any]:
+def broadcast_experts(recipe: str) -> dict[str, Any]:
     """Change the bytes of the experts on the second rank, and broadcast.
 
     Returns:

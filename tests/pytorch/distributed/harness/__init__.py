@@ -1,7 +1,7 @@
 """Distributed test bodies on a pool of worker processes, the same on CPU or GPUs.
 
 On the CPU the workers use gloo and emulated TE, on GPUs NCCL and real TE; what gloo would send in small
-collectives goes through shared memory (`harness.exchange`; not with TE_FSDP_TEST_GLOO=1). Write a *body*, a
+collectives goes through shared memory (`harness.shared_memory`; not with TE_FSDP_TEST_GLOO=1). Write a *body*, a
 function at the top level of a test module (or of a module next to it), and call it through the `pool` fixture.
 It runs on each rank, in a fresh default process group, with all generators seeded with 0 and one torch thread:
 
@@ -53,9 +53,9 @@ from __future__ import annotations
 
 from .compare import Comparisons, Difference, assert_close, assert_same_bits, full
 from .devices import backend, device, device_type, gpu_ranks
-from .parts import own_parts
 from .pool import RaisedError, WorkerPool
 from .report import BodyFailed
+from .tp_init import shift_rows_by_rank
 
 __all__ = [
     "BodyFailed",
@@ -70,5 +70,5 @@ __all__ = [
     "device_type",
     "full",
     "gpu_ranks",
-    "own_parts",
+    "shift_rows_by_rank",
 ]

@@ -178,7 +178,7 @@ def _among_those_that_cost_nothing(expand: Callable[..., Any]) -> Callable[..., 
     """
 
     def fits(strategy: list[Any], held: list[Any]) -> bool:
-        """Whether a strategy for one dimension of a mesh takes what is held on one of them."""
+        """Return whether a strategy for one dimension of a mesh takes what is held on one of them."""
         free = [all(isinstance(placement, Replicate) for placement in each) for each in held]
         return any(
             all(any_ or expected == has for any_, expected, has in zip(free, strategy, here, strict=False))

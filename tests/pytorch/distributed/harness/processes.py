@@ -155,7 +155,7 @@ class Processes:
 
 
 def _ended(connection: Connection, seconds: float) -> bool:
-    """Whether the worker closes its end within this time; late answers are dropped."""
+    """Return whether the worker closes its end within this time; late answers are dropped."""
     deadline = time.monotonic() + seconds
     try:
         while connection.poll(max(0.0, deadline - time.monotonic())):

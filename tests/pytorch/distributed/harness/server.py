@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import exchange, state, wire, worker
+from . import shared_memory, state, wire, worker
 
 
 def main(options: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def main(options: dict[str, Any]) -> None:
         state.preload(options["te"])
         if options["te"] and not options["coverage"]:  # which workers measure from their start
             state.preload_library()
-        shared = exchange.install()
+        shared = shared_memory.install()
     except BaseException:
         wire.send(control, ("failed", traceback.format_exc()))
         return
@@ -57,7 +57,7 @@ def main(options: dict[str, Any]) -> None:
             alive.discard(argument)
 
 
-def _become_worker(rank: int, options: dict[str, Any], shared: exchange.Exchange) -> None:
+def _become_worker(rank: int, options: dict[str, Any], shared: shared_memory.Exchange) -> None:
     # A fork makes torch create its thread pool again at first use: if two threads of autograd do so, torch aborts
     # ("Invalid thread pool!").
     torch.set_num_threads(1)

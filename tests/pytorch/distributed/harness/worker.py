@@ -20,12 +20,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import exchange, state, wire
+from . import shared_memory, state, wire
 
 TRACEBACK_FRAMES = 12
 
 
-def main(rank: int, options: dict[str, Any], shared: exchange.Exchange | None = None) -> None:
+def main(rank: int, options: dict[str, Any], shared: shared_memory.Exchange | None = None) -> None:
     """Serve the pool until it says exit or goes away. Never returns.
 
     Args:
@@ -50,10 +50,10 @@ def main(rank: int, options: dict[str, Any], shared: exchange.Exchange | None = 
         if command == "run":
             state.restore_environment(environment, job["env"])
             if shared is not None:
-                gloo_alone = job["store"] is None or os.environ.get(exchange.GLOO_VARIABLE) == "1"
+                gloo_alone = job["store"] is None or os.environ.get(shared_memory.GLOO_VARIABLE) == "1"
                 shared.begin(None if gloo_alone else job["generation"])
                 if not gloo_alone:
-                    os.environ[exchange.LAZY_VARIABLE] = "1"
+                    os.environ[shared_memory.LAZY_VARIABLE] = "1"
             answer = _answer(run_body, job)
         else:
             answer = _answer(state.reset)

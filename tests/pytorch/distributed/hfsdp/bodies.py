@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from hfsdp.models import ADAM, Case, Run
-from hfsdp.wire import large_from
+from hfsdp.quantized_transfers import large_from
 
 STEPS = 2  # the second with the state that the first has made
 #: fp32 sums in another order over 24 x 8 tokens, through two optimizer steps (Adam with eps 1e-3).
 CLOSE = {"rtol": 1e-5, "why": "fp32, sums in another order, two steps"}
 
 
-def alone(axes: dict[str, int], cases: list[dict[str, Any]]) -> list[int]:
-    """:func:`parity` where each tensor that can travels by itself, however small it is."""
+def parity_with_large_tensors(axes: dict[str, int], cases: list[dict[str, Any]]) -> list[int]:
+    """Run :func:`parity` with every tensor sent separately, however small it is."""
     with large_from(1):
         return parity(axes, cases)
 
@@ -50,7 +50,7 @@ def same_parameters(checks: harness.Comparisons, run: Run, other: Run, label: st
         checks.close(f"{label} {name}", actual, expected, **CLOSE)
 
 
-def summed(axes: dict[str, int], case: dict[str, Any]) -> str:
+def sum_instead_of_mean(axes: dict[str, int], case: dict[str, Any]) -> str:
     """Negative control, the peer's fault: gradients are added up over the outer axis instead of averaged."""
     from te_fsdp.features.hfsdp import overlap
 
@@ -160,8 +160,8 @@ def exempt_parts(axes: dict[str, int]) -> list[tuple[int, ...]]:
 DECAY = 0.1
 
 
-def some_lack_gradients(marked: bool = False) -> int:
-    """Forward reaches a unit on the first holder alone, and another one nowhere: as in one process."""
+def missing_gradients(marked: bool = False) -> int:
+    """Use a unit on its first owner only and another one nowhere, compared with one process."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=1, device_type=harness.device_type())
@@ -236,7 +236,7 @@ def state_dict_round_trip(case: dict[str, Any], axes: dict[str, int]) -> int:
 
 
 def through_dcp(case: dict[str, Any], saved: dict[str, int], axes: dict[str, int], path: str) -> int:
-    """Two more steps after a save and a load by torch's own functions, on the same or another mesh.
+    """Make two more steps after a save and a load by DCP, on the same or a different mesh.
 
     Returns:
         Comparisons, bit for bit on the same mesh.
@@ -274,8 +274,8 @@ def through_dcp(case: dict[str, Any], saved: dict[str, int], axes: dict[str, int
 # --- refused
 
 
-def refused(case: str) -> None:
-    """One thing that would train wrong, on two copies of a model."""
+def error_of(case: str) -> None:
+    """Make one mistake that would train wrongly, on two copies of a model."""
     import te_fsdp
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -325,8 +325,8 @@ def refused(case: str) -> None:
         )
 
 
-def decoupled() -> list[tuple[str, str]]:
-    """A step of FusedAdam from fp32 gradients of bf16 weights that the user gives: exact, and what it sends."""
+def decoupled_gradients() -> list[tuple[str, str]]:
+    """Step FusedAdam from fp32 gradients of bf16 weights. Return errors and communication."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp

@@ -15,7 +15,9 @@ from hfsdp.models import SEED, Case, Run
 Place = tuple[dict[str, int] | None, str]
 
 
-def elsewhere(case: dict[str, Any], saved: Place, others: list[Place], directory: str) -> list[int]:
+def load_on_different_meshes(
+    case: dict[str, Any], saved: Place, others: list[Place], directory: str
+) -> list[int]:
     """Save on one mesh, load on others: the same bits of weights and state, and the same steps afterwards.
 
     Returns:
@@ -27,13 +29,13 @@ def elsewhere(case: dict[str, Any], saved: Place, others: list[Place], directory
     run = Run(Case(**case), saved[0], outer=saved[1])
     run.steps(2)
     te_fsdp.checkpoint.save(path, run.model, run.optimizer)
-    position, expected = run.position, whole_state(run)
+    position, expected = run.position, full_state(run)
     run.steps(2)
     counts = []
     for axes, outer in others:
         other = Run(Case(**case), axes, outer=outer, seed=SEED + 1)
         te_fsdp.checkpoint.load(path, other.model, other.optimizer)
-        checks, result = harness.Comparisons(), whole_state(other)
+        checks, result = harness.Comparisons(), full_state(other)
         assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
         for name, value in expected.items():
             checks.same_bits(f"{axes} {outer} {name}", result[name], value)
@@ -45,7 +47,7 @@ def elsewhere(case: dict[str, Any], saved: Place, others: list[Place], directory
     return counts
 
 
-def whole_state(run: Run) -> dict[str, torch.Tensor]:
+def full_state(run: Run) -> dict[str, torch.Tensor]:
     """Weights and state of a run, unsharded, by name. Collective."""
     results = {}
     for name, parameter in run.model.named_parameters():

@@ -9,7 +9,7 @@ from unittest import mock
 import harness
 import torch
 import torch.distributed as dist
-from plain import uneven_rows
+from plain_dcp import uneven_shards
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -83,4 +83,4 @@ def _tensors(states: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor
 def padded(copies: int, outer: str) -> dict[str, Any]:
     """Load full states as they were before they had the shapes of the parameters."""
     with mock.patch("te_fsdp.features.full_states.is_padded", return_value=False):
-        return uneven_rows.resumed(copies, outer, full=True)
+        return uneven_shards.resumed(copies, outer, full=True)

@@ -17,7 +17,7 @@ from parity.runs import Findings, check_full_precision, shards
 from quantization.models import BATCH, SEQUENCE
 from torch import nn
 
-from matrix import breaking
+from matrix import negative_controls
 from matrix.definitions import ACCUMULATION, MESHES
 from matrix.models import build, width_of
 from matrix.tolerances import PEAK, ROW, bounds, loss_bound
@@ -63,7 +63,7 @@ def training(
     *,
     broken: str = "",
 ) -> dict[str, Any]:
-    """Body of one case of the matrix; `broken` is a negative control, see `matrix.breaking`.
+    """Body of one case of the matrix; `broken` is a negative control, see `matrix.negative_controls`.
 
     Returns:
         Per kind of value the largest error as a share of its bound, and the number of comparisons.
@@ -76,7 +76,7 @@ def training(
     meshes, model = sharded(recipe, weights, module, mesh, sequence_parallel, reshard, checkpointing, broken)
     check = Check(recipe, weights, module, expected, originals)
     check.initial(model)
-    breaking.model(broken, model, meshes)
+    negative_controls.break_model(broken, model, meshes)
     cut = Cut(meshes, sequence_parallel)
     before = {name: _dense(parameter).clone() for name, parameter, _ in shards(model)}
     optimizer = _optimizer(model)
@@ -104,7 +104,7 @@ def training(
     return check.settle(axes.ranks)
 
 
-def refused(recipe: str, weights: str, module: str, mesh: str, **options: Any) -> None:
+def expect_error(recipe: str, weights: str, module: str, mesh: str, **options: Any) -> None:
     """Body of a combination that must raise on the way to its first step."""
     meshes, model = sharded(recipe, weights, module, mesh, broken="", **options)
     _pass(
@@ -122,7 +122,7 @@ def shard_only(recipe: str, weights: str) -> None:
     te_fsdp.fully_shard(build("linear", recipe, weights, "meta"), meshes)
 
 
-def unsplit(kind: str) -> None:
+def sequence_parallel_without_mode(kind: str) -> None:
     """Body: a module without parallel mode with sequence_parallel=True."""
     import transformer_engine.pytorch as te
 
@@ -159,7 +159,7 @@ def sharded(
         **meshes.te_kwargs(),
         sequence_parallel=sequence_parallel,
     )
-    with breaking.rules(broken):
+    with negative_controls.break_rule(broken):
         te_fsdp.fully_shard(model, meshes, reshard_after_forward=reshard, check_inputs=not broken)
     te_fsdp.materialize(model, seed=SEED)
     return meshes, model

@@ -103,7 +103,7 @@ class Configuration:
 
     @property
     def draws_fp32(self) -> bool:
-        """Whether weights are initialized in fp32 though the model computes in bf16."""
+        """Return whether weights are initialized in fp32 though the model computes in bf16."""
         main = POLICIES.get(self.precision, {"main_params_dtype": None}).get("main_params_dtype", "float32")
         return main is not None or (self.weights == "fp32" and self.computes_in == "bf16")
 

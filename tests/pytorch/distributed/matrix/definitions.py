@@ -147,7 +147,7 @@ CHECKPOINTS_ITSELF = ("mlp_gelu", "mlp_swiglu", "attention", "transformer")
 
 
 def exists(case: Case) -> bool:
-    """Whether the words mean something together."""
+    """Return whether the combination is meaningful."""
     split = MESHES[case.mesh].tp > 1
     own = case.checkpointing != "own" or case.module in CHECKPOINTS_ITSELF
     return (case.recipe, case.weights) in FORMATS and own and (split or not case.sequence_parallel)
@@ -170,7 +170,7 @@ def refusal(case: Case) -> Refusal | None:
 
 
 def supported(case: Case) -> bool:
-    """Whether a combination trains."""
+    """Return whether a combination trains."""
     return exists(case) and refusal(case) is None
 
 

@@ -52,7 +52,7 @@ def _text(value: Any) -> str:
 
 
 def is_named(parameters: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a case has all values of an entry of `always`: ``{"recipe": "current", "reshard": False}``."""
+    """Return whether a case has all values of an entry of `always`: ``{"recipe": "current", "reshard": False}``."""
     return all(name in parameters and parameters[name] == value for name, value in wanted.items())
 
 

@@ -181,7 +181,7 @@ def saved_mains(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def abandon(drawn: Configuration, model: nn.Module, cut: Cut) -> None:
-    """Run a microbatch that is given up by ``zero_grad``."""
+    """Run a microbatch that ``zero_grad`` discards."""
     import te_fsdp
 
     x, target = (cut.take(tensor) for tensor in batch(width(drawn), "abandoned"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness.collectives import recorded
 from harness.memory import live_bytes
 from parity.runs import Cut, copy_shards, scramble, shards
-from quantization.one_scale import gathered
+from quantization.weight_bytes import gathered
 from torch import nn
 
 from no_sharding.models import BATCH, HIDDEN, SEQUENCE, exempt, seeded
@@ -35,7 +35,7 @@ def batch(meshes: Any, seed: int = 3) -> torch.Tensor:
     return Cut.of(meshes).take(x, None).to(harness.device())
 
 
-def cost(
+def collectives_and_memory(
     axes: dict[str, int], parts: tuple[str, ...], *, microbatches: int = 1, marked: bool = False
 ) -> dict[str, Any]:
     """Collectives of one step, and bytes of parameters on this rank.
@@ -152,7 +152,7 @@ class Methods(nn.Module):
 
 
 class Unit(nn.Linear):
-    """A linear layer by another name than forward."""
+    """A linear layer with a forward of a different name."""
 
     def __init__(self) -> None:
         super().__init__(4, 4, device=harness.device())
@@ -176,7 +176,7 @@ def forward_method(how: str) -> bool:
     return torch.equal(model(torch.ones(2, 4, device=harness.device())), expected)
 
 
-def cut_by_torch() -> None:
+def torch_fully_shard() -> None:
     """torch's own fully_shard knows no marks."""
     import te_fsdp
 
@@ -186,8 +186,8 @@ def cut_by_torch() -> None:
     torch.distributed.fsdp.fully_shard(model, mesh=meshes.fsdp)
 
 
-def other_values(where: str) -> None:
-    """Replicas of an exempt parameter that differ must be refused.
+def different_replicas(where: str) -> None:
+    """Use different replicas of an exempt parameter, which must raise.
 
     Args:
         where: "fully_shard", "materialize" (ranks with other random states) or "save".
@@ -201,14 +201,14 @@ def other_values(where: str) -> None:
         model.position.data += rank
     te_fsdp.fully_shard(model, meshes)
     if where == "materialize":
-        with _careless():
+        with initialize_by_rank():
             te_fsdp.materialize(model)
     model.position.data += rank
     te_fsdp.checkpoint.save("/nonexistent/never written", model)
 
 
 @contextlib.contextmanager
-def _careless() -> Iterator[None]:
+def initialize_by_rank() -> Iterator[None]:
     """Linear layers whose initialisation depends on the rank."""
     stock = nn.Linear.reset_parameters
 
@@ -224,7 +224,7 @@ def _careless() -> Iterator[None]:
         nn.Linear.reset_parameters = stock
 
 
-def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Parameters and optimizer states as unsharded tensors."""
     results = {}
     for name, parameter, _ in shards(model):
@@ -237,7 +237,7 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return results
 
 
-def resharded(path: str, first: dict[str, int], second: dict[str, int]) -> list[int]:
+def checkpoint_round_trip(path: str, first: dict[str, int], second: dict[str, int]) -> list[int]:
     """Save with exempt parameters, load where they are sharded, save there and load back: the same values, bit for bit.
 
     Returns:
@@ -263,15 +263,15 @@ def resharded(path: str, first: dict[str, int], second: dict[str, int]) -> list[
 
     parts = ("encoder", "adapter", "position")
     trained = made(first, parts, 2)
-    expected = contents(*trained)
+    expected = full_state(*trained)
     te_fsdp.checkpoint.save(f"{path}/first", *trained)
     differed = 0
     for axes, own, name in ((second, (), "first"), (first, parts, "second")):
         other = made(axes, own, 1)
-        differed += sum(not torch.equal(value, expected[key]) for key, value in contents(*other).items())
+        differed += sum(not torch.equal(value, expected[key]) for key, value in full_state(*other).items())
         te_fsdp.checkpoint.load(f"{path}/{name}", *other)
         checks = harness.Comparisons()
-        result = contents(*other)
+        result = full_state(*other)
         assert result.keys() == expected.keys()
         for key, value in result.items():
             checks.same_bits(key, value, expected[key])

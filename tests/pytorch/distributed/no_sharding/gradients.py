@@ -9,7 +9,7 @@ import harness
 import torch
 import torch.distributed as dist
 from quantization.bodies import SEED, Stepper, batch_of
-from quantization.one_scale import (
+from quantization.weight_bytes import (
     HIDDEN,
     compare,
     compare_unsharded,
@@ -38,7 +38,7 @@ class Branches(nn.Module):
         return branch(self.common(x))
 
 
-def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
+def unused_on_some_ranks(how: str, *, mixed: bool = False) -> dict[str, Any]:
     """Gradients of parameters that only some ranks use, against the mean over all ranks' losses in one process.
 
     Args:
@@ -88,7 +88,7 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     return {**checks.require(3), "never": None if never is None else float(never.abs().sum())}
 
 
-def one_alone(average: bool) -> float:
+def mean_without_fully_shard(average: bool) -> float:
     """The gradient of a parameter whose ranks have gradients 1 and 2, without fully_shard around it."""
     from te_fsdp.features.replicated_gradients import ReplicatedGradients
     from te_fsdp.layout import STORAGE

@@ -84,5 +84,5 @@ def seeded(device: Any = None, **kwargs: Any) -> Model:
     """The model from seed 5."""
     torch.manual_seed(5)
     model = Model(harness.device() if device is None else device, **kwargs)
-    harness.own_parts(model, kwargs.get("tp_group"))
+    harness.shift_rows_by_rank(model, kwargs.get("tp_group"))
     return model

@@ -64,7 +64,7 @@ def order(
     checks, results, complete = harness.Comparisons(), [], []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: complete.append(p.grad is not None))
-    with _spoilt(spoil):
+    with inject_fault(spoil):
         for number in range(5):
             if number in (2, 4):
                 for each in (model, reference):
@@ -94,7 +94,7 @@ def _sums(calls: list[Any]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _spoilt(what: str) -> Iterator[None]:
+def inject_fault(what: str) -> Iterator[None]:
     from te_fsdp.collectives import async_work
     from te_fsdp.collectives.async_work import UnitOrder
 
@@ -173,8 +173,8 @@ def step(model: Chain, reference: Chain, seed: int, orders: list[list[int]] | No
     return checks.require(6)
 
 
-def with_fsdp2() -> dict[str, Any]:
-    """A bucket begins on one rank before FSDP2 reduces another unit, and on the other after that."""
+def interleave_with_fsdp2() -> dict[str, Any]:
+    """Start a bucket before FSDP2's reduction on one rank, and after it on the other."""
     kept = {"": "optim_grads_params", "blocks.1": "no_shard", "blocks.3": "no_shard"}
     model, reference = chain(4, kept)
     step(model, reference, 1)
@@ -212,7 +212,7 @@ def several_gradients(first: list[int], later: list[int]) -> int:
 
 
 def interrupted(where: dict[int, int]) -> dict[str, Any]:
-    """A backward raises, on each rank at another block; the next ones are right.
+    """Raise in a backward at a different block on each rank. The next backwards are correct.
 
     Args:
         where: rank -> block whose gradient raises. Ranks that are left out see no exception.
@@ -245,7 +245,7 @@ def interrupted(where: dict[int, int]) -> dict[str, Any]:
     return {"raised": raised, "spoilt": spoilt, "calls": len(_sums(calls))}
 
 
-def out_of_step(where: list[dict[int, int | str]], plain: bool = False) -> list[int]:
+def raise_at_different_points(where: list[dict[int, int | str]], plain: bool = False) -> list[int]:
     """Ranks raise at different points of a backward, or of a forward; each runs its microbatches again until it steps.
 
     Args:

@@ -7,8 +7,8 @@ import torch
 from strategies.models import batch, sharded
 
 
-def kept() -> list[str]:
-    """Return the parameters whose gradients have a new spec in the second step, or another dtype than its spec."""
+def changed_specs() -> list[str]:
+    """Return parameters whose gradient's spec changes in the second step, or has a different dtype."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=1, tp=2, device_type=harness.device_type())

@@ -88,7 +88,7 @@ def numerics(
         clip: "torch" or "te_fsdp": who clips the gradients; torch clips those of exempt parameters alone.
         origin: "device" or "meta".
         recompute: "reentrant" or "other": activations are recomputed in backward.
-        spoil: negative controls, see `spoiled`.
+        spoil: negative controls, see `inject_fault`.
     """
     import te_fsdp
 
@@ -111,7 +111,7 @@ def numerics(
             output = reference(x)
             (_loss(output, target, output) / microbatches).backward()
             mine, wanted, whole = cut.take(x, tp_dim), cut.take(target, tp_dim), cut.take(target, None)
-            with spoiled(spoil), microbatch(subject, schedule, number == microbatches - 1):
+            with inject_fault(spoil), microbatch(subject, schedule, number == microbatches - 1):
                 (_loss(subject(mine), wanted, whole) / microbatches).backward()
         trained = _Trained(subject), _Trained(reference)
         compare_shards(checks, f"gradient {step}", *trained, _gradient)
@@ -141,7 +141,7 @@ class _Trained(nn.Module):
 
 @contextlib.contextmanager
 def microbatch(model: nn.Module, schedule: str, is_last: bool) -> Iterator[None]:
-    """One microbatch as a user would announce it."""
+    """Enter the contexts of one microbatch as a user does."""
     import te_fsdp
 
     if schedule == "plain" or (schedule == "no_sync" and is_last):
@@ -155,7 +155,7 @@ def microbatch(model: nn.Module, schedule: str, is_last: bool) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def spoiled(what: str) -> Iterator[None]:
+def inject_fault(what: str) -> Iterator[None]:
     """Negative controls: "reduction" leaves the reduction out, "order" packs in another order on each rank."""
     from te_fsdp import replicated_params
     from te_fsdp.collectives.redistribute import Pending, redistribute

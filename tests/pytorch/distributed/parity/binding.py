@@ -192,7 +192,7 @@ def identity(axes: dict[str, int], wrap: str) -> int:
     meshes = _meshes(axes)
     build = Build(harness.device(), **meshes.te_kwargs())
     model = Watched(HIDDEN, FFN, set_parallel_mode=True, **build.kwargs)
-    harness.own_parts(model, build.tp_group)
+    harness.shift_rows_by_rank(model, build.tp_group)
     te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
     assert isinstance(model, Watched)
     if wrap != "tp":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import harness
 import torch
-from strategies.models import batch, sharded, whole
+from strategies.models import batch, one_process, sharded
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,14 +18,14 @@ def _gradients(model: nn.Module, x: torch.Tensor, frozen: str) -> dict[str, torc
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
-def frozen(name: str, **axes: int) -> int:
+def count_gradients_after_freezing(name: str, **axes: int) -> int:
     """Compare all gradients, and return the number of those that are not ``None``."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     x = batch(0, meshes.data_size, 1)[0]
     actual = _gradients(sharded(meshes, "optim_grads_params"), x[meshes.data_rank], name)
-    expected = _gradients(whole(), x.flatten(0, 1), name)
+    expected = _gradients(one_process(), x.flatten(0, 1), name)
     assert actual.keys() == expected.keys()
     for key, wanted in expected.items():
         mine = actual[key]

@@ -42,7 +42,7 @@ class Waves(nn.Module):
         return x * self.gain + self.shift.sum(0) + self.frequencies
 
 
-class Zoo(nn.Module):
+class MixedModules(nn.Module):
     """TE modules between modules outside of TE."""
 
     def __init__(self, build: Build) -> None:
@@ -54,8 +54,8 @@ class Zoo(nn.Module):
 
 
 def build(kind: str, options: dict[str, Any], how: Build) -> nn.Module:
-    """A module of `parity.models`, or the `Zoo`."""
-    return Zoo(how) if kind == "zoo" else KINDS[kind](how, **options).module
+    """A module of `parity.models`, or the `MixedModules`."""
+    return MixedModules(how) if kind == "zoo" else KINDS[kind](how, **options).module
 
 
 def equals_stock(kind: str, options: dict[str, Any], axes: dict[str, int], route: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def te_reset(
         how |= {"tp_group": mesh.get_group(tp), "tp_size": mesh[tp].size()}
     torch.manual_seed(SEED + 1)
     model = build(kind, options, Build(**how))
-    harness.own_parts(model, how.get("tp_group"))
+    harness.shift_rows_by_rank(model, how.get("tp_group"))
     tp_mesh = mesh[tp] if tp is not None else None
     te_fsdp.set_device_mesh(model, tp_mesh=tp_mesh, weight_mesh=_weight_mesh(mesh, names, tp))
     data_parallel = tuple(name for name in names if name != tp)
@@ -151,7 +151,7 @@ def te_reset(
 
 
 def _weight_mesh(mesh: DeviceMesh, names: tuple[str, ...], tp: str | None) -> DeviceMesh:
-    """Of a mesh ([replicas,] shards[, tp]) the last two axes, flattened."""
+    """Return the last two axes, flattened, of a mesh ([replicas,] shards[, tp])."""
     shard = [name for name in names if name != tp][-1]
     return mesh[shard] if tp is None else mesh[shard, tp]._flatten("weight_of_test")
 
@@ -189,7 +189,7 @@ def different_seeds(axes: dict[str, int], argument: bool, odd_rank: int | None =
 
 
 def differing_values(axes: dict[str, int]) -> None:
-    """Body that raises on every rank: one rank built its parameters on the device from another seed."""
+    """Build parameters on the device from a different seed on one rank. Every rank raises."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -199,7 +199,7 @@ def differing_values(axes: dict[str, int]) -> None:
 
 
 class NoReset(nn.Module):
-    """Nothing initialises its parameter and its buffer."""
+    """Its parameter and its buffer are never initialized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class NoReset(nn.Module):
         self.register_buffer("table", torch.empty(4, device="meta"))
 
 
-class Forgetful(nn.Module):
+class OmitsTensors(nn.Module):
     """Its `reset_parameters` forgets a parameter and a buffer."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Forgetful(nn.Module):
         self.kept.zero_()
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {"no_reset": NoReset, "forgetful": Forgetful}
+MODULES: dict[str, Callable[[], nn.Module]] = {"no_reset": NoReset, "forgetful": OmitsTensors}
 
 
 def never_initialised(axes: dict[str, int], which: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Bodies about a bound model as a whole: deletion, copies, no tensor parallelism, binding in parts."""
+"""Bodies about a bound model: deletion, copies, no tensor parallelism, binding of submodules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity.models import BATCH, GROUPS, HEADS, HIDDEN, KINDS, SEQUENCE, Build
 from parity.runs import Findings
 
 
-def freed(axes: dict[str, int], wrap: str) -> int:
+def check_freed(axes: dict[str, int], wrap: str) -> int:
     """Body: nothing of a deleted model survives forward, backward and a step: no cycle that gc cannot see."""
     import te_fsdp
 
@@ -49,7 +49,7 @@ def freed(axes: dict[str, int], wrap: str) -> int:
     return len(alive)
 
 
-def copied() -> None:
+def check_deepcopy() -> None:
     """Body: a deep copy of a bound model computes the same and shares no parameter."""
     import te_fsdp
 
@@ -108,8 +108,8 @@ def no_tensor_parallelism(tp_mesh: str) -> None:
     harness.assert_same_bits("sharded", model(x), stock(x))
 
 
-def called_twice() -> None:
-    """Body: binding parts and then the whole gives the parts the rules that only the whole knows."""
+def bind_submodules_first() -> None:
+    """Check that binding submodules and then the model applies the model's rules to the submodules."""
     import te_fsdp
     from te_fsdp.records import binding_of
 

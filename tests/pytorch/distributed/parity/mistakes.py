@@ -29,7 +29,7 @@ class Model(nn.Module):
         self.up = te.Linear(
             HIDDEN, HIDDEN, parallel_mode=parallel_mode, **Build(harness.device(), **tp).kwargs
         )
-        harness.own_parts(self, tp.get("tp_group"))
+        harness.shift_rows_by_rank(self, tp.get("tp_group"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.up(x)
@@ -170,7 +170,7 @@ def make(which: str) -> None:
 
 
 def still_works_after(which: str) -> None:
-    """Body: a refused mesh leaves the model as it was, and the ranks in step."""
+    """Check that a rejected mesh leaves the model unchanged and the ranks synchronized."""
     import te_fsdp
 
     mesh = _mesh()

@@ -290,7 +290,7 @@ _KINDS: dict[str, Callable[..., Subject]] = {
 
 def _of_own_parts(builder: Callable[..., Subject], build: Build, *args: Any, **options: Any) -> Subject:
     subject = builder(build, *args, **options)
-    harness.own_parts(subject.module, build.tp_group)
+    harness.shift_rows_by_rank(subject.module, build.tp_group)
     return subject
 
 

@@ -220,7 +220,7 @@ def compare(checks: Findings, what: str, subject: nn.Module, reference: nn.Modul
 def quantized(recipe: str, hidden: int) -> dict[str, Any]:
     """Main weights of quantized weights, with gradients of a backward: those of one process that has the same."""
     from quantization.bodies import Stepper, batch_of
-    from quantization.one_scale import stock
+    from quantization.weight_bytes import stock
 
     import te_fsdp
 
@@ -263,7 +263,7 @@ def quantized(recipe: str, hidden: int) -> dict[str, Any]:
     return checks.settle(minimum=STEPS * 2)
 
 
-def refused(case: str) -> None:
+def errors_of_muon(case: str) -> None:
     """Return the expected errors on all ranks."""
     import transformer_engine.pytorch as te
 

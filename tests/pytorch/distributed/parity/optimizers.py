@@ -1,4 +1,4 @@
-"""Bodies: optimizers that look at more than each element, closures, fused kernels; copies of optimizers."""
+"""Bodies: optimizers that are not elementwise, closures, fused kernels; copied optimizers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def lbfgs(axes: dict[str, int], strategy: str = "optim_grads_params", spoil: boo
     return checks.require(2 * 3 * 4)
 
 
-def refused() -> dict[str, str]:
+def errors_of_optimizers() -> dict[str, str]:
     """Text of the error of each; no weight changes."""
     import transformer_engine.pytorch as te
 
@@ -149,7 +149,7 @@ def refused() -> dict[str, str]:
 
 
 def _trained(model: nn.Module, optimizer: Any) -> bool:
-    """Whether two steps change a weight."""
+    """Return whether two steps change a weight."""
     before = [harness.full(p).clone() for p in model.parameters()]
     for _ in range(2):
         _closure(model, optimizer)()
@@ -159,7 +159,7 @@ def _trained(model: nn.Module, optimizer: Any) -> bool:
     )
 
 
-def copies(tp: int) -> dict[str, str]:
+def errors_of_copies(tp: int) -> dict[str, str]:
     """The error of each optimizer of copies, before any state is made; those of models that are copied too train."""
     import te_fsdp
 
@@ -187,7 +187,7 @@ def copies(tp: int) -> dict[str, str]:
     return results
 
 
-def right_copies() -> None:
+def train_copies() -> None:
     """Copies of a model with its optimizer, and of other optimizers, step as usual while a sharded model exists."""
     import transformer_engine.pytorch as te
 
@@ -224,7 +224,7 @@ def right_copies() -> None:
     assert _trained(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
 
 
-def without_main_weights() -> str:
+def error_of_shallow_copy() -> str:
     """A shallow copy of an optimizer has its state, and not what te_fsdp does around its steps."""
     import te_fsdp
 

@@ -1,4 +1,4 @@
-"""Which placement each parameter of each module kind must have, written by hand from TE's parameter shapes."""
+"""Expected placements of each parameter of each module kind, written by hand from TE's parameter shapes."""
 
 from __future__ import annotations
 

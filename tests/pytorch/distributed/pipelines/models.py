@@ -1,4 +1,4 @@
-"""A model that is cut into stages as torchtitan cuts one: a stage is a copy without what others hold."""
+"""A model that is split into stages as in torchtitan. A stage is a copy without the modules of other stages."""
 
 from __future__ import annotations
 

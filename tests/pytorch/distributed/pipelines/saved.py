@@ -26,7 +26,7 @@ def _built(meshes: Any, per_rank: int = 1, **options: Any) -> tuple[Any, torch.o
 
 
 def trained(directory: str, name: str, **options: Any) -> list[str]:
-    """One process: steps of the unsharded model, saved with what the run needs."""
+    """Train the unsharded model in one process and save it."""
     import te_fsdp
 
     model, optimizer = _built(meshes_of(1), **options)
@@ -39,7 +39,9 @@ def trained(directory: str, name: str, **options: Any) -> list[str]:
     return sorted(model.state_dict())
 
 
-def moved(directory: str, source: str, target: str, axes: dict[str, int], **options: Any) -> dict[str, Any]:
+def load_on_different_stages(
+    directory: str, source: str, target: str, axes: dict[str, int], **options: Any
+) -> dict[str, Any]:
     """Load on other stages and save again, twice: the second save uses the plan of the first."""
     import te_fsdp
 
@@ -53,8 +55,8 @@ def moved(directory: str, source: str, target: str, axes: dict[str, int], **opti
     return {"left": loaded.left, "converted": loaded.converted, "step": loaded["step"]}
 
 
-def same(directory: str, names: list[str], **options: Any) -> int:
-    """One process: several checkpoints hold the same bits of weights, optimizer and delayed scaling's state."""
+def compare_checkpoints(directory: str, names: list[str], **options: Any) -> int:
+    """Check in one process that checkpoints have the same bits of weights, optimizer and delayed-scaling state."""
     import te_fsdp
 
     results = []
@@ -87,7 +89,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # --- mistakes
 
 
-def refused(directory: str, what: str) -> str:
+def errors_of_mismatched_stages(directory: str, what: str) -> str:
     """A pipeline of two stages that does not fit together, or does not fit a checkpoint: the same text on all ranks."""
     import te_fsdp
 

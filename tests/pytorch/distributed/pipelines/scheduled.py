@@ -177,7 +177,7 @@ def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
     }
 
 
-def split() -> tuple[str, str]:
+def error_of_split_backward() -> tuple[str, str]:
     """Return a stage's error for a schedule that splits backward; then compute both gradients at once."""
     from torch.distributed.pipelining._backward import stage_backward_input
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from harness.collectives import recorded
 from torch import nn
 
+from precision.bytes_sent import communicated_bytes
 from precision.oracle import Arithmetic, Oracle
-from precision.wire import travelled
 
 HIDDEN, MIDDLE, TOKENS = 32, 64, 4
 UNITS = ("first", "second")
@@ -74,7 +74,7 @@ def sharded(
 
     torch.manual_seed(3)
     model = Pair(device="meta" if meta else harness.device(), params_dtype=params_dtype, **meshes.te_kwargs())
-    harness.own_parts(model, meshes.te_kwargs()["tp_group"])
+    harness.shift_rows_by_rank(model, meshes.te_kwargs()["tp_group"])
     policy = te_fsdp.MixedPrecisionPolicy(**dtypes(options))
     if exempt:
         te_fsdp.fsdp_no_shard(model.get_submodule(exempt))
@@ -107,7 +107,7 @@ def values(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, 
 
 @contextlib.contextmanager
 def _copying(possible: bool) -> Iterator[None]:
-    """Whether FSDP2 can copy gradients into a buffer of the wire's dtype, or te_fsdp has to cast the buffer."""
+    """Return whether FSDP2 can copy gradients into a buffer of the wire's dtype, or te_fsdp has to cast the buffer."""
     from te_fsdp.upstream import fsdp2_state as _fsdp2
 
     stock = _fsdp2.can_copy_gradients_into
@@ -172,7 +172,7 @@ def _values(
             checks.same_bits(f"step {step} weight {name}", parameter, oracle.main[name])
         optimizer.zero_grad()
     outcome["weights"] = sorted({str(p.dtype) for p in subject.parameters()})
-    outcome["bytes"] = {f"{kind} {dtype}": size for (kind, dtype), size in travelled(calls).items()}
+    outcome["bytes"] = {f"{kind} {dtype}": size for (kind, dtype), size in communicated_bytes(calls).items()}
     # Biases begin at zero, which is nothing to compare.
     outcome["comparisons"] = checks.require((1 + 2 * STEPS) * len(oracle.main) - 3)
     return outcome
@@ -221,7 +221,7 @@ def _accumulated(
     import te_fsdp
 
     subject = _one_linear(recipe, **meshes.te_kwargs())
-    harness.own_parts(subject, meshes.te_kwargs()["tp_group"])
+    harness.shift_rows_by_rank(subject, meshes.te_kwargs()["tp_group"])
     te_fsdp.fully_shard(subject, meshes, precision=te_fsdp.MixedPrecisionPolicy(**dtypes(policy)))
     rows, (middle, hidden) = 32 if recipe else 1, subject.weight.shape
     x = torch.zeros((rows, hidden), dtype=BF16, device=harness.device())
@@ -274,15 +274,15 @@ def quantized_bytes(recipe: str, policy: dict[str, Any]) -> dict[str, Any]:
             y.backward(torch.ones_like(y))
     gradients = {name: p.grad.dtype for name, p in subject.named_parameters()}
     return {
-        "bytes": {f"{kind} {dtype}": size for (kind, dtype), size in travelled(calls).items()},
+        "bytes": {f"{kind} {dtype}": size for (kind, dtype), size in communicated_bytes(calls).items()},
         "weight": subject.weight.numel(),
         "bias": subject.bias.numel(),
         "gradients": sorted({str(dtype) for dtype in gradients.values()}),
     }
 
 
-def temporarily(dtype: str) -> dict[str, Any]:
-    """Which dtypes gradients travel in before, inside (nested, then left by an exception) and after ``grad_comm``."""
+def dtypes_around_grad_comm(dtype: str) -> dict[str, Any]:
+    """Return the dtypes of communicated gradients before, inside and after ``grad_comm``."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

@@ -16,7 +16,7 @@ HIDDEN, MIDDLE, TOKENS = 256, 512, 32
 ELEMENTS = 2 * HIDDEN * MIDDLE + MIDDLE + HIDDEN
 
 
-def held(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def live_bytes_by_case(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Live bytes of each case: after building, after an unreduced microbatch, after a reduced one, after a step.
 
     Args:

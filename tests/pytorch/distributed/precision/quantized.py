@@ -8,7 +8,7 @@ import harness
 import torch
 import torch.distributed as dist
 from quantization.models import build
-from quantization.one_scale import (
+from quantization.weight_bytes import (
     HIDDEN,
     SEED,
     compare,

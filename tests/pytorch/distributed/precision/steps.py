@@ -1,4 +1,4 @@
-"""Bodies: steps of torch's optimizers where gradients have another dtype than their parameters."""
+"""Bodies: steps of torch's optimizers with gradients of a different dtype than their parameters."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def _shard(model: Pair, meshes: Any, route: str) -> None:
 # ------------------------------------------------------------------------------------------------- other routes
 
 
-def tp_alone(recipe: str, hidden: int, middle: int) -> dict[str, Any]:
+def train_with_tp_only(recipe: str, hidden: int, middle: int) -> dict[str, Any]:
     """:func:`training` on tensor parallelism without FSDP2."""
     import te_fsdp
 
@@ -311,7 +311,7 @@ def on_the_device(recipe: str) -> dict[str, Any]:
 
 
 def saved(recipe: str, hidden: int, middle: int, directory: str, *, tp: int = 1) -> int:
-    """Train, save, and load into a model with another initialisation on the same mesh.
+    """Train, save, and load into a differently initialized model on the same mesh.
 
     The logical state goes to ``directory`` too, for :func:`loaded`.
 
@@ -332,7 +332,7 @@ def saved(recipe: str, hidden: int, middle: int, directory: str, *, tp: int = 1)
 
 
 def loaded(recipe: str, hidden: int, middle: int, directory: str, *, tp: int = 1) -> int:
-    """Load on this mesh what :func:`saved` saved on another; the same logical values, and training goes on."""
+    """Load the checkpoint of :func:`saved` on a different mesh. Logical values are equal, and training continues."""
     from checkpointing.bodies import logical_state
 
     import te_fsdp

@@ -18,7 +18,7 @@ class Chain(nn.Sequential):
         return self[0](x, [16, 16]) if type(self[0]).__name__.endswith("GroupedLinear") else self[0](x)
 
 
-def stock(kind: str, recipe: str) -> list[str]:
+def untrained_parameters_of_stock_te(kind: str, recipe: str) -> list[str]:
     """Return the trained parameters of a stock module that get no gradient, or zeros."""
     model = _model(kind, harness.device_type())
     _forward(model, kind, recipe).float().square().mean().backward()
@@ -95,7 +95,7 @@ class Branches(nn.Module):
         return x + extra
 
 
-def needless(case: str) -> list[str]:
+def errors_of_unneeded_gradients(case: str) -> list[str]:
     """Return the errors of forwards whose biases get a gradient, or need none."""
     import te_fsdp
 

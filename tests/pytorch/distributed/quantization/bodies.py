@@ -95,7 +95,7 @@ def quantized_weights(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tens
 
 
 def scales_agree(model: nn.Module) -> bool | None:
-    """Whether all ranks hold the same per-tensor scales; None for formats without one."""
+    """Return whether all ranks hold the same per-tensor scales; None for formats without one."""
     from te_fsdp.upstream import torch_dtensor as _torch
 
     weights = [_torch.local_of(p) for _, _, p in quantized_weights(model)]

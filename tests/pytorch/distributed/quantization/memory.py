@@ -1,4 +1,4 @@
-"""Bodies: every byte that a rank holds for a model with quantized weights, accounted for."""
+"""Bodies: every byte of a rank for a model with quantized weights, compared with the expected bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZER = 12
 COLLECTIVES = 128
 
 
-def accounted(
+def unaccounted_bytes(
     recipe: str,
     *,
     dp_replicate: int = 1,

@@ -98,7 +98,7 @@ class LinearPair(nn.Module):
 
 
 class Replicated(nn.Module):
-    """Two linears that tensor parallelism does not cut: every tp rank holds them whole."""
+    """Two linears that tensor parallelism replicates."""
 
     def __init__(self, hidden: int, **kwargs: Any) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from quantization.bodies import SEED, Stepper, batch_of
-from quantization.one_scale import (
+from quantization.weight_bytes import (
     HIDDEN,
     STEPS,
     compare,
@@ -54,7 +54,7 @@ def adamw(implementation: str, recipe: str, dp_replicate: int, tp: int) -> dict[
     import te_fsdp
 
     model, step = prepare(recipe, dp_replicate, tp)
-    plain = {name: nn.Parameter(begin(p)) for name, p in model.named_parameters()}
+    plain = {name: nn.Parameter(initial_value(p)) for name, p in model.named_parameters()}
     step.optimizer = optimizer = torch.optim.AdamW(
         model.parameters(), **ADAM, **IMPLEMENTATIONS[implementation]
     )
@@ -62,7 +62,7 @@ def adamw(implementation: str, recipe: str, dp_replicate: int, tp: int) -> dict[
     assert not any(hasattr(local_of(p), "_high_precision_init_val") for p in model.parameters())
     oracle = stock("mlp_swiglu", recipe)
     twin = torch.optim.AdamW(plain.values(), **ADAM, **IMPLEMENTATIONS[implementation])
-    optimizer.register_step_pre_hook(lambda *_: feed(model, plain))  # before zero_grad
+    optimizer.register_step_pre_hook(lambda *_: copy_gradients(model, plain))  # before zero_grad
     counts = {"buffers": 0, "main": 0}
     for number in range(STEPS):
         step(*batch_of(HIDDEN))
@@ -77,7 +77,7 @@ def adamw(implementation: str, recipe: str, dp_replicate: int, tp: int) -> dict[
     return counts
 
 
-def beginnings(recipe: str) -> int:
+def compare_initial_main_weights(recipe: str) -> int:
     """Main weights begin at the values drawn, also of replicated weights.
 
     Returns:
@@ -99,7 +99,7 @@ def beginnings(recipe: str) -> int:
     return len(whole)
 
 
-def begin(parameter: torch.Tensor) -> torch.Tensor:
+def initial_value(parameter: torch.Tensor) -> torch.Tensor:
     """The local value that a parameter was drawn with, in fp32."""
     local = local_of(parameter)
     kept = getattr(local, "_high_precision_init_val", None)
@@ -111,7 +111,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def feed(model: nn.Module, plain: dict[str, nn.Parameter]) -> None:
+def copy_gradients(model: nn.Module, plain: dict[str, nn.Parameter]) -> None:
     """Give plain tensors the gradients of the parameters."""
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -183,8 +183,8 @@ def tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return results
 
 
-def refused(case: str) -> None:
-    """One step that would requantize through low precision, or that main weights cannot serve."""
+def error_of(case: str) -> None:
+    """Make one step that would requantize through low precision, or that main weights do not support."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp

@@ -1,4 +1,4 @@
-"""A write on one stream that a read on another one waits for, or not."""
+"""A write on one stream. A read on another stream may wait for it."""
 
 from __future__ import annotations
 

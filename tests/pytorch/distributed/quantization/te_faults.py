@@ -128,7 +128,7 @@ def as_strided() -> dict[str, bool]:
 
 
 def clone_shares_scale() -> bool:
-    """Whether a clone changes when new values are written into what it was cloned from."""
+    """Return whether a clone changes when new values are written into what it was cloned from."""
     weight = linear(recipe_of("current")).weight.detach()
     clone = weight.clone()
     before = clone.dequantize()
@@ -165,8 +165,8 @@ def _values(weight: torch.Tensor) -> torch.Tensor:
     return local.dequantize().float() if hasattr(local, "get_metadata") else local.float()
 
 
-def zeroed(recipe: str) -> list[bool]:
-    """Whether a weight is zero after ``zero_``, and after zeros were copied into it."""
+def zero_weight(recipe: str) -> list[bool]:
+    """Return whether a weight is zero after ``zero_``, and after zeros were copied into it."""
     weight, results = linear(models.recipe_of(recipe)).weight.detach(), []
     for write in (weight.zero_, lambda: weight.copy_(torch.zeros(weight.shape, device=harness.device()))):
         write()
@@ -175,7 +175,7 @@ def zeroed(recipe: str) -> list[bool]:
 
 
 def no_copy_after_gather(bound: bool) -> bool:
-    """Whether a weight can be deep copied once FSDP2 has gathered it."""
+    """Return whether a weight can be deep copied once FSDP2 has gathered it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -197,7 +197,7 @@ def no_copy_after_gather(bound: bool) -> bool:
 
 
 def no_main_weights() -> bool:
-    """Whether FusedAdam without main weights changes a delayed-scaling weight at all."""
+    """Return whether FusedAdam without main weights changes a delayed-scaling weight at all."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     recipe = recipe_of("delayed")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from quantization.bodies import SEED, Stepper
-from quantization.one_scale import recipe_of
+from quantization.weight_bytes import recipe_of
 
 FEATURES = 256
 
@@ -43,7 +43,7 @@ def build(recipe: str, device: Any) -> nn.Module:
         return Tied(device)
 
 
-def trains_as_one(recipe: str, strategy: str, untie: bool = False) -> dict[str, float]:
+def train_tied(recipe: str, strategy: str, untie: bool = False) -> dict[str, float]:
     """Body: three steps; gradients and weights are those of one process.
 
     Args:
@@ -71,7 +71,7 @@ def trains_as_one(recipe: str, strategy: str, untie: bool = False) -> dict[str, 
     def compare(*_: Any) -> None:
         nonlocal worst
         for name, gradient in expected.items():
-            worst = max(worst, _apart(_whole(results[name].grad), gradient))
+            worst = max(worst, _distance(_whole(results[name].grad), gradient))
 
     theirs.optimizer.register_step_pre_hook(keep)
     for step in range(3):
@@ -87,7 +87,7 @@ def trains_as_one(recipe: str, strategy: str, untie: bool = False) -> dict[str, 
     te_fsdp.release_params(model)
     assert untie or (model.was_one and model.first.weight is model.second.weight)
     for name, parameter in reference.named_parameters():
-        worst = max(worst, _apart(_whole(model.get_parameter(name)), parameter.detach().dequantize()))
+        worst = max(worst, _distance(_whole(model.get_parameter(name)), parameter.detach().dequantize()))
     return {"worst": worst}
 
 
@@ -100,5 +100,5 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements).full_tensor()
 
 
-def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
+def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one.float() - two.float()).norm() / two.float().norm())

@@ -153,7 +153,7 @@ def _load_dcp(model: nn.Module, source: nn.Module, directory: str) -> None:
 WAYS = {"copy_": _copy, "copy_ of shards": _copy_shards, "load_state_dict": _load, "dcp": _load_dcp}
 
 
-def writes_of_rows(recipes: tuple[str, str], directory: str) -> dict[str, list[str]]:
+def write_1d_into_2d(recipes: tuple[str, str], directory: str) -> dict[str, list[str]]:
     """Write weights with one scale per row of a block into weights with one scale per square block.
 
     Returns:

@@ -132,7 +132,7 @@ def train(
     return {"losses": losses, "expected": [losses[part] for losses in expected[first:]]}
 
 
-def without_frequencies(config: dict[str, Any]) -> str:
+def error_of_meta_frequencies(config: dict[str, Any]) -> str:
     """Return the error of a model whose rotary frequencies were computed on meta."""
     import te_fsdp
 

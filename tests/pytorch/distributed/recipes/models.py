@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from checkpointing.huggingface import to_their_ranks
+from checkpointing.huggingface import dispatch_to_experts
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
@@ -219,7 +219,7 @@ class MixtralLayer(nn.Module):
             init_method=initializers(config["std"])["init_method"],
             **layer,
         )
-        self.dispatch = self.experts if ep is None else partial(to_their_ranks, ep, self.experts)
+        self.dispatch = self.experts if ep is None else partial(dispatch_to_experts, ep, self.experts)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         import transformer_engine.pytorch as te

@@ -97,9 +97,9 @@ def quantized(recipe: str) -> dict[str, list[float]]:
 def _small_blocks() -> Any:
     """Sizes that are full blocks of every format for two ranks."""
     from strategies import models
-    from strategies.bodies import replaced
+    from strategies.bodies import patch_attributes
 
-    return replaced(models, HIDDEN=64, FFN=128)  # type: ignore[arg-type]
+    return patch_attributes(models, HIDDEN=64, FFN=128)  # type: ignore[arg-type]
 
 
 def _train_quantized(recipe: str, strategy: str, loop: str) -> list[float]:

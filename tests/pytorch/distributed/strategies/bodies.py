@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from strategies.cases import MESHES, Case
-from strategies.models import batch, optimizer_of, sharded, whole
+from strategies.models import batch, one_process, optimizer_of, sharded
 
 STEPS = 2
 #: Below the norms of the first steps, so that all are clipped.
@@ -46,7 +46,7 @@ def _train(case: Case, broken: str) -> dict[str, Any]:
         dp_replicate=replicate, dp_shard=shard, tp=case.tp, device_type=harness.device_type()
     )
     outer = "optim" if case.outer == "hfsdp" else "no_shard"
-    model, reference = sharded(meshes, case.strategy, outer), whole()
+    model, reference = sharded(meshes, case.strategy, outer), one_process()
     optimizer, expected = optimizer_of(case.optimizer, model), optimizer_of(case.optimizer, reference)
     if outer == "optim":
         te_fsdp.shard_optimizer(optimizer)
@@ -56,7 +56,7 @@ def _train(case: Case, broken: str) -> dict[str, Any]:
         for step in range(STEPS):
             inputs = batch(step, copies, case.microbatches)
             run(model, inputs[:, place], "more" if broken == "unreduced" else case.loop)
-            run_whole(reference, inputs)
+            run_one_process(reference, inputs)
             if broken == "sum":
                 te_fsdp.scale_gradients(model, float(copies))
             if outer == "no_shard":
@@ -96,7 +96,7 @@ def run(model: nn.Module, inputs: torch.Tensor, loop: str) -> None:
             (loss_of(model, x) / len(inputs)).backward()
 
 
-def run_whole(reference: nn.Module, inputs: torch.Tensor) -> None:
+def run_one_process(reference: nn.Module, inputs: torch.Tensor) -> None:
     """The same for all ranks in one process."""
     for microbatch in inputs:
         for x in microbatch:
@@ -139,7 +139,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, **names: Callable[..., Any]) -> Iterator[None]:
+def patch_attributes(owner: Any, **names: Callable[..., Any]) -> Iterator[None]:
     """Other values for attributes of a module or class, for a while."""
     stock = {name: getattr(owner, name) for name in names}
     for name, value in names.items():
@@ -158,8 +158,8 @@ def _unreduced() -> Iterator[None]:
     from te_fsdp.features import clip_grad_norm
 
     with (
-        replaced(clip_grad_norm, require_reduced=_nothing),
-        replaced(gradients, require_reduced=_nothing),
+        patch_attributes(clip_grad_norm, require_reduced=_nothing),
+        patch_attributes(gradients, require_reduced=_nothing),
     ):
         yield
 
@@ -177,7 +177,7 @@ def _counted_twice() -> Iterator[None]:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.5)
 
-    with replaced(gradients, require_reduced=twice):
+    with patch_attributes(gradients, require_reduced=twice):
         yield
 
 

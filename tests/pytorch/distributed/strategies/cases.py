@@ -48,7 +48,7 @@ class Case:
 
 
 def allowed(case: dict[str, Any]) -> bool:
-    """Whether a combination means anything.
+    """Return whether a combination means anything.
 
     An outer strategy needs an outer axis. Without microbatches there is nothing to delay. Nothing is cut under
     no_shard, so that its optimizer cannot be cut over the outer axis alone.

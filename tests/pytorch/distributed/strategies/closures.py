@@ -1,4 +1,4 @@
-"""Body: a closure is refused exactly for the reasons for which its gradients would come too late."""
+"""Body: closures, which raise exactly where their gradients would be available too late."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import harness
 import torch
 from torch import nn
 
-from strategies.contract import refused
-from strategies.corners import Net, inputs, same, shard, shards
+from strategies.accumulation import refused
+from strategies.edge_cases import Net, inputs, same, shard, shards
 
 
 def _over_tp(options: dict[str, Any]) -> nn.Module:
@@ -40,7 +40,7 @@ def _closure(model: nn.Module, dtype: torch.dtype) -> Callable[[], torch.Tensor]
     return closure
 
 
-def too_late(optimizer: str) -> dict[str, bool]:
+def closure_errors(optimizer: str) -> dict[str, bool]:
     """Return, for each kind of model, whether a step with a closure is refused; weights must stay as they are then.
 
     Args:

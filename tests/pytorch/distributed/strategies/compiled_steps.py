@@ -1,4 +1,4 @@
-"""Bodies: an update under ``torch.compile`` gives the bits of the same update without it."""
+"""Bodies: an update under ``torch.compile``, compared bit for bit with the eager update."""
 
 from __future__ import annotations
 

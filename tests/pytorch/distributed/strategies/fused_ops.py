@@ -17,7 +17,7 @@ def build(device: Any) -> nn.Module:
     return te.ops.Sequential(*layers, te.ops.Linear(64, 32, bias=False, **how))
 
 
-def trains(strategy: str) -> dict[str, float]:
+def train_from_meta(strategy: str) -> dict[str, float]:
     """Body: built on meta, bits of one process at first, and its values after three steps."""
     import te_fsdp
 
@@ -26,7 +26,7 @@ def trains(strategy: str) -> dict[str, float]:
     reference, model = build(harness.device()), build("meta")
     te_fsdp.fully_shard(model, meshes, strategy=strategy)
     te_fsdp.materialize(model, seed=3)
-    assert max(_apart(model, reference)) == 0.0
+    assert max(_distance(model, reference)) == 0.0
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(3):
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(harness.device())
@@ -36,10 +36,10 @@ def trains(strategy: str) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
     te_fsdp.release_params(model)
-    return {"worst": max(_apart(model, reference))}
+    return {"worst": max(_distance(model, reference))}
 
 
-def _apart(model: nn.Module, reference: nn.Module) -> list[float]:
+def _distance(model: nn.Module, reference: nn.Module) -> list[float]:
     results = []
     for name, parameter in reference.named_parameters():
         mine = model.get_parameter(name).detach()
@@ -48,7 +48,7 @@ def _apart(model: nn.Module, reference: nn.Module) -> list[float]:
     return results
 
 
-def quantized(device: str, strategy: str) -> None:
+def error_of_quantized_ops(device: str, strategy: str) -> None:
     """Body that raises on every rank, but for `no_shard`."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe

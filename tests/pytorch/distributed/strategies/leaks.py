@@ -70,7 +70,7 @@ def _layer(kind: str, meshes: Any) -> nn.Module:
     return getattr(te, kind)(16, 16, **options)
 
 
-def _live_and_die(meshes: Any, kind: str, strategy: Any, outer: str) -> weakref.ref[nn.Module]:
+def _train_and_drop(meshes: Any, kind: str, strategy: Any, outer: str) -> weakref.ref[nn.Module]:
     """Create a model of two units, train it for one step, and drop it."""
     import te_fsdp
 
@@ -127,7 +127,7 @@ def _counts() -> dict[str, int]:
     }
 
 
-def dropped(
+def growth_of_counts(
     strategy: Any,
     models: int,
     outer: str = "no_shard",
@@ -150,7 +150,7 @@ def dropped(
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     # Shared groups and caches of torch and TE are created once and stay.
     for kind in (*kinds, *kinds):
-        _live_and_die(meshes, kind, strategy, outer)
+        _train_and_drop(meshes, kind, strategy, outer)
     kept: list[Any] = []
     grown: dict[str, int] = {}
     # CUDA and NCCL start a thread at a later time than the first use: a leak grows in both rounds.
@@ -158,7 +158,7 @@ def dropped(
         before = _counts()
         for number in range(models):
             kind = kinds[number % len(kinds)]
-            model = _live_and_die(meshes, kind, strategy, outer)
+            model = _train_and_drop(meshes, kind, strategy, outer)
             if leak:
                 kept.append(model())
             gc.collect()

@@ -56,7 +56,7 @@ def sharded(
     return te_fsdp.materialize(model, seed=SEED)
 
 
-def whole() -> nn.Module:
+def one_process() -> nn.Module:
     """The same in one process."""
     torch.manual_seed(SEED)
     return Model(harness.device())

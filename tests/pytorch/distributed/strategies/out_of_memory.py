@@ -15,7 +15,7 @@ import te_fsdp
 HIDDEN, ROWS, SEED = 64, 32, 3
 
 
-class RunsOut(TorchDispatchMode):
+class AllocationFailure(TorchDispatchMode):
     """Counts tensor operations; the one of number `at` raises what an allocation on a full device raises."""
 
     def __init__(self, at: int = -1) -> None:
@@ -87,7 +87,7 @@ class Job:
         self.update()
 
 
-def disturbed(
+def compare_with_undisturbed(
     recipe: str, points: int, axes: dict[str, int], mended: bool = True, **options: Any
 ) -> dict[str, Any]:
     """Compare two equal jobs; in one, operations of a step's passes run out of memory, and the step is repeated.
@@ -100,20 +100,20 @@ def disturbed(
         mended: False for the control: nothing is restored.
         **options: Of `te_fsdp.fully_shard`.
     """
-    from strategies.bodies import replaced
+    from strategies.bodies import patch_attributes
     from te_fsdp.upstream import fsdp2_state as _fsdp2
 
     meshes = te_fsdp.Meshes.build(**axes)
     calm, job = (Job(recipe, meshes, **options) for _ in range(2))
     for each in (calm, job):
         each.step()
-    with RunsOut() as counted:
+    with AllocationFailure() as counted:
         job.backward()
     job.update()
     calm.step()
     failing = sorted(random.Random(SEED).sample(range(counted.seen), points))
     checks = harness.Comparisons()
-    with replaced(_fsdp2, **({} if mended else {"reset_iteration": lambda root: None})):
+    with patch_attributes(_fsdp2, **({} if mended else {"reset_iteration": lambda root: None})):
         for at in failing:
             _run_out(job, at)
             job.step()
@@ -127,7 +127,7 @@ def disturbed(
 def _run_out(job: Job, at: int) -> None:
     raised = False
     try:
-        with RunsOut(at):
+        with AllocationFailure(at):
             job.backward()
     except torch.OutOfMemoryError:
         raised = True

@@ -1,0 +1,161 @@
+"""Loops in which one rank does something different in a step, without an error of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bodies_mistakes import draw_batch, make_sgd, make_sharded
+from torch import nn
+
+
+def _backward(model: nn.Module) -> None:
+    model(draw_batch(dist.get_rank() // 2 if dist.get_world_size() == 4 else None)).square().mean().backward()
+
+
+def _skips_step(is_alone: bool, step: int) -> bool:
+    return step == 2 and (dist.get_rank() == 1 or not is_alone)
+
+
+def skip_a_step(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    for step in range(5):
+        _backward(model)
+        if not _skips_step(is_alone, step):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def leave_out_a_microbatch(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    import te_fsdp
+
+    # As many microbatches in total: a rank without data would make the others wait.
+    for of_step in (1, 1, 1, 2) if dist.get_rank() == 1 and is_alone else (1, 2, 1, 1):
+        for index in range(of_step):
+            with te_fsdp.microbatch(model, is_last=index == of_step - 1):
+                _backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def change_the_learning_rate(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    for step in range(5):
+        if step > 1 and (dist.get_rank() == 1 or not is_alone):
+            optimizer.param_groups[0]["lr"] = 0.01
+        _backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clear_a_gradient(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    for step in range(5):
+        _backward(model)
+        if step > 1 and (dist.get_rank() == 1 or not is_alone):
+            model.head.weight.grad = None  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scale_gradients(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    for step in range(5):
+        _backward(model)
+        if step > 1 and (dist.get_rank() == 1 or not is_alone):
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clip(
+    model: nn.Module, optimizer: Any, is_alone: bool, begin: int = 2, by_torch: bool = False, **changed: float
+) -> None:
+    import te_fsdp
+
+    clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ if by_torch else te_fsdp.clip_grad_norm_
+    for step in range(6):
+        _backward(model)
+        is_changed = step == begin and (dist.get_rank() == 1 or not is_alone)
+        arguments = {"max_norm": 1e-3, "norm_type": 2.0} | (changed if is_changed else {})
+        clip_grad_norm_(model.parameters(), **arguments)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clip_by_another_norm(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    clip(model, optimizer, is_alone, begin=0, norm_type=3.0)
+
+
+def change_the_clipping(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    """Change the clipping in one step only, before a step whose arguments ranks compare."""
+    clip(model, optimizer, is_alone, max_norm=2e-3)
+
+
+def change_the_clipping_by_torch(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    clip(model, optimizer, is_alone, by_torch=True, max_norm=2e-3)
+
+
+def change_the_norm_by_torch(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    clip(model, optimizer, is_alone, by_torch=True, norm_type=3.0)
+
+
+def step_several_optimizers(model: nn.Module, optimizer: Any, is_alone: bool) -> None:
+    """Make two steps per backward, with two models."""
+    other = make_sharded()
+    optimizers = [make_sgd(model.head), make_sgd(model.inp), make_sgd(other)]  # type: ignore[arg-type]
+    for step in range(6):
+        _backward(model)
+        _backward(other)
+        for each in optimizers:
+            if not (each is optimizers[0] and _skips_step(is_alone, step)):
+                each.step()
+            each.zero_grad()
+
+
+def run(program: str, is_alone: bool, strategy: str, every: int = 2, **options: Any) -> list[float]:
+    """Run a program next to an older model. Return the sum of each parameter over all ranks."""
+    from te_fsdp.checks import progress
+
+    before, progress.EVERY = progress.EVERY, every
+    try:
+        older = make_sharded(strategy, **options)
+        model = make_sharded(strategy, **options)
+        globals()[program](model, make_sgd(model), is_alone)
+        del older
+    finally:
+        progress.EVERY = before
+    return [float(torch.sum(getattr(p, "full_tensor", p.detach)())) for p in model.parameters()]
+
+
+def save_after_a_step(path: str, is_alone: bool, strategy: str) -> None:
+    """Skip a step between two comparisons, then save."""
+    import te_fsdp
+
+    model = make_sharded(strategy)
+    optimizer = make_sgd(model)
+    for step in range(5):
+        _backward(model)
+        if step != 4 or (is_alone and dist.get_rank() == 0):
+            optimizer.step()
+        optimizer.zero_grad()
+    te_fsdp.checkpoint.save(path, model, optimizer)
+
+
+def keys_of_the_store() -> list[int]:
+    """Return the number of keys in the store after each of some comparisons."""
+    from te_fsdp.checks import progress
+    from te_fsdp.upstream import torch_dtensor as _torch
+
+    before, progress.EVERY = progress.EVERY, 2
+    try:
+        model = make_sharded()
+        optimizer, counts = make_sgd(model), []
+        for _ in range(10):
+            _backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            counts.append(_torch.default_store().num_keys())
+            dist.barrier()
+    finally:
+        progress.EVERY = before
+    return counts[::2]

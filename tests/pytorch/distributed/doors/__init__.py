@@ -1,1 +1,0 @@
-"""Bodies of what people try first: torch's own mesh, a mesh with further axes, a forward too early, TE's scripts."""

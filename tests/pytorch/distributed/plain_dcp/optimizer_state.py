@@ -1,0 +1,116 @@
+"""Bodies: optimizer state dicts in which some states, or all, are main weights only."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from plain_dcp.partial_optimizer_state import _equal_after_a_step, _error_of_own_state, _job, _step
+
+
+class SignSGD(torch.optim.Optimizer):
+    """An optimizer without state, and with an option that only an attribute records."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(self.scale * group["lr"] * parameter.grad.sign())
+
+
+class Momentum(SignSGD):
+    """An optimizer of the user with state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            state = self.state[parameter]
+            state["momentum"] = state.get("momentum", 0) * 0.5 + parameter.grad
+        super().step()
+
+
+def stateless(outer: str) -> dict[str, Any]:
+    """A new optimizer, and the trained one itself, load the state of an optimizer without state."""
+    job, other = _job(SignSGD, outer, 3), _job(SignSGD, outer, 4)
+    _step(*job)
+    job[1].load_state_dict(job[1].state_dict())
+    other[0].load_state_dict(job[0].state_dict())
+    other[1].load_state_dict(copy.deepcopy(job[1].state_dict()))
+    return _equal_after_a_step(job, other)
+
+
+def with_state(outer: str) -> str:
+    """The control: a user's optimizer that has state, before its first step."""
+    return _error_of_own_state(_job(Momentum, outer, 3)[1])
+
+
+def rolled_back(outer: str, trained: bool) -> dict[str, Any]:
+    """An optimizer loads its state from before its second layer has stepped, which steps afterwards."""
+    job, other = _job("AdamW", outer, 3), _job("AdamW", outer, 3)
+    for model, optimizer in (job, other):
+        model[1].requires_grad_(False)
+        _step(model, optimizer)
+    saved = copy.deepcopy([part.state_dict() for part in other])
+    other[0][1].requires_grad_(trained)
+    _step(*other)
+    for part, state in zip(other, saved, strict=True):
+        part.load_state_dict(state)
+    states = [sorted(other[1].state[p]) for p in other[0].parameters()]
+    for model, _ in (job, other):
+        model[1].requires_grad_(True)
+    return _equal_after_a_step(job, other) | {"states": states}
+
+
+def filled_in_place(outer: str) -> str:
+    """DCP has written to the main weights of a layer that has not stepped: its other state was not read."""
+    job = _job("AdamW", outer, 3)
+    job[0][1].requires_grad_(False)
+    _step(*job)
+    try:
+        job[1].load_state_dict(job[1].state_dict())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused_and_loaded(outer: str, kind: str) -> dict[str, Any]:
+    """Load a state dict of a wrong size, which raises and changes nothing, and then a correct one."""
+    job, other = _job(kind, outer, 3), _job(kind, outer, 4)
+    for model, _ in (job, other):
+        model[1].requires_grad_(False)  # a main weight alone
+        _step(model, job[1] if model is job[0] else other[1])
+    saved = copy.deepcopy(job[1].state_dict())
+    wrong = copy.deepcopy(saved)
+    wrong["param_groups"].append({**wrong["param_groups"][0], "params": [7]})
+    parameters, before = [*other[0].parameters()], _values(other[1])
+    try:
+        other[1].load_state_dict(wrong)
+        text = ""
+    except ValueError as error:
+        text = str(error)
+    groups = all(a is b for a, b in zip(other[1].param_groups[0]["params"], parameters, strict=True))
+    unchanged = all(map(torch.equal, before, _values(other[1])))
+    other[0].load_state_dict(job[0].state_dict())
+    other[1].load_state_dict(saved)
+    for model, _ in (job, other):
+        model[1].requires_grad_(True)
+    return _equal_after_a_step(job, other) | {"text": text, "groups": groups, "unchanged": unchanged}
+
+
+def _values(optimizer: Any) -> list[torch.Tensor]:
+    from te_fsdp.upstream.torch_dtensor import local_of
+
+    states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+    return [
+        local_of(value).clone()
+        for state in states
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]

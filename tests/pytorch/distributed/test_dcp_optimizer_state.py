@@ -1,0 +1,49 @@
+"""State dicts with main weights only, which optimizers load."""
+
+from __future__ import annotations
+
+import pytest
+from plain_dcp import optimizer_state
+
+EQUAL = {"equal": 2, "moved": 2}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("outer", ["optim", "no_shard"])
+def test_stateless_optimizer_resumes(pool, outer):
+    """Check that main weights, its only state, are not rejected as the state of an optimizer before its first step."""
+    results = pool.run(optimizer_state.stateless, 2, outer=outer)
+    assert all(result == EQUAL for result in results), results
+
+
+@pytest.mark.ranks(2)
+def test_stateful_user_optimizer_raises_before_its_first_step(pool):
+    """Control: DCP has not read the state of this optimizer."""
+    for text in pool.run(optimizer_state.with_state, 2, outer="optim"):
+        assert "Momentum.load_state_dict: 2 parameters with main weights only" in text
+        assert "only main weights for parameters 0, 1" in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("outer", ["optim", "no_shard"])
+def test_rollback_to_state_before_a_layer_stepped(pool, outer, trained):
+    results = pool.run(optimizer_state.rolled_back, 2, outer=outer, trained=trained)
+    full, bare = ["exp_avg", "exp_avg_sq", "master_param", "step"], ["master_param"]
+    assert all(result == EQUAL | {"states": [full, bare]} for result in results), results
+
+
+@pytest.mark.ranks(2)
+def test_main_weights_filled_in_place_by_dcp_raise(pool):
+    for text in pool.run(optimizer_state.filled_in_place, 2, outer="optim"):
+        assert "AdamW.load_state_dict: 1 parameters with main weights only" in text
+        assert "only main weights for parameters 1" in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["AdamW", "FusedAdam"])
+def test_load_after_a_failed_load(pool, kind):
+    """Check that a failed load leaves neither main parameters in the groups nor main weights that it has read."""
+    results = pool.run(optimizer_state.refused_and_loaded, 2, outer="optim", kind=kind)
+    expected = {"text": "loaded state dict has a different number of parameter groups"}
+    assert all(r == EQUAL | expected | {"groups": True, "unchanged": True} for r in results), results

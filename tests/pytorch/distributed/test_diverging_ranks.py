@@ -1,0 +1,111 @@
+"""A rank that skips a step, or has different microbatches, options or gradients.
+
+The job went on with shards of different updates, or replicas that differ.
+"""
+
+from __future__ import annotations
+
+import bodies_diverging_ranks as bodies
+import pytest
+
+STEPS = (
+    "OrderError",
+    "SGD.step: the ranks are in different steps: expected the same number of backwards before step ",
+)
+OPTIONS = "MeshError", "SGD.step: the optimizers differ between ranks"
+GRADIENTS = "MeshError", "SGD.step: gradients that differ between ranks"
+COPIES = "InitError", "copies differ between ranks"
+CLIPPING = (
+    "MeshError",
+    "SGD.step: clip_grad_norm_ had different arguments on the ranks",
+    "got in the last call max_norm=0.001, norm_type=2 on rank 0; max_norm=0.001, norm_type=",
+)
+
+CASES = {
+    ("skip_a_step", "optim_grads_params"): (*STEPS, "got 4 backwards on rank 0; 5 backwards on rank 1"),
+    ("skip_a_step", "no_shard"): (*STEPS, " backwards on rank 0; "),
+    ("leave_out_a_microbatch", "optim_grads_params"): (
+        *STEPS,
+        "got 3 backwards on rank 0; 2 backwards on rank 1",
+    ),
+    ("step_several_optimizers", "optim_grads_params"): (*STEPS, " on rank 1"),
+    ("change_the_learning_rate", "optim_grads_params"): OPTIONS,
+    ("clear_a_gradient", "optim_grads_params"): GRADIENTS,
+    ("scale_gradients", "no_shard"): COPIES,
+    ("clip_by_another_norm", "optim_grads_params"): CLIPPING,
+    ("change_the_clipping", "optim_grads_params"): CLIPPING,
+    ("change_the_clipping", "no_shard"): CLIPPING,
+    ("change_the_clipping_by_torch", "optim_grads_params"): CLIPPING,
+    ("change_the_norm_by_torch", "optim_grads_params"): CLIPPING,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", list(CASES), ids="-".join)
+def test_deviation_on_one_rank_raises_on_all_ranks(pool, case):
+    """Check that all ranks raise an error with the ranks, options or parameters."""
+    program, strategy = case
+    name, *texts = CASES[case]
+    for error in pool.run_expect_error(bodies.run, 2, program=program, is_alone=True, strategy=strategy):
+        assert error.type_name == name, error.message
+        for text in texts:
+            assert text in error.message
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("program", sorted({program for program, _ in CASES}))
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_same_loop_on_all_ranks_passes(pool, program, strategy):
+    """Check that the same loop on all ranks raises nothing."""
+    first, second = pool.run(bodies.run, 2, program=program, is_alone=False, strategy=strategy)
+    assert first == second
+
+
+@pytest.mark.ranks(2)
+def test_deviation_is_detected_by_check_level(pool):
+    """Check that the next step raises with checks="full", and none with "setup"."""
+    options = {"program": "change_the_clipping", "is_alone": True, "strategy": "no_shard", "every": 100}
+    for error in pool.run_expect_error(bodies.run, 2, **options, checks="full"):
+        assert (error.type_name, CLIPPING[1] in error.message) == ("MeshError", True)
+        assert "max_norm=0.001, norm_type=2 on rank 0; max_norm=0.002, norm_type=2 on rank 1" in error.message
+    for level in ("first_steps", "setup", "off"):
+        pool.run(bodies.run, 2, **options, checks=level)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axes", ["dp_shard 4", "dp_replicate 2 dp_shard 2", "dp_shard 2 tp 2"])
+def test_deviation_on_four_rank_meshes_raises(pool, axes):
+    words = axes.split()
+    axes = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    for is_alone in (True, False):
+        options = {
+            "program": "change_the_learning_rate",
+            "is_alone": is_alone,
+            "strategy": "optim_grads_params",
+            **axes,
+        }
+        if not is_alone:
+            pool.run(bodies.run, 4, **options)
+            continue
+        for error in pool.run_expect_error(bodies.run, 4, **options):
+            assert error.type_name == OPTIONS[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_save_detects_a_skipped_step(pool, tmp_path, strategy):
+    """Check that a save detects a step that one rank has skipped since the last comparison."""
+    pool.run(bodies.save_after_a_step, 2, path=str(tmp_path / "right"), is_alone=False, strategy=strategy)
+    options = {"path": str(tmp_path / "wrong"), "is_alone": True, "strategy": strategy}
+    for error in pool.run_expect_error(bodies.save_after_a_step, 2, **options):
+        assert error.type_name == "CheckpointError"
+        assert "save: the ranks are in different steps" in error.message
+        assert "got 5 steps after 5 backwards on rank 0; 4 steps after 5 backwards on rank 1" in error.message
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.ranks(2)
+def test_store_keys_are_deleted(pool):
+    """Check that the store of a long job does not grow."""
+    for counts in pool.run(bodies.keys_of_the_store, 2):
+        assert counts[-1] == counts[-2] == counts[-3]
