@@ -41,7 +41,7 @@ test-integrations:  ## install the frameworks that te_fsdp.integrations is for, 
 	@scripts/setup.sh test integrations triton
 	$(RUN) -m pytest $(foreach name,integrations fabric accelerate lora torchtitan,tests/pytorch/distributed/test_$(name).py) $(ARGS)
 
-mutants:  ## break one line after the other and see whether its test notices (some 25 minutes; ARGS="sharding --k wire")
+mutants:  ## apply each mutant and check that its tests fail (some 25 minutes; ARGS="sharding --k wire")
 	@scripts/setup.sh test
 	$(RUN) scripts/mutants.py $(ARGS)
 

@@ -38,7 +38,7 @@ NOT_RUN = {
     ("docs/nodes.md", "export TORCH_DISABLE|torchrun|head=|srun"): "needs several nodes; test_torchrun.py",
     ("examples/fsdp2_tp/README.md", ".*train_vocabulary.py"): "test_example_vocabulary.py runs the script for less",
     ("benchmarks/README.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
-    ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_many_ranks_runs",
+    ("benchmarks/README.md", ".*many_ranks.py"): "32 ranks; tests/unit/test_scale.py::test_many_ranks_benchmark_runs",
     ("benchmarks/README.md", ".*benchmarks/step.py"): "needs GPUs; tests/pytorch/distributed/test_step_benchmark.py",
     ("benchmarks/README.md", "export TE|.*benchmarks/convergence.py"): "GPUs, or minutes; test_convergence_curves.py",
     ("benchmarks/README.md", ".*benchmarks/(checkpoint.py --gib 16|rollout.py|weight_gathers.py)"): "needs four GPUs",

@@ -231,7 +231,7 @@ def _two_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     + [(change, False) for change in (_another_dtype, _other_memory, _another_state, _another_number)]
     + [(change, False) for change in (_another_parameter, _other_names, _two_groups)],
 )
-def test_save_with_cached_model_data_equals_a_first_save(
+def test_repeated_save_equals_a_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, is_known: bool
 ) -> None:
     """A repeated save equals the first save of a new process, whatever has changed."""

@@ -51,8 +51,8 @@ def test_extra_rejects_recursive_containers(tmp_path: Path) -> None:
             checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"value": value})
 
 
-def test_defaultdicts(tmp_path: Path) -> None:
-    """They loaded as dicts, whose first new key raised. Factories without a name in the files are refused."""
+def test_defaultdicts_keep_their_factory(tmp_path: Path) -> None:
+    """Defaultdicts keep their factory. Factories that cannot be stored by name raise."""
     losses = collections.defaultdict(list, {"a": [1.0, torch.ones(2)], 3: [2]})
     counts = collections.defaultdict(int, {"b": collections.defaultdict(None, {"c": {1, 2}})})
     extra = {"losses": losses, "counts": counts, "rank": checkpoint.PerRank(collections.defaultdict(set))}

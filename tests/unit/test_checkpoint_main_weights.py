@@ -251,7 +251,7 @@ class Accelerated(torch.optim.Optimizer):
 def test_load_unwraps_optimizers_and_loads_main_weights(
     te: Any, recipe: Any, kind: str, tmp_path: Path
 ) -> None:
-    """Main weights are loaded instead of derived from the less precise weights. The control has different ones."""
+    """Main weights are loaded instead of derived from the weights. Negative control: derived main weights differ."""
     source, (optimizer,) = trained(te, recipe, kind)
     checkpoint.save(tmp_path / "a", source, Accelerated(optimizer))
     checkpoint.load(tmp_path / "a", source, optimizer)  # under the class of the one within

@@ -288,7 +288,7 @@ def test_mismatched_safetensors_shards_are_rejected(
     assert " and 1 more without an index" in refuse(capsys, "inspect", folder)
 
 
-def test_sharded_state_dicts_with_unmet_conditions_are_rejected(
+def test_sharded_state_dicts_with_unmet_load_conditions_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The load condition in a sharded module's _extra_state is enforced for both kinds of files."""

@@ -52,7 +52,7 @@ def test_slow_rank_is_waited_for(tmp_path: Path, python: str, kind: str) -> None
 
 
 def test_rank_stopped_during_a_save_is_named_in_the_log(tmp_path: Path, python: str) -> None:
-    """Ranks wait up to the collective timeout, and rank 0 logs for which rank. Bug class: silent waits."""
+    """Ranks wait up to the collective timeout, and rank 0 logs the rank it waits for. Bug class: silent waits."""
     result = ran(tmp_path, python, "stopped within", 2)
     assert [(item["rank"], item["text"]) for item in result] == [(0, ""), (1, ""), (2, "")]
     waits = [[text for text in item["log"] if "for a message from" in text] for item in result]

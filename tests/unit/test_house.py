@@ -396,7 +396,7 @@ def test_patches_are_in_their_tables():
     check(patches)
 
 
-def test_underscored_names_are_used_in_one_file_only():
+def test_private_names_stay_in_their_file_without_all():
     check(lists_of_names)
     check(names_of_other_files)
 

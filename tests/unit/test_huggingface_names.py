@@ -37,7 +37,7 @@ def model(te: Any, folder: Path) -> nn.Module:
     return result
 
 
-def test_arguments_of_wrong_types_are_rejected(tmp_path: Path, folder: Path, model: nn.Module) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path, folder: Path, model: nn.Module) -> None:
     """Bug class: AttributeError and IndexError."""
     with pytest.raises(
         CheckpointError, match=r"names: expected te_fsdp.*huggingface.TeNames\(...\), got dict"

@@ -38,7 +38,7 @@ def test_cost_per_rank_does_not_grow_with_the_number_of_ranks(python):
     )
 
 
-def test_many_ranks_runs(python, tmp_path):
+def test_many_ranks_benchmark_runs(python, tmp_path):
     environment = {
         **os.environ,
         "TE_FSDP_EMULATION": "9.0",

@@ -94,7 +94,7 @@ def test_several_processes_without_torchrun_are_rejected(monkeypatch, environmen
         ),
     ],
 )
-def test_device_of_a_rank_is_taken_from_local_rank(monkeypatch, environment, devices, text):
+def test_device_of_a_rank_and_errors_of_local_rank(monkeypatch, environment, devices, text):
     for name in ("LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -17,7 +17,7 @@ CASES = {
         [("no_shard", 1, "more"), ("optim", 1, "more"), ("optim_grads_params", 2, "more")],
         [("optim_grads", 2, "more"), ("optim", 2, "no_sync"), *((row, 1, "no_sync") for row in ALL)],
     ),
-    "test_microbatches_repeat_after_an_exception": (
+    "test_failed_microbatch_can_be_rerun": (
         # HSDP holds gradients in three places at once; torch 2.15's own recovery would drop them all.
         [
             ("no_shard", 1, True),
@@ -80,7 +80,7 @@ def test_accumulation_contexts_nest(pool):
     assert [flag[2] for flag in off["optim_grads_params"]] == [True] * 3
 
 
-def test_microbatches_repeat_after_an_exception(pool, strategy, dp_replicate, other):
+def test_failed_microbatch_can_be_rerun(pool, strategy, dp_replicate, other):
     options = {"strategy": strategy, "dp_replicate": dp_replicate, "stock": other}
     pool.run(accumulation.failed_forward, 2 * dp_replicate, **options)
     pool.run(accumulation.failed_backward, 2 * dp_replicate, **options)

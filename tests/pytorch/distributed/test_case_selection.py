@@ -43,7 +43,7 @@ def test_all_pairs_of_values_are_covered(cases, strength):
         assert max(map(len, days)) <= len(places) / COVER_DAYS + 2
 
 
-def test_covering_is_small():
+def test_covering_array_is_near_the_minimum():
     """Check against 4 x 3 cases, the minimum, since no pair of a mesh and a recipe shares a case."""
     taken = sorted({place for day in range(COVER_DAYS) for place in chosen(PRODUCT, seed=COVER_DAYS + day)})
     assert 12 <= len(taken) <= 18

@@ -161,7 +161,7 @@ def test_experts_load_in_a_different_format(pool, tmp_path, way):
     ids=["bf16", "mxfp8"],
 )
 def test_experts_on_eight_ranks(pool, tmp_path, case, single):
-    """Check loads between both forms and one process. Two ranks shard three quantized experts within each."""
+    """Load between one parameter per expert and one for all, and in one process. Two ranks shard three experts each."""
     skip_without_grouped_kernels(pool, case.recipe)
     where = {"case": case, "directory": str(tmp_path), "env": SINGLE}
     source, target = (place(form, dp_shard=2, ep=2, tp=2) for form in (single, not single))

@@ -104,7 +104,7 @@ def test_formats_and_strategies(pool, case, recipe):
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
-def test_many_steps(pool, request, recipe, strategy, mesh):
+def test_copy_engine_over_many_steps_equals_nccl(pool, request, recipe, strategy, mesh):
     """Check twenty steps, fewer if only one case runs, for errors that add up and buffers that are reused."""
     axes, outer = MESHES[mesh]
     options = {"axes": axes, "strategy": strategy, "outer": outer, "by_hand": False}

@@ -32,7 +32,7 @@ def test_full_state_dicts_have_all_experts(pool, kind, recipe, sharder):
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 @pytest.mark.parametrize("kind", ["experts", "gated MLP"])
-def test_async_save_on_the_same_mesh(pool, tmp_path, kind, recipe, sharder):
+def test_resume_from_dcp_async_save_on_the_same_mesh(pool, tmp_path, kind, recipe, sharder):
     """Check that ``dcp.async_save`` copies all entries and that a group of experts keeps its options.
 
     DCP writes the names in a group as one rank has them.

@@ -18,7 +18,7 @@ def test_stateless_optimizer_resumes(pool, outer):
 
 @pytest.mark.ranks(2)
 def test_stateful_user_optimizer_raises_before_its_first_step(pool):
-    """Control: DCP has not read the state of this optimizer."""
+    """Negative control: main weights alone are rejected for an optimizer that has other state."""
     for text in pool.run(optimizer_state.with_state, 2, outer="optim"):
         assert "Momentum.load_state_dict: 2 parameters with main weights only" in text
         assert "only main weights for parameters 0, 1" in text

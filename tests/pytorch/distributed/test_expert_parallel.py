@@ -201,7 +201,7 @@ def test_local_names_collide(pool):
 
 
 @pytest.mark.ranks(4)
-def test_torch_fully_shard(pool):
+def test_torch_fully_shard_of_experts_equals_te_fsdp(pool):
     pool.run(binding.torch_fully_shard, 4, divide=True, mesh="experts")
 
 

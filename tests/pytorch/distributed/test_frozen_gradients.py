@@ -11,7 +11,7 @@ from strategies import frozen_gradients
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", list(frozen_gradients.STRATEGIES))
-def test_gradients_of_frozen_parameters_are_stepped(pool, case):
+def test_optimizer_steps_frozen_parameters_with_gradients(pool, case):
     assert pool.run(frozen_gradients.differing, 4, case=case, when="later") == [[]] * 4
 
 

@@ -10,6 +10,6 @@ from parity import gradient_placements
 @pytest.mark.parametrize("main", [False, True])
 @pytest.mark.parametrize("checks", ["setup", "first_steps"])
 def test_assigned_gradient_sharded_over_tp(pool, checks, main):
-    """Check a replicated parameter. The first tp rank's columns replaced all others without an error."""
+    """Check a tp-replicated weight with a tp-sharded gradient. The first rank's columns replaced the others."""
     for outcome in pool.run(gradient_placements.train_with_projected_gradient, 4, checks=checks, main=main):
         assert outcome["worst"] < 1e-6, "fp32, sums in another order"

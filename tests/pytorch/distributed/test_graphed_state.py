@@ -33,7 +33,7 @@ def test_failed_capture_restores_buffers(pool):
 
 
 @pytest.mark.parametrize("units", [False, True], ids=["step", "units"])
-def test_objects_as_arguments(pool, units):
+def test_changed_attributes_of_argument_objects_are_used(pool, units):
     for (recordings,) in pool.run(state_bodies.objects_as_arguments, 2, env=GLOO, units=units, timeout=240):
         assert recordings <= 4
 

@@ -71,7 +71,7 @@ def layouts_of_a_mesh() -> None:
 
 @pytest.mark.cpu
 @pytest.mark.ranks(4)
-def test_results_do_not_depend_on_the_mesh(pool):
+def test_tensor_metadata_is_cached_across_meshes(pool):
     """Check that shapes, strides and dtypes are computed on the first mesh only, and equal torch's."""
     for first, second in pool.run(metas_on_two_meshes, 4):
         assert first > 10 and second == 0

@@ -311,7 +311,7 @@ def test_state_dict_of_the_optimizer(pool, case):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", [{"optimizer": "adamw"}, {"optimizer": "te"}], ids=["adamw", "te"])
-def test_dcp_round_trip(pool, tmp_path, case):
+def test_dcp_round_trip_requires_the_same_mesh(pool, tmp_path, case):
     """Check 11 rows over 2 x 2 ranks: correct on the same mesh, an error on a different one."""
     on_2x2, on_4x1 = {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}
     pool.run(

@@ -107,7 +107,7 @@ def test_communication_counts(pool):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("first", [[True, False], [False, False]], ids=str)
-def test_is_last_not_marked_on_all_ranks_in_the_first_step(pool, first):
+def test_first_step_with_is_last_on_some_ranks_is_correct(pool, first):
     """Check that nothing starts early, that the log says so, and that all results are correct."""
     marked = [first, [False, True], [True, True]]
     assert pool.run(overlap.marked_on_some_ranks, 2, env=GLOO, marked=marked) == [[(0, 1)] * 3] * 2
@@ -183,7 +183,7 @@ def test_interrupted_backward(pool, where):
         "scale_gradients",
     ],
 )
-def test_gradients_that_change(pool, how):
+def test_gradients_changed_before_the_step_are_correct(pool, how):
     for result in pool.run(overlap.change_gradients_before_step, 2, env=GLOO, how=how):
         assert result["sent"] == [3, (3, 0), (3, 0)]
         if how == "scale_gradients":
@@ -208,6 +208,6 @@ def test_dtypes_of_overlapped_averages(pool):
 
 
 @pytest.mark.ranks(2)
-def test_contexts(pool):
+def test_is_last_in_nested_contexts(pool):
     marked = [True, *(value for _ in range(3) for value in (False, True)), False, False]
     assert pool.run(overlap.context_flags, 2) == [marked] * 2

@@ -58,7 +58,7 @@ def test_huggingface_models(pool, name, strategy):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_loaded_values_are_kept(pool, strategy):
+def test_init_weights_keeps_loaded_values(pool, strategy):
     pool.run(bodies.keeps_loaded_values, 2, strategy=strategy)
 
 

@@ -36,7 +36,7 @@ def test_clip_grads_with_norm_of_a_different_mesh(pool, axes):
 
 @pytest.mark.ranks(2)
 def test_vector_to_parameters_of_tp_only_weights_raises(pool):
-    """Check a write that torch drops in weights that only tp shards."""
+    """Torch silently drops this write if only tp shards the weight."""
     for found in pool.run(bodies.errors_of_unsupported_lists, 2, axes={"tp": 2}, strategy="no_shard"):
         assert "parameter.data was assigned" in found["vector_to_parameters"], found
 

@@ -91,7 +91,7 @@ def test_negative_control_memory_without_savings(pool):
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_allocator_bytes_equal_tensor_bytes(pool, recipe, reshard):
-    """Return the CUDA allocator's allocated bytes: the tensors, each rounded up to its blocks, and little else."""
+    """Check that the allocator's bytes equal those of live tensors, rounded up to its blocks, plus a small slack."""
     results = pool.run(memory.unaccounted_bytes, 2, recipe=recipe, reshard=reshard, hidden=4096, middle=4096)
     for rank, outcome in enumerate(results):
         for name, stage in outcome.items():

@@ -90,7 +90,7 @@ def test_recomputation_with_tensor_parallelism(pool):
     ],
 )
 def test_recomputation_in_every_format(pool, recipe, weights):
-    """Not delayed scaling of bf16 weights: under FSDP2 TE quantizes those again in backward, at the scales of then."""
+    """Omit delayed scaling of bf16 weights. Under FSDP2, TE quantizes them again in backward with newer scales."""
     _run(pool, 2, strategy="torch", axes=DP2, recipe=recipe, weights=weights, **OWN)
 
 

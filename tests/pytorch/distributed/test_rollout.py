@@ -98,7 +98,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs/rollout.md"
 
 
 @pytest.mark.ranks(2)
-def test_documented_transfer_to_an_engine(pool, tmp_path):
+def test_documented_transfer_to_an_inference_engine(pool, tmp_path):
     """Check that the functions of docs/rollout.md send every tensor to an engine outside of the job."""
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     make_huggingface("qwen3").save_pretrained(tmp_path / "model")

@@ -49,6 +49,6 @@ def test_cast_weights_are_copied(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 def test_gradients_are_not_copied(pool, strategy):
-    """Check that gradients are passed on as they are, except for gradients that share memory."""
+    """Check that gradients are passed on without a copy, except for gradients that share memory."""
     for passed in pool.run(shard_axis_of_size_one.reused_gradients, 2, strategy=strategy):
         assert sorted(passed) == ["matrix", "product.weight"]

@@ -174,7 +174,7 @@ def zero_weight(recipe: str) -> list[bool]:
     return results
 
 
-def no_copy_after_gather(bound: bool) -> bool:
+def can_copy_after_gather(bound: bool) -> bool:
     """Return whether a weight can be deep copied once FSDP2 has gathered it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
