@@ -90,7 +90,7 @@ def _train_chunk(tree: Path, chunk: list[Case]) -> dict[str, Any]:
         given.write_text(json.dumps([asdict(case) for case in chunk]))
         environment = {
             **os.environ,
-            "PYTHONPATH": str(tree),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
