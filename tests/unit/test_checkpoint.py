@@ -270,9 +270,11 @@ def test_extra_round_trips_any_dict_key(tmp_path: Path, value: dict) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"path": Path("x")}, r"extra/path: cannot be stored.*got PosixPath.*str\(path\)"),
-        ({"m": torch.empty(2, device="meta")}, "extra/m: cannot be stored"),
-        ({"f": io.BytesIO()}, "got BytesIO"),
+        pytest.param(
+            {"path": Path("x")}, r"extra/path: cannot be stored.*got PosixPath.*str\(path\)", id="path"
+        ),
+        pytest.param({"m": torch.empty(2, device="meta")}, "extra/m: cannot be stored", id="meta tensor"),
+        pytest.param({"f": io.BytesIO()}, "got BytesIO", id="stream"),
     ],
 )
 def test_save_rejects_unsupported_extra_values(tmp_path: Path, value: dict, words: str) -> None:

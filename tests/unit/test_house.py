@@ -445,10 +445,10 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 @pytest.mark.parametrize(
     ("rule", "text", "count"),
     [
-        (too_long, "x = 1\n" * (MAX_FILE_LINES + 1), 1),
-        (too_long, "x = 1\n" * MAX_FILE_LINES, 0),
-        (too_long, LONG_FUNCTION, 1),
-        (too_long, LONG_FUNCTION.replace("    x = 1\n", "", 1), 0),
+        pytest.param(too_long, "x = 1\n" * (MAX_FILE_LINES + 1), 1, id="long file"),
+        pytest.param(too_long, "x = 1\n" * MAX_FILE_LINES, 0, id="longest file"),
+        pytest.param(too_long, LONG_FUNCTION, 1, id="long function"),
+        pytest.param(too_long, LONG_FUNCTION.replace("    x = 1\n", "", 1), 0, id="longest function"),
         (joined_subjects, '"""Two commands."""\nx = "this and that"\n', 0),
         (joined_subjects, '"""Checks of a forward and a backward.\n\nText.\n"""\n', 1),
         (joined_subjects, "x = 1\n", 1),

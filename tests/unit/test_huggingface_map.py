@@ -234,9 +234,9 @@ def test_all_missing_unexpected_and_misshaped_tensors_are_named_at_once():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (torch.zeros(10, 8, dtype=torch.int8), "int8"),
-        (torch.zeros(10, 8).to(torch.float8_e4m3fn), "float8_e4m3fn"),
-        (torch.zeros(10, 8, device="meta"), "a meta tensor"),
+        pytest.param(torch.zeros(10, 8, dtype=torch.int8), "int8", id="int8"),
+        pytest.param(torch.zeros(10, 8).to(torch.float8_e4m3fn), "float8_e4m3fn", id="float8"),
+        pytest.param(torch.zeros(10, 8, device="meta"), "a meta tensor", id="meta"),
     ],
 )
 def test_tensors_that_are_not_plain_are_rejected(value, text):
@@ -274,6 +274,12 @@ def test_tied_weights_that_differ_are_rejected():
         ({**LLAMA, "use_bidirectional_attention": True}, None, None, "use_bidirectional_attention is True"),
         ({**LLAMA, "num_key_value_heads": 3}, None, None, "4 query heads for 3 key heads"),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, None, None, "hidden_size is missing"),
+    ],
+    ids=[
+        "GPT-2 without bias", "no head", "model type", "activation", "two settings",
+        "quantized", "sliding window", "number of layers",
+        "layer types", "sparse step", "MLP layers", "bidirectional",
+        "key heads", "missing size",
     ],
 )  # fmt: skip
 def test_unsupported_models_are_rejected(config, blocks, names, text):

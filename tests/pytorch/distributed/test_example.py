@@ -92,7 +92,7 @@ def test_example_trains(setting, single_process):
 
 
 @both_settings
-def test_resume_on_the_same_mesh_has_the_same_bits(setting, pool, single_process, tmp_path):
+def test_resume_on_the_same_mesh_is_bitwise_equal(setting, pool, single_process, tmp_path):
     found, checkpoint = single_process
     options, ranks, mesh = setting
     # Named by their folder: the newest whole one is taken, not what is left of a save that did not end.

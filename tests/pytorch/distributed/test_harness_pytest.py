@@ -129,12 +129,12 @@ def quantized_shards(recipe: str) -> dict:
         linear = te.Linear(64, 96, bias=False, params_dtype=torch.bfloat16, device=harness.device())
     weight = linear.weight.detach()
     checks = harness.Comparisons()
-    checks.same_bits("whole", weight, weight.dequantize())
+    checks.bitwise_equal("whole", weight, weight.dequantize())
     mesh = init_device_mesh(harness.device_type(), (2,), mesh_dim_names=("dp_shard",))
     sharded = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
-    checks.same_bits("sharded", sharded, torch.cat([weight.dequantize(), weight.dequantize()]))
+    checks.bitwise_equal("sharded", sharded, torch.cat([weight.dequantize(), weight.dequantize()]))
     with pytest.raises(AssertionError, match="differ in bits"):
-        checks.same_bits("sharded", sharded, torch.cat([weight.dequantize(), -weight.dequantize()]))
+        checks.bitwise_equal("sharded", sharded, torch.cat([weight.dequantize(), -weight.dequantize()]))
     return {"type": type(weight).__name__, **checks.require(2)}
 
 

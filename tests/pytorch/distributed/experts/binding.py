@@ -76,7 +76,7 @@ def state_dicts() -> dict[str, Any]:
                 parameter.zero_()
         model.load_state_dict(given)
         for name, parameter in model.named_parameters():
-            checks.same_bits(name, parameter, one_by_one[name])
+            checks.bitwise_equal(name, parameter, one_by_one[name])
     model.load_state_dict(model.state_dict())
     plain = build("none", "fp32", EXPERTS, meshes, harness.device(), bias=True)  # stock: local names
     refused = ""
@@ -133,7 +133,7 @@ def torch_fully_shard(divide: bool, mesh: str) -> dict[str, Any]:
         x, target, chosen = (t.chunk(4)[part] for t in (x.float(), target.float(), chosen))
         (one(x, chosen) - target).square().mean().backward()
     for (name, actual), (_, expected) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        checks.same_bits(name, actual.grad._local_tensor, expected.grad._local_tensor)
+        checks.bitwise_equal(name, actual.grad._local_tensor, expected.grad._local_tensor)
     return checks.require(4)
 
 
@@ -272,8 +272,8 @@ def sums_of_gradients(axes: dict[str, int], how: dict[str, Any]) -> dict[str, An
         weights.append({n: _local(p).clone() for n, p in model.named_parameters()})
     for name, mean in gradients[0].items():
         if how.get("outer_strategy") != "optim":  # there .grad is a mean or a sum over dp_shard only
-            checks.same_bits(f"gradient {name}", gradients[1][name], 4 * mean)
-        checks.same_bits(name, weights[1][name], weights[0][name])
+            checks.bitwise_equal(f"gradient {name}", gradients[1][name], 4 * mean)
+        checks.bitwise_equal(name, weights[1][name], weights[0][name])
     return checks.require(4)
 
 

@@ -157,7 +157,7 @@ def _train(meshes: Any, case: dict[str, Any], recorded: bool) -> tuple[dict[str,
     return results | values_of(model, optimizer) | evaluation, step
 
 
-def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
+def bitwise_equal(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
     """Train with the plain loop and with recorded steps: losses, norms, weights and state are the same.
 
     Returns:
@@ -177,7 +177,7 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
             result, step = _train(meshes, case, True)
         assert expected.keys() == result.keys()
         for key, value in expected.items():
-            checks.same_bits(f"{name}: {key}", result[key], value)
+            checks.bitwise_equal(f"{name}: {key}", result[key], value)
         facts[name] = [step.why_eager, step.why_step_eager, step.recordings, step.replays]
     checks.require(len(cases) * 20)
     return facts
@@ -294,15 +294,15 @@ def failed_capture() -> dict[str, Any]:
         draws.append(torch.rand(3, device=harness.device()))
         torch.manual_seed(number)
         expected, expected_norm = plain_step(plain, other, loop_of(plain, {}), inputs)
-        checks.same_bits(f"draw {number}", draws[-1], torch.rand(3, device=harness.device()))
-        checks.same_bits(f"losses {number}", losses, expected)
-        checks.same_bits(f"norm {number}", norm, expected_norm)
+        checks.bitwise_equal(f"draw {number}", draws[-1], torch.rand(3, device=harness.device()))
+        checks.bitwise_equal(f"losses {number}", losses, expected)
+        checks.bitwise_equal(f"norm {number}", norm, expected_norm)
         if number == 3:
             why, broken = step.why_eager, False
             step.forget()
     values = values_of(model, optimizer)
     for name, value in values_of(plain, other).items():
-        checks.same_bits(name, values[name], value)
+        checks.bitwise_equal(name, values[name], value)
     checks.require(STEPS * 3)
     return {"why": why, "now": step.why_eager, "recordings": step.recordings, "replays": step.replays}
 

@@ -92,7 +92,7 @@ def _train(
     return results | values_of(model, optimizer), step
 
 
-def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int) -> dict[str, list[Any]]:
+def bitwise_equal(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int) -> dict[str, list[Any]]:
     """Train with the plain loop and with graphs of microbatches: losses, norms, weights and state are the same.
 
     Returns:
@@ -107,7 +107,7 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int
         result, step = _train(meshes, case, count, True)
         assert expected.keys() == result.keys()
         for key, value in expected.items():
-            checks.same_bits(f"{name}: {key}", result[key], value)
+            checks.bitwise_equal(f"{name}: {key}", result[key], value)
         graphs = [len(item.gradients) for item in step._recorded]
         facts[name] = [step.why_eager, step.why_step_eager, step.replays, graphs]
     checks.require(len(cases) * 10)

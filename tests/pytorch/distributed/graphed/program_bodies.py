@@ -122,7 +122,7 @@ def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], list[int]]]
     values, facts = train(True)
     checks = harness.Comparisons()
     for name, value in expected.items():
-        checks.same_bits(name, values[name], value)
+        checks.bitwise_equal(name, values[name], value)
     checks.require(STEPS + 12)
     return facts
 
@@ -194,7 +194,7 @@ def capture_fails_in_backward() -> str:
     return why[0]
 
 
-def same_bits(loop: str) -> list[int]:
+def bitwise_equal(loop: str) -> list[int]:
     """Train with and without graphs of units: losses and weights have the same bits.
 
     Returns:

@@ -186,7 +186,7 @@ def both_forms(
             torch.manual_seed(step)  # stochastic rounding of NVFP4's gradients
             losses.append(loss_of(model, meshes, recipe, batch))
             losses[-1].backward()
-        checks.same_bits(f"loss {step}", losses[0].detach(), losses[1].detach())
+        checks.bitwise_equal(f"loss {step}", losses[0].detach(), losses[1].detach())
         _compare(checks, f"gradient {step}", *(by_expert(model, "gradient") for model in models))
         norms = [te_fsdp.clip_grad_norm_(model.parameters(), 1e9) for model in models]  # scales nothing
         # fp32 sums of at most 2^17 squares, in at least 64 lanes: 2^11 roundings of 2^-24 each, halved by the root.
@@ -201,7 +201,7 @@ def both_forms(
 def _compare(checks: Any, when: str, one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys(), (one.keys(), other.keys())
     for name, value in one.items():
-        checks.same_bits(f"{name}, {when}", value, other[name])
+        checks.bitwise_equal(f"{name}, {when}", value, other[name])
 
 
 def one_process(
@@ -293,7 +293,7 @@ def placed(*, flat: bool) -> int:
     for name, cut in (("fc1.weight", 1), ("fc2.weight", 2)):
         parts = [torch.empty_like(local[name]) for _ in range(2)]
         dist.all_gather(parts, local[name], group=meshes.tp.get_group())
-        harness.assert_same_bits(name, harness.full(parameters[name]), torch.cat(parts, dim=cut))
+        harness.assert_bitwise_equal(name, harness.full(parameters[name]), torch.cat(parts, dim=cut))
     return len(parameters)
 
 

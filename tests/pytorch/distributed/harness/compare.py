@@ -49,7 +49,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().clone()
 
 
-def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference:
+def assert_bitwise_equal(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference:
     """Require equal shape, dtype and bytes: NaN payloads and the sign of zero count.
 
     DTensors and quantized tensors go through `full()` first; to compare quantized bytes, pass those.
@@ -133,9 +133,9 @@ class Comparisons:
     worst: tuple[float, str] = (0.0, "")
     """Largest relative error so far, and whose it is."""
 
-    def same_bits(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """`assert_same_bits`, counted."""
-        self._count(name, assert_same_bits(name, actual, expected))
+    def bitwise_equal(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """`assert_bitwise_equal`, counted."""
+        self._count(name, assert_bitwise_equal(name, actual, expected))
 
     def close(
         self,

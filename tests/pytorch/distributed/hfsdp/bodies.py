@@ -117,7 +117,7 @@ def costs(
                 optimizer.step()
     parameters = list(model.parameters())
     for parameter, before in zip(parameters, gradients, strict=True):
-        harness.assert_same_bits("a gradient after the step", local_of(parameter.grad), before)
+        harness.assert_bitwise_equal("a gradient after the step", local_of(parameter.grad), before)
     states = [v for p in parameters for k, v in optimizer.state[p].items() if k != "step"]
     return {
         "sent": [
@@ -223,10 +223,10 @@ def state_dict_round_trip(case: dict[str, Any], axes: dict[str, int]) -> int:
     other.optimizer.load_state_dict(torch.load(stream, weights_only=False))
     checks = harness.Comparisons()
     for (name, actual), expected in zip(run.model.named_parameters(), other.model.parameters(), strict=True):
-        checks.same_bits(name, expected, actual)
+        checks.bitwise_equal(name, expected, actual)
         for key, value in run.optimizer.state[actual].items():
             if isinstance(value, torch.Tensor):
-                checks.same_bits(f"{name} {key}", other.optimizer.state[expected][key], value)
+                checks.bitwise_equal(f"{name} {key}", other.optimizer.state[expected][key], value)
     other.position = run.position
     run.steps(2)
     other.steps(2)

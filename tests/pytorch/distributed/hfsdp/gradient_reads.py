@@ -87,7 +87,7 @@ def errors_of_reads(marked: bool) -> dict[str, list[str]]:
                             results["read"].append(f"{reader} {when} step {seed}")
                         except te_fsdp.OrderError as error:
                             results["texts"].append(str(error))
-                    harness.assert_same_bits(name, local_of(parameter.grad), kept)
+                    harness.assert_bitwise_equal(name, local_of(parameter.grad), kept)
             if when == "before":
                 _step_and_keep(pair)
         for parameter in pair.model.parameters():

@@ -46,7 +46,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
-def same_bits(kind: str, clip: bool = False, large: int | None = None, **options: Any) -> dict[str, Any]:
+def bitwise_equal(kind: str, clip: bool = False, large: int | None = None, **options: Any) -> dict[str, Any]:
     """Steps of two like models, of which the second averages at the step: the same bits.
 
     Args:
@@ -74,12 +74,12 @@ def same_bits(kind: str, clip: bool = False, large: int | None = None, **options
             for (name, actual), expected in zip(
                 first.model.named_parameters(), second.model.parameters(), strict=True
             ):
-                checks.same_bits(f"step {step} {name}", actual, expected)
+                checks.bitwise_equal(f"step {step} {name}", actual, expected)
                 main = [
                     t.optimizer.state[p].get("master_param") for t, p in ((first, actual), (second, expected))
                 ]
                 if main[0] is not None:
-                    checks.same_bits(f"step {step} {name}: main weight", *main)
+                    checks.bitwise_equal(f"step {step} {name}: main weight", *main)
     return counts | {"compared": checks.require(STEPS)}
 
 

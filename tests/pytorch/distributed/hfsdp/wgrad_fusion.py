@@ -182,7 +182,7 @@ def compare_with_unfused(
     checks = harness.Comparisons()
     for (name, fused), plain in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if microbatches == 1 and harness.device_type() == "cpu":  # cuBLAS may choose another kernel for sums
-            checks.same_bits(name, fused, plain)
+            checks.bitwise_equal(name, fused, plain)
         elif not name.endswith("qkv.bias"):
             why = (
                 "bf16: without the option each microbatch's gradient is rounded before it is added; two steps"

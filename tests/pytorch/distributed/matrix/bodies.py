@@ -309,7 +309,7 @@ class Check:
             local, original = _dense(parameter), self.originals[name]
             for box in info.boxes:
                 pair = local[box.local_slices()], original[box.original_slices()]
-                self.findings.attempt(self.findings.same_bits, f"initial {name}", *pair)
+                self.findings.attempt(self.findings.bitwise_equal, f"initial {name}", *pair)
             result += _te.is_quantized(_torch.local_of(parameter))
         assert bool(result) == self.quantized, f"{result} weights are quantized"
 

@@ -316,7 +316,7 @@ def _fail(*unused: Any) -> None:
     raise RuntimeError("half way")
 
 
-def same_bits(options: dict[str, Any]) -> dict[str, Any]:
+def bitwise_equal(options: dict[str, Any]) -> dict[str, Any]:
     """Gradients that were reduced during backward have the bits of those that were reduced at its end.
 
     Args:
@@ -344,7 +344,7 @@ def same_bits(options: dict[str, Any]) -> dict[str, Any]:
             gradients = [call for call in calls if call.dtype != "int32"]
             kinds = [call.kind for call in gradients]
     for name, gradient in results[0].items():
-        harness.assert_same_bits(name, results[1][name], gradient)
+        harness.assert_bitwise_equal(name, results[1][name], gradient)
     return {"early": early, "kinds": kinds, "dtypes": [call.dtype for call in gradients]}
 
 

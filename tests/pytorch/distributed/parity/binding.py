@@ -91,7 +91,7 @@ def keywords(name: str, args: tuple[Any, ...], options: dict[str, Any], expected
     assert not any(isinstance(p, DTensor) for p in plain.parameters())
     assert {n: repr(p.placements[0]) for n, p in model.named_parameters() if n in expected} == expected
     for parameter, original in zip(model.parameters(), stock.parameters(), strict=True):
-        harness.assert_same_bits("parameter", parameter._local_tensor, original)
+        harness.assert_bitwise_equal("parameter", parameter._local_tensor, original)
     plain.set_device_mesh(tp_mesh=meshes.tp, weight_mesh=meshes.weight)  # the method
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert parameter.placements == other.placements and parameter.device_mesh == other.device_mesh
@@ -245,7 +245,7 @@ def frozen(axes: dict[str, int]) -> None:
         if name in ice:
             assert gradient is None, name
         else:
-            harness.assert_same_bits(name, gradient, gradients[0][name])
+            harness.assert_bitwise_equal(name, gradient, gradients[0][name])
 
 
 def without_gradients(case: str, axes: dict[str, int], wrap: str) -> None:
@@ -266,10 +266,10 @@ def without_gradients(case: str, axes: dict[str, int], wrap: str) -> None:
     with torch.no_grad():
         evaluated = subject.call(subject.module, **inputs)
     assert not evaluated.requires_grad
-    harness.assert_same_bits("eval", evaluated, trained)
+    harness.assert_bitwise_equal("eval", evaluated, trained)
     subject.module.train()
     trained.sum().backward()
-    harness.assert_same_bits("after backward", subject.call(subject.module, **inputs), trained)
+    harness.assert_bitwise_equal("after backward", subject.call(subject.module, **inputs), trained)
 
 
 def recomputed(axes: dict[str, int], wrap: str, reentrant: bool) -> None:

@@ -59,7 +59,7 @@ def check_deepcopy() -> None:
     twin = copy.deepcopy(model)
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=harness.device())
     expected = model(x)
-    harness.assert_same_bits("copy", twin(x), expected)
+    harness.assert_bitwise_equal("copy", twin(x), expected)
     originals = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
         assert parameter.placements == originals[name].placements and parameter is not originals[name]
@@ -67,7 +67,7 @@ def check_deepcopy() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    harness.assert_same_bits("copy", twin(x), expected)
+    harness.assert_bitwise_equal("copy", twin(x), expected)
 
 
 def no_tensor_parallelism(tp_mesh: str) -> None:
@@ -99,13 +99,13 @@ def no_tensor_parallelism(tp_mesh: str) -> None:
     checks, bits = Findings(), harness.device_type() == "cpu"
     for name, gradient in gradients[0].items():
         if bits:
-            checks.attempt(checks.same_bits, name, gradient, gradients[1][name])
+            checks.attempt(checks.bitwise_equal, name, gradient, gradients[1][name])
         else:
             why = "atomic sums over 32 tokens: some fp32 roundings"
             checks.attempt(checks.close, name, gradient, gradients[1][name], 1e-6, why)
     checks.settle(10)
     fully_shard(model, mesh=mesh["dp"])
-    harness.assert_same_bits("sharded", model(x), stock(x))
+    harness.assert_bitwise_equal("sharded", model(x), stock(x))
 
 
 def bind_submodules_first() -> None:

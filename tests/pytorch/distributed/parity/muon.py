@@ -142,7 +142,7 @@ def _models(axes: dict[str, int], how: dict[str, Any], **kind: bool) -> tuple[An
     return reference, subject
 
 
-def same_bits(
+def bitwise_equal(
     axes: dict[str, int],
     *,
     interleaved: bool = False,
@@ -257,7 +257,7 @@ def quantized(recipe: str, hidden: int) -> dict[str, Any]:
         for name, parameter in weights.items():
             main = train.optimizer.state[parameter]["master_param"]
             expected = torch.cat([part.detach() for part in parts[name]]).cpu()
-            checks.attempt(checks.same_bits, f"step {step} {name}", main, expected)
+            checks.attempt(checks.bitwise_equal, f"step {step} {name}", main, expected)
             error = (harness.full(parameter) - expected).abs().max() / expected.abs().max()
             assert error <= 2**-4, f"{name}: {error}"  # half a step of e4m3 near its largest value
     return checks.settle(minimum=STEPS * 2)
@@ -363,5 +363,5 @@ def momentum(dtype: str, nesterov: bool, strategy: str, steps: int = 2) -> int:
         optimizer.step()
         for name, parameter in model.named_parameters():
             result = _local(optimizer.state[parameter]["momentum_buffer"])
-            checks.same_bits(f"step {step} {name}", result, expected[name])
+            checks.bitwise_equal(f"step {step} {name}", result, expected[name])
     return checks.require(2 * steps)

@@ -248,7 +248,7 @@ def compare_shards(
         for box in info.boxes:
             pair = local[box.local_slices()], full[box.original_slices()]
             if bits:
-                checks.attempt(checks.same_bits, label, *pair)
+                checks.attempt(checks.bitwise_equal, label, *pair)
             else:
                 checks.attempt(checks.close, label, *pair, RTOL, WHY, floor=floor)
     assert seen == set(originals), f"names differ: {seen ^ set(originals)}"

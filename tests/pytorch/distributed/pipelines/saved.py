@@ -72,7 +72,7 @@ def compare_checkpoints(directory: str, names: list[str], **options: Any) -> int
     for name, bits in zip(names[1:], results[1:], strict=True):
         assert bits.keys() == results[0].keys()
         for key, value in bits.items():
-            checks.same_bits(f"{name}: {key}", *(_bytes(v) for v in (value, results[0][key])))
+            checks.bitwise_equal(f"{name}: {key}", *(_bytes(v) for v in (value, results[0][key])))
     return checks.require(3 * LAYERS * (len(names) - 1)) and len(results[0])
 
 
@@ -152,5 +152,5 @@ def tied(directory: str) -> dict[str, str]:
         te_fsdp.checkpoint.save(f"{directory}/unequal", model, shared=["embedding.*"])
     texts["unequal"] = str(caught.value)
     te_fsdp.checkpoint.load(f"{directory}/tied", model)
-    harness.assert_same_bits("embedding", model.embedding.weight, expected)
+    harness.assert_bitwise_equal("embedding", model.embedding.weight, expected)
     return texts

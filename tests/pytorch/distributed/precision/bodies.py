@@ -142,7 +142,7 @@ def _values(
     oracle.optimizer = torch.optim.AdamW(oracle.main.values(), **ADAM)
     checks = harness.Comparisons()
     for name, parameter in subject.named_parameters():
-        checks.same_bits(f"initial {name}", parameter, oracle.main[name])
+        checks.bitwise_equal(f"initial {name}", parameter, oracle.main[name])
     ranks = dist.get_world_size()
     generator = torch.Generator().manual_seed(9)
     outcome: dict[str, Any] = {}
@@ -163,13 +163,13 @@ def _values(
         }
         for name, parameter in subject.named_parameters():
             assert parameter.grad is not None, name
-            checks.same_bits(f"step {step} gradient {name}", parameter.grad, expected[name])
+            checks.bitwise_equal(f"step {step} gradient {name}", parameter.grad, expected[name])
         outcome["gradients"] = sorted({str(p.grad.dtype) for p in subject.parameters()})
         optimizer.step()
         oracle.step(expected)
         for name, parameter in subject.named_parameters():
             assert parameter.grad.dtype == rule.grads, name  # the step has put main gradients back
-            checks.same_bits(f"step {step} weight {name}", parameter, oracle.main[name])
+            checks.bitwise_equal(f"step {step} weight {name}", parameter, oracle.main[name])
         optimizer.zero_grad()
     outcome["weights"] = sorted({str(p.dtype) for p in subject.parameters()})
     outcome["bytes"] = {f"{kind} {dtype}": size for (kind, dtype), size in communicated_bytes(calls).items()}
@@ -327,7 +327,7 @@ def gradients_after_a_step() -> int:
     before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
     optimizer.step()
     for name, parameter in model.named_parameters():
-        checks.same_bits(name, parameter.grad.to_local(), before[name])
+        checks.bitwise_equal(name, parameter.grad.to_local(), before[name])
         rounded += int((before[name] != before[name].to(BF16).float()).sum())
     assert rounded, "bf16 holds these gradients: nothing would show"
     return checks.require(4)

@@ -66,12 +66,12 @@ def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
         checks = harness.Comparisons()
         for name, parameter in model.named_parameters():
             main[name].grad = rule.reduced([[rank[name] for rank in microbatch] for microbatch in results])
-            checks.same_bits(f"step {step} gradient {name}", parameter.grad, main[name].grad)
+            checks.bitwise_equal(f"step {step} gradient {name}", parameter.grad, main[name].grad)
         optimizer.step()
         twin.step()
         for name, module, own, parameter in named_weights(model):
             kept = optimizer.state[parameter]["master_param"]
-            checks.same_bits(f"step {step} main {name}", gathered(module, own, kept), main[name].detach())
+            checks.bitwise_equal(f"step {step} main {name}", gathered(module, own, kept), main[name].detach())
         fill(oracle, main)
         optimizer.zero_grad()
         counts["buffers"] += compare(model, oracle, f"step {step}")

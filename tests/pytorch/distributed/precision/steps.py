@@ -49,5 +49,5 @@ def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str,
                     "the same fp32 operations on parts of another length: two of 2^-24 where vector code ends"
                 )
                 checks.close(f"{kwargs} main weight of {name}", harness.full(main), full[name], 1e-6, why)
-                checks.same_bits(f"{kwargs} {name}", parameter.to_local(), main.to_local().to(BF16))
+                checks.bitwise_equal(f"{kwargs} {name}", parameter.to_local(), main.to_local().to(BF16))
     return checks.require(len(options) * 2 * 2 * 6)

@@ -112,7 +112,7 @@ def _initial_weights_agree(model: nn.Module, reference: nn.Module) -> int:
         values = whole[names[id(parameter)]].dequantize(dtype=torch.float32)
         local = _torch.local_of(parameter).dequantize(dtype=torch.float32)
         for box in shard_info(module, name, parameter).boxes:
-            checks.same_bits(name, local[box.local_slices()], values[box.original_slices()])
+            checks.bitwise_equal(name, local[box.local_slices()], values[box.original_slices()])
     return checks.real
 
 
@@ -145,9 +145,9 @@ def _gathered_weights_agree(model: Pair) -> int:
         pairs.append((name, gathered, first))
     for name, gathered, first in pairs:
         at, mine, _ = shards[name]
-        checks.same_bits(f"{name} on all ranks", gathered, first)
+        checks.bitwise_equal(f"{name} on all ranks", gathered, first)
         low, high = chunk_range(gathered.shape[at.fsdp_dim], at.fsdp_size, at.fsdp_rank)
-        checks.same_bits(f"{name} shard", gathered.narrow(at.fsdp_dim, low, high - low), mine)
+        checks.bitwise_equal(f"{name} shard", gathered.narrow(at.fsdp_dim, low, high - low), mine)
     model.reshard()  # type: ignore[operator]
     checks.require(len(owners))
     return len(owners)
@@ -342,7 +342,7 @@ def loaded(recipe: str, hidden: int, middle: int, directory: str, *, tp: int = 1
     expected, checks = torch.load(f"{directory}/state.pt"), harness.Comparisons()
     for name, value in logical_state(run).items():
         if name in expected and value.shape == expected[name].shape and value.numel() > 1:
-            checks.same_bits(name, value, expected[name])
+            checks.bitwise_equal(name, value, expected[name])
     checks.require(8)  # two weights and two biases, main weights and moments of the weights
     assert 0 < run(*_batch(hidden, run.meshes.size("dp_shard"))) < 10
     _gathered_weights_agree(run.model)

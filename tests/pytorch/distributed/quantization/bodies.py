@@ -126,7 +126,7 @@ def compare_with_reference(model: nn.Module, reference: nn.Module) -> int:
         values = whole[names[id(parameter)]].dequantize(dtype=torch.float32)
         local = _torch.local_of(parameter).dequantize(dtype=torch.float32)
         for box in info.boxes:
-            checks.same_bits(name, local[box.local_slices()], values[box.original_slices()])
+            checks.bitwise_equal(name, local[box.local_slices()], values[box.original_slices()])
         count += 1
     if count:
         checks.require(count)

@@ -95,7 +95,7 @@ def compare_initial_main_weights(recipe: str) -> int:
         results.append({name: harness.full(main) for name, main in mains.items() if main is not None})
     cut, whole = results
     for name, main in whole.items():
-        harness.assert_same_bits(name, main, cut[name])
+        harness.assert_bitwise_equal(name, main, cut[name])
     return len(whole)
 
 
@@ -128,9 +128,9 @@ def same_main_weights(model: nn.Module, optimizer: Any, plain: dict[str, nn.Para
             assert value.dtype == torch.float32 and value.shape == parameter.shape, (name, key)
             if isinstance(parameter, DTensor):
                 assert value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
-        checks.same_bits(name, local_of(state["master_param"]), plain[name])
+        checks.bitwise_equal(name, local_of(state["master_param"]), plain[name])
         if parameter.dtype == torch.bfloat16 and not hasattr(local_of(parameter), "_quantizer"):
-            checks.same_bits(f"{name} rounded", local_of(parameter), plain[name].bfloat16())
+            checks.bitwise_equal(f"{name} rounded", local_of(parameter), plain[name].bfloat16())
     return len(plain)
 
 
@@ -247,8 +247,8 @@ def delayed_state_dict(dp_replicate: int, tp: int) -> int:
     for (name, ours), theirs in zip(model.named_modules(), fresh.modules(), strict=True):
         states, others = _te.delayed_states(ours), _te.delayed_states(theirs)
         for key in states or {}:
-            checks.same_bits(f"{name} {key} scale", others[key].scale, states[key].scale)
-            checks.same_bits(f"{name} {key} history", others[key].amax_history, states[key].amax_history)
+            checks.bitwise_equal(f"{name} {key} scale", others[key].scale, states[key].scale)
+            checks.bitwise_equal(f"{name} {key} history", others[key].amax_history, states[key].amax_history)
         count += bool(states)
     for name, module, own, parameter in named_weights(fresh):
         same_history(checks, name, module, own, model.get_submodule(name.rpartition(".")[0]))

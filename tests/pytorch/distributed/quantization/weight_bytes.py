@@ -181,7 +181,9 @@ def compare_initial_main_weights(model: nn.Module, optimizer: Any, oracle: nn.Mo
     checks, drawn = harness.Comparisons(), dict(oracle.named_parameters())
     for name, module, own, parameter in named_weights(model):
         main = gathered(module, own, optimizer.state[parameter]["master_param"])
-        checks.same_bits(f"main weight of {name}", main, drawn[name].get_high_precision_init_val().float())
+        checks.bitwise_equal(
+            f"main weight of {name}", main, drawn[name].get_high_precision_init_val().float()
+        )
         assert not hasattr(parameter._local_tensor, "_high_precision_init_val")
     checks.require(2)
 
@@ -287,13 +289,13 @@ def same_buffers(
     for component in result:
         other = expected[component.name]
         if component.block is None:
-            checks.same_bits(f"{label} {component.name}", component.tensor, other.tensor)
+            checks.bitwise_equal(f"{label} {component.name}", component.tensor, other.tensor)
             continue
         for box in component.boxes(info.boxes, label):
             actual, theirs = component.tensor[box.local_slices()], other.tensor[box.original_slices()]
-            checks.same_bits(f"{label} {component.name}", actual.contiguous(), theirs.contiguous())
+            checks.bitwise_equal(f"{label} {component.name}", actual.contiguous(), theirs.contiguous())
     if getattr(local, "_transpose", None) is not None and not local._transpose_invalid:
-        checks.same_bits(f"{label} transpose", local._transpose, local._data.t().contiguous())
+        checks.bitwise_equal(f"{label} transpose", local._transpose, local._data.t().contiguous())
     return len(result)
 
 
@@ -322,9 +324,9 @@ def same_history(
         return
     index = module.param_init_meta[own].fp8_meta_index
     actual, expected = module.fp8_meta["scaling_fwd"], oracle.fp8_meta["scaling_fwd"]
-    checks.same_bits(f"{label} scale", actual.scale[index], expected.scale[index])
+    checks.bitwise_equal(f"{label} scale", actual.scale[index], expected.scale[index])
     rows = len(expected.amax_history)
-    checks.same_bits(
+    checks.bitwise_equal(
         f"{label} amax history", actual.amax_history[:rows, index], expected.amax_history[:, index]
     )
     assert not actual.amax_history[rows:].any(), "a longer history, before training cuts it"

@@ -139,13 +139,13 @@ def compare_with_one_by_one(recipe: str, optimizer: str, meshes: dict[str, int],
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         for key, state in ours.state[one].items():
             if isinstance(state, torch.Tensor):
-                checks.same_bits(f"{name} {key}", _local(state), _local(expected.state[two][key]))
+                checks.bitwise_equal(f"{name} {key}", _local(state), _local(expected.state[two][key]))
         actual, their = _local(one), _local(two)
         if not hasattr(actual, "_quantizer"):
-            checks.same_bits(name, actual.detach(), their.detach())
+            checks.bitwise_equal(name, actual.detach(), their.detach())
             continue
         for component, twin in zip(buffers_of(actual, name), buffers_of(their, name), strict=True):
-            checks.same_bits(f"{name} {component.name}", component.tensor, twin.tensor)
+            checks.bitwise_equal(f"{name} {component.name}", component.tensor, twin.tensor)
         count += 1
     checks.require(2)
     return count

@@ -34,7 +34,7 @@ def trained(strategies: list[Any], axes: dict[str, int], backend: str, outer: st
             plain, compiled = (_train(meshes, strategy, outer, how) for how in ("", backend))
         graphs.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
         for name, value in plain.items():
-            checks.same_bits(f"{strategy}: {name}", compiled[name], value)
+            checks.bitwise_equal(f"{strategy}: {name}", compiled[name], value)
     torch._dynamo.reset()
     checks.require(len(strategies) * 8)
     return graphs
