@@ -108,7 +108,7 @@ def _initialize_model(model: nn.Module, pending: list[tuple[str, nn.Module]]) ->
     unset.update(_initialize_modules(model, [i for i in pending[done:] if id(i[1]) not in resets]))
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    # A later initializer may have filled what an earlier one has left.
+    # A later initializer may have filled tensors that an earlier one left unset.
     unset = {name for name in unset if has_sentinel(_torch.local_of(tensors[name]))}
     unset |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
     unset |= set(attributes_on_meta(model))

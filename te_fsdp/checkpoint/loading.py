@@ -104,7 +104,7 @@ def load(
     Collective over the world: call on all ranks. All ranks must reach the directory.
 
     Directories of plain ``torch.distributed.checkpoint`` are loaded too: a model's state dict, or ``{"model": ...,
-    "optimizer": ...}`` from ``get_state_dict``. ``notes`` lists what was taken.
+    "optimizer": ...}`` from ``get_state_dict``. ``notes`` lists the loaded parts.
 
     Args:
         path: A checkpoint of :func:`te_fsdp.checkpoint.save`, or a plain one; ``"s3://..."`` as well.

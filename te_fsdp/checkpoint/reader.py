@@ -185,7 +185,7 @@ def from_portable(path: Path, tensors: Mapping[str, Lazy], description: str) -> 
     }
     if problems := problems_of_tensors(manifest, {key: (t.shape, t.dtype) for key, t in keys.items()}):
         raise CheckpointError(
-            f"{path}: its tensors are not those of its description: {shorten(problems)}",
+            f"{path}: its tensors differ from its description: {shorten(problems)}",
             fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
     return Contents(path, "safetensors", manifest, keys | _empty(manifest))

@@ -186,11 +186,11 @@ def refuse_pending_gradients(model: nn.Module) -> None:
 class _SaveCache:
     """Description of a model and its optimizer, without tensors, that the next save reuses."""
 
-    fields: dict[str, Any]  #: Of the manifest, except the optimizer's groups
+    fields: dict[str, Any]  #: Fields of the manifest, except the optimizer's groups
     #: Names of the files' tensors, by ``id`` of the parameters in the optimizer's groups
     names: dict[int, str]
-    digests: dict[str, bytes]  #: Of values that must be identical on all ranks
-    #: From :func:`_fingerprint`; ``None``: unknown, so that the next save describes everything again
+    digests: dict[str, bytes]  #: Digests of values that must be identical on all ranks
+    #: Result of :func:`_fingerprint`; with ``None`` the next save describes everything again
     fingerprint: list[Any] | None
     #: Index of each stored tensor in those of :func:`_fingerprint`, and shape, strides and offset of a part of it
     views: list[tuple[int, tuple[Any, ...] | None]]

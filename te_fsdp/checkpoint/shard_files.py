@@ -102,7 +102,7 @@ def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]
                 fix="check the path and the permissions",
             ) from error
         cause, fix = _FULL[error.errno]
-        # The target itself does not exist, and its parent may be what could not be made.
+        # The target itself does not exist, and its parent may be the directory that could not be created.
         existing = next(path for path in target.parents if path.exists())
         raise CheckpointError(
             f"{target}: {cause} ({error.strerror})",
@@ -144,9 +144,9 @@ class Frame(NamedTuple):
     """
 
     head: bytes
-    size: int  #: Of the elements in bytes
+    size: int  #: Size of the elements in bytes
     tail: bytes
-    length: int  #: Of the file in bytes
+    length: int  #: Size of the file in bytes
 
 
 class _Gaps(io.BytesIO):

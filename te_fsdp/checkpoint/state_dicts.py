@@ -207,7 +207,7 @@ def _keys(tree: Any) -> str:
 
 
 def _kind_of(value: Any) -> str:
-    """Return the kind of a value that is not read, as text; of a tensor what is not plain about it."""
+    """Return the kind of an unsupported value as text; for a tensor, the property that is not supported."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return type(value).__name__
     return f"{'meta' if value.is_meta else dtype_name(value.dtype) if value.is_quantized else value.layout} tensor"
@@ -257,7 +257,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             f"{contents.source}: a state dict without tensors",
             expected="the model's weights",
             got=_keys(dict(state)),
-            fix="check what was saved; te-fsdp ckpt convert has --key for the key of the model's state dict",
+            fix="check the saved keys; te-fsdp ckpt convert has --key for the key of the model's state dict",
         )
     if read := len(manifest.delayed):
         note = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
@@ -321,7 +321,7 @@ def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
         raise CheckpointError(
             f"{key}: weights of a sharded module",
             expected="a state dict of one process",
-            got=condition or "an entry of another kind",
+            got=condition or "an entry of a different kind",
             why="Its rows or blocks are not in the order of the unsharded module",
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
@@ -413,7 +413,7 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
         names = dict(zip(numbers, numbers, strict=True))
     elif all("param_names" in group for group in groups):
         names = {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
-    else:  # DCP keeps no order: its metadata lists what rank 0 writes first
+    else:  # DCP keeps no order: its metadata lists the tensors of rank 0 first
         raise CheckpointError(
             "it numbers its parameters without names (save the state of get_state_dict, or give the optimizer "
             "model.named_parameters())"

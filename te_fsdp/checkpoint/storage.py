@@ -149,7 +149,7 @@ class RemotePath:
         except (ImportError, ValueError) as error:
             raise CheckpointError(
                 f"{self.url}: this kind of storage cannot be reached ({error})",
-                expected="one that fsspec knows, with its library installed",
+                expected="one that fsspec supports, with its library installed",
                 fix="install the library (pip install te-fsdp[s3] for S3), or check the path",
             ) from error
 

@@ -150,7 +150,7 @@ def merge_copies(entries: dict[str, TensorEntry]) -> bool:
             if not torch.equal(first, second):
                 raise CheckpointError(
                     f"save: {key} differs between stages of one rank",
-                    expected="equal values of what stages share, which is stored once",
+                    expected="equal values of a tensor that stages share, because it is stored once",
                     fix="synchronize it after each step",
                 )
         entries[key] = replace(entry, pieces=tuple(by_chunk.values()))

@@ -124,10 +124,10 @@ def _is_local_expert(parameter: torch.Tensor) -> bool:
 
 
 def compare_gradients(state: ShardedModel) -> None:
-    """Compare gradients of a sharded model over tp in its first steps, and over ep if its ranks have them unsharded.
+    """Schedule comparisons of a sharded model's gradients over tp, and over ep if no parameter is a DTensor. Local.
 
-    Only if no parameter is a DTensor, torch's ``clip_grad_norm_`` cannot be intercepted. It takes the norm over this
-    rank's experts, and each rank of ep clips by a different factor. Local operation.
+    Without DTensors torch's ``clip_grad_norm_`` cannot be intercepted. Its norm would cover this rank's experts only,
+    and each rank of ep would clip by a different factor.
     """
     schedule_gradient_checks(state.model, state.meshes.tp, every=state.checks.level == "full")
     parameters = list(state.parameters().values())

@@ -148,7 +148,7 @@ def refuse_gathered_by_torch(step: Step) -> None:
 
 
 def refuse_gathered(step: Step) -> None:
-    """Raise for gathered parameters, which the model has while its weights are kept between microbatches. Local."""
+    """Raise for unsharded parameters, which the model has while weights are kept between microbatches. Local."""
     for parameter, record in step.recorded_params:
         if record.fsdp_param is not None and shard_of(parameter) is not parameter:
             fix = "before the first forward, or after te_fsdp.release_params(model)"
@@ -157,7 +157,7 @@ def refuse_gathered(step: Step) -> None:
 
 def _gathered(step: Step, parameter: torch.Tensor, when: str, fix: str) -> OrderError:
     return OrderError(
-        f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
+        f"{step.where}: an unsharded parameter of shape {tuple(parameter.shape)}",
         expected="sharded parameters",
         got=f"one of those that the model has {when}",
         why="Its update would be lost",

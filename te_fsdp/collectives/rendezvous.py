@@ -63,9 +63,9 @@ class _Job:
     """State of a default process group."""
 
     last: dict[tuple[int, ...], tuple[int, str]] = field(default_factory=dict)  #: Number and name by ranks
-    addresses: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  #: Those of the next ranks
+    addresses: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  #: Addresses by ranks
     send: Callable[[str], Any] | None = None  #: Sends an error to ranks that wait for a message
-    #: Error of a call that was interrupted on a rank, and what its messages need
+    #: Error of a call that was interrupted on a rank, and the handles of its messages
     interrupted: tuple[str, Any] | None = None
 
 
@@ -96,7 +96,7 @@ def send_interrupts(send: Callable[[str], Any]) -> None:
 
 
 def is_simulated() -> bool:
-    """Return whether the other ranks are simulated: torch's fake process group echoes what the rank sends."""
+    """Return whether the other ranks are simulated: torch's fake process group returns the data that the rank sends."""
     return dist.get_backend() == "fake"
 
 

@@ -271,7 +271,7 @@ MISTAKES = {
         lambda job: te_fsdp.fully_shard(Model(nn.ModuleList([nn.Linear(4, 4)])), job.dp, units="up"),
         PlacementError,
         "up: fully_shard of a ModuleList: expected a module with a forward, got a container without a forward. "
-        "FSDP2 gathers "
+        "FSDP2 all-gathers "
         'weights in the hooks of forward, which a container never runs. Fix: units="up.*" for each of '
         "its children.",
     ),
@@ -279,7 +279,7 @@ MISTAKES = {
         lambda job: te_fsdp.fully_shard(nn.ModuleDict({"up": nn.Linear(4, 4)}), job.dp),
         PlacementError,
         "model: fully_shard of a ModuleDict: expected a module with a forward, got a container without a forward. "
-        "FSDP2 gathers "
+        "FSDP2 all-gathers "
         "weights in the hooks of forward, which a container never runs. Fix: shard the module that calls it.",
     ),
     "a scalar": (

@@ -80,8 +80,8 @@ def test_untested_versions_are_logged_once(caplog):
         == []
     )
     assert versions.untested("2.16.0", "3.0.0") == [
-        "torch 2.16.0 is newer than what te_fsdp was tested with (2.11 to 2.15).",
-        "TransformerEngine 3.0.0 is newer than what te_fsdp was tested with (2.18 to 2.20).",
+        "torch 2.16.0 is newer than the tested versions (2.11 to 2.15).",
+        "TransformerEngine 3.0.0 is newer than the tested versions (2.18 to 2.20).",
     ]
     versions.warn_if_untested.cache_clear()
     with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", "te_fsdp"):

@@ -47,7 +47,7 @@ def test_step_functions_are_in_the_documented_order():
     )
     assert _names(components.AFTER_STEP) == [
         "refresh_quantized",
-        "count_versions",
+        "increment_versions",
         "record_weight_versions",  # after that has counted
         "reshard_units",
         "undo_preparations",

@@ -46,8 +46,8 @@ class Share(NamedTuple):
     """A rank's part of one tensor of the unsharded model."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype  #: Of the parameter
-    values: torch.dtype  #: Of what is sent
+    dtype: torch.dtype  #: Dtype of the parameter
+    values: torch.dtype  #: Dtype of the sent values
     #: Offsets of each piece, and its values, which are read when they are sent; in messages its shape
     pieces: Sequence[tuple[tuple[int, ...], Any]] = ()
     is_component: bool = False  #: Whether these are FP8 bytes or scales (:func:`block_shares`)
@@ -243,8 +243,8 @@ def repack(group: Group, tensors: Mapping[str, torch.Tensor], block: int) -> dic
 class SentPiece(NamedTuple):
     """A rectangle that one rank sends."""
 
-    holder: int  #: Its global rank
-    number: int  #: Among the pieces of all tensors that the holder sends
+    holder: int  #: Global rank that sends it
+    number: int  #: Index among the pieces of all tensors that the holder sends
     tensor: str  #: Name in :attr:`TransferPlan.described`
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -254,7 +254,7 @@ class TransferPlan(NamedTuple):
     """Every tensor of the unsharded model as the ranks send it; the same on all ranks, except ``own``."""
 
     described: dict[str, Share]  #: By name in the unsharded model, or of FP8 bytes and scales
-    pieces: dict[str, list[SentPiece]]  #: Of the tensors that are sent, by name
+    pieces: dict[str, list[SentPiece]]  #: Pieces of each sent tensor, by name
     exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
     own: dict[str, list[Lazy]]  #: This rank's pieces of the tensors, in the order of their numbers
 

@@ -146,7 +146,7 @@ def errors_of_stale_weights(strategy: str, checked: bool = True) -> dict[str, An
             theirs.mul_(1.5)
     x = pair.mine()[0]
     if checked:
-        with refused("weight: ", "forward with a gathered weight", "release_params"):
+        with refused("weight: ", "forward with an unsharded weight", "release_params"):
             pair.model(x)
         te_fsdp.release_params(pair.model)
     else:
