@@ -395,7 +395,7 @@ def test_invalid_config_values_raise_checkpoint_error(name: str) -> None:
 
 
 def hf_name(kind: str) -> str:
-    """``model_type`` of a configuration's class."""
+    """Return ``model_type`` of a configuration's class."""
     words = re.findall("[A-Z][a-z]+[0-9]*|[A-Z]+[0-9]+", kind.removesuffix("Config"))
     return "gpt2" if words[0].startswith("GPT") else "_".join(words).lower()
 

@@ -16,7 +16,7 @@ from te_fsdp.errors import CheckpointError
 
 
 def told(shape, *places, dtype=torch.float32):
-    """A rank's description of a tensor of which it has rectangles."""
+    """Return a rank's description of a tensor of which it has rectangles."""
     return Share(shape, torch.bfloat16, dtype, places)
 
 

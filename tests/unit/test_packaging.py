@@ -196,7 +196,7 @@ IMPORTED_AS = {"transformer-engine": "transformer_engine", "zlib-ng": "zlib_ng"}
 
 
 def imports(text: str) -> set[str]:
-    """Modules that a source imports from elsewhere, by their dotted names."""
+    """Return modules that a source imports from elsewhere, by their dotted names."""
     results: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -232,7 +232,7 @@ def test_lint_does_not_require_optional_frameworks():
 
 
 def commands(text: str) -> list[str]:
-    """Targets of make that a script runs, in order."""
+    """Return targets of make that a script runs, in order."""
     return re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE)
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks(2)
 
 
 def same_on_all(results: list) -> tuple[str, str]:
-    """All ranks raised the same."""
+    """Check that all ranks raised the same, and return it."""
     assert all(outcome == results[0] for outcome in results), results
     return results[0]
 

@@ -49,7 +49,7 @@ STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 
 @pytest.fixture(autouse=True)
 def _can_copy(request):
-    """Ranks on one GPU use NCCL gathers, unless torch is set to share memory between them."""
+    """Skip if ranks on one GPU use NCCL gathers: torch is not set to share memory between them."""
     marker = request.node.get_closest_marker("ranks")
     if marker and 0 < torch.cuda.device_count() < marker.args[0] and not _torch_transport.may_share_a_gpu():
         pytest.skip(

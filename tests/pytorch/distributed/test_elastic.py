@@ -34,7 +34,7 @@ def start(command: list[str], seconds: float) -> subprocess.CompletedProcess[str
 
 
 def run_start(words: list[str]) -> None:
-    """Body: a start of the example."""
+    """Run a start of the example."""
     import tyro
 
     import te_fsdp

@@ -22,7 +22,7 @@ HALF, STEPS = 2, 4
 
 
 def run(words: list[str], forgetful: bool = False) -> None:
-    """Body: the example with these options; a forgetful one has lost how far the data was read at a resume."""
+    """Run the example with these options; a forgetful one has lost how far the data was read at a resume."""
     import tyro
 
     import te_fsdp
@@ -128,7 +128,7 @@ def test_negative_control_lost_data_position(setting, pool, single_process, tmp_
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the checkout importable and TransformerEngine emulated where it must be."""
+    """Return this process's environment, with the checkout importable and TransformerEngine emulated if necessary."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     emulation = {"TE_FSDP_EMULATION": "10.0", "CUDA_VISIBLE_DEVICES": ""} if ON_CPU else {}
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **emulation}

@@ -25,7 +25,7 @@ from torch.distributed.tensor._ops import utils
 
 @pytest.fixture(scope="module")
 def plain_pool(python):
-    """Workers without TE: these tests are about processes."""
+    """Yield workers without TE: these tests are about processes."""
     ranks = 4 if harness.device_type() == "cpu" else harness.gpu_ranks()
     with WorkerPool(ranks, te=False, python=python) as pool:
         yield pool
@@ -110,7 +110,7 @@ def join_by_hand() -> int:
 
 
 def matmul_on_mesh(names: list, shape: list, twice: bool) -> torch.Tensor:
-    """Fills DTensor's caches with a mesh; meshes of other runs that compare equal must not be found there."""
+    """Fill DTensor's caches with a mesh, which meshes of other runs that compare equal must not find."""
     mesh = init_device_mesh(harness.device_type(), tuple(shape), mesh_dim_names=tuple(names))
     if twice:  # shifts the numbers of the groups against those of a run without it
         mesh = init_device_mesh(harness.device_type(), tuple(shape), mesh_dim_names=tuple(names))

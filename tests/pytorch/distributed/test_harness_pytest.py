@@ -45,7 +45,7 @@ def fails():
 
 
 def unmeasured_environment() -> dict[str, str]:
-    """Under `make coverage` this process tells its children by COVERAGE_* to measure what it measures itself."""
+    """Return the environment without COVERAGE_*, by which `make coverage` measures child processes too."""
     return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
 
 
@@ -120,7 +120,7 @@ def test_coverage_is_measured_in_workers(tmp_path, python):
 
 
 def quantized_shards(recipe: str) -> dict:
-    """A DTensor over quantized local tensors is gathered as its dequantized values."""
+    """Gather a DTensor over quantized local tensors as its dequantized values."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 

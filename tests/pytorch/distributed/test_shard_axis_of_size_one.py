@@ -9,7 +9,7 @@ from strategies import shard_axis_of_size_one
 
 
 def _runs(pool, **how):
-    """A training with and one without lent memory, of each rank: the same bits."""
+    """Run a training with and one without lent memory on each rank, bitwise equal."""
     both = zip(
         pool.run(shard_axis_of_size_one.compare_shared_memory, 2, **how),
         pool.run(shard_axis_of_size_one.compare_shared_memory, 2, lend=False, **how),

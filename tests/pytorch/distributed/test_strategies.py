@@ -69,7 +69,7 @@ def test_negative_control_known_faults(pool, broken, case, words):
 
 
 def documented() -> dict[str, list[str]]:
-    """Rows of the docs' table of collectives: ``"strategy loop"`` -> cells."""
+    """Return rows of the docs' table of collectives: ``"strategy loop"`` -> cells."""
     text = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
     found = re.findall(r"^\| `(\w+)` \| (`(?:plain|microbatch|no_sync)`.*?) \| (.*) \|$", text, re.MULTILINE)
     return {
@@ -80,7 +80,7 @@ def documented() -> dict[str, list[str]]:
 
 
 def value(cell: str, microbatches: int, units: int) -> int:
-    """Of a product such as ``2 m u``."""
+    """Return the value of a product such as ``2 m u``."""
     result = 1
     for factor in cell.split():
         result *= {"m": microbatches, "u": units}.get(factor) or int(factor)

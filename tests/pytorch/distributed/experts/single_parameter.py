@@ -18,7 +18,7 @@ from experts.model import build
 
 
 def sharded(axes: dict[str, int], recipe: str, weights: str, experts: int, **how: Any) -> tuple[Any, Any]:
-    """Meshes, and a mixture of experts in one parameter on them."""
+    """Return meshes, and a mixture of experts in one parameter on them."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())

@@ -21,7 +21,7 @@ STEPS = 5
 
 
 def function_of(model: nn.Module, case: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    """Forward and backward of one microbatch."""
+    """Return the forward and backward of one microbatch."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -54,7 +54,7 @@ def function_of(model: nn.Module, case: dict[str, Any]) -> Callable[..., torch.T
 
 
 def inputs_of(meshes: Any, step: int, count: int, case: dict[str, Any]) -> torch.Tensor:
-    """Microbatches of this rank."""
+    """Return microbatches of this rank."""
     copies = dist.get_world_size() // meshes.size("tp")
     x = batch(step, copies, count)[:, dist.get_rank() // meshes.size("tp")].repeat(1, 4, 1)
     return x.to(torch.bfloat16 if case.get("bf16") else torch.float32)
@@ -136,7 +136,7 @@ def moved_gradients() -> list[Any]:
 
 
 def report_nan_of_microbatch() -> list[str]:
-    """``report_nan`` names the microbatch, also if its graph has run for several."""
+    """Check that ``report_nan`` names the microbatch, also if its graph has run for several."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

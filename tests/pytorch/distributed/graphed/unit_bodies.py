@@ -63,7 +63,7 @@ def recording(failing: int = -1) -> Iterator[None]:
 
 
 def model_of(meshes: Any, case: dict[str, Any]) -> nn.Module:
-    """A sharded model of two blocks and a head, gathered by copies."""
+    """Return a sharded model of two blocks and a head, gathered by copies."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -168,7 +168,7 @@ def reasons() -> dict[str, Any]:
 
 
 def out_of_order_replays() -> dict[str, Any]:
-    """Two forwards before their backwards, a dropped forward, a frozen weight.
+    """Run two forwards before their backwards, a dropped forward, a frozen weight.
 
     Returns:
         Whether gradients equal those of the plain model; recordings and replays after each.

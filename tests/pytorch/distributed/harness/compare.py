@@ -21,7 +21,7 @@ class Difference(NamedTuple):
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded logical tensor in high precision on the CPU, detached, in memory of its own.
+    """Return the unsharded logical tensor in high precision on the CPU, detached, in memory of its own.
 
     A DTensor is gathered (Partial ones are reduced, `_StridedShard` and uneven shards put in their places):
     all ranks of its mesh must call this together. Quantized tensors, whole or as the local part of a DTensor,
@@ -134,7 +134,7 @@ class Comparisons:
     """Largest relative error so far, and whose it is."""
 
     def bitwise_equal(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """`assert_bitwise_equal`, counted."""
+        """Call `assert_bitwise_equal`, counted."""
         self._count(name, assert_bitwise_equal(name, actual, expected))
 
     def close(
@@ -147,7 +147,7 @@ class Comparisons:
         *,
         floor: float = 0.0,
     ) -> None:
-        """`assert_close`, counted."""
+        """Call `assert_close`, counted."""
         self._count(name, assert_close(name, actual, expected, rtol, why, floor=floor))
 
     def require(self, min_count: int = 1) -> dict[str, object]:

@@ -48,7 +48,7 @@ def load_on_different_meshes(
 
 
 def full_state(run: Run) -> dict[str, torch.Tensor]:
-    """Weights and state of a run, unsharded, by name. Collective."""
+    """Return weights and state of a run, unsharded, by name. Collective."""
     results = {}
     for name, parameter in run.model.named_parameters():
         results[name] = harness.full(parameter)

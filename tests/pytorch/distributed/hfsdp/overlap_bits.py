@@ -37,7 +37,7 @@ class Trainer:
         self.model, self.optimizer, self.backward = model, optimizer, backward
 
     def step(self, clip: bool) -> None:
-        """The step after a backward."""
+        """Run the step after a backward."""
         import te_fsdp
 
         if clip:
@@ -47,7 +47,7 @@ class Trainer:
 
 
 def bitwise_equal(kind: str, clip: bool = False, large: int | None = None, **options: Any) -> dict[str, Any]:
-    """Steps of two like models, of which the second averages at the step: the same bits.
+    """Compare steps of two equal models bit for bit; the second averages at the step.
 
     Args:
         kind: A key of :data:`KINDS`.

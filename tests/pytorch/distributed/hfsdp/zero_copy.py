@@ -57,7 +57,7 @@ class Mixed(Model):
 
 @contextlib.contextmanager
 def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
-    """Counts elements of gradients that were reduced in parts, and those of them that were copied.
+    """Count elements of gradients that were reduced in parts, and those of them that were copied.
 
     Args:
         fault: ``"lost"``: negative control, gradients that are sent without a copy are empty.
@@ -85,7 +85,7 @@ def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def send_small_gradients_directly() -> Iterator[None]:
-    """Gradients of models as small as these are sent as large ones are."""
+    """Send gradients of models as small as these as large ones are sent."""
     from te_fsdp.upstream import symmetric_memory as _torch_transport
 
     stock, _torch_transport.LARGE = _torch_transport.LARGE, 512
@@ -231,7 +231,7 @@ def _microbatches(model: Any, step: int, count: int, meshes: Any, dtype: torch.d
 
 
 def error_of_different_settings() -> None:
-    """Ranks that do not agree on it."""
+    """Return the error of ranks with different settings."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

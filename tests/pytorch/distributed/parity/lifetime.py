@@ -18,7 +18,7 @@ from parity.runs import Findings
 
 
 def check_freed(axes: dict[str, int], wrap: str) -> int:
-    """Body: nothing of a deleted model survives forward, backward and a step: no cycle that gc cannot see."""
+    """Check that nothing of a deleted model survives forward, backward and a step: no cycle that gc cannot see."""
     import te_fsdp
 
     meshes = _meshes(axes)
@@ -50,7 +50,7 @@ def check_freed(axes: dict[str, int], wrap: str) -> int:
 
 
 def check_deepcopy() -> None:
-    """Body: a deep copy of a bound model computes the same and shares no parameter."""
+    """Check that a deep copy of a bound model computes the same and shares no parameter."""
     import te_fsdp
 
     meshes = _meshes({"dp_shard": 1, "tp": 2})
@@ -71,7 +71,7 @@ def check_deepcopy() -> None:
 
 
 def no_tensor_parallelism(tp_mesh: str) -> None:
-    """Body: without a tp mesh, or with one of size 1, a model computes what stock TE computes, bit for bit.
+    """Compare a model without a tp mesh, or with one of size 1, bit for bit with stock TE.
 
     But for gradients on GPUs, where kernels sum over tokens in an order that varies from run to run.
 

@@ -90,7 +90,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def errors_of_mismatched_stages(directory: str, what: str) -> str:
-    """A pipeline of two stages that does not fit together, or does not fit a checkpoint: the same text on all ranks."""
+    """Return the error of two stages that do not fit together, or a checkpoint: the same text on all ranks."""
     import te_fsdp
 
     meshes = meshes_of(2, dp=2)
@@ -133,7 +133,7 @@ class _Tied(nn.Module):
 
 
 def tied(directory: str) -> dict[str, str]:
-    """Parameters shared by two stages: rejected; named and equal; named and not equal; then loaded on both."""
+    """Save parameters shared by two stages: rejected; named and equal; named and not equal; then loaded on both."""
     import te_fsdp
 
     meshes = meshes_of(2, dp=2)

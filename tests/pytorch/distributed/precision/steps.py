@@ -11,7 +11,7 @@ from precision.bodies import ADAM, BF16, FP32, HIDDEN, TOKENS, sharded
 
 
 def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str, int]) -> dict[str, Any]:
-    """bf16 weights, fp32 gradients, main weights in the optimizer: two steps equal torch's own on whole fp32 tensors.
+    """Compare two steps of bf16 weights with fp32 gradients and main weights with torch's own on fp32 tensors.
 
     Args:
         options: Of AdamW, for each case.

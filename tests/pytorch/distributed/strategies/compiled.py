@@ -14,7 +14,7 @@ from strategies.models import batch, optimizer_of, sharded
 
 
 def trained(strategies: list[Any], axes: dict[str, int], backend: str, outer: str = "no_shard") -> list[int]:
-    """Two steps of two microbatches, compiled or not: the same losses and weights, bit for bit.
+    """Train two steps of two microbatches, compiled or not: the same losses and weights, bit for bit.
 
     Both run the same kernels: ``backend`` compiles nothing, and TE's modules are not traced.
 
@@ -41,7 +41,7 @@ def trained(strategies: list[Any], axes: dict[str, int], backend: str, outer: st
 
 
 def _forward(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Without a loop, whose graph breaks would leave the whole of it uncompiled."""
+    """Run forward without a loop, whose graph breaks would leave all of it uncompiled."""
     x = x + model.blocks[0](x)
     x = torch.nn.functional.gelu(x + model.blocks[1](x))
     return model.head(x)

@@ -25,7 +25,7 @@ def _buffers(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _copied(arrange: Any, *args: Any) -> Any:
-    """Copies of a shard's buffers instead of these."""
+    """Return copies of a shard's buffers instead of these."""
     inputs, metadata = arrange(*args)
     return inputs, metadata._replace(buffers=tuple(map(torch.clone, metadata.buffers)))
 
@@ -33,7 +33,7 @@ def _copied(arrange: Any, *args: Any) -> Any:
 def _losses(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, made: Any, handle: Any
 ) -> list[torch.Tensor]:
-    """Of each microbatch of three steps. The first one takes the hook off, and moves weights that are not quantized."""
+    """Return losses of each microbatch of three steps. The first removes the hook and moves high-precision weights."""
     import transformer_engine.pytorch as te
 
     losses = []
