@@ -244,7 +244,7 @@ class Owner(NamedTuple):
 
     machine: str  #: Host name, and a digest of the boot and the namespace of process ids
     pid: int
-    start: str  #: Start of the process in ticks since boot; empty where the system does not report it
+    start: str  #: Start of the process in ticks since boot; empty if the system does not report it
     since: int  #: Start of this piece of work, in seconds since 1970
     token: str  #: Distinguishes pieces of work of one process
 
@@ -291,7 +291,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started; ``""`` for one that has ended, ``None`` where the system does not report it."""
+    """Return when a process started; ``""`` for one that has ended, ``None`` if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

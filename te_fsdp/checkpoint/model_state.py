@@ -432,7 +432,7 @@ def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, TensorEnt
 
 
 def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, TensorEntry]:
-    """Return entries of the described modules' delayed-scaling state, allocated where it is missing."""
+    """Return entries of the described modules' delayed-scaling state, allocated if it is missing."""
     modules, entries = modules_of(model), {}
     for name, recipe in described.items():
         module, experts = modules[name], local_experts(modules[name])
@@ -457,8 +457,8 @@ def _delayed_entries(
             yield f"delayed.{name}:{key}.{attribute}", entry
 
 
-def share_newest_amax(entries: dict[str, TensorEntry], mesh: DeviceMesh | None = None) -> None:
-    """Set the newest row of copied histories to its maximum over ranks. Collective over a mesh, or the world.
+def share_newest_amax(entries: dict[str, TensorEntry], mesh: DeviceMesh | None) -> None:
+    """Set the newest row of copied histories to its maximum over ranks. Collective over ``mesh``, or the world.
 
     Between a step and the next forward that row has each rank's own amaxes, because the optimizer quantizes shards. TE
     takes the maximum over ranks before it reads the row, so the maximum on all ranks is the same state.

@@ -333,7 +333,7 @@ def _own_states(saved: dict[str, Any], owned: OwnedTensor) -> States:
 
 
 def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: States) -> dict[str, str | None]:
-    """Return a parameter's state names with the optimizer's dtype, ``None`` where it accepts any."""
+    """Return a parameter's state names with the optimizer's dtype, ``None`` if it accepts any."""
     is_cut = optimizer_shard_in(optimizer, parameter) is not None  # te_fsdp has the main weights
     dtypes = getattr(optimizer, "name_to_dtype_map", None)
     if dtypes is not None:  # TE's FusedAdam

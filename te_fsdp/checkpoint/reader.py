@@ -96,7 +96,7 @@ class Contents:
 def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
     """Return fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 missing bits as int16.
 
-    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one unit
+    TE rounds the weight to nearest: if the remainder, read as a signed number, is negative, the weight is one unit
     in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
     """
 

@@ -311,7 +311,7 @@ def _fingerprint(
 
     Comparing it takes a tenth of the time of a description. Objects are compared by ``id`` together with every
     described property, so an ``id`` that is reused for an equal object does no harm. Tensors are in the order of
-    entries. ``None`` where more matters: quantized weights, grouped weights of experts, state that is sharded further
+    entries. ``None`` if more matters: quantized weights, grouped weights of experts, state that is sharded further
     than the weights, optimizers by name.
     """
     wait_and_reshard(model)

@@ -113,7 +113,7 @@ def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory where the system supports that, to disk."""
+    """Flush a file, or the entries of a directory if the system supports that, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -302,7 +302,7 @@ class CheckedFile:
     path: Path
     size: int
     read_at: Callable[[memoryview, int], int]
-    #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known
+    #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` without checksums
     pieces: dict[int, tuple[int, int]] | None
 
     def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:

@@ -333,7 +333,7 @@ def _compare(
                 f"{where}: recipes that differ between ranks",
                 expected="the same te.autocast, and torch.autocast, on all ranks of the model",
                 got=shorten(shown, 4, "; "),
-                why="They compute one forward together, and wait for each other's amax where a recipe needs that",
+                why="They compute one forward together, and wait for each other's amax if a recipe needs that",
                 fix="enter te.autocast(enabled=..., recipe=...) on all ranks in the same way: by numbers that all "
                 "have, such as the step or an all-reduced loss, not by the rank",
             )

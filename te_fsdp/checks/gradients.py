@@ -139,7 +139,7 @@ def compare_gradients(state: ShardedModel) -> None:
 
 
 def schedule_gradient_checks(model: nn.Module, tp_mesh: DeviceMesh | None, *, every: bool = False) -> None:
-    """Compare gradients over tp in the first steps, with ``every`` in all, without ``tp_mesh`` no longer. Local."""
+    """Compare gradients over tp in the first steps, or in ``every`` step. ``None`` ends the comparisons. Local."""
     for binding in filter(None, map(binding_of, model.modules())):
         # A second call replaces the schedule of the first, for example in set_device_mesh of a bound model.
         binding.grad_checks.clear()

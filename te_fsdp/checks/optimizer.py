@@ -223,7 +223,7 @@ def check_first_step(step: Step) -> None:
             ]
             if others and mesh is not None and mesh.size() > 1:
                 gradients = [p.grad for p in others if p.grad is not None and p.grad.layout is torch.strided]
-                # The sum of the checksums may wrap, but is equal where they are.
+                # The sum of the checksums may wrap, but is equal if they are.
                 total = sum(int(checksum(gradient)) for gradient in gradients) % (1 << 60)
                 if not bool(are_equal([total], mesh)):
                     other_ids = {id(p) for p in others}
@@ -248,7 +248,7 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
     mesh = state.meshes.device_mesh
     if mesh.size() == 1:
         return
-    # The order matters where a step communicates for several parameters together.
+    # The order matters if a step communicates for several parameters together.
     ordered = state.meshes.size("tp") > 1 or state.outer == "optim"
     names = state.names()
     params = [p for group in step.optimizer.param_groups for p in group["params"] if id(p) in names]

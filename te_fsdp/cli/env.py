@@ -133,7 +133,7 @@ class Fault:
 
     what: str  #: Finding, with its numbers
     why: str  #: Consequence
-    cure: str  #: Fix, as a command where possible
+    cure: str  #: Fix, as a command if possible
     breaks: bool = True  #: False: te_fsdp works, but slower or with fewer features
 
 

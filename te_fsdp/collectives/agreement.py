@@ -433,7 +433,7 @@ class RankMessenger:
                 due = min(2 * due, due + 300)
 
         # A wait of Gloo cannot be divided: a timeout closes all its connections. A Thread would wait for the start and
-        # the end of report, which takes longer than a round where ranks share cores.
+        # the end of report, which takes longer than a round if ranks share cores.
         with suppress(RuntimeError):  # no thread can be started while the interpreter ends
             _thread.start_new_thread(report, ())
         try:

@@ -185,7 +185,7 @@ def _with_distances(
 ) -> RoundedValues:
     """Return values that are ``scale`` times a number of an element type.
 
-    ``saturates`` is true where much larger values round to the largest number of the type.
+    ``saturates`` is true if much larger values round to the largest number of the type.
     """
     number = (value / scale).abs().nan_to_num() * (1 + _FP32_ERROR)
     # Subnormal numbers have the spacing of the smallest normal one. The mantissa is at least 0.5.

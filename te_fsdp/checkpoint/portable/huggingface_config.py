@@ -150,7 +150,7 @@ class _Family(NamedTuple):
     #: Keys of the number of experts and of their width, and of the shared expert's
     experts: tuple[str, ...] = ()
     windowed: bool = False  #: Whether the layers have the window, if there is one
-    keys: Mapping[str, str] = {}  #: Keys of ``config.json`` by Llama's names, where they differ
+    keys: Mapping[str, str] = {}  #: Keys of ``config.json`` by Llama's names, if they differ
 
     def get(self, entries: Mapping[str, Any], key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
         """Return the value of Llama's key, or ``default`` for ``null``; raise ValueError for a missing or other one."""

@@ -67,7 +67,7 @@ class Form:
 
     names: tuple[str, ...]
     transposed: bool = False  #: Matrices are stored as ``(in, out)``
-    zero_centered: bool = False  #: Stored is the part minus one
+    zero_centered: bool = False  #: Whether the stored values are the part minus one
     #: Number of attention groups whose rows are interleaved under one name: for each group the rows of every part
     groups: int = 1
     #: Layout in a checkpoint: stacked if te_fsdp shards the parts separately, grouped for experts

@@ -282,7 +282,7 @@ def shares_to_write(
 def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:
     """Raise CheckpointError for problems of a model and its map. Local operation.
 
-    Adds weights where tensor parallelism shards two blocks as one to ``problems``: each rank then has rows of gate and
+    Adds weights if tensor parallelism shards two blocks as one to ``problems``: each rank then has rows of gate and
     up that differ from the unsharded model's.
     """
     forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
@@ -313,7 +313,7 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
     ``shares`` may have FP8 bytes and scales of weights in addition to their values.
     """
     by_rank = gather({name: share.about for name, share in shares.items()})
-    # Bytes are sent where every rank with a part of the weight has them in whole blocks, for all weights of a group.
+    # Bytes are sent if every rank with a part of the weight has them in whole blocks, for all weights of a group.
     stored = [
         {n for n, share in own.items() if any(math.prod(sizes) for _, sizes in share.pieces)}
         for own in by_rank

@@ -1,6 +1,6 @@
 """Translation of Megatron-FSDP's arguments to te_fsdp's.
 
-Source: the documentation of megatron-fsdp 0.6.1, or its behavior where the documentation does not specify it.
+Source: the documentation of megatron-fsdp 0.6.1, or its behavior if the documentation does not specify it.
 """
 
 from __future__ import annotations
