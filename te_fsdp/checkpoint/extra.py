@@ -190,7 +190,7 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
                     f"{where}: a defaultdict",
                     expected=f"a factory out of {', '.join(_FACTORIES)}",
                     got=repr(value.default_factory),
-                    fix="store dict(value), and make the defaultdict of it after the load",
+                    fix="store dict(value), and convert it to a defaultdict after the load",
                 )
             return {_VALUE: ["defaultdict", [name, pairs]]}
         return {_VALUE: [kind.__name__ if kind in _NAMED else "dict", pairs]}

@@ -288,7 +288,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise DamagedFileError("no object with a format_version")
         if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
             raise CheckpointError(
-                f"{path}: written by another te_fsdp, {body.get('versions')!a:.200}",
+                f"{path}: written by a different version of te_fsdp, {body.get('versions')!a:.200}",
                 expected=f"format version {FIRST_FORMAT} to {HAS_FOLDER}",
                 got=str(body["format_version"])[:40],
                 fix="update te_fsdp; of an older format, load it with the te_fsdp that wrote it",

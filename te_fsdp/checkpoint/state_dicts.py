@@ -180,7 +180,7 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
             f"{path}: no state dict found in it",
             expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
             got="the state of an optimizer" if "param_groups" in entries else _keys(tree),
-            fix="give a file with one of these; te-fsdp ckpt convert has --key for other keys",
+            fix="pass a file with one of these; te-fsdp ckpt convert has --key for other keys",
         )
     return model_keys[0], entries[model_keys[0]]
 
@@ -250,7 +250,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
         raise CheckpointError(
             f"{contents.source}: {len(unread)} value(s) of the state dict are not plain tensors: "
             f"{', '.join(unread[:5])}",
-            fix="leave them out of it; te-fsdp ckpt convert has --key for the key of the model's state dict",
+            fix="omit them; te-fsdp ckpt convert has --key for the key of the model's state dict",
         )
     if not contents.tensors:
         raise CheckpointError(
@@ -415,7 +415,7 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
         names = {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
     else:  # DCP keeps no order: its metadata lists the tensors of rank 0 first
         raise CheckpointError(
-            "it numbers its parameters without names (save the state of get_state_dict, or give the optimizer "
+            "it numbers its parameters without names (save the state of get_state_dict, or pass the optimizer "
             "model.named_parameters())"
         )
     if unknown := [name for name in names.values() if name not in contents.manifest.parameters]:

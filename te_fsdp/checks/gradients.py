@@ -451,7 +451,7 @@ class _HeadGradientCheck:
                 f"{name or 'the model'}: a loss over one rank's part of the outputs",
                 expected=f"a loss over the outputs of all {self.tp.size()} ranks of tp: the module is column-parallel",
                 got="gradients that sum to zero over each rank's outputs, as the gradients of a softmax do",
-                why="Each rank normalizes over its own classes, which gives a different loss",
+                why="Each rank normalizes over its own classes, which results in a different loss",
                 fix="compute the loss of DTensors inside torch.distributed.tensor.parallel.loss_parallel "
                 "(docs/train.md), or with transformer_engine.pytorch.parallel_cross_entropy; or gather the outputs "
                 "over tp before the loss. If this is intended, pass checks='setup' to fully_shard, or "

@@ -249,7 +249,7 @@ def refuse_closure(step: Step) -> None:
             "are not sharded, or with gradients in main_grads_dtype",
             expected="step() after backward()",
             got="a closure",
-            why="Its gradients would come too late to be made equal over tp, or cast",
+            why="Its gradients would exist only after the functions that make them equal over tp, or cast them",
             fix="call backward() first, then step() without a closure",
         )
 

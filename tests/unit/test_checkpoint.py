@@ -170,7 +170,7 @@ def test_load_rejects_unknown_format_versions(tmp_path: Path, number: int) -> No
     newer = manifest.read_manifest(tmp_path / "a")
     newer.format_version = number
     manifest.write_manifest(tmp_path / "a", newer)
-    told = rf"written by another te_fsdp.*expected format version 2 to 4, got {number}\."
+    told = rf"written by a different version of te_fsdp.*expected format version 2 to 4, got {number}\."
     with pytest.raises(CheckpointError, match=told):
         checkpoint.load(tmp_path / "a", Model())
 

@@ -150,7 +150,7 @@ def refuse_scrambled(contents: Contents) -> None:
         raise CheckpointError(
             f"{contents.source}: {len(cut)} weight(s) in pieces of tensor parallelism: {shorten(cut, 3)}",
             expected="rows as in the unsharded module",
-            got="those of fused and gated weights rank by rank, and nothing that tells which weights these are",
+            got="those of fused and gated weights rank by rank, without a record of which weights these are",
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
 

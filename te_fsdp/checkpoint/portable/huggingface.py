@@ -218,7 +218,7 @@ def values_for_huggingface(
     ]
     if problems:
         raise CheckpointError(
-            f"{contents.source}: another model than {like} describes: {', '.join(problems)}",
+            f"{contents.source}: not the model that {like} describes: {', '.join(problems)}",
             why="Nothing was written",
             fix="take the config.json of this model; if options were given, those of its layers",
         )

@@ -321,7 +321,7 @@ def _architecture(entries: Mapping[str, Any], family: _Family, model_type: str) 
     gpt2 = family.always.get("style") == "gpt2"
     attention = "sliding_attention" if family.windowed else "full_attention"
     if entries.get("layer_types") not in (None, [attention] * layers):
-        raise ValueError(f"layer_types has others than {attention}, or of another number of layers")
+        raise ValueError(f"layer_types has types other than {attention}, or a different number of layers")
     # If both exist, transformers takes the older key.
     rope = get("rope_scaling", _OBJECT, None) or get("rope_parameters", _OBJECT, None) or {}
     theta = family.get({**entries, **rope}, "rope_theta", _NUMBER, 10000.0)

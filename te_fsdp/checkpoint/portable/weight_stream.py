@@ -375,7 +375,7 @@ def save_huggingface(
         max_file_bytes: Size after which another file is started.
 
     Raises:
-        CheckpointError: ``path`` exists; an unsupported model, or another one than ``config`` describes; ranks that do
+        CheckpointError: ``path`` exists; an unsupported model, or not the one that ``config`` describes; ranks that do
             not have every element; files that cannot be written. The same on all ranks, and no folder appears.
         OrderError: An optimizer of other parameters.
     """

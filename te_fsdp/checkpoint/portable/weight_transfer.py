@@ -129,7 +129,7 @@ def describe_shares(by_rank: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
             # A rank without elements may have no main weight either.
             if share.pieces and result.setdefault(name, kind) != kind:
                 raise CheckpointError(
-                    f"{name}: of another kind on rank {number}",
+                    f"{name}: of a different kind on rank {number}",
                     expected=f"shape, dtype and dtype of the main weight {tuple(result[name][:3])}",
                     got=tuple(kind[:3]),
                     fix="build and train the same model, with the same optimizer, on all ranks",
