@@ -50,7 +50,7 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
 def require_meshes(model: nn.Module, passed: Meshes | DeviceMesh) -> Meshes:
-    """Return the job's meshes. Raise MeshError if the model was built for tp, and they have no such axis.
+    """Return the job's meshes. Raise MeshError if the model was built for tp, but the meshes have no tp axis.
 
     Local operation for :class:`Meshes`. A torch mesh may need new process groups (:meth:`Meshes.from_device_mesh`).
     """
@@ -82,7 +82,7 @@ def check_plan(plan: ModelPlan, points: CheckPoints) -> None:
 def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     """Record the plan on each parameter, and return the model's state, without units yet. Local operation.
 
-    Makes parameters contiguous, and moves replicated ones to the device, with the buffers if the root has only such.
+    Makes parameters contiguous, and moves replicated ones to the device, and also buffers if all are replicated.
     """
     model, device, request = plan.model, plan.meshes.device, plan.request
     support_foreach_copy()
@@ -130,7 +130,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
             "shard_placement_fn": (lambda p: Shard(dims[id(p)]) if id(p) in dims else None) if dims else None,
             "ignored_params": {item.parameter for item in plan.replicated},
         }
-        of_experts = _expert_units(plan.parameters.values())
+        expert_units = _expert_units(plan.parameters.values())
         # FSDP2 must shard a unit after all units inside of it. The order of names is not enough: a module that several
         # units share has one name, inside of one of them.
         sharded = [name for name in reversed(plan.units) if name not in plan.replicated_modules]
@@ -149,7 +149,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
         for name in list(order):
             row = plan.units[name]
             unit = state.modules[name] = model.get_submodule(name)
-            options["mesh"] = _fsdp_mesh(plan.meshes, row, experts=name in of_experts)
+            options["mesh"] = _fsdp_mesh(plan.meshes, row, experts=name in expert_units)
             if precision is not None:
                 options["mp_policy"] = precision.fsdp2_policy(name)
             fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
@@ -203,9 +203,9 @@ def set_gradient_divisors(state: ShardedModel, policy: Fsdp2Policy) -> None:
     average = state.average_gradients
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.ep.divided = binding.experts is not None or binding.ep.divided
-    of_experts = _expert_units(state.plans.values())
+    expert_units = _expert_units(state.plans.values())
     for name, unit in state.modules.items():
-        experts = name in of_experts
+        experts = name in expert_units
         if average and not experts:
             continue
         storage, ranks = state.units[name], 1

@@ -116,7 +116,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 
     doc = f"""TransformerEngine's ``{kind}`` that can be bound to meshes.
 
-    Takes everything that ``transformer_engine.pytorch.{kind}`` takes, and two keywords more.
+    Accepts all arguments of ``transformer_engine.pytorch.{kind}``, and two further keywords.
 
     Args:
         *args: As for TE.

@@ -46,7 +46,7 @@ ORIGINAL_ORDER = torch.preserve_format
 
 @dataclass(frozen=True)
 class BoxMap:
-    """How the shards of a DTensor are mapped to the original tensor."""
+    """Mapping of the shards of a DTensor to the original tensor."""
 
     rule: ParameterRule  #: Rule of the parameter
     has_tp: bool  #: Whether the last mesh dimension is the tensor-parallel axis
@@ -159,7 +159,7 @@ class _Context(tuple[Any, ...]):
 _COPIED_INTO = ("new_empty",)
 
 
-# The class overrides what leaves the local tensor:
+# The class overrides the functions that return more than the local tensor:
 #
 # - ``full_tensor`` and ``redistribute`` return the order of the unsharded module, as do functions that depend on the
 #   order of rows (:mod:`te_fsdp.row_order`);
@@ -423,7 +423,7 @@ def _is_placed_like(source: DTensor, target: DTensor) -> bool:
 
 @torch.no_grad()
 def rows_for(target: Any, source: Any) -> Any:
-    """Return what to copy to a tensor: of an ordinary DTensor in the original order, the rows of a boxed target.
+    """Return the source of a copy: for an ordinary DTensor in the original order, the rows of a boxed target.
 
     Collective over the source's mesh in this case.
     """

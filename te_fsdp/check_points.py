@@ -51,7 +51,7 @@ class CheckPoints:
     first: Functions = ()  #: ``(state, run)`` before a forward; calls ``run()``, the functions of ``initialized``
     initialized: Functions = ()  #: ``(state)`` before the first forward after parameters were on meta
     forward: Functions = ()  #: ``(state)`` before a forward of the model
-    inputs: Functions = ()  #: ``(model, args, kwargs, method)`` before a method that gathers as forward does
+    inputs: Functions = ()  #: ``(model, args, kwargs, method)`` before a method that all-gathers as forward does
     unit: Functions = ()  #: ``(state, name, unit, started)`` before a forward of a unit
     trained: Functions = ()  #: ``(state, trained)`` after a forward of the model, with outputs that need gradients
     output: Functions = ()  #: ``(name, unit, output)`` after a forward whose output has objects of unknown classes

@@ -1,6 +1,6 @@
 """``Component``: a feature of a sharded model, which the core calls in phases.
 
-The core calls components by phase and imports none of them. :mod:`te_fsdp.components` lists what is attached, in order.
+The core calls components by phase and imports none of them. :mod:`te_fsdp.components` lists them in order.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from te_fsdp.modules.torch_units import reshard_units
 from te_fsdp.optimizer_step import (
     allow_mixed_parameters,
     check_gradients,
-    count_versions,
     finish_components,
+    increment_versions,
     prepare_components,
     record_stepping_optimizer,
     release_weights,
@@ -105,7 +105,7 @@ BEFORE_STEP: StepFunctions = (
 )
 AFTER_STEP: StepFunctions = (
     refresh_quantized,
-    count_versions,
+    increment_versions,
     record_weight_versions,
     reshard_units,
     undo_preparations,

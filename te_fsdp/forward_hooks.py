@@ -34,7 +34,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
         unit.register_forward_hook(_torch.disable_compile(functools.partial(after_unit, state, name)))
         handle: list[Any] = []
         choose = _torch.disable_compile(functools.partial(choose_root, state, handle))
-        # Before FSDP2's hook, which chooses the root and gathers.
+        # Before FSDP2's hook, which chooses the root and all-gathers.
         handle.append(unit.register_forward_pre_hook(choose, prepend=True))
         before = _torch.disable_compile(functools.partial(before_unit, state, name))
         unit.register_forward_pre_hook(before, prepend=True)

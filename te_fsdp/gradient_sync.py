@@ -192,7 +192,7 @@ class ZeroGrad:
 
     @runs_eagerly
     def __call__(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of the model, and what te_fsdp has derived from them. Local operation."""
+        """Clear all gradients of the model, and data derived from them. Local operation."""
         state = self._state()
         assert state is not None  # owned by the model, which is alive during its own method
         # In backward only the module's own method runs, as without te_fsdp.
@@ -217,8 +217,8 @@ def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContext
     ``optim_grads_params``), and not over ``dp_replicate``. Weights stay unsharded if the strategy keeps them (all
     strategies except ``optim_grads_params``). So before the last microbatch, ``model.parameters()`` may return
     unsharded parameters, and ``.grad`` is incomplete: clip, scale and read gradients after it. In the last one HFSDP
-    (``outer_strategy="optim"``) starts to average gradients over ``dp_replicate`` during backward, if the first step's
-    was marked as well. Local operation. ``is_last`` is the same on all ranks, also on ranks without data.
+    (``outer_strategy="optim"``) starts to average gradients over ``dp_replicate`` during backward, if the last one of
+    the first step was also marked. Local operation. ``is_last`` is the same on all ranks, also on ranks without data.
     """
     require_flags("microbatch", is_last=is_last)
     mode = SyncMode.LAST if is_last else SyncMode.ACCUMULATE

@@ -62,7 +62,7 @@ def record_kept(state: ShardedModel, name: str, unit: nn.Module) -> None:
 
 
 def apply_frozen(state: ShardedModel, name: str) -> None:
-    """Set ``requires_grad`` of a unit's shards to what the user has set on unsharded parameters. Local operation."""
+    """Copy ``requires_grad`` from a unit's unsharded parameters, where the user has set it, to the shards. Local."""
     _, flags = state.unsharded.kept.get(name, ((), ()))
     pairs = _fsdp2.unsharded_parameters(state.modules[name])
     for (parameter, record), flag in zip(pairs, flags, strict=False):

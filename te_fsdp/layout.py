@@ -302,10 +302,10 @@ def shard_boxes(
             )
         for height in heights:
             part = height // at.tp_size
-            original = _set(zeros, dim, block_start + at.tp_rank * part)
-            boxes.append(Box(original, _set(zeros, dim, local_start), _set(shape, dim, part)))
+            original = _with_entry(zeros, dim, block_start + at.tp_rank * part)
+            boxes.append(Box(original, _with_entry(zeros, dim, local_start), _with_entry(shape, dim, part)))
             block_start, local_start = block_start + height, local_start + part
-        local_shape = _set(shape, dim, local_start)
+        local_shape = _with_entry(shape, dim, local_start)
     cuts = ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank))
     return chunk_boxes(local_shape, [cut for cut in cuts if cut[1] > 1 and local_shape], boxes)
 
@@ -322,7 +322,7 @@ def chunk_boxes(
     boxes = (Box(zeros, zeros, shape),) if boxes is None else boxes
     for dim, chunks, index in cuts:
         low, high = chunk_range(shape[dim], chunks, index)
-        shape, boxes = _set(shape, dim, high - low), cut_boxes(boxes, dim, low, high)
+        shape, boxes = _with_entry(shape, dim, high - low), cut_boxes(boxes, dim, low, high)
     return shape, [box for box in boxes if 0 not in box.sizes]
 
 
@@ -335,8 +335,8 @@ def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box,
         if start < stop and 0 not in box.sizes:
             shift = start - box.local[dim]
             # Clipping moves the start of a box by the same distance in the original tensor.
-            original = _set(box.original, dim, box.original[dim] + shift)
-            local, sizes = _set(box.local, dim, start - low), _set(box.sizes, dim, stop - start)
+            original = _with_entry(box.original, dim, box.original[dim] + shift)
+            local, sizes = _with_entry(box.local, dim, start - low), _with_entry(box.sizes, dim, stop - start)
             clipped.append(Box(original, local, sizes))
     return tuple(clipped)
 
@@ -346,8 +346,8 @@ def block_heights(rows: int, rule: ParameterRule) -> list[int]:
     return [rows * part // sum(rule.layout.blocks) for part in rule.layout.blocks]
 
 
-def _set(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    """Return ``values`` with one entry replaced."""
+def _with_entry(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    """Return ``values`` with the entry at ``index`` replaced by ``value``."""
     return (*values[:index], value, *values[index + 1 :])
 
 
@@ -430,12 +430,12 @@ _ROWS = (
     Storage("optim",              "no_shard",  "RS",     "RS",    "RS",     "step",  "last"),
     Storage("optim_grads",        "no_shard",  "RS",     "RS",    "RS",     "step",  "each"),
     Storage("optim_grads_params", "no_shard",  "RS",     "RS",    "RS",     "pass",  "each"),
-    Storage(REPLICATED,               "no_shard",  "RR",     "RR",    "SS",     "never", "last"),
+    Storage(REPLICATED,           "no_shard",  "RR",     "RR",    "SS",     "never", "last"),
     Storage("no_shard",           "optim",     "RR",     "RR",    "RR",     "never", "last"),
     Storage("optim",              "optim",     "RS",     "PS",    "SS",     "step",  "last"),
     Storage("optim_grads",        "optim",     "RS",     "PS",    "SS",     "step",  "each"),
     Storage("optim_grads_params", "optim",     "RS",     "PS",    "SS",     "pass",  "each"),
-    Storage(REPLICATED,               "optim",     "RR",     "RR",    "SS",     "never", "last"),
+    Storage(REPLICATED,           "optim",     "RR",     "RR",    "SS",     "never", "last"),
 )  # fmt: skip
 
 #: The table, by strategy and outer strategy.

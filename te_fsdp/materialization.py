@@ -108,7 +108,7 @@ def _initialize_model(model: nn.Module, pending: list[tuple[str, nn.Module]]) ->
     unset.update(_initialize_modules(model, [i for i in pending[done:] if id(i[1]) not in resets]))
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    # A later initializer may have filled what an earlier one has left.
+    # A later initializer may have filled tensors that an earlier one left unset.
     unset = {name for name in unset if has_sentinel(_torch.local_of(tensors[name]))}
     unset |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
     unset |= set(attributes_on_meta(model))
@@ -167,7 +167,7 @@ def _initialize(module: nn.Module) -> list[str]:
     elif reset is not None and _te.kind_of(module) == "unknown" and not _te_modules.holds_quantized(module):
         return initialize_by_reset(module, reset)  # te.ops modules are not bound and do not support shards
     elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
-        # TE initializes nothing where the user's DTensors have replaced all parameters of the module.
+        # TE initializes nothing if the user's DTensors have replaced all parameters of the module.
         binding, param_names = binding_of(module), {n for n, p in module._parameters.items() if p is not None}
         if binding is None or not param_names or param_names != binding.distributed.keys():
             reset()

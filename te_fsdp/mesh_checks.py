@@ -58,7 +58,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
     for name, target in by_name.items():
         if name not in axis_names:
             guess = suggest(name, axis_names)
-            fix = f"{guess!r}, if that is what you mean" if guess else "name axes of this mesh"
+            fix = f"{guess!r}, if you mean that axis" if guess else "name axes of this mesh"
             raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {axis_names}", fix=fix)
         if target is not None and target not in (STAGES, *ALL_AXES):
             guess = suggest(target, ALL_AXES, _OTHER_LIBRARIES)

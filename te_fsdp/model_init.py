@@ -34,7 +34,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 #: Names of methods that initialize a model, in the order in which one of them is chosen.
 METHODS = ("init_weights", "initialize_weights", "_init_weights")
-#: Names of methods that initialize a module with its children, where its constructor calls one of them.
+#: Names of methods that initialize a module with its children, if its constructor calls one of them.
 _RESETS = ("reset_parameters", "_reset_parameters")
 #: Hugging Face's mark on modules and parameters that have their values.
 _DONE = "_is_hf_initialized"

@@ -86,7 +86,7 @@ def allow_mixed_parameters(step: Step) -> None:
 
 
 def has_mixed_groups(optimizer: Optimizer) -> bool:
-    """Return whether torch would refuse a group's foreach and fused kernels, because only some are DTensors."""
+    """Return whether a group has DTensors and plain tensors, which torch's foreach and fused kernels refuse."""
     # Loops, because this runs in each step, and a generator costs a call per parameter.
     for group in optimizer.param_groups:
         kinds = set[bool]()
@@ -97,7 +97,7 @@ def has_mixed_groups(optimizer: Optimizer) -> bool:
     return False
 
 
-def count_versions(step: Step) -> None:
+def increment_versions(step: Step) -> None:
     """Increment version counters, which foreach and fused kernels skip for DTensors (torch 2.11 to 2.13)."""
     for _, parameters in step.models:
         # Parameters without gradients keep their version: a pending backward may still need them.

@@ -124,10 +124,10 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         _check_policies(request)
         units = _plan_units(model, meshes, request)
         policy = request.precision
-        # A policy with both dtypes stores, gathers and reduces all parameters of a unit equally.
+        # A policy with both dtypes stores, all-gathers and reduces all parameters of a unit equally.
         uniform = policy is not None and None not in (policy.main_params_dtype, policy.param_dtype)
         in_expert_units = dense_params_in_expert_units(model, meshes, units, request.experts)
-        # Without a compute dtype FSDP2 gathers a unit in the dtype of its parameters, of the frozen ones as well.
+        # Without a compute dtype FSDP2 all-gathers a unit in the dtype of its parameters, of the frozen ones as well.
         frozen = policy is not None and policy.param_dtype is None
         rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=frozen, exempt=in_expert_units)
         _unshardable.refuse_sparse_gradients(model)

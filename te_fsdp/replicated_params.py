@@ -112,7 +112,7 @@ def removal_error(names: list[str]) -> OrderError:
         f"{shorten(names, 3)}: removed after fully_shard",
         expected="the parameters that te_fsdp.fully_shard sharded",
         got="a deleted weight, or one that is computed by a parametrization, weight_norm or pruning",
-        why="The gathered weight would have no owner, and the parameters behind the computed one no gradients",
+        why="The unsharded weight would have no owner, and the parameters behind the computed one no gradients",
         fix="parametrize or prune the module before te_fsdp.fully_shard",
     )
 

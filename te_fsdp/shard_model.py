@@ -47,21 +47,21 @@ def fully_shard(
 
     Args:
         model: A tree of TE modules and others, with parameters on meta or on the device. Changed in place and returned.
-        meshes: The job's meshes; or torch's, as :meth:`Meshes.from_device_mesh` takes it.
-        units: Modules to all-gather as one: classes or names (``"layers.*"``: each child); ``te.TransformerLayer``.
+        meshes: The job's meshes, or a torch mesh that :meth:`Meshes.from_device_mesh` accepts.
+        units: Modules to all-gather as one: classes or names (``"layers.*"``: children); or ``te.TransformerLayer``.
         strategy: State sharded over ``dp_shard``: "no_shard", "optim", "optim_grads" or "optim_grads_params" (the
-            default); or a mapping of classes or names, whose modules become units, to them. ``""`` is the root.
+            default); or a mapping from classes or names to strategies. These modules become units; ``""`` is the root.
         outer_strategy: State also sharded over ``dp_replicate``: none ("no_shard") or the optimizer's ("optim").
         precision: Dtypes of main weights, of gradients and of their reduction. ``None``: the dtype of the parameters.
         mp_policy: FSDP2's own mixed precision policy instead of ``precision``.
-        offload_policy: FSDP2's. A policy that offloads is refused, with the reason.
+        offload_policy: FSDP2's offload policy. One that offloads raises PlacementError.
         reshard_after_forward: FSDP2's name for strategies: True ``"optim_grads_params"``, False ``"optim_grads"``.
-        experts: Names or classes of ``GroupedLinear`` modules (or around some) to distribute over ``ep``; default: all.
+        experts: ``GroupedLinear`` modules to distribute over ``ep``, by name or class (also of a parent); default: all.
         average_gradients: Average gradients over the data-parallel ranks, for losses that are means; otherwise sum.
         checks: Level of checks: ``"off"``, ``"setup"``, ``"first_steps"`` (the default) or ``"full"`` (docs/checks.md).
         check_inputs: Deprecated, use ``checks``. False leaves out comparisons of inputs and gradients.
-        transport: How weights are all-gathered: "auto", "nccl" or "copy_engine" (or the log has the reason).
-        zero_copy_gradients: Reduce large gradients uncopied (or the log has the reason); "auto": with "copy_engine".
+        transport: Transport of weight all-gathers: "auto", "nccl", "copy_engine". The log explains a fallback.
+        zero_copy_gradients: Reduce large gradients without a copy, if possible; "auto": with "copy_engine".
 
     Raises:
         MeshError, PlacementError, OrderError: Contradicting arguments; or a model or unit that cannot be sharded.

@@ -38,7 +38,7 @@ from te_fsdp.upstream import (
 
 @dataclass
 class ForwardRecord:
-    """How the last forwards on this rank were computed (:mod:`te_fsdp.forward_hooks`)."""
+    """Modes and recipes of the last forwards on this rank (:mod:`te_fsdp.forward_hooks`)."""
 
     mode: tuple[bool, bool] | None = None  #: Training mode, and whether gradients are enabled
     modes: set[tuple[bool, bool]] = field(default_factory=set)  #: All modes so far
@@ -52,12 +52,12 @@ class ForwardRecord:
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
     #: Axis names of a mesh -> number of comparisons over its ranks.
     checks_done: Counter[tuple[str, ...] | None] = field(default_factory=Counter)
-    methods: int = 0  #: Number of running methods of the model that all-gather as forward does
+    methods: int = 0  #: Number of registered methods of the model that are running
 
 
 @dataclass
 class GradientSync:
-    """How the next backwards reduce gradients, and the state of the existing gradients."""
+    """Role of the next backwards, and the state of the existing gradients."""
 
     mode: SyncMode = SyncMode.LAST  #: Role of the next backwards in their step
     comm: GradComm | None = None  #: How gradients are sent; ``None`` without a precision policy
@@ -234,7 +234,7 @@ def shard_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def record_unsharded_params(unit: nn.Module) -> None:
-    """Let :func:`shard_of` find the sharded parameters of a unit's unsharded ones. Local operation."""
+    """Record the sharded parameters of a unit's unsharded ones, for :func:`shard_of`. Local operation."""
     for parameter, fsdp_param in _fsdp2.unsharded_parameters(unit):
         records.get_or_create_record(parameter).fsdp_param = weakref.ref(fsdp_param)
 

@@ -50,10 +50,10 @@ def _sum(group: Any) -> None:
 
 
 def place_gradient(parameter: torch.Tensor) -> None:
-    """Give a gradient the placements of its parameter; it must not be that of stacked rows. Collective if they differ.
+    """Redistribute a gradient to the placements of its parameter, which has no stacked rows. Collective if they differ.
 
-    DTensor chooses the placements of an assigned gradient such as ``a + (a * b).sum() * b``. For a parameter that is
-    replicated over tp, a rank may have a part of the gradient.
+    DTensor chooses the placements of an assigned gradient such as ``a + (a * b).sum() * b``. A rank may then have a
+    part of the gradient of a parameter that is replicated over tp.
     """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):

@@ -74,7 +74,7 @@ def check_accepted(model: nn.Module, units: Iterable[str], replicated: Collectio
                 f"{name or 'model'}: fully_shard of a {type(module).__name__}",
                 expected="a module with a forward",
                 got="a container without a forward",
-                why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
+                why="FSDP2 all-gathers weights in the hooks of forward, which a container never runs",
                 fix=f'units="{name}.*" for each of its children'
                 if name
                 else "shard the module that calls it",
@@ -132,7 +132,7 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
             )
 
 
-# [Note: odd parameters] FSDP2 gathers and reduces the trained parameters of a unit in one dtype, and cannot reduce
+# [Note: odd parameters] FSDP2 all-gathers and reduces the trained parameters of a unit in one dtype, and cannot reduce
 # empty ones (torch 2.11 to 2.14). Examples are TE's ``softmax_offset``, fp32 in a bf16 model, and an fp32 vector of
 # the user's. Small parameters stay unsharded, as with ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard``
 # raises.
@@ -168,7 +168,7 @@ def find_unshardable(
                     expected=f"{main}, the dtype of most of the unit (up to {MOST:,} elements of other "
                     "dtypes are replicated)",
                     got=f"{elements:,} elements of other dtypes",
-                    why="FSDP2 gathers and reduces a unit in one dtype",
+                    why="FSDP2 all-gathers and reduces a unit in one dtype",
                     fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
                     "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",
                 )

@@ -40,7 +40,7 @@ def release_of(version: str) -> tuple[int, int]:
 def untested(torch_version: str, te_version: str) -> list[str]:
     """Return one sentence for each of the two libraries that is newer than its last tested release."""
     return [
-        f"{name} {version} is newer than what te_fsdp was tested with ({tested})."
+        f"{name} {version} is newer than the tested versions ({tested})."
         for name, version, tested in (
             ("torch", torch_version, TORCH),
             ("TransformerEngine", te_version, TRANSFORMER_ENGINE),

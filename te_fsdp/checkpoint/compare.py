@@ -49,7 +49,7 @@ from te_fsdp.modules.semantics import (
 )
 from te_fsdp.upstream import te as _te, te_modules as _te_modules
 
-#: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
+#: Name in ``Differences.settings`` of all settings, if a checkpoint has none.
 SETTINGS = "settings"
 #: Names in ``Differences.optimizer`` of the entire optimizer, and of its groups' options and membership.
 WHOLE_OPTIMIZER, GROUPS = "optimizer", "optimizer.param_groups"

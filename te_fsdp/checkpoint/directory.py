@@ -74,7 +74,7 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
                     _remove_abandoned(folder, owner, data_folder)
         return data_folder
     with explain_os_errors(target):
-        if not target.parent.exists():  # otherwise a later step shows what is wrong with it
+        if not target.parent.exists():  # otherwise a later step reports the problem
             target.parent.mkdir(parents=True, exist_ok=True)
         # Before anything is written: an error after hours of writing would be too late.
         _check_free(target)
@@ -163,7 +163,7 @@ def _exists(target: Any) -> CheckpointError:
         f"{target}: exists already",
         expected="a path that does not exist, or an empty directory",
         why="Existing checkpoints are never overwritten, so that a crash cannot damage them",
-        fix="choose another path, such as step-<number>, or remove what exists first (te-fsdp ckpt: --force)",
+        fix="choose another path, such as step-<number>, or remove the existing one first (te-fsdp ckpt: --force)",
     )
 
 
@@ -244,13 +244,13 @@ class Owner(NamedTuple):
 
     machine: str  #: Host name, and a digest of the boot and the namespace of process ids
     pid: int
-    start: str  #: Start of the process in ticks since boot; empty where the system does not report it
+    start: str  #: Start of the process in ticks since boot; empty if the system does not report it
     since: int  #: Start of this piece of work, in seconds since 1970
     token: str  #: Distinguishes pieces of work of one process
 
     @classmethod
     def new(cls) -> Owner:
-        """Return this process, for a new piece of work."""
+        """Return an owner for this process and a new piece of work."""
         pid = os.getpid()
         return cls(_machine(), pid, _start_of(pid) or "", int(time.time()), secrets.token_hex(4))
 
@@ -291,7 +291,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started; ``""`` for one that has ended, ``None`` where the system does not report it."""
+    """Return when a process started; ``""`` for one that has ended, ``None`` if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,7 @@
 """JSON form of values that users store: ``extra``, options of optimizers.
 
-``extra`` takes what ``torch.load(weights_only=True)`` returns. What JSON has no form for is an object with one key::
+``extra`` takes the values that ``torch.load(weights_only=True)`` returns. Values without a JSON form become an object
+with one key::
 
     {"te_fsdp.tuple": [1, 2]}
     {"te_fsdp.tensor": {"key": "extra/order", "shape": [8], "dtype": "torch.int64"}}
@@ -34,7 +35,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 _TUPLE, _TENSOR, _PER_RANK, _VALUE = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank", "te_fsdp.value"
 _MARKS = (_TUPLE, _TENSOR, _PER_RANK, _VALUE)
-#: For the error that names what is refused.
+#: Accepted values, for error messages.
 _KNOWN = (
     "what torch.load(weights_only=True) reads, a number of NumPy, a tensor or DTensor in high precision, or a dict, "
     "Counter, list, tuple or set of these"
@@ -174,7 +175,7 @@ def encode_numbers(value: Any, where: str) -> Any:
 def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> Any:
     """Return the JSON form of a value of a type that JSON lacks; CheckpointError for any other.
 
-    ``walk`` encodes what is inside, given a value and its place.
+    ``walk`` encodes the contents; its arguments are a value and its place.
     """
     kind = type(value)
     if isinstance(value, dict):
@@ -189,7 +190,7 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
                     f"{where}: a defaultdict",
                     expected=f"a factory out of {', '.join(_FACTORIES)}",
                     got=repr(value.default_factory),
-                    fix="store dict(value), and make the defaultdict of it after the load",
+                    fix="store dict(value), and convert it to a defaultdict after the load",
                 )
             return {_VALUE: ["defaultdict", [name, pairs]]}
         return {_VALUE: [kind.__name__ if kind in _NAMED else "dict", pairs]}
@@ -351,7 +352,7 @@ def decode(encoded: Any, slots: dict[str, TensorEntry]) -> Any:
 
 
 def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
-    """Return the value of a JSON form; ``inner`` decodes what is inside. CheckpointError for an unknown kind."""
+    """Return the value of a JSON form; raise CheckpointError for an unknown kind. ``inner`` decodes the contents."""
     kind, content = node[0], inner(node[1])
     if kind in _MAPS:
         return _MAPS[kind](dict(content))
@@ -368,7 +369,7 @@ def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
             return value_of(content)
     raise CheckpointError(
         f"extra: a value of the kind {kind!r}",
-        expected="a kind that this te_fsdp knows",
+        expected="a kind that this version of te_fsdp supports",
         fix="load it with the version of te_fsdp that saved it, or a newer one",
     )
 

@@ -83,7 +83,7 @@ def aligned(count: int) -> int:
 
 
 def host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
-    """Return new uninitialized uint8 memory on the host, in large pages where the system supports them.
+    """Return new uninitialized uint8 memory on the host, in large pages if the system supports them.
 
     The system maps fresh memory page by page at the first write: 0.4 s of CPU time per GiB in pages of 4 KiB, and 0.1 s
     in pages of 2 MiB. Reading as many bytes from a file takes as long.
@@ -114,7 +114,7 @@ class HostMemory:
 
 
 class Staging:
-    """Host memory in a few large slabs, page-locked where a device copies into it. One save uses it at a time."""
+    """Host memory in a few large slabs, page-locked if a device copies into it. One save uses it at a time."""
 
     def __init__(self) -> None:
         self.slabs: list[torch.Tensor] = []

@@ -75,8 +75,8 @@ class Encoded:
     """Index and ``.metadata`` of a save. Later saves of the same tensors replace only the mark in it."""
 
     metadata: bytes
-    mark: str  #: In it: the identity of a manifest
-    pieces: list[bytes]  #: Of the index; the last one is its head
+    mark: str  #: Identity of a manifest in the metadata
+    pieces: list[bytes]  #: Pieces of the index; the last one is its head
 
     def write(self, folder: Path, manifest: Manifest) -> None:
         """Write both files, synced to disk, and list them in the manifest. Local operation."""

@@ -218,7 +218,7 @@ def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified
     index = all_agree(lambda: read_index(path, manifest))
     # A save records the settings of modules, and with them the model's own names.
     is_converted = not (manifest.semantics or {}).get("modules")
-    # A conversion does not know the model's names, as of tied weights, so they are fitted.
+    # A converted checkpoint does not contain the model's names, for example of tied weights, so they are fitted.
     if not (is_converted and (changes := _changes(manifest, model))):
         return Source(path, CHECKPOINT, manifest, index=index)
     if not is_verified:  # lazy tensors are not compared with the table of checksums

@@ -104,7 +104,7 @@ def load(
     Collective over the world: call on all ranks. All ranks must reach the directory.
 
     Directories of plain ``torch.distributed.checkpoint`` are loaded too: a model's state dict, or ``{"model": ...,
-    "optimizer": ...}`` from ``get_state_dict``. ``notes`` lists what was taken.
+    "optimizer": ...}`` from ``get_state_dict``. ``notes`` lists the loaded parts.
 
     Args:
         path: A checkpoint of :func:`te_fsdp.checkpoint.save`, or a plain one; ``"s3://..."`` as well.
@@ -167,7 +167,7 @@ def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[
     # Only weights need a source of values. Conversions of optimizer state are casts.
     for name in diff.converted.keys() & state.members.keys():
         for owned in state.members[name]:
-            Conversion.of(owned, manifest.tensor(name), {})  # raises where there are no values
+            Conversion.of(owned, manifest.tensor(name), {})  # raises without values
     if optimizers:
         compare_optimizers(diff, model, optimizers, manifest.optimizer, state.owned)
     return state, diff
@@ -304,7 +304,7 @@ class ModelLoader:
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]
     ) -> tuple[dict[str, TensorEntry], list[Rectangle]]:
-        """Return entries to copy directly, allocated where the optimizer lacks them, and rectangles for conversions."""
+        """Return entries to copy directly, allocated if the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         weights = self.manifest.parameters
         for optimizer, saved in self.loaded_optimizers:

@@ -193,12 +193,12 @@ class Manifest:
     and a new format version, because older readers refuse unknown fields.
     """
 
-    #: Of te_fsdp, torch and TransformerEngine that wrote it
+    #: Versions of te_fsdp, torch and TransformerEngine that wrote it
     versions: Annotated[dict[str, str], {_TEXT: _TEXT}]
-    #: Axis sizes and the number of ranks that wrote it; what is loaded does not depend on them
+    #: Axis sizes and the number of ranks that wrote it; loaded values do not depend on them
     mesh: Annotated[dict[str, int], {_TEXT: _integer(1)}]
     saved_at: Annotated[int, _integer()]  #: Time of the save on rank 0, nanoseconds since 1970
-    #: Per name: shape, dtype, layout (null for modules that neither TE nor te_fsdp knows), format (null for high
+    #: Per name: shape, dtype, layout (null for modules that are not TE's), format (null for high
     #: precision) and, for quantized ones, components
     parameters: Annotated[dict[str, dict[str, Any]], {_TEXT: _parameter}]
     buffers: Annotated[dict[str, dict[str, Any]], {_TEXT: _TENSOR}]
@@ -208,13 +208,13 @@ class Manifest:
     optimizer: Annotated[dict[str, Any] | None, _or_null(_OPTIMIZER)]
     #: The user's values; tensors in it are references to DCP keys, values per rank are lists
     extra: Annotated[dict[str, Any], {_TEXT: _encoded}]
-    #: Of the directory, by name
+    #: Files of the directory, by name
     files: Annotated[dict[str, Listed], {_FILE_NAME: _FILE}] = field(default_factory=dict)
     #: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty
     extra_states: Annotated[list[str], [_TEXT]] = field(default_factory=list)
     #: Further names of parameters and buffers, with the first name, under which they are stored
     tied: Annotated[dict[str, str], {_TEXT: _TEXT}] = field(default_factory=dict)
-    #: From :func:`te_fsdp.modules.semantics.record`; null before format 3, empty in what was converted
+    #: From :func:`te_fsdp.modules.semantics.record`; null before format 3, empty in converted checkpoints
     semantics: Annotated[dict[str, Any] | None, _or_null(_semantics)] = None
     #: Number of the save, one more than the largest in the directory; 0 in early manifests
     number: Annotated[int, _integer()] = 0
@@ -288,7 +288,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise DamagedFileError("no object with a format_version")
         if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
             raise CheckpointError(
-                f"{path}: written by another te_fsdp, {body.get('versions')!a:.200}",
+                f"{path}: written by a different version of te_fsdp, {body.get('versions')!a:.200}",
                 expected=f"format version {FIRST_FORMAT} to {HAS_FOLDER}",
                 got=str(body["format_version"])[:40],
                 fix="update te_fsdp; of an older format, load it with the te_fsdp that wrote it",

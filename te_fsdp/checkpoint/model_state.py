@@ -157,8 +157,8 @@ class OwnedPart(NamedTuple):
     """This rank's part of a weight that is not divided further: of a parameter, or of one expert."""
 
     expert: ExpertPlace | None  #: Place in the tensor of all experts, ``None`` for a tensor by itself
-    index: int | None  #: Of the expert in the local tensor; ``None``: that is this weight's alone
-    boxes: tuple[Box, ...]  #: Of the original
+    index: int | None  #: Index of the expert in the local tensor; ``None``: it has this weight only
+    boxes: tuple[Box, ...]  #: Boxes of the original
     original: tuple[int, ...]  #: Shape of the original
 
 
@@ -166,7 +166,7 @@ class OwnedPart(NamedTuple):
 class OwnedTensor:
     """A parameter, or a persistent buffer, with its owner."""
 
-    fqn: str  #: Name in the model, without what wrappers add
+    fqn: str  #: Name in the model, without the prefixes of wrappers
     module: nn.Module  #: Owner
     name: str  #: Name in the owner
     parameter: torch.Tensor  #: The parameter or buffer
@@ -178,7 +178,7 @@ class OwnedTensor:
         return self.fqn if self.expert is None else stacked_name(self.fqn)
 
     def entry(self, local: torch.Tensor) -> TensorEntry:
-        """Return the entry of the files' tensor: views of a plain tensor of the local shape."""
+        """Return the entry of the files' tensor: views of ``local``, a plain tensor of the local shape."""
         return as_grouped_entry(cut_entry(local, self.info.original_shape, self.info.boxes), self.expert)
 
     @property
@@ -202,7 +202,7 @@ class OwnedTensor:
         return self.name in ("weight", "bias") and _te.kind_of(self.module) == "GroupedLinear"
 
     def drop_derived_state(self) -> None:
-        """Drop, or compute again, what was derived from overwritten values of a quantized weight. Local operation."""
+        """Drop or recompute data derived from overwritten values of a quantized weight. Local operation."""
         drop_derived_state(self.local)
         # Outside of te_fsdp's modules the parameter of TE's class has the value before quantization.
         _te.drop_high_precision_value(_torch.local_of(self.parameter))
@@ -291,13 +291,13 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 class ModelState:
     """A model's contribution to a checkpoint, or the target of a load."""
 
-    owned: dict[int, OwnedTensor]  #: Parameters by their ``id``, as optimizers know them
+    owned: dict[int, OwnedTensor]  #: Parameters by their ``id``
     #: Parameters by the files' tensor that they are part of. The fields below use these names.
     members: dict[str, list[OwnedTensor]] = field(default_factory=dict)
     described: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``parameters``
     buffers: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``buffers``
     entries: dict[str, TensorEntry] = field(default_factory=dict)  #: Tensors by key
-    keys: dict[str, list[str]] = field(default_factory=dict)  #: Of each tensor
+    keys: dict[str, list[str]] = field(default_factory=dict)  #: Keys of each tensor
     #: Quantized parameters whose blocks this rank's rectangles cut through, if that was allowed: without entries.
     cut_blocks: set[str] = field(default_factory=set)
 
@@ -432,7 +432,7 @@ def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, TensorEnt
 
 
 def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, TensorEntry]:
-    """Return entries of the described modules' delayed-scaling state, allocated where it is missing."""
+    """Return entries of the described modules' delayed-scaling state, allocated if it is missing."""
     modules, entries = modules_of(model), {}
     for name, recipe in described.items():
         module, experts = modules[name], local_experts(modules[name])
@@ -457,8 +457,8 @@ def _delayed_entries(
             yield f"delayed.{name}:{key}.{attribute}", entry
 
 
-def share_newest_amax(entries: dict[str, TensorEntry], mesh: DeviceMesh | None = None) -> None:
-    """Set the newest row of copied histories to its maximum over ranks. Collective over a mesh, or the world.
+def share_newest_amax(entries: dict[str, TensorEntry], mesh: DeviceMesh | None) -> None:
+    """Set the newest row of copied histories to its maximum over ranks. Collective over ``mesh``, or the world.
 
     Between a step and the next forward that row has each rank's own amaxes, because the optimizer quantizes shards. TE
     takes the maximum over ranks before it reads the row, so the maximum on all ranks is the same state.

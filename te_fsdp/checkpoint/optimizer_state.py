@@ -333,7 +333,7 @@ def _own_states(saved: dict[str, Any], owned: OwnedTensor) -> States:
 
 
 def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: States) -> dict[str, str | None]:
-    """Return a parameter's state names with the optimizer's dtype, ``None`` where it accepts any."""
+    """Return a parameter's state names with the optimizer's dtype, ``None`` if it accepts any."""
     is_cut = optimizer_shard_in(optimizer, parameter) is not None  # te_fsdp has the main weights
     dtypes = getattr(optimizer, "name_to_dtype_map", None)
     if dtypes is not None:  # TE's FusedAdam
@@ -391,7 +391,7 @@ def prepare_loading(
 def _fresh_state(
     optimizer: Optimizer, owned: OwnedTensor, states: States, weight_dtype: str
 ) -> dict[str, Any]:
-    """Give a parameter, whose weight was saved in a dtype, the described state, with memory still to be filled."""
+    """Allocate the described state of a parameter, whose weight was saved in a dtype; a load fills it later."""
     parameter, full_shape = owned.parameter, owned.info.original_shape
     expected = _expected_dtypes(optimizer, parameter, states)
     # It allocates state in TE's own dtypes and scales, which differ from the parameter's.
@@ -407,7 +407,7 @@ def _fresh_state(
         shape, dtype = tuple(described["shape"]), expected[key] or described["dtype"]
         if shape == full_shape:
             if expected[key] is None and dtype == weight_dtype and key != "step":
-                # torch's optimizers keep state in the dtype of what they update: the main weight, or the weight.
+                # torch's optimizers keep state in the dtype of the updated tensor: the main weight, or the weight.
                 updated = present.get(MAIN)
                 dtype = dtype_name(parameter.dtype if updated is None else updated.dtype)
             shape = tuple(parameter.shape)
@@ -441,7 +441,7 @@ def _slot(
 
 
 def _restored(present: Any, saved: Any) -> Any:
-    """Return a saved option, with its numbers in the present tensors: captured graphs refer to these."""
+    """Return a saved option. Its numbers are copied to the present tensors, which captured graphs read."""
     if isinstance(present, torch.Tensor):
         return present.fill_(saved)
     if type(present) is type(saved) and type(saved) in (tuple, list) and len(present) == len(saved):

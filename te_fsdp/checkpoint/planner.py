@@ -50,13 +50,13 @@ class WritePlan:
     #: Its replicated pieces, by number of the set of ranks, and by the number that these ranks share
     groups: dict[int, dict[int, int]] = field(default_factory=dict)
     token: str = ""  #: Drawn by rank 0 for this plan
-    signature: Any = None  #: Of this rank's data; no tensors
+    signature: Any = None  #: Signature of this rank's data, without tensors
     blocks: list[list[int]] = field(default_factory=list)  #: Numbers of the pieces that are written together
     #: A row for each piece, in the order of writing: its number, first byte, bytes; ``None`` until they are written
     places: Rows | None = None
-    #: Of replicated pieces, by number; this field and those below are set on rank 0 alone
+    #: Names of replicated pieces, by number; this field and those below are set on rank 0 alone
     names: list[str] = field(default_factory=list)
-    tensors: dict[str, Stored] | None = None  #: All of them, until index and metadata are made
+    tensors: dict[str, Stored] | None = None  #: All tensors, until index and metadata exist
     encoded: Encoded | None = None  #: Index and metadata
 
 
@@ -71,8 +71,8 @@ class RankWriter:
 
     ranks: RankMessenger
     path: Path
-    manifest: Manifest  #: Of all files; complete on rank 0 alone, when they are written
-    plan: WritePlan  #: For this save; or of one before, if it has places in the files: they must be the same again
+    manifest: Manifest  #: Manifest of all files; complete on rank 0 alone, when they are written
+    plan: WritePlan  #: Plan of this save, or of an earlier one with the same places in the files
     own: list[Block[int]]  #: The model's tensors that this rank writes, by the numbers that pieces have
     #: Written instead: numbers of pieces with their rows on the host
     copies: Iterable[tuple[list[int], torch.Tensor]] | None = None

@@ -96,7 +96,7 @@ class Contents:
 def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
     """Return fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 missing bits as int16.
 
-    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one unit
+    TE rounds the weight to nearest: if the remainder, read as a signed number, is negative, the weight is one unit
     in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
     """
 
@@ -185,7 +185,7 @@ def from_portable(path: Path, tensors: Mapping[str, Lazy], description: str) -> 
     }
     if problems := problems_of_tensors(manifest, {key: (t.shape, t.dtype) for key, t in keys.items()}):
         raise CheckpointError(
-            f"{path}: its tensors are not those of its description: {shorten(problems)}",
+            f"{path}: its tensors differ from its description: {shorten(problems)}",
             fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
     return Contents(path, "safetensors", manifest, keys | _empty(manifest))

@@ -146,7 +146,7 @@ def pieces_to_read(
     # The index is read in blocks of tensors, so all keys are requested together.
     for key, rows in index.rows([*unread]):
         covered, (shape, dtype) = 0, index.tensors[key]
-        # A rectangle of another number of dims overlaps nothing, and stays in the count of what is missing.
+        # A rectangle of another number of dims overlaps nothing, and stays in the count of missing elements.
         for rectangle in (rectangle for rectangle in unread[key] if len(rectangle[1]) == len(shape)):
             for (number, begin, length), sizes, part in _overlapping(rows, rectangle):
                 in_file = by_file.setdefault(index.files[number], {})
@@ -337,7 +337,7 @@ class Conversion:
     key: str  #: File key of the values, or the prefix of the components' keys
     #: Components that determine the values, with their blocks; "": the values themselves
     needed: dict[str, Block]
-    format: str = ""  #: Of the components
+    format: str = ""  #: Format of the components
 
     @classmethod
     def of(cls, owned: OwnedTensor, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:

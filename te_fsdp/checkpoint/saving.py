@@ -186,11 +186,11 @@ def refuse_pending_gradients(model: nn.Module) -> None:
 class _SaveCache:
     """Description of a model and its optimizer, without tensors, that the next save reuses."""
 
-    fields: dict[str, Any]  #: Of the manifest, except the optimizer's groups
+    fields: dict[str, Any]  #: Fields of the manifest, except the optimizer's groups
     #: Names of the files' tensors, by ``id`` of the parameters in the optimizer's groups
     names: dict[int, str]
-    digests: dict[str, bytes]  #: Of values that must be identical on all ranks
-    #: From :func:`_fingerprint`; ``None``: unknown, so that the next save describes everything again
+    digests: dict[str, bytes]  #: Digests of values that must be identical on all ranks
+    #: Result of :func:`_fingerprint`; with ``None`` the next save describes everything again
     fingerprint: list[Any] | None
     #: Index of each stored tensor in those of :func:`_fingerprint`, and shape, strides and offset of a part of it
     views: list[tuple[int, tuple[Any, ...] | None]]
@@ -311,7 +311,7 @@ def _fingerprint(
 
     Comparing it takes a tenth of the time of a description. Objects are compared by ``id`` together with every
     described property, so an ``id`` that is reused for an equal object does no harm. Tensors are in the order of
-    entries. ``None`` where more matters: quantized weights, grouped weights of experts, state that is sharded further
+    entries. ``None`` if more matters: quantized weights, grouped weights of experts, state that is sharded further
     than the weights, optimizers by name.
     """
     wait_and_reshard(model)

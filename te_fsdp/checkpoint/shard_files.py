@@ -102,7 +102,7 @@ def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]
                 fix="check the path and the permissions",
             ) from error
         cause, fix = _FULL[error.errno]
-        # The target itself does not exist, and its parent may be what could not be made.
+        # The target itself does not exist, and its parent may be the directory that could not be created.
         existing = next(path for path in target.parents if path.exists())
         raise CheckpointError(
             f"{target}: {cause} ({error.strerror})",
@@ -113,7 +113,7 @@ def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory where the system supports that, to disk."""
+    """Flush a file, or the entries of a directory if the system supports that, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -144,9 +144,9 @@ class Frame(NamedTuple):
     """
 
     head: bytes
-    size: int  #: Of the elements in bytes
+    size: int  #: Size of the elements in bytes
     tail: bytes
-    length: int  #: Of the file in bytes
+    length: int  #: Size of the file in bytes
 
 
 class _Gaps(io.BytesIO):
@@ -302,7 +302,7 @@ class CheckedFile:
     path: Path
     size: int
     read_at: Callable[[memoryview, int], int]
-    #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known
+    #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` without checksums
     pieces: dict[int, tuple[int, int]] | None
 
     def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:

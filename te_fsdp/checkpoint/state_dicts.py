@@ -180,7 +180,7 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
             f"{path}: no state dict found in it",
             expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
             got="the state of an optimizer" if "param_groups" in entries else _keys(tree),
-            fix="give a file with one of these; te-fsdp ckpt convert has --key for other keys",
+            fix="pass a file with one of these; te-fsdp ckpt convert has --key for other keys",
         )
     return model_keys[0], entries[model_keys[0]]
 
@@ -207,7 +207,7 @@ def _keys(tree: Any) -> str:
 
 
 def _kind_of(value: Any) -> str:
-    """Return the kind of a value that is not read, as text; of a tensor what is not plain about it."""
+    """Return the kind of an unsupported value as text; for a tensor, the property that is not supported."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return type(value).__name__
     return f"{'meta' if value.is_meta else dtype_name(value.dtype) if value.is_quantized else value.layout} tensor"
@@ -250,14 +250,14 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
         raise CheckpointError(
             f"{contents.source}: {len(unread)} value(s) of the state dict are not plain tensors: "
             f"{', '.join(unread[:5])}",
-            fix="leave them out of it; te-fsdp ckpt convert has --key for the key of the model's state dict",
+            fix="omit them; te-fsdp ckpt convert has --key for the key of the model's state dict",
         )
     if not contents.tensors:
         raise CheckpointError(
             f"{contents.source}: a state dict without tensors",
             expected="the model's weights",
             got=_keys(dict(state)),
-            fix="check what was saved; te-fsdp ckpt convert has --key for the key of the model's state dict",
+            fix="check the saved keys; te-fsdp ckpt convert has --key for the key of the model's state dict",
         )
     if read := len(manifest.delayed):
         note = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
@@ -321,7 +321,7 @@ def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
         raise CheckpointError(
             f"{key}: weights of a sharded module",
             expected="a state dict of one process",
-            got=condition or "an entry of another kind",
+            got=condition or "an entry of a different kind",
             why="Its rows or blocks are not in the order of the unsharded module",
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
@@ -413,9 +413,9 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
         names = dict(zip(numbers, numbers, strict=True))
     elif all("param_names" in group for group in groups):
         names = {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
-    else:  # DCP keeps no order: its metadata lists what rank 0 writes first
+    else:  # DCP keeps no order: its metadata lists the tensors of rank 0 first
         raise CheckpointError(
-            "it numbers its parameters without names (save the state of get_state_dict, or give the optimizer "
+            "it numbers its parameters without names (save the state of get_state_dict, or pass the optimizer "
             "model.named_parameters())"
         )
     if unknown := [name for name in names.values() if name not in contents.manifest.parameters]:

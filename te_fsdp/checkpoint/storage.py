@@ -74,7 +74,7 @@ def absolute(path: str | os.PathLike[str] | Path) -> Path:
 
 
 class LocalPath(type(Path())):  # type: ignore[misc]
-    """A path on disk that raises OSError where the system does not say whether it exists (permission denied).
+    """A path on disk that raises OSError if the system does not say whether it exists (permission denied).
 
     From Python 3.14 on the methods of ``Path`` return False for every error of the system, so that a checkpoint that a
     user may not read would count as missing.
@@ -95,15 +95,15 @@ class LocalPath(type(Path())):  # type: ignore[misc]
         return 0
 
     def exists(self, **options: bool) -> bool:
-        """Return whether there is a file or directory; raise OSError where the system does not say."""
+        """Return whether there is a file or directory; raise OSError if the system does not say."""
         return self._mode(**options) != 0
 
     def is_dir(self, **options: bool) -> bool:
-        """Return whether there is a directory; raise OSError where the system does not say."""
+        """Return whether there is a directory; raise OSError if the system does not say."""
         return stat.S_ISDIR(self._mode(**options))
 
     def is_file(self, **options: bool) -> bool:
-        """Return whether there is a file; raise OSError where the system does not say."""
+        """Return whether there is a file; raise OSError if the system does not say."""
         return stat.S_ISREG(self._mode(**options))
 
 
@@ -149,7 +149,7 @@ class RemotePath:
         except (ImportError, ValueError) as error:
             raise CheckpointError(
                 f"{self.url}: this kind of storage cannot be reached ({error})",
-                expected="one that fsspec knows, with its library installed",
+                expected="one that fsspec supports, with its library installed",
                 fix="install the library (pip install te-fsdp[s3] for S3), or check the path",
             ) from error
 

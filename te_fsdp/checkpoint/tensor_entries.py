@@ -117,7 +117,7 @@ def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str 
     if stages is None:
         raise CheckpointError(
             f"checkpoint: {len(repeated)} name(s) shared by several tensors of the model: {shorten(repeated)}",
-            expected="a name of its own for each, without the parts that torch.compile and activation checkpointing "
+            expected="a separate name for each, without the parts that torch.compile and activation checkpointing "
             "insert",
             why=why,
             fix="rename a module: leave out dots, _orig_mod and _checkpoint_wrapped_module",
@@ -150,7 +150,7 @@ def merge_copies(entries: dict[str, TensorEntry]) -> bool:
             if not torch.equal(first, second):
                 raise CheckpointError(
                     f"save: {key} differs between stages of one rank",
-                    expected="equal values of what stages share, which is stored once",
+                    expected="equal values of a tensor that stages share, because it is stored once",
                     fix="synchronize it after each step",
                 )
         entries[key] = replace(entry, pieces=tuple(by_chunk.values()))

@@ -50,7 +50,7 @@ _UNKNOWN = object()
 
 
 def refuse_inference_mode(state: ShardedModel) -> None:
-    """Raise if weights that were first gathered under ``torch.inference_mode`` are to be trained. Local."""
+    """Raise if weights that were first all-gathered under ``torch.inference_mode`` are to be trained. Local."""
     if torch.is_inference_mode_enabled():
         # FSDP2 chooses its roots in the first forward, so no root means that this one is the first.
         state.checked.inferred = state.checked.inferred or (bool(state.modules) and not state.roots())
@@ -65,9 +65,9 @@ def refuse_inference_mode(state: ShardedModel) -> None:
 
 
 def refuse_stale_weights(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
-    """Raise if a unit would run with weights that were changed since they were gathered. Local operation."""
+    """Raise if a unit would run with weights that were changed since they were all-gathered. Local operation."""
     if not started and state.units[name].gather == "pass" and name not in state.unsharded.versions:
-        return  # gathered in each forward and backward: only start_param_gather can make these stale
+        return  # all-gathered in each forward and backward: only start_param_gather can make these stale
     if not started and not _fsdp2.is_unit_unsharded(unit):
         if state.units[name].gather == "pass":
             state.unsharded.versions.pop(name, None)
@@ -81,8 +81,8 @@ def refuse_stale_weights(state: ShardedModel, name: str, unit: nn.Module, starte
     changed = [key for key, version in gathered_at.items() if now.get(key, version) != version]
     if changed:
         raise OrderError(
-            f"{state.names()[changed[0]]}: forward with a gathered weight from before the last update",
-            expected="weights gathered after the optimizer's step",
+            f"{state.names()[changed[0]]}: forward with an unsharded weight from before the last update",
+            expected="weights all-gathered after the optimizer's step",
             got="a shard that was written to while the unsharded weight was kept",
             why="Only the steps of torch.optim.Optimizer's subclasses release kept weights",
             fix="call te_fsdp.release_params(model) after the update",
@@ -333,7 +333,7 @@ def _compare(
                 f"{where}: recipes that differ between ranks",
                 expected="the same te.autocast, and torch.autocast, on all ranks of the model",
                 got=shorten(shown, 4, "; "),
-                why="They compute one forward together, and wait for each other's amax where a recipe needs that",
+                why="They compute one forward together, and wait for each other's amax if a recipe needs that",
                 fix="enter te.autocast(enabled=..., recipe=...) on all ranks in the same way: by numbers that all "
                 "have, such as the step or an all-reduced loss, not by the rank",
             )
@@ -343,7 +343,7 @@ def _compare(
 
 @contextmanager
 def _rendezvous(label: str, mesh: DeviceMesh) -> Iterator[None]:
-    """Begin the context when all ranks have arrived. Ranks that wait in vain report what has changed on them."""
+    """Begin the context when all ranks have arrived. Ranks that time out report their changes."""
     call, _, point = label.partition(": ")
     arrived = False
     # The ranks that do not raise would not join the all-reduce with which te.autocast ends.

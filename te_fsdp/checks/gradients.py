@@ -124,10 +124,10 @@ def _is_local_expert(parameter: torch.Tensor) -> bool:
 
 
 def compare_gradients(state: ShardedModel) -> None:
-    """Compare gradients of a sharded model over tp in its first steps, and over ep if its ranks have them unsharded.
+    """Schedule comparisons of a sharded model's gradients over tp, and over ep if no parameter is a DTensor. Local.
 
-    Only if no parameter is a DTensor, torch's ``clip_grad_norm_`` cannot be intercepted. It takes the norm over this
-    rank's experts, and each rank of ep clips by a different factor. Local operation.
+    Without DTensors torch's ``clip_grad_norm_`` cannot be intercepted. Its norm would cover this rank's experts only,
+    and each rank of ep would clip by a different factor.
     """
     schedule_gradient_checks(state.model, state.meshes.tp, every=state.checks.level == "full")
     parameters = list(state.parameters().values())
@@ -139,7 +139,7 @@ def compare_gradients(state: ShardedModel) -> None:
 
 
 def schedule_gradient_checks(model: nn.Module, tp_mesh: DeviceMesh | None, *, every: bool = False) -> None:
-    """Compare gradients over tp in the first steps, with ``every`` in all, without ``tp_mesh`` no longer. Local."""
+    """Compare gradients over tp in the first steps, or in ``every`` step. ``None`` ends the comparisons. Local."""
     for binding in filter(None, map(binding_of, model.modules())):
         # A second call replaces the schedule of the first, for example in set_device_mesh of a bound model.
         binding.grad_checks.clear()
@@ -451,7 +451,7 @@ class _HeadGradientCheck:
                 f"{name or 'the model'}: a loss over one rank's part of the outputs",
                 expected=f"a loss over the outputs of all {self.tp.size()} ranks of tp: the module is column-parallel",
                 got="gradients that sum to zero over each rank's outputs, as the gradients of a softmax do",
-                why="Each rank normalizes over its own classes, which gives a different loss",
+                why="Each rank normalizes over its own classes, which results in a different loss",
                 fix="compute the loss of DTensors inside torch.distributed.tensor.parallel.loss_parallel "
                 "(docs/train.md), or with transformer_engine.pytorch.parallel_cross_entropy; or gather the outputs "
                 "over tp before the loss. If this is intended, pass checks='setup' to fully_shard, or "

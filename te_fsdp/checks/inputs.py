@@ -93,8 +93,8 @@ def watch_inputs(
 ) -> None:
     """Compare the inputs of ``model`` over these 1-D meshes from now on, and no longer those of modules in it.
 
-    ``None``: nothing is compared over that axis. Local operation. A forward with inputs of new shapes becomes
-    collective over the meshes, as the forward itself is.
+    ``None``: nothing is compared over that axis. ``every``: compare in each forward, otherwise only inputs of new
+    shapes. Local operation. These forwards become collective over the meshes, as the forward itself is.
     """
     for module in model.modules():
         inner: ModuleRecord | None = module.__dict__.get(MODULE)

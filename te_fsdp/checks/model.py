@@ -6,7 +6,7 @@
 #     after it is sharded     deepcopy, pickle and make_graphed_callables are refused
 #     before a forward        parameters that were added or removed after ``fully_shard``, gradient hooks that never
 #                             run, memory that ``to_empty`` has allocated and nothing has written
-#     first trained forward   writes to a weight, which would change only its gathered copy
+#     first trained forward   writes to a weight, which would change only its unsharded copy
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _refuse_use(label: str, use: str, *_: Any) -> Any:
 
 
 def refuse_removed_parameters(state: ShardedModel) -> None:
-    """Raise unless all parameters that were sharded are still registered. Local operation, before FSDP2 gathers."""
+    """Raise unless all parameters that were sharded are still registered. Local operation, before FSDP2 all-gathers."""
     # Every forward runs this, so the comparison of all entries is one call in C.
     columns = list(zip(*state.checked.places.values(), strict=True))
     # dict.get returns None for a removed name and for a parameter set to None. Both have no weight.
@@ -398,11 +398,11 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
                 f"{shorten(labels, 3)}: written to in forward",
                 expected="a forward that only reads weights",
                 got="an in-place write, as by nn.Embedding(max_norm=...) or weight.clamp_() in a module's forward",
-                why="It changes only the gathered copy, which is released: the sharded weight does not change",
+                why="It changes only the unsharded copy, which is freed: the sharded weight does not change",
                 fix="write to the parameters after the optimizer's step, under torch.no_grad()",
             )
 
-    # After FSDP2's hook, which gathers, and before the one that releases.
+    # After FSDP2's hook that all-gathers, and before the one that reshards.
     handles: list[Any] = [
         unit.register_forward_pre_hook(_torch.disable_compile(before)),
         unit.register_forward_hook(_torch.disable_compile(after), prepend=True),

@@ -148,7 +148,7 @@ def refuse_gathered_by_torch(step: Step) -> None:
 
 
 def refuse_gathered(step: Step) -> None:
-    """Raise for gathered parameters, which the model has while its weights are kept between microbatches. Local."""
+    """Raise for unsharded parameters, which the model has while weights are kept between microbatches. Local."""
     for parameter, record in step.recorded_params:
         if record.fsdp_param is not None and shard_of(parameter) is not parameter:
             fix = "before the first forward, or after te_fsdp.release_params(model)"
@@ -157,7 +157,7 @@ def refuse_gathered(step: Step) -> None:
 
 def _gathered(step: Step, parameter: torch.Tensor, when: str, fix: str) -> OrderError:
     return OrderError(
-        f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
+        f"{step.where}: an unsharded parameter of shape {tuple(parameter.shape)}",
         expected="sharded parameters",
         got=f"one of those that the model has {when}",
         why="Its update would be lost",
@@ -223,7 +223,7 @@ def check_first_step(step: Step) -> None:
             ]
             if others and mesh is not None and mesh.size() > 1:
                 gradients = [p.grad for p in others if p.grad is not None and p.grad.layout is torch.strided]
-                # The sum of the checksums may wrap, but is equal where they are.
+                # The sum of the checksums may wrap, but is equal if they are.
                 total = sum(int(checksum(gradient)) for gradient in gradients) % (1 << 60)
                 if not bool(are_equal([total], mesh)):
                     other_ids = {id(p) for p in others}
@@ -248,7 +248,7 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
     mesh = state.meshes.device_mesh
     if mesh.size() == 1:
         return
-    # The order matters where a step communicates for several parameters together.
+    # The order matters if a step communicates for several parameters together.
     ordered = state.meshes.size("tp") > 1 or state.outer == "optim"
     names = state.names()
     params = [p for group in step.optimizer.param_groups for p in group["params"] if id(p) in names]

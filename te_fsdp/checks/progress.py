@@ -81,7 +81,7 @@ class Progress:
         return f"{self.steps} steps after {self.backwards} backwards"
 
     def compare(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> None:
-        """Read what all ranks have written before, and write this rank's progress if it is due."""
+        """Read the progress that all ranks have written, and write this rank's if it is due."""
         written, is_due = self._written, self.steps <= 2 or self.steps % EVERY == 0
         with store_errors(step.where):
             if written is not None and self.backwards != written.backwards and self._have_all(state, written):

@@ -175,7 +175,7 @@ def compare_copies(state: ShardedModel, where: str) -> None:
     with raised_on_all_ranks(state.meshes.device_mesh, where):
         copies: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
         for owner in iter_param_owners(state.model):
-            # Weights may be gathered now.
+            # Weights may be unsharded now.
             shard = owner._replace(parameter=cast("torch.nn.Parameter", shard_of(owner.parameter)))
             groups = [*replica_groups_of_dtensor(shard.parameter), *replica_groups_of_plan(state, shard)]
             if groups:
@@ -249,7 +249,7 @@ def refuse_closure(step: Step) -> None:
             "are not sharded, or with gradients in main_grads_dtype",
             expected="step() after backward()",
             got="a closure",
-            why="Its gradients would come too late to be made equal over tp, or cast",
+            why="Its gradients would exist only after the functions that make them equal over tp, or cast them",
             fix="call backward() first, then step() without a closure",
         )
 

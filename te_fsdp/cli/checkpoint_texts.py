@@ -1,4 +1,4 @@
-"""Format what ``te-fsdp ckpt inspect`` shows: module settings, values of ``extra``, counts."""
+"""Text of ``te-fsdp ckpt inspect``: module settings, values of ``extra``, counts."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def _transform_and_write(
     as_json: bool,
     **form: Any,
 ) -> int:
-    """Verify, transform with the options of :func:`transformed`, write and print a summary. Return exit code 0."""
+    """Verify, transform by :func:`transformed`, write, and print a summary. Return exit code 0."""
     path, shards = target.path, {"shard_bytes": target.shard_bytes}
     # Before anything is verified, which may take minutes for a large checkpoint.
     for read in filter(None, (source.source, target.like)):

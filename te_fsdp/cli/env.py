@@ -133,7 +133,7 @@ class Fault:
 
     what: str  #: Finding, with its numbers
     why: str  #: Consequence
-    cure: str  #: Fix, as a command where possible
+    cure: str  #: Fix, as a command if possible
     breaks: bool = True  #: False: te_fsdp works, but slower or with fewer features
 
 
@@ -155,13 +155,13 @@ def _wrong_versions(facts: Environment) -> Iterator[Fault]:
         release = versions.release_of(version)
         if version and not tested.first <= release:
             yield Fault(
-                f"{name} {version} is older than what te_fsdp supports ({tested})",
+                f"{name} {version} is older than the supported versions ({tested})",
                 "te_fsdp uses private names that older versions lack",
                 f"pip install '{package}>={low}'" if package else f"make an environment with Python {tested}",
             )
         elif version and release > tested.last:
             yield Fault(
-                f"{name} {version} is newer than what te_fsdp was tested with ({tested})",
+                f"{name} {version} is newer than the tested versions ({tested})",
                 "te_fsdp uses private names that may have changed",
                 f"if something fails, use {name} {tested} and report it",
                 breaks=False,

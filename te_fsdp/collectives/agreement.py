@@ -390,9 +390,9 @@ class RankMessenger:
                     self._wait(works)
 
     def send_error(self, text: str) -> list[Any]:
-        """Answer rank 0, or on rank 0 all ranks, by an error that their round raises. Does not wait for them.
+        """Send rank 0, or on rank 0 all ranks, an error that their round raises. Does not wait for them.
 
-        Returns what must stay alive until they have received it.
+        Return the objects that must stay alive until the ranks have received them.
         """
         error, kept, peers = CollectiveError(text), list[Any](), [0] if self.rank else [*range(1, self.size)]
         for peer in peers:
@@ -433,7 +433,7 @@ class RankMessenger:
                 due = min(2 * due, due + 300)
 
         # A wait of Gloo cannot be divided: a timeout closes all its connections. A Thread would wait for the start and
-        # the end of report, which takes longer than a round where ranks share cores.
+        # the end of report, which takes longer than a round if ranks share cores.
         with suppress(RuntimeError):  # no thread can be started while the interpreter ends
             _thread.start_new_thread(report, ())
         try:

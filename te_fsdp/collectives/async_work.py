@@ -152,10 +152,10 @@ class UnitOrder:
         """Return whether all gradients of a unit have arrived in this backward."""
         return unit in self._complete
 
-    def next(self, begun: int) -> str | None:
+    def next(self, started: int) -> str | None:
         """Return the next unit that may start, given the number of started units. ``None`` if no unit may start."""
         agreed = self.agreed or ()
-        return agreed[begun] if begun < len(agreed) and self.is_complete(agreed[begun]) else None
+        return agreed[started] if started < len(agreed) and self.is_complete(agreed[started]) else None
 
     def agree(self, mesh: DeviceMesh, device: torch.device) -> None:
         """Fix the order at the end of a first backward. Units that a rank has not used come last.
@@ -171,7 +171,7 @@ class UnitOrder:
         ]
         order = torch.tensor(positions, dtype=torch.int64, device=device)
         maximum(order, mesh)
-        # Equal places are possible (the maximum of different ranks), so the order of the units decides.
+        # Positions can be equal (maxima of different ranks), so the order of the units decides.
         once = [
             (position, index) for index, (repeated, position) in enumerate(order.tolist()) if not repeated
         ]

@@ -63,9 +63,9 @@ class _Job:
     """State of a default process group."""
 
     last: dict[tuple[int, ...], tuple[int, str]] = field(default_factory=dict)  #: Number and name by ranks
-    addresses: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  #: Those of the next ranks
+    addresses: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  #: Addresses by ranks
     send: Callable[[str], Any] | None = None  #: Sends an error to ranks that wait for a message
-    #: Error of a call that was interrupted on a rank, and what its messages need
+    #: Error of a call that was interrupted on a rank, and the handles of its messages
     interrupted: tuple[str, Any] | None = None
 
 
@@ -96,7 +96,7 @@ def send_interrupts(send: Callable[[str], Any]) -> None:
 
 
 def is_simulated() -> bool:
-    """Return whether the other ranks are simulated: torch's fake process group echoes what the rank sends."""
+    """Return whether the other ranks are simulated: torch's fake process group returns the data that the rank sends."""
     return dist.get_backend() == "fake"
 
 
@@ -147,7 +147,7 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
         CollectiveError: On all participating ranks: a rank did not arrive within :func:`set_collective_timeout`, or
             entered a different call.
     """
-    # The outer call has brought all ranks here. A second rendezvous would also fail where only some ranks make
+    # The outer call has brought all ranks here. A second rendezvous would also fail if only some ranks make
     # the inner call.
     if running_call.get() is not None:
         yield
@@ -324,9 +324,9 @@ class Rendezvous:
                 self.store.set(f"{self.number}/interrupted", text)
                 _job().interrupted = text, (_job().send or len)(text)
 
-    def raise_if_interrupted(self, store: Any = None) -> None:
-        """Raise CollectiveError if the call was interrupted on another rank."""
-        store, key = store or self.store, f"{self.number}/interrupted"
+    def raise_if_interrupted(self, store: Any) -> None:
+        """Raise CollectiveError if the call was interrupted on another rank. ``store`` is a client of its store."""
+        key = f"{self.number}/interrupted"
         if store.check([key]):
             text = store.get(key).decode()
             _job().interrupted = text, None

@@ -53,8 +53,8 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         raise OrderError(
             f"register_forward_method({type(module).__name__}, {method!r})",
             expected="a unit, after te_fsdp.fully_shard",
-            got="a module that gathers nothing by itself",
-            why="Its weights are gathered by the unit around it, so the method would see shards",
+            got="a module that is not a unit",
+            why="The unit around it all-gathers its weights, so the method would see shards",
             fix="call it after te_fsdp.fully_shard(..., units=...) that makes a unit of this module, or register "
             "a method of the unit",
         )
@@ -76,7 +76,7 @@ def _wrap_method(unit: nn.Module, method: str, stock: Callable[..., Any]) -> Non
 
     @functools.wraps(stock)
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A second gather inside of the unit's forward would end it: FSDP2 reshards the unit after the inner method.
+        # A second all-gather inside of the unit's forward would end it: FSDP2 reshards the unit after the inner method.
         exposed = any(name in state.unsharded.exposed for name in names)
         begun = forwards or state.computed.methods if is_root else not exposed
         if begun and (not fsdp2_units.is_fsdp_module(unit) or _fsdp2.is_in_forward(unit)):

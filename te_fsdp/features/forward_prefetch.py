@@ -9,7 +9,7 @@ each later one                   a unit's all-gather starts when the one before 
 ===============================  ======================================================================
 
 As many units are unsharded at a time as before. A unit whose order has changed is released unused, and the next forward
-records again. Units that stay unsharded between microbatches, and evaluations, gather as FSDP2 does.
+records again. Units that stay unsharded between microbatches, and evaluations, all-gather as FSDP2 does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ForwardPrefetch(Component):
         self._started: dict[str, list[int]] = {}  #: Started all-gathers: the versions of the unit's shards
 
     def before_unit(self, name: str) -> None:
-        """Let FSDP2 gather a unit again if its shards were written since its all-gather started."""
+        """Let FSDP2 all-gather a unit again if its shards were written since its all-gather started."""
         versions = self._started.pop(name, None)
         if versions is not None and versions != _fsdp2.versions_of_shards(self._units[name]):
             _fsdp2.drop_gather(self._units[name])
@@ -72,14 +72,14 @@ class ForwardPrefetch(Component):
         self._started.clear()
 
     def recover(self) -> bool:
-        """Forget what has started before an exception, which FSDP2's reset has dropped."""
+        """Forget all-gathers that started before an exception: FSDP2's reset has dropped them."""
         self._started.clear()
         self._order.clear()
         return False
 
 
 def prefetch_in_forward(setup: Setup) -> None:
-    """Start all-gathers of a forward one unit ahead, in units that are gathered in each pass. Local operation."""
+    """Start all-gathers of a forward one unit ahead, in units that are all-gathered in each pass. Local operation."""
     state = setup.state
     units = {n: unit for n, unit in state.modules.items() if state.units[n].gather == "pass" and n}
     if len(units) < 2:

@@ -25,7 +25,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 
-# --- what has changed
+# --- changes since a recording
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -312,7 +312,7 @@ class Signature(NamedTuple):
 
 
 class _Object(NamedTuple):
-    """An argument whose code may change it in place, with what it contains."""
+    """An argument whose code may change it in place, with its contents."""
 
     value: Any
     contents: Signature

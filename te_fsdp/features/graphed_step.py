@@ -154,7 +154,7 @@ class _Recording:
     """A recorded step for one kind of inputs."""
 
     signature: Signature
-    inputs: Inputs  #: Of one call of the function
+    inputs: Inputs  #: Inputs of one call of the function
     #: The graph of all microbatches, or those of [Note: graphs of microbatches]
     gradients: list[_MicrobatchGraph]
     norm: torch.Tensor | None  #: Gradient norm, overwritten by each replay
@@ -470,7 +470,7 @@ class GraphedStep:
         if report is not None:
             report.check()
         if recording.update is not None:
-            # [Note: written weights] The graph does not contain it, because it depends on what user code has done.
+            # [Note: written weights] The graph does not contain it, because it depends on writes by user code.
             update_main_weights_since(self._optimizer, self._weights)
             recording.update.replay()
             # A replay changes memory without the code that counts versions. Autograd would not notice saved

@@ -117,7 +117,7 @@ def _names_of_units(state: ShardedModel, units: Iterable[str] | None) -> list[st
 
 def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
     """All-gather units to fixed addresses from now on; raise if some cannot be. Local operation."""
-    # Units that are gathered in each pass take turns in the memory of two units. The others keep their own.
+    # Units that are all-gathered in each pass take turns in the memory of two units. The others keep their own.
     transports, shared, separate = transports_of(state).by_unit, FixedMemory(2), FixedMemory(0)
     gathered = [name for name in names if transports[name].name != "none"]
     for name in gathered:
@@ -177,7 +177,7 @@ class _Shared:
         self.is_busy = False  #: Whether a unit is being recorded
         #: Forwards of each unit with gradients since the last backward, replayed or not.
         self.forwards: Counter[str] = Counter()
-        self._backward_id = -1  #: Of the backward at whose end they are cleared
+        self._backward_id = -1  #: Id of the backward at whose end they are cleared
         self._device, self._memory = device, memory
         #: Forwards whose backward is pending, in order. Weak: the autograd graph keeps them alive. If the graph is
         #: freed, the backward cannot come.
@@ -428,17 +428,17 @@ class GraphedUnits:
 
     @property
     def why_eager(self) -> dict[str, str]:
-        """Name of each unit that runs eagerly -> the reason."""
+        """Map the name of each unit that runs eagerly to the reason."""
         return dict(self._shared.why_eager)
 
     @property
     def recordings(self) -> int:
-        """Number of recordings."""
+        """Return the number of recordings."""
         return self._shared.recordings
 
     @property
     def replays(self) -> int:
-        """Number of replayed forwards."""
+        """Return the number of replayed forwards."""
         return self._shared.replays
 
     def forget(self) -> None:

@@ -100,9 +100,9 @@ class MainParameters:
     def __init__(self, optimizer: Optimizer, *, kept_by_fused_adam: bool = False) -> None:
         #: Averages of the gradients over the replicas; ``None`` if state is not sharded (main weights only).
         self.averages: OuterAverages | None = None
-        #: By ``id`` of the parameter.
+        #: Main parameters by ``id`` of the parameter.
         self.by_id: dict[int, MainParameter] = {}
-        #: Those whose main parameters are in the groups; empty between steps.
+        #: Parameters whose main parameters are in the groups; empty between steps.
         self.pairs: list[MainParameter] = []
         #: Local tensors that replace members of the groups; empty between steps.
         self.locals: list[torch.Tensor] = []

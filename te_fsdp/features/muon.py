@@ -142,7 +142,7 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[bad-override]
         """Step all parameters with a gradient. Collective over the ranks that shard a weight.
 
-        Returns the result of ``closure``, which is rejected where ``AdamW.step(closure)`` is.
+        Returns the result of ``closure``, which is rejected if ``AdamW.step(closure)`` is.
 
         Raises:
             OrderError: This is a copy of a different Muon, without a model.

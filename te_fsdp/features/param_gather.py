@@ -43,7 +43,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
         # A unit whose shards are exposed still has its weights. This frees them if they are stale.
         expose_unsharded_params(state, name, unit)
         if name not in state.unsharded.gathers and not _fsdp2.is_unit_unsharded(unit):
-            # A later write to the shards makes the gathered weights stale. The versions show it in the
+            # A later write to the shards makes the unsharded weights stale. The versions show it in the
             # forward.
             foreach_writes().count(state)
             state.unsharded.versions[name] = versions_of(unit)

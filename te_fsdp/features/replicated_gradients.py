@@ -442,7 +442,7 @@ class ReplicatedGradients(Component):
 def reduce_replicated_gradients(setup: Setup) -> None:
     """Reduce the gradients of the model's replicated parameters, and log which they are.
 
-    Collective over the world where FSDP2 manages other parameters: it creates process groups.
+    Collective over the world if FSDP2 manages other parameters: it creates process groups.
     """
     plan, state, replicated = setup.plan, setup.state, setup.plan.replicated
     if not replicated:

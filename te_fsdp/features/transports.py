@@ -44,9 +44,9 @@ _log = logging.getLogger("te_fsdp")
 
 
 class Transport(NamedTuple):
-    """How a unit is all-gathered."""
+    """Transport of a unit's all-gathers."""
 
-    name: str  #: ``"nccl"`` or ``"copy_engine"``; ``"none"`` if nothing is gathered
+    name: str  #: ``"nccl"`` or ``"copy_engine"``; ``"none"`` without all-gathers
     why: str = ""  #: Reason why it is not ``copy_engine``; empty if it is
     gathers: _copy_engine.CopyEngineGathers | None = None  #: Object that runs the copy-engine all-gathers
 
@@ -55,7 +55,7 @@ class Transport(NamedTuple):
 
 
 class UnitTransports(Component):
-    """How the units of one model are all-gathered and reduced."""
+    """Transports of the all-gathers and reductions of one model's units."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
@@ -84,7 +84,7 @@ class UnitTransports(Component):
             gathers.move_to_shared_memory(units, alias)
 
     def finish_step(self) -> None:
-        """Mark all-gathered copies as stale after a step, so that backwards gather again. Local operation."""
+        """Mark all-gathered copies as stale after a step, so that backwards all-gather again. Local operation."""
         for transport in self.by_unit.values():
             if transport.gathers is not None:
                 transport.gathers.expire()
@@ -96,7 +96,7 @@ def transports_of(state: ShardedModel) -> UnitTransports:
 
 
 def choose_communication(setup: Setup) -> None:
-    """Choose how units are gathered and reduced, and set it up.
+    """Choose and set up the transports of all-gathers and reductions.
 
     Collective over the ranks with the shards of each unit, unit by unit.
     """
@@ -134,7 +134,7 @@ def choose_communication(setup: Setup) -> None:
         level = logging.INFO if transport == "auto" else logging.WARNING
         for why in dict.fromkeys(t.why for t in transports.by_unit.values() if t.name == "nccl"):
             units = [name or "the root" for name, t in transports.by_unit.items() if t.why == why]
-            _log.log(level, "transport=%r: %s gathered by nccl, since %s", transport, shorten(units, 3), why)
+            _log.log(level, "transport=%r: nccl all-gathers %s, since %s", transport, shorten(units, 3), why)
     # Shards on the device have their memory already. For those on meta, `materialize` repeats the call.
     transports.after_materialize()
     enable_zero_copy_reduce_scatter(state, plan.mp_policy, plan.request.zero_copy_gradients)
@@ -152,7 +152,7 @@ def _default_transport_reason(transport: str, device: torch.device, storage: Sto
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "transport='auto' takes copy_engine on GPUs of compute capability 9.0 and later"
     if storage.gather != "pass":
-        return "transport='auto' takes copy_engine for weights gathered in each pass"
+        return "transport='auto' takes copy_engine for weights all-gathered in each pass"
     return ""
 
 
@@ -160,7 +160,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, op
     """Make FSDP2 reduce large gradients without a copy. Local operation with the same result on all ranks.
 
     FSDP2 has just sharded the model, and its transports are chosen. ``policy`` is FSDP2's, for models without a
-    precision policy. ``option``: whether for all units, or ``"auto"``.
+    precision policy. ``option`` is the argument ``zero_copy_gradients`` of ``fully_shard``.
     """
     if not option:
         return

@@ -106,7 +106,7 @@ class UnitRecording:
         self.unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
         self.trained: list[bool] = []  #: Whether each output requires gradients
         self.weights = [Weight(parameter, parameter.requires_grad) for parameter in unit.parameters()]
-        #: Of modules whose parameters are DTensors also while they are unsharded
+        #: Bindings of modules whose parameters stay DTensors while they are unsharded
         self.bindings = [
             binding
             for module in unit.modules()

@@ -42,7 +42,7 @@ def record_weight_versions(step: Step) -> None:
 
 
 # [Note: written weights] An optimizer step updates the main weight and writes it to the parameter. It must start from
-# what the user has written to the parameter: an average, the values of a lookahead, a loaded state dict. The main
+# the user's writes to the parameter: an average, the values of a lookahead, a loaded state dict. The main
 # weight is exact where it rounds to the parameter's value. So a parameter that gets its previous values back, after an
 # evaluation with averaged weights, keeps its main weight bit for bit. Elsewhere the main weight becomes the
 # parameter's value. Versions of tensors and counts of quantizations detect writes, so that other steps read no values.
@@ -185,7 +185,7 @@ def _with_distances(
 ) -> RoundedValues:
     """Return values that are ``scale`` times a number of an element type.
 
-    ``saturates`` is true where much larger values round to the largest number of the type.
+    ``saturates`` is true if much larger values round to the largest number of the type.
     """
     number = (value / scale).abs().nan_to_num() * (1 + _FP32_ERROR)
     # Subnormal numbers have the spacing of the smallest normal one. The mantissa is at least 0.5.

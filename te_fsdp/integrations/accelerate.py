@@ -231,7 +231,7 @@ class TeFsdpAccelerator(_Accelerator):
     )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather metrics; raise OrderError if several processes share data."""
+        """Gather metrics; raise OrderError if several processes have the same data."""
         # The data would be counted repeatedly.
         self._require_unshared_data("Accelerator.gather_for_metrics", "gather over meshes.fsdp")
         return super().gather_for_metrics(input_data, use_gather_object)
@@ -295,7 +295,7 @@ class TeFsdpAccelerator(_Accelerator):
                 got=f"{len(models)} models and {len(optimizers)} optimizers",
                 fix="call te_fsdp.checkpoint.save and load for each model",
             )
-        # accelerate writes what is in its lists, so they are empty during its part.
+        # accelerate writes the objects in its lists, so they are empty while it runs.
         self._kept = models[0], optimizers[0].optimizer if optimizers else None
         self._models, self._optimizers = [], []
         try:

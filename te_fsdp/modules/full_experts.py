@@ -39,7 +39,7 @@ class Experts(NamedTuple):
     """A module whose experts are distributed over an expert-parallel mesh."""
 
     mesh: Any  #: The expert-parallel mesh
-    prefix: str  #: Of the names in state dicts
+    prefix: str  #: Prefix of the names in state dicts
     names: list[str]  #: Names of this rank's tensors of one expert each, without the prefix
     others: set[str]  #: Names of the other ranks' tensors
 

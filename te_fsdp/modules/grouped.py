@@ -295,7 +295,7 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
                     f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(shared)}",
                     expected="ranks with the same experts",
                     got="ranks along ep, which have different experts",
-                    why="Shards of different experts would be gathered as one weight",
+                    why="FSDP2 would all-gather shards of different experts as one weight",
                     fix="use te_fsdp.fully_shard, or call torch's fully_shard on each expert module first, with mesh="
                     "meshes.expert_fsdp_with_size_one",
                 )

@@ -44,21 +44,21 @@ class ModuleMeshes:
     tp_mesh: DeviceMesh | None = None
     weight_mesh: DeviceMesh | None = None  #: Mesh of the ranks that have shards of one weight
     ep_mesh: DeviceMesh | None = None  #: For experts only
-    replicas: int = 1  #: Number of copies of the model on these ranks, where it is known
+    replicas: int = 1  #: Number of replicas of the model; 1 if the user calls FSDP2
     #: Mesh of an unsharded parameter of all experts: ``ep``, or (``ep``, ``tp``).
     experts_mesh: DeviceMesh | None = None
     single: DeviceMesh | None = None  #: Mesh of this rank alone, for a user's DTensor on axes of size 1
 
     @property
     def grid(self) -> Grid:
-        """Return the sizes of the axes that shard a weight. The weight mesh has the ranks if the user calls FSDP2."""
+        """Return the sizes of the axes that shard a weight. The weight mesh also covers FSDP2's ranks."""
         tp = self.tp_mesh.size() if self.tp_mesh is not None else 1
         return Grid(self.replicas, self.weight_mesh.size() // tp if self.weight_mesh is not None else 1, tp)
 
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """How one module of the tree will be bound."""
+    """Plan of the binding of one module of the tree."""
 
     name: str  #: Its name in the tree, ``""`` for the root
     module: Any
@@ -82,7 +82,7 @@ class ModulePlan:
 def plan_modules(
     model: nn.Module,
     dense: ModuleMeshes,
-    of_experts: ModuleMeshes,
+    expert_meshes: ModuleMeshes,
     experts: Selection = None,
     *,
     stays_replicated: Callable[[Any, str], bool] = is_replicated,
@@ -90,13 +90,13 @@ def plan_modules(
     """Plan how each module is bound and in which dims FSDP2 must shard quantized weights. Changes nothing.
 
     Local operation without ``ep``. With ``ep`` it is collective over it (two small object all-gathers), and all
-    its ranks raise if one does. Meshes are 1-D. ``experts`` selects the modules bound to the meshes ``of_experts``.
+    its ranks raise if one does. Meshes are 1-D. ``experts`` selects the modules bound to the meshes ``expert_meshes``.
     ``stays_replicated`` selects parameters that data parallelism replicates.
 
     Raises:
         TeFsdpError: See :func:`te_fsdp.set_device_mesh`.
     """
-    where, ep_mesh = f"set_device_mesh({type(model).__name__})", of_experts.ep_mesh
+    where, ep_mesh = f"set_device_mesh({type(model).__name__})", expert_meshes.ep_mesh
     if ep_mesh is None or ep_mesh.size() == 1:
         planned = _plan_local(model, dense, None, set(), where, stays_replicated)
     else:
@@ -104,18 +104,18 @@ def plan_modules(
         # `experts_over`.
         with raised_on_all_ranks(ep_mesh, where):
             planned = _plan_local(
-                model, dense, of_experts, find_experts(model, experts), where, stays_replicated
+                model, dense, expert_meshes, find_experts(model, experts), where, stays_replicated
             )
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
         expert_ranges = experts_over(modules, ep_mesh, where)
         planned = [replace(item, experts=expert_ranges.get(item.name)) for item in planned]
     # Plan all weights at once: a mesh proposed in an error must work for all of them.
-    of_dense = plan_shard_dims(
+    dense_dims = plan_shard_dims(
         _quantizable(item for item in planned if item.experts is None), dense.grid, stays_replicated
     )
     plans = []
     for item in planned:
-        shard_dims = of_dense.get(id(item.module), {})
+        shard_dims = dense_dims.get(id(item.module), {})
         grid = item.meshes.grid
         if item.experts is not None:
             dims = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
@@ -125,7 +125,7 @@ def plan_modules(
         for name, user_dtensor in item.distributed.items():
             if stays_replicated(item.module, name):
                 continue
-            ranks = (of_experts if user_dtensor.is_expert else dense).grid.dp_shard
+            ranks = (expert_meshes if user_dtensor.is_expert else dense).grid.dp_shard
             label = f"{item.name}.{name}" if item.name else name
             dim = dim_to_shard(label, item.module._parameters[name], user_dtensor, ranks)
             shard_dims = {**shard_dims, name: dim} if dim else shard_dims
@@ -263,8 +263,8 @@ def _check_module(item: ModulePlan) -> None:
             continue
         check_quantizer(f"{label}.{name}", quantizer)
         # A rank computes the amax of its shard only. The scale is that of all shards.
-        is_cut_alone = tp_mesh is not None and tp_mesh.size() > 1 and weight_mesh is None
-        if is_cut_alone and _te.needs_shared_amax(quantizer):
+        lacks_weight_mesh = tp_mesh is not None and tp_mesh.size() > 1 and weight_mesh is None
+        if lacks_weight_mesh and _te.needs_shared_amax(quantizer):
             raise MeshError(
                 f"{label}.{name}: {mesh_name}_mesh of a quantized weight with one scale per tensor",
                 expected="the mesh of all ranks that shard it",

@@ -119,7 +119,7 @@ _LONGEST, _FUNCTION = 200, "function "
 class Semantics:
     """Settings that determine what one module computes with its weights."""
 
-    kind: str  #: Its class in the library, behind subclasses: ``"LayerNormMLP"``, ``"GELU"``
+    kind: str  #: Class in the library, without the user's subclasses: ``"LayerNormMLP"``, ``"GELU"``
     library: str  #: ``"te"``, ``"torch"`` or :data:`USER_DEFINED`
     #: Constructor argument -> value as plain JSON (tuples are lists). Windows, diagonals and activation parameters are
     #: those in effect.
@@ -179,7 +179,7 @@ def user_settings(model: nn.Module) -> dict[str, Semantics]:
         cls, user_class = type(module), _user_class(type(module))
         if user_class is None or _stock_kind(cls) is not None:
             continue
-        # Of a module without state only the class is known, so that it counts like the name of a function.
+        # A module without state is recorded by its class, like a function by its name.
         is_leaf = not (module._modules or module._parameters or module._buffers)
         recorded = [("class", f"{_FUNCTION if is_leaf else ''}{user_class.__name__}")]
         for name, value in vars(module).items():

@@ -85,7 +85,7 @@ class Weight:
         return self.unsharded * self.wire if self.gradient else 0
 
     @property
-    def is_low(self) -> bool:
+    def needs_main_weight(self) -> bool:
         """Return whether the optimizer keeps a main weight: the parameter is quantized or below fp32."""
         return self.format is not None or self.itemsize < 4
 
@@ -201,9 +201,9 @@ def _states(weights: Iterable[Weight], job: Job) -> Iterator[tuple[Weight, int, 
     trained = [weight for weight in weights if weight.gradient]
     fused = job.optimizer == "fused-adam"
     # FusedAdam keeps main weights for all parameters, including fp32 ones, or for none.
-    every = fused and any(weight.is_low for weight in trained)
+    every = fused and any(weight.needs_main_weight for weight in trained)
     for weight in trained:
-        has_main = weight.is_low or every
+        has_main = weight.needs_main_weight or every
         size = 4 if fused or has_main else weight.itemsize
         yield weight, OPTIMIZERS[job.optimizer] * size, 4 if has_main else 0
 
@@ -376,7 +376,7 @@ def _mlp(module: Any, sizes: _Bytes) -> Stage:
     return Stage(int(saved), moments, part * width * _E)
 
 
-# --------------------------------------------------------------------------------------- what they multiply and send
+# ------------------------------------------------------------------------------------- multiplications and traffic
 
 #: Cost of forward plus backward, relative to forward. A backward runs twice the GEMMs of its forward. Its attention
 #: costs 2.5 times the forward because it recomputes the scores.
@@ -425,7 +425,7 @@ def sent_by(model: nn.Module, job: Job, sizes: Sizes, work: Workload) -> Sent:
     modules: list[Any] = list(model.modules())
     for module in modules:
         kind = _te.kind_of(module)
-        # Widths gathered over tp before the first GEMM and reduced after the last one.
+        # Widths all-gathered over tp before the first GEMM and reduced after the last one.
         into = out = 0
         if tp > 1 and kind == "LayerNormMLP" and module.set_parallel_mode:
             into = out = module.layer_norm_weight.shape[0]

@@ -114,7 +114,7 @@ def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], base: Mapping[st
     memory.now = Counter({**base, "workspaces": _WORKSPACES})
     memory.now["reduced gradients"] = sum_of(weights, "gradient")
     # fp32 copies of low-precision gradients. FusedAdam reads gradients in their own dtype and needs none.
-    low = (w for w in weights if w.gradient and w.is_low and w.gradient < 4 * w.elements)
+    low = (w for w in weights if w.gradient and w.needs_main_weight and w.gradient < 4 * w.elements)
     copies = 0 if job.optimizer == "fused-adam" else sum(4 * weight.elements for weight in low)
     memory.record_moment("the optimizer's step", temporaries_of_the_optimizer=copies)
     return Peak(memory.when, {name: size for name, size in memory.best.most_common() if size})
@@ -392,12 +392,12 @@ class StepTime:
 
     @property
     def waits(self) -> float:
-        """Return how long the device waits for the host."""
+        """Return the time in which the device waits for the host, in seconds."""
         return max(self.host - self._device, 0.0)
 
     @property
     def seconds(self) -> float:
-        """Return the total."""
+        """Return the total in seconds."""
         return self._device + self.waits
 
     @property

@@ -291,7 +291,7 @@ class QuantizedSlice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run what DCP calls: ``detach``, ``narrow``, and ``copy_`` in both directions."""
+        """Run the functions that DCP calls: ``detach``, ``narrow``, and ``copy_`` in both directions."""
         target = args[0]
         if func is torch.Tensor.copy_:
             if isinstance(target, QuantizedSlice):
@@ -323,7 +323,7 @@ class QuantizedSlice(torch.Tensor):
         return values_of(self.base)[slices(*self.box)].view(self.shape)
 
     def stored(self) -> torch.Tensor:
-        """Return what DCP writes: a quantized tensor, or values if the rectangle splits blocks."""
+        """Return the tensor that DCP writes: a quantized tensor, or values if the rectangle splits blocks."""
         tensor = self._stored()
         return tensor.view(self.shape) if self.is_stacked else tensor
 

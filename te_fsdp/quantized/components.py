@@ -224,7 +224,7 @@ def _steps(block: Block, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def drop_derived_state(local: torch.Tensor) -> None:
-    """Drop, or compute again, data that a quantized tensor derived from overwritten values. Local operation."""
+    """Drop or recompute data that a quantized tensor derived from overwritten values. Local operation."""
     if _te.is_grouped(local):
         local.derive_transposes()  # type: ignore[missing-attribute]
     for part in _te.storage_parts_of(local):

@@ -374,9 +374,9 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
 # only the data for backward GEMMs. When activations are recomputed, the data for forward GEMMs is missing (TE
 # raises an internal error). Float8 and float8-block weights are sent as rowwise data, which te_fsdp keeps at
 # no cost, and so are 2-D MXFP8 weights. Other MXFP8 weights have independent rowwise and columnwise data. If
-# one is missing, both are gathered at this point. Later backwards gather both immediately.
+# one is missing, both are all-gathered at this point. Later backwards all-gather both immediately.
 def gather_missing_direction(module: nn.Module, binding: ModuleBinding) -> None:
-    """Gather the missing direction of unsharded weights, before a module's forward is recomputed in backward.
+    """All-gather the missing direction of unsharded weights, before a module's forward is recomputed in backward.
 
     Collective over ``dp_shard`` if one is missing, at most in a module's first such forward: one all-gather. The same
     direction is missing on every rank.

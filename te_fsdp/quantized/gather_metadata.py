@@ -48,7 +48,7 @@ class GatherMetadata(NamedTuple):
     row: Format
     has_one_scale: bool  #: Whether the amax of the unsharded weight is reduced over a group
     group: str | None  #: Name of that group; ``None`` if the weight is not sharded
-    is_unconverted: bool  #: Whether FSDP2 gathers TE's buffers without conversion
+    is_unconverted: bool  #: Whether FSDP2 all-gathers TE's buffers without conversion
     unit: weakref.ref[Any]  #: FSDP2's parameter group, whose state TE's hook reads
     #: Results of TE's hook by the pass (``fsdp2_settled.pass_of``) and the quantizer's usages
     replays: dict[tuple[Any, ...], Replay]

@@ -218,10 +218,10 @@ class CopyEngineGathers:
         )
         return {} if is_shared else tensors
 
-    # --- what FSDP2 calls
+    # --- replacements of methods that FSDP2 calls
 
     def unshard(self, group: Any, stock: Callable[[bool], None], async_op: bool = False) -> None:
-        """Replace ``FSDPParamGroup.unshard``. Collective over the ranks."""
+        """Run in place of ``FSDPParamGroup.unshard``. Collective over the ranks."""
         if group._all_gather_result is not None or group.is_unsharded:
             return
         phase, device = group._training_state.name, group.device_handle
@@ -263,7 +263,7 @@ class CopyEngineGathers:
         group._all_gather_result = _PendingCopy(copied)
 
     def wait_for_unshard(self, group: Any, stock: Callable[[], None]) -> None:
-        """Replace ``FSDPParamGroup.wait_for_unshard``. Collective over the ranks if the all-gather was postponed."""
+        """Run in place of ``FSDPParamGroup.wait_for_unshard``. Collective if the all-gather was postponed."""
         if id(group) in self._postponed:
             # A prefetch does not come here, so that the owner of the memory has computed ([Note: fixed addresses]).
             self._fixed[id(group)].reshard_owner(group)
@@ -289,7 +289,7 @@ class CopyEngineGathers:
             self._release(group, current.record_event(), frees=frees)
 
     def to_sharded(self, group: Any, stock: Callable[[], None]) -> None:
-        """Replace ``FSDPParamGroup._to_sharded``. Local operation."""
+        """Run in place of ``FSDPParamGroup._to_sharded``. Local operation."""
         if group.is_sharded:
             return
         stock()

@@ -49,7 +49,7 @@ class FixedMemory:
         self._by_group: dict[int, _UnitMemory] = {}  # id of a group -> its memory
 
     def assign(self, group: Any, sizes: list[tuple[list[int], tuple[torch.dtype, ...]]], ranks: int) -> None:
-        """Let FSDP2 gather a group into its memory, before its first all-gather. Local operation.
+        """Let FSDP2 all-gather a group into its memory, before its first all-gather. Local operation.
 
         ``sizes`` has the number of elements and the dtypes of the tensors that one rank sends, for each record.
         """

@@ -130,7 +130,7 @@ class _PostBackward(torch.autograd.Function):
 def _register_post_backward(
     group: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace ``FSDPParamGroup._register_post_backward_hook`` for arguments that are tensors or contain none."""
+    """Run in place of ``_register_post_backward_hook`` for arguments that are tensors or contain none."""
     if _compiles_autograd() or function_transform():
         return stock(args, kwargs)
     if not torch.is_grad_enabled():

@@ -297,7 +297,7 @@ def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
 
 @torch.no_grad()
 def _reduce_single_rank(group: Any) -> None:
-    """Replace ``foreach_reduce`` for a shard group of size 1."""
+    """Run in place of ``foreach_reduce`` for a shard group of size 1."""
     if group._all_reduce_hook is not None:  # FSDP2 then does more than pass gradients on
         return
     # Of :class:`te_fsdp.unit_communication.UnitReduceScatter`. FSDP2's own reduce-scatter has none.

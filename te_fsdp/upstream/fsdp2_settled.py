@@ -67,8 +67,8 @@ def swap_in_one_loop(group: Any, pair_of: PairOf, record: str) -> None:
 def _to_unsharded(
     group: Any, stock: Callable[[], None], cached: list[_ParamSlots], pair_of: PairOf, record: str
 ) -> None:
-    """Replace ``FSDPParamGroup._to_unsharded``. Local operation."""
-    # The list is another one while `regather_parameters` gathers only some parameters of the unit.
+    """Run in place of ``FSDPParamGroup._to_unsharded``. Local operation."""
+    # The list differs while `regather_parameters` all-gathers only some parameters of the unit.
     if not cached or cached[0].records is not group.fsdp_params or group._sharded_state is not _SHARDED:
         stock()
         if not cached:
@@ -106,7 +106,7 @@ def _to_unsharded(
 
 
 def _to_sharded(group: Any, stock: Callable[[], None], cached: list[_ParamSlots]) -> None:
-    """Replace ``FSDPParamGroup._to_sharded``. Local operation."""
+    """Run in place of ``FSDPParamGroup._to_sharded``. Local operation."""
     if group._sharded_state is _SHARDED:
         return
     if not cached or cached[0].records is not group.fsdp_params or group._sharded_state is not _UNSHARDED:
@@ -171,7 +171,7 @@ _shape, _flat = operator.attrgetter("shape"), operator.methodcaller("view", -1)
 
 
 def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) -> None:
-    """Replace ``FSDPParamGroup.unshard`` without a call per plain shard. Same collective."""
+    """Run in place of ``FSDPParamGroup.unshard``, without a call per plain shard. Same collective."""
     if group._all_gather_result is not None or group._sharded_state is _UNSHARDED:
         return
     replay, now = group.__dict__[GROUP].replay, pass_of(group)
@@ -197,7 +197,7 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
 
 
 def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
-    """Replace ``FSDPParamGroup.wait_for_unshard``, allocating all memory in one loop. Local operation."""
+    """Run in place of ``FSDPParamGroup.wait_for_unshard``, allocating all memory in one loop. Local operation."""
     if group._all_gather_result is None:
         return
     for managed in group.fsdp_params:
@@ -237,12 +237,12 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
 
 
 def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
-    """Replace ``FSDPParamGroup.wait_for_unshard`` for a single rank. Local operation."""
+    """Run in place of ``FSDPParamGroup.wait_for_unshard`` on a single rank. Local operation."""
     # Plain shards that share their memory already are skipped, because there is nothing to copy or to wait
     # for.
     if group._all_gather_result is None:
         return
-    # A pipeline schedule of torch 2.11 gathers before the first forward, which sets the attributes of comm_ctx. The
+    # A pipeline schedule of torch 2.11 all-gathers before the first forward, which sets the attributes of comm_ctx. The
     # state is that of a unit that is sharded over several ranks.
     if getattr(group.comm_ctx, "all_gather_state", None) is not None:
         stock()
@@ -462,7 +462,7 @@ def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
 
 
 def pass_of(group: Any) -> tuple[bool, bool]:
-    """Return whether a group is gathered before backward, and whether it stays unsharded after forward."""
+    """Return whether a group is all-gathered before backward, and whether it stays unsharded after forward."""
     # TE's all-gather hook reads both (``FSDPParamGroup._training_state``, ``post_forward_mesh_info``).
     # the property ``name`` of an enum runs Python code
     return group._training_state._name_ == "PRE_BACKWARD", group.post_forward_mesh_info is None

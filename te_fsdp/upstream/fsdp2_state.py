@@ -347,7 +347,7 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
     ``fsdp_params``). The names are the same on all ranks, and the group is unsharded.
     """
     everything, keys = group.fsdp_params, [(module, name) for name in names]
-    # FSDP2 gathers the records in this list in one all-gather.
+    # FSDP2 all-gathers the records in this list together.
     group.fsdp_params = [m for m in everything if any(owner in keys for owner in owners_of(m))]
     try:
         with without_modes():

@@ -181,7 +181,7 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def managed_fsdp_params(unit: nn.Module) -> list[Any]:
-    """Return FSDP2's records (``FSDPParam``) of the parameters that an FSDP module gathers."""
+    """Return FSDP2's records (``FSDPParam``) of the parameters that an FSDP module all-gathers."""
     return [managed for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params]
 
 

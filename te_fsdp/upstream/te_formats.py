@@ -268,7 +268,5 @@ GROUPED_BUFFERS = {"rowwise_data": "data"} | {
 }
 
 
-@functools.cache
-def unknown_format(name: str) -> Format:
-    """Return the row of an unknown format, which contains only a name."""
-    return Format(name)
+#: Return the row of an unknown format, which contains only a name.
+unknown_format = functools.cache(Format)

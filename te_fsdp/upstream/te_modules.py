@@ -123,7 +123,7 @@ def amax_reduced_over(group: Any) -> Iterator[None]:
 
 def is_graph_consumed(node: Any) -> bool:
     """Return whether a backward has run through a function of TE in the graph of a node."""
-    # TE then frees what it has saved (``ctx.tensor_objects``).
+    # TE then frees the tensors that it has saved (``ctx.tensor_objects``).
     return any(getattr(inner, "tensor_objects", inner) is None for inner in graph_nodes(node))
 
 

@@ -40,7 +40,7 @@ def second_backward(module: str) -> OrderError:
         f"{module}: second backward through one forward",
         expected="one backward for each forward through modules of TransformerEngine",
         got="a second backward, as by retain_graph=True or torch.autograd.functional.jacobian",
-        why="TransformerEngine frees in the first one what its forward has saved",
+        why="TransformerEngine frees in the first one the tensors that its forward has saved",
         fix="add the losses and call backward() once, or run the forward again",
     )
 

@@ -34,7 +34,7 @@ class LoadTarget(torch.Tensor):
         return entry
 
     def __init__(self, *unused: Any) -> None:
-        """Do nothing: :meth:`__new__` has set everything."""
+        """Do nothing, because :meth:`__new__` has set all attributes."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]

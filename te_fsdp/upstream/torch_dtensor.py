@@ -297,10 +297,8 @@ def in_backward() -> bool:
 flatten, unflatten = tree_flatten, tree_unflatten
 
 
-def disable_compile(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a hook from ``torch.compile`` tracing. It causes a graph break and runs on real tensors."""
-    return torch.compiler.disable(call)
-
+#: Exclude a hook from ``torch.compile`` tracing. It causes a graph break and runs on real tensors.
+disable_compile = torch.compiler.disable
 
 #: Like :func:`disable_compile`, as a decorator: it imports torch._dynamo in the first call (``torch._disable_dynamo``).
 runs_eagerly = torch._disable_dynamo

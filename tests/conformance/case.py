@@ -46,7 +46,7 @@ class Bound:
 
     @property
     def exact(self) -> bool:
-        """Whether the output must be equal bit for bit."""
+        """Return whether the output must be equal bit for bit."""
         return self.relative == self.absolute == self.norm == 0.0 and self.steps == 0
 
 
@@ -63,7 +63,7 @@ class Case:
     bounds: tuple[tuple[str, Bound], ...] = ()  # by output, where it differs from `bound`
 
     def bound_of(self, output: str) -> Bound:
-        """The bound of one output; a name in `bounds` also stands for its parts (`name.part`)."""
+        """Return the bound of one output; a name in `bounds` also stands for its parts (`name.part`)."""
         for name, bound in self.bounds:
             if output == name or output.startswith(name + "."):
                 return bound
@@ -71,12 +71,12 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """First part of the name."""
+        """Return the first part of the name."""
         return self.name.split("/")[0]
 
 
 def every_case() -> Iterator[Case]:
-    """All cases, kind by kind.
+    """Yield all cases, kind by kind.
 
     Raises:
         ValueError: two cases have the same name.
@@ -92,7 +92,7 @@ def every_case() -> Iterator[Case]:
 
 
 def run_case(case: Case, env: Env) -> tuple[dict[str, torch.Tensor], str]:
-    """Outputs on the CPU, and the digest of the inputs."""
+    """Return outputs on the CPU, and the digest of the inputs."""
     env.start()
     outputs: dict[str, torch.Tensor] = {}
     for name, value in case.run(env).items():
@@ -102,7 +102,7 @@ def run_case(case: Case, env: Env) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def parts(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an output: of a quantized tensor, its bytes and the used part of its scales."""
+    """Yield the tensors of an output: of a quantized tensor, its bytes and the used part of its scales."""
     if value is None:
         return
     if hasattr(value, "_is_2D_scaled"):

@@ -41,7 +41,7 @@ def _bits(got: torch.Tensor, recorded: torch.Tensor) -> str | None:
 
 
 def order(codes: torch.Tensor) -> torch.Tensor:
-    """Position of 8-bit floats (as bytes) on the number line."""
+    """Return the position of 8-bit floats (as bytes) on the number line."""
     size = (codes & 0x7F).to(torch.int16)
     return torch.where(codes >= 128, -size, size)
 
@@ -81,7 +81,7 @@ def _near(got: torch.Tensor, recorded: torch.Tensor, bound: Bound) -> str | None
 
 
 def measure(got: torch.Tensor, recorded: torch.Tensor) -> str:
-    """Sizes of the difference, for reports."""
+    """Return sizes of the difference, for reports."""
     finite = torch.isfinite(recorded) & torch.isfinite(got)
     left, right = got[finite].double(), recorded[finite].double()
     away, largest = (left - right).abs(), right.abs().max().clamp_min(1e-300)

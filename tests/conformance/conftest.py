@@ -13,7 +13,7 @@ from tests.conformance.inputs import Env
 
 @pytest.fixture(scope="module")
 def env(request: pytest.FixtureRequest) -> Iterator[Env]:
-    """The emulation, as the architecture that the test module names in `ARCH`."""
+    """Yield the emulation, as the architecture that the test module names in `ARCH`."""
     try:
         emulation.install_from_env(default="10.0")
     except emulation.EmulationError as error:  # a machine with a GPU, or with the real extension

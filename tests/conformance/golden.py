@@ -32,7 +32,7 @@ def canonical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's bits, NaN in one form."""
+    """Return the digest of a tensor's bits, NaN in one form."""
     return hashlib.sha256(_raw(canonical(tensor))).hexdigest()
 
 

@@ -14,7 +14,7 @@ PATTERNS = ("normal", "heavy", "zeros", "ties", "special", "tiny", "huge")
 
 
 def words(seed: int, count: int) -> np.ndarray:
-    """`count` 64-bit words, splitmix64 of a counter."""
+    """Return `count` 64-bit words, splitmix64 of a counter."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z += np.uint64((seed * 0xD1342543DE82EF95 + 1) % 2**64)
@@ -24,13 +24,13 @@ def words(seed: int, count: int) -> np.ndarray:
 
 
 def normal(seed: int, shape: Sequence[int]) -> np.ndarray:
-    """About normal, standard deviation 1.15, multiples of 2^-15 below 4 in size: exact in float32."""
+    """Return about normal values: standard deviation 1.15, multiples of 2^-15 below 4 in size, exact in float32."""
     fields = words(seed, math.prod(shape)).view(np.uint16).reshape(-1, 4).astype(np.int64)
     return ((fields.sum(1) - 131070) / 32768.0).astype(np.float32).reshape(tuple(shape))
 
 
 def whole(seed: int, shape: Sequence[int], low: int, high: int) -> np.ndarray:
-    """Integers of [low, high)."""
+    """Return integers of [low, high)."""
     span = np.uint64(high - low)
     return (words(seed, math.prod(shape)) % span).astype(np.int64).reshape(tuple(shape)) + low
 
@@ -45,7 +45,7 @@ def _special(x: np.ndarray) -> np.ndarray:
 
 
 def pattern(name: str, seed: int, shape: Sequence[int]) -> np.ndarray:
-    """float32 values of one of `PATTERNS`."""
+    """Return float32 values of one of `PATTERNS`."""
     x = normal(seed, shape)
     if name == "heavy":
         x = np.ldexp(x, whole(seed + 1, shape, -14, 15).astype(np.int32))
@@ -84,11 +84,11 @@ class Env:
         self._digest = hashlib.sha256()
 
     def digest(self) -> str:
-        """Digest of every input that the case has made so far."""
+        """Return the digest of every input that the case has made so far."""
         return self._digest.hexdigest()[:16]
 
     def put(self, values: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor of these values on the device, rounded to nearest on the CPU."""
+        """Return a tensor of these values on the device, rounded to nearest on the CPU."""
         tensor = torch.from_numpy(np.array(values))
         tensor = tensor if dtype is None else tensor.to(dtype)
         flat = tensor.contiguous().reshape(-1)
@@ -103,9 +103,9 @@ class Env:
         name: str = "normal",
         by: int = 0,
     ) -> torch.Tensor:
-        """A tensor of a pattern, times 2**by."""
+        """Return a tensor of a pattern, times 2**by."""
         return self.put(np.ldexp(pattern(name, seed, shape), by), dtype)
 
     def fp8(self, name: str) -> Any:
-        """TransformerEngine's dtype of "e4m3" or "e5m2"."""
+        """Return TransformerEngine's dtype of "e4m3" or "e5m2"."""
         return {"e4m3": self.tex.DType.kFloat8E4M3, "e5m2": self.tex.DType.kFloat8E5M2}[name]

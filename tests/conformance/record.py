@@ -134,7 +134,7 @@ def _summary(recorded: dict[str, golden.Recorded]) -> None:
 
 
 def main() -> None:
-    """Command line, see the head of this file."""
+    """Run the command line of the head of this file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -144,7 +144,7 @@ def test_current_scaling_equals_te_reference(env, fp8, pow2):
 
 
 def _mxfp8(x: np.ndarray, fp8: str, round_mode: str = "up") -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and scale bytes of rows in blocks of 32, from ONNX's E8M0 and the float8 types of ml_dtypes."""
+    """Return bytes and scale bytes of rows in blocks of 32, from ONNX's E8M0 and the float8 types of ml_dtypes."""
     ml_dtypes, helper = pytest.importorskip("ml_dtypes"), pytest.importorskip("onnx.numpy_helper")
     kind = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[fp8]
     largest = np.float32(ml_dtypes.finfo(kind).max)

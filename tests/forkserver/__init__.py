@@ -30,7 +30,7 @@ START_TIMEOUT = 300.0
 
 @contextmanager
 def interpreter() -> Iterator[str]:
-    """A fork server's executable; where there are GPUs, whose state does not survive a fork, Python itself.
+    """Yield a fork server's executable; where there are GPUs, whose state does not survive a fork, Python itself.
 
     A process that a fork server has forked goes on with that one.
     """

@@ -117,7 +117,7 @@ def _tell_of_ended(launchers: dict[int, socket.socket], watched: selectors.BaseS
 
 
 def _received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A launcher's job, and its three streams."""
+    """Return a launcher's job, and its three streams."""
     size, streams, _, _ = socket.recv_fds(connection, 4, 3)
     text = b""
     while not size or len(text) < int.from_bytes(size, "big"):

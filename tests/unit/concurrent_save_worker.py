@@ -111,7 +111,7 @@ def value_of(path: Path) -> float:
 
 
 def put(target: Path, text: str) -> Callable[[], None]:
-    """A job that writes a directory with one file, as conversions do."""
+    """Return a job that writes a directory with one file, as conversions do."""
 
     def work() -> None:
         with directory.new_directory(target) as folder:

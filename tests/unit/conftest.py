@@ -39,7 +39,7 @@ def small_heap() -> None:
 
 @pytest.fixture
 def fake_world() -> Iterator[Callable[..., None]]:
-    """Starts a world, `fake_world(size, rank=0)`; a second call ends the first.
+    """Start a world, `fake_world(size, rank=0)`; a second call ends the first.
 
     torch caches meshes by their ranks, beyond the life of a world. A test that runs FSDP2 therefore starts one world
     only; to play all ranks of a mesh, it is one rank in the middle of a large world, and moves the mesh.
@@ -59,7 +59,7 @@ def python() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def te() -> Iterator[object]:
-    """`transformer_engine.pytorch`, emulated, architecture 10.0.
+    """Yield `transformer_engine.pytorch`, emulated, architecture 10.0.
 
     A process has one TransformerEngine, so it stays imported for later modules; the architecture is restored.
     """
@@ -78,7 +78,7 @@ def te() -> Iterator[object]:
 
 @pytest.fixture
 def hopper(te: object) -> Iterator[object]:
-    """The same on architecture 9.0."""
+    """Yield the same on architecture 9.0."""
     emulation.switch_arch("9.0")
     yield te
     emulation.switch_arch("10.0")

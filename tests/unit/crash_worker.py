@@ -36,7 +36,7 @@ PATIENCE = 60.0
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model before its first step, unsharded."""
+    """Return the model before its first step, unsharded."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     return model, momentum(model)
@@ -107,7 +107,7 @@ def rank_main(directory: Path, rank: int, asynchronous: bool, report: int, event
 
 
 def fork_rank(directory: Path, rank: int, asynchronous: bool, events: int | None) -> tuple[int, int]:
-    """Process id of a new rank, and the pipe on which it reports."""
+    """Return the process id of a new rank, and the pipe on which it reports."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:

@@ -50,19 +50,19 @@ PROGRAMS = r"make|te-fsdp|torchrun|python3?|pytest|pip|uv|docker|srun|bash|git|c
 
 @cache
 def blocks(page: str, language: str) -> list[str]:
-    """Contents of a page's fenced blocks of a language, in order."""
+    """Return contents of a page's fenced blocks of a language, in order."""
     text = (ROOT / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def lines(block: str) -> list[str]:
-    """The commands of a block unchanged, without comments; those over several lines joined."""
+    """Return the commands of a block unchanged, without comments; those over several lines joined."""
     joined = block.replace("\\\n", " ")
     return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def why_not(page: str, command: str) -> list[tuple[str, str]]:
-    """The entries of `NOT_RUN` that a command matches."""
+    """Return the entries of `NOT_RUN` that a command matches."""
     return [key for key in NOT_RUN if key[0] in ("", page) and re.match(key[1], command)]
 
 
@@ -73,5 +73,5 @@ def to_run(page: str) -> list[list[str]]:
 
 
 def words(command: str) -> list[str]:
-    """A command's words, without its comment."""
+    """Return a command's words, without its comment."""
     return shlex.split(command, comments=True)

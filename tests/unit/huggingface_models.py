@@ -83,7 +83,7 @@ class Experts(nn.Module):
         return self.own(rows, counts) if self.exchange is None else self.exchange(self.own, rows, counts)
 
     def own(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """The same, of the experts that are here."""
+        """Return the same, of the experts that are here."""
         gate, up = self.fc1(rows, counts).chunk(2, -1)
         return self.fc2(nn.functional.silu(gate) * up, counts)
 
@@ -97,7 +97,7 @@ class SharedExpert(nn.Module):
         self.fc2 = te.Linear(ffn, hidden, bias=False, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """SwiGLU."""
+        """Compute SwiGLU."""
         gate, up = self.fc1(x).chunk(2, -1)
         return self.fc2(nn.functional.silu(gate) * up)
 
@@ -128,7 +128,7 @@ class OwnLayer(nn.Module):
             self.shared_expert_gate = nn.Linear(a.hidden, 1, bias=False, device=plain["device"])
 
     def forward(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
-        """(b, s, hidden) -> the same."""
+        """Map (b, s, hidden) to the same shape."""
         x = x + self.self_attention(x, rotary_pos_emb=rotary_pos_emb)
         rows = self.mlp_norm(x).flatten(0, 1)
         out = self.routed(rows)
@@ -137,7 +137,7 @@ class OwnLayer(nn.Module):
         return x + out.view_as(x)
 
     def routed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Each row through its experts."""
+        """Run each row through its experts."""
         weights, chosen = torch.softmax(self.router(rows).float(), -1).topk(self.top)
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -174,7 +174,7 @@ class TeModel(nn.Module):
             self.rotary = RotaryPositionEmbedding(**a.te_rotary_kwargs())
 
     def layer(self, te: Any, n: int, config: Any, options: dict[str, Any]) -> nn.Module:
-        """A layer, stock where TransformerEngine has it."""
+        """Return a layer, stock where TransformerEngine has it."""
         a = self.a
         if a.experts is not None:
             return OwnLayer(te, a, n, config, **options)
@@ -183,7 +183,7 @@ class TeModel(nn.Module):
         return te.TransformerLayer(**kwargs, attn_input_format="bshd")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens (b, s) -> logits (b, s, vocabulary)."""
+        """Map tokens (b, s) to logits (b, s, vocabulary)."""
         x, length = self.embedding(tokens) * self.a.embedding_scale, tokens.shape[1]
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))
@@ -194,10 +194,10 @@ class TeModel(nn.Module):
 
 
 def to_te(weights: hf.WeightMap, source: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the TransformerEngine model."""
+    """Return tensors of the TransformerEngine model."""
     return ((name, lazy.full()) for name, lazy in weights.lazily(source, to_te=True, **options).items())
 
 
 def to_huggingface(weights: hf.WeightMap, source: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the Hugging Face model."""
+    """Return tensors of the Hugging Face model."""
     return ((name, lazy.full()) for name, lazy in weights.lazily(source, to_te=False, **options).items())

@@ -22,7 +22,7 @@ class Cut:
     at: Coordinates
 
     def places(self) -> list[Coordinates]:
-        """The coordinates of all ranks."""
+        """Return the coordinates of all ranks."""
         return [
             replace(self.at, tp_rank=t, fsdp_rank=f)
             for t in range(self.at.tp_size)
@@ -30,7 +30,7 @@ class Cut:
         ]
 
     def original(self) -> torch.Tensor:
-        """The unsharded parameter; every element has its own value."""
+        """Return the unsharded parameter; every element has its own value."""
         return torch.arange(math.prod(self.shape)).reshape(self.shape)
 
 
@@ -63,7 +63,7 @@ def from_boxes(original: torch.Tensor, shape: tuple[int, ...], boxes: list[Box])
 
 @st.composite
 def stacked_layouts(draw: st.DrawFn) -> Layout:
-    """Gated, fused QKV with grouped queries, and stacks of any heights."""
+    """Generate layouts: gated, fused QKV with grouped queries, and stacks of any heights."""
     kind = draw(st.sampled_from(["gated", "qkv", "any"]))
     if kind == "gated":
         return GATED
@@ -74,13 +74,13 @@ def stacked_layouts(draw: st.DrawFn) -> Layout:
 
 
 def layouts() -> st.SearchStrategy[Layout]:
-    """Plain and stacked ones."""
+    """Generate plain and stacked layouts."""
     return st.just(PLAIN) | stacked_layouts()
 
 
 @st.composite
 def cuts(draw: st.DrawFn, layout: Layout | None = None, min_tp: int = 1, ndim: int | None = None) -> Cut:
-    """Any parameter of 1 to 3 dims, or ``ndim``, and any axes that can shard it; FSDP shards may be uneven or empty."""
+    """Generate a parameter of 1 to 3 dims, or ``ndim``, and axes that can shard it, unevenly or without rows."""
     layout = draw(layouts()) if layout is None else layout
     tp = draw(st.integers(min_tp, 4))
     least, most = (0, 2) if ndim is None else (ndim - 1, ndim - 1)

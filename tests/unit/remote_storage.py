@@ -89,7 +89,7 @@ def register(kind: type[SlowFileSystem] = SlowFileSystem) -> None:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[dict[str, str]]:
-    """Moto's server with a bucket ``bucket``; yields the environment of its clients."""
+    """Yield the environment of clients of Moto's server with a bucket ``bucket``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -44,7 +44,7 @@ def names(where: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def met(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, list[dict[str, Any]]]:
-    """Outcomes of concurrent jobs, by plan."""
+    """Return outcomes of concurrent jobs, by plan."""
     where = tmp_path_factory.mktemp("met")
     plans = ("stopped", "killed", "slow")
     (where / "stopped").mkdir()

@@ -43,7 +43,7 @@ def small_model(count: int = 40, seed: int = 0) -> tuple[nn.Module, torch.optim.
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor of a model and its optimizer, copied."""
+    """Return every tensor of a model and its optimizer, copied."""
     results = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter].items()
@@ -97,7 +97,7 @@ def test_plain_dcp_load_does_not_unpickle_each_tensor(
 
 
 def read_plainly(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a directory, by plain DCP."""
+    """Return every tensor of a directory, by plain DCP."""
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     state = {key: torch.empty(saved.size, dtype=saved.properties.dtype) for key, saved in metadata.items()}
     dcp.load(state, checkpoint_id=path, no_dist=True)

@@ -35,7 +35,7 @@ def _worker():
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, python: str) -> tuple[Path, list[dict]]:
-    """Directories of killed jobs, and the outcome of each."""
+    """Return directories of killed jobs, and the outcome of each."""
     directory = tmp_path_factory.mktemp("killed")
     command = [python, str(SCRIPT), str(directory), str(SEED), str(TRIALS)]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)

@@ -248,7 +248,7 @@ def test_load_removes_optimizer_state_missing_in_the_checkpoint(
         return ours, torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
 
     def partly(ours: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-        """A step in which the second layer has no gradient."""
+        """Run a step in which the second layer has no gradient."""
         ours[0](torch.ones(2, 3)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()

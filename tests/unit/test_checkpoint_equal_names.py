@@ -14,7 +14,7 @@ from te_fsdp.errors import CheckpointError
 
 
 def stage(layer: int, rope: float, *, persistent: bool = True) -> nn.Module:
-    """A stage under the names of the unsplit model, with the table that all stages have."""
+    """Return a stage under the names of the unsplit model, with the table that all stages have."""
     torch.manual_seed(layer)
     result = nn.Module()
     result.layers = nn.ModuleDict({str(layer): nn.Linear(3, 3)})

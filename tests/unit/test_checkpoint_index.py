@@ -60,7 +60,7 @@ def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, Inde
 
 
 def by_name(found: Index, keys: list[str]) -> dict[str, list[tuple[Any, ...]]]:
-    """Rows with the names of files."""
+    """Return rows with the names of files."""
     rows = {key: own.tolist() for key, own in found.rows(keys)}
     return {key: [(found.files[at], *rest) for at, *rest in own] for key, own in rows.items()}
 

@@ -27,7 +27,7 @@ SIZE = 128
 
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest, te: Any) -> Iterator[Any]:
-    """A recipe by its name, on an architecture that has it; ``None`` for "bf16"."""
+    """Yield a recipe by its name, on an architecture that has it; ``None`` for "bf16"."""
     from transformer_engine.common import recipe as recipes
 
     emulation.switch_arch("9.0" if request.param == "Float8BlockScaling" else "10.0")
@@ -80,7 +80,7 @@ def step(model: nn.Module, optimizers: list[Any], lr: float | None = None) -> No
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of the logical values of the parameters."""
+    """Return a copy of the logical values of the parameters."""
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
 
 
@@ -158,7 +158,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> bool:
-    """Within the steps of an 8-bit format with three bits of mantissa."""
+    """Check that values are within the steps of an 8-bit format with three bits of mantissa."""
     return all(torch.allclose(found[n], expected[n], rtol=rtol, atol=rtol) for n in found)
 
 

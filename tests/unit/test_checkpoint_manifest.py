@@ -50,7 +50,7 @@ JSON = st.recursive(
 def formats(
     saves: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[Path, Any]]:
-    """A copy of a save to edit, as this te_fsdp writes it and as an older one did, with the manifest."""
+    """Return a copy of a save to edit, as this te_fsdp writes it and as an older one did, with the manifest."""
     results = {}
     for version in (2, 3):
         path = tmp_path_factory.mktemp("formats") / "a"

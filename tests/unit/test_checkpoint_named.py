@@ -246,13 +246,13 @@ def test_optimizer_options_may_be_tensors_and_load_in_place(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (object(), "object"),
-        (np.arange(3), "ndarray"),
-        (np.longdouble(1), "longdouble"),
-        (lambda: None, "function"),
-        (slice(1), "slice"),
-        (Path("a"), "PosixPath"),
-        (nn.Linear(1, 1), "Linear"),
+        pytest.param(object(), "object", id="object"),
+        pytest.param(np.arange(3), "ndarray", id="array"),
+        pytest.param(np.longdouble(1), "longdouble", id="longdouble"),
+        pytest.param(lambda: None, "function", id="function"),
+        pytest.param(slice(1), "slice", id="slice"),
+        pytest.param(Path("a"), "PosixPath", id="path"),
+        pytest.param(nn.Linear(1, 1), "Linear", id="module"),
     ],
 )
 def test_save_errors_name_the_rejected_extra_value(tmp_path: Path, value: Any, name: str) -> None:

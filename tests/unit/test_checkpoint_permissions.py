@@ -19,7 +19,7 @@ from te_fsdp.cli import main
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
-    """Paths that cannot be opened."""
+    """Return paths that cannot be opened."""
     results: set[Path] = set()
 
     def refuse(stock: Any) -> Any:

@@ -47,7 +47,7 @@ class App:
         return {"model": model, "optim": optimizer, "step": 3}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Never called: it shows that this is one of DCP's stateful objects."""
+        """Raise if called: it only shows that this is one of DCP's stateful objects."""
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -23,10 +23,14 @@ def one(shape: tuple[int, ...], *boxes: Chunk) -> RankTensors:
 @pytest.mark.parametrize(
     ("shape", "boxes"),
     [
-        ((), [((), ())]),
-        ((5,), [rows(0, 3), rows(3, 5)]),
-        ((4, 6), [((0, 0), (4, 2)), ((0, 2), (1, 4)), ((1, 2), (3, 4))]),  # no grid
-        ((2, 3, 4), [((e, r, 0), (1, n, 4)) for e in range(2) for r, n in ((0, 1), (1, 2))]),
+        pytest.param((), [((), ())], id="scalar"),
+        pytest.param((5,), [rows(0, 3), rows(3, 5)], id="rows"),
+        pytest.param((4, 6), [((0, 0), (4, 2)), ((0, 2), (1, 4)), ((1, 2), (3, 4))], id="no grid"),  # no grid
+        pytest.param(
+            (2, 3, 4),
+            [((e, r, 0), (1, n, 4)) for e in range(2) for r, n in ((0, 1), (1, 2))],
+            id="three dims",
+        ),
     ],
 )
 def test_shards_that_cover_a_tensor_are_accepted(shape, boxes):
@@ -41,12 +45,16 @@ def test_shards_that_cover_a_tensor_are_accepted(shape, boxes):
 @pytest.mark.parametrize(
     ("shape", "boxes"),
     [
-        ((5,), [rows(0, 3), rows(4, 5)]),  # a gap
-        ((5,), [rows(0, 3)]),
-        ((5,), [rows(0, 3), rows(3, 6)]),  # too long
-        ((4,), [rows(0, 3), rows(2, 3)]),  # as many elements, and some twice
-        ((2, 2), [((0, 0), (1, 2)), ((0, 0), (2, 1))]),
-        ((4, 4), [((0, 0), (3, 3)), ((1, 3), (3, 1)), ((3, 0), (1, 3)), ((2, 3), (1, 1))]),
+        pytest.param((5,), [rows(0, 3), rows(4, 5)], id="gap"),  # a gap
+        pytest.param((5,), [rows(0, 3)], id="missing end"),
+        pytest.param((5,), [rows(0, 3), rows(3, 6)], id="too long"),  # too long
+        pytest.param((4,), [rows(0, 3), rows(2, 3)], id="rows twice"),  # as many elements, and some twice
+        pytest.param((2, 2), [((0, 0), (1, 2)), ((0, 0), (2, 1))], id="corner twice"),
+        pytest.param(
+            (4, 4),
+            [((0, 0), (3, 3)), ((1, 3), (3, 1)), ((3, 0), (1, 3)), ((2, 3), (1, 1))],
+            id="overlap and gap",
+        ),
     ],
 )
 def test_shards_that_do_not_cover_a_tensor_are_rejected(shape, boxes):

@@ -34,7 +34,7 @@ def cut(rows: int, columns: int | None, shards: int, *, by_rows: int = 1, by_col
 
 
 def layer(shards: int, tp: int) -> dict[str, Lazy]:
-    """A gated LayerNormMLP, and a fused QKV without its own norm."""
+    """Return a gated LayerNormMLP, and a fused QKV without its own norm."""
     return {
         "model.norm.weight": cut(HIDDEN, None, shards),
         "model.mlp.layer_norm_weight": cut(HIDDEN, None, shards),

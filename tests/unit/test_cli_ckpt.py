@@ -21,7 +21,7 @@ from tests.unit.commands import ROOT, python_path, start
 
 
 def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False, **extra: Any) -> Path:
-    """A checkpoint of a small model with AdamW's state and extra."""
+    """Return a checkpoint of a small model with AdamW's state and extra."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Linear(40, 8).bfloat16())
     optimizer = torch.optim.AdamW(model.parameters())

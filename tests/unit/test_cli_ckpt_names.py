@@ -177,7 +177,7 @@ def test_convert_verifies_written_files(
         monkeypatch.setattr(ckpt, writer, wrong)
     assert convert(tmp_path / "a.pt", tmp_path / target, *arguments) == 1
     error = capsys.readouterr().err
-    assert "1 tensor(s) differ from what was to be written: model.a.weight" in error
+    assert "1 tensor(s) differ from the source: model.a.weight" in error
     assert force == (tmp_path / target).exists()
     if force:
         monkeypatch.undo()

@@ -252,7 +252,7 @@ def test_corrupted_safetensors_are_rejected(tmp_path: Path, capsys: pytest.Captu
         "unreadable safetensors file (Safet": with_header(
             **{"0.bias": {**header["0.bias"], "data_offsets": [at, at + 24]}}
         ),
-        "not those of its description": with_header(
+        "differ from its description": with_header(
             **{"0.weight": {**weight, "shape": [8, 6]}}  # the manifest says (6, 8)
         ),
     }

@@ -40,7 +40,7 @@ def flipped(file: Path, at: int) -> None:
 
 
 def places(file: Path, count: int) -> list[int]:
-    """Bytes of the data in a file of torch.save, spread over all of its members."""
+    """Return bytes of the data in a file of torch.save, spread over all of its members."""
     with zipfile.ZipFile(file) as archive:
         members = [m for m in archive.infolist() if "/data/" in m.filename or m.filename.endswith("data.pkl")]
     results = []

@@ -52,27 +52,54 @@ def test_convert_selects_the_model_state_dict(tmp_path: Path, kind: str, case: s
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (
+        pytest.param(
             {"net": WEIGHTS, "rng_state": GENERATOR},
             "no state dict found in it: .*got the keys net, rng_state",
+            id="unknown key",
         ),
-        ({"app": {"model": WEIGHTS}, "rng_state": GENERATOR}, "no state dict found in it"),
-        ({"model": WEIGHTS, "module": WEIGHTS, "rng_state": GENERATOR}, "no state dict found in it"),
-        ({"model": [WEIGHTS, WEIGHTS], "rng_state": GENERATOR}, "no state dict found in it"),
-        ({"net": {"x": torch.ones(3)}, "rng_state": GENERATOR}, "no state dict found in it"),
-        ({**WEIGHTS, "model": {"mean": torch.ones(3)}}, "no state dict found in it"),
-        (
+        pytest.param(
+            {"app": {"model": WEIGHTS}, "rng_state": GENERATOR},
+            "no state dict found in it",
+            id="nested model",
+        ),
+        pytest.param(
+            {"model": WEIGHTS, "module": WEIGHTS, "rng_state": GENERATOR},
+            "no state dict found in it",
+            id="two models",
+        ),
+        pytest.param(
+            {"model": [WEIGHTS, WEIGHTS], "rng_state": GENERATOR},
+            "no state dict found in it",
+            id="list of models",
+        ),
+        pytest.param(
+            {"net": {"x": torch.ones(3)}, "rng_state": GENERATOR},
+            "no state dict found in it",
+            id="one tensor",
+        ),
+        pytest.param(
+            {**WEIGHTS, "model": {"mean": torch.ones(3)}}, "no state dict found in it", id="weights and model"
+        ),
+        pytest.param(
             {"model": {"x": torch.ones(2, device="meta")}, "rng_state": GENERATOR},
             r"not plain tensors: x \(meta tensor\)",
+            id="meta tensor in model",
         ),
-        ({"model": {}, "step": 3}, "a state dict without tensors"),
-        ({}, "no state dict found in it: .*got an empty dict"),
-        (torch.ones(2), "no state dict found in it: .*got a tensor"),
-        ({"x": torch.ones(2, device="meta")}, r"not plain tensors: x \(meta tensor\)"),
-        ({"x": torch.ones(2).to_sparse()}, r"not plain tensors: x \(torch.sparse_coo tensor\)"),
-        (
+        pytest.param({"model": {}, "step": 3}, "a state dict without tensors", id="empty model"),
+        pytest.param({}, "no state dict found in it: .*got an empty dict", id="empty dict"),
+        pytest.param(torch.ones(2), "no state dict found in it: .*got a tensor", id="tensor"),
+        pytest.param(
+            {"x": torch.ones(2, device="meta")}, r"not plain tensors: x \(meta tensor\)", id="meta tensor"
+        ),
+        pytest.param(
+            {"x": torch.ones(2).to_sparse()},
+            r"not plain tensors: x \(torch.sparse_coo tensor\)",
+            id="sparse tensor",
+        ),
+        pytest.param(
             {"y": torch.ones(2), "x": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)},
             r"not plain tensors: x \(qint8 tensor\)",
+            id="qint8 tensor",
         ),
     ],
 )

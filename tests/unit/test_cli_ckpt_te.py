@@ -89,7 +89,7 @@ def buffers(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def differing(a: nn.Module, b: nn.Module) -> list[str]:
-    """Names of parameters whose bytes, scales included, differ."""
+    """Return names of parameters whose bytes, scales included, differ."""
     others = dict(b.named_parameters())
     wrong = []
     for name, parameter in a.named_parameters():

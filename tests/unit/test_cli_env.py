@@ -42,7 +42,7 @@ OTHER_CUDNN = ["/usr/lib/libcudnn.so.9.14.0"]
 WRONG = {
     "old torch": (
         {"torch": "2.9.1"},
-        "torch 2.9.1 is older than what te_fsdp supports (2.11 to 2.15)",
+        "torch 2.9.1 is older than the supported versions (2.11 to 2.15)",
         "pip install 'torch>=2.11'",
     ),
     "new python": ({"python": "3.15.0"}, "Python 3.15.0", "use Python 3.10 to 3.14"),

@@ -26,7 +26,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def weights(te) -> dict[str, torch.Tensor]:
-    """A quantized weight per recipe, with magnitudes that differ from block to block."""
+    """Return a quantized weight per recipe, with magnitudes that differ from block to block."""
     from transformer_engine.common import recipe as recipes
 
     results = {}

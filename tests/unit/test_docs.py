@@ -138,7 +138,7 @@ def test_documented_anchors_exist(page):
 
 
 def broken_anchors(page: Path, text: str) -> list[str]:
-    """Links of a page's text to headings that no page has; MyST anchors headings of three levels."""
+    """Return links of a page's text to headings that no page has; MyST anchors headings of three levels."""
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
     broken = []
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", prose):
@@ -150,7 +150,7 @@ def broken_anchors(page: Path, text: str) -> list[str]:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """GitHub's anchors of a page: lower case, punctuation left out, hyphens for spaces, a number for the second."""
+    """Return GitHub's anchors of a page: lower case, no punctuation, hyphens for spaces, a number for the second."""
     results: dict[str, int] = {}
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for heading in re.findall(r"^#{1,3} (.+?)\s*$", text, re.MULTILINE):
@@ -197,7 +197,7 @@ def test_each_documented_command_is_run_or_excused(page):
 
 
 def unaccounted(page: str, is_run: bool) -> list[str]:
-    """Commands of a page that no test runs and nothing excuses, or that two reasons excuse."""
+    """Return commands of a page that no test runs and nothing excuses, or that two reasons excuse."""
     listed = [line for block in documented.blocks(page, "sh") for line in documented.lines(block)]
     reasons = {line: len(documented.why_not(page, line)) for line in listed}
     return [line for line, count in reasons.items() if count > 1 or (count == 0 and not is_run)]
@@ -264,7 +264,7 @@ def test_api_reference_lists_every_public_name():
 
 
 def calls(block: str) -> Iterator[tuple[str, list[None], list[str]]]:
-    """(name, positional arguments, keywords) of the calls of te_fsdp's functions in a block."""
+    """Yield (name, positional arguments, keywords) of the calls of te_fsdp's functions in a block."""
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith("te_fsdp."):
             yield name, [None] * len(node.args), [keyword.arg for keyword in node.keywords if keyword.arg]
@@ -272,7 +272,7 @@ def calls(block: str) -> Iterator[tuple[str, list[None], list[str]]]:
 
 @functools.cache
 def find(name: str) -> object:
-    """The module or attribute of a dotted name of te_fsdp."""
+    """Return the module or attribute of a dotted name of te_fsdp."""
     first, *rest = name.split(".")
     result = importlib.import_module(first)
     if rest[0] in te_fsdp._MODULES:  # subclasses of TransformerEngine's, which may be absent

@@ -116,14 +116,14 @@ class Job:
         self.across = DeviceMesh("cpu", [0, 2], mesh_dim_names=("tp",))
 
     def column(self, device: str = "meta", *, tp: bool = True, **options: object) -> Model:
-        """A model with a column-parallel linear of 64 x 64."""
+        """Return a model with a column-parallel linear of 64 x 64."""
         kwargs = self.tp.te_kwargs() if tp else {}
         return Model(
             self.te.Linear(64, 64, parallel_mode="column" if tp else None, device=device, **kwargs, **options)
         )
 
     def quantized(self, recipe: str, device: str = "meta", *, tp: bool = True) -> Model:
-        """The same with a quantized weight."""
+        """Return the same with a quantized weight."""
         from transformer_engine.common import recipe as recipes
 
         with self.te.quantized_model_init(enabled=True, recipe=getattr(recipes, recipe)()):
@@ -271,7 +271,7 @@ MISTAKES = {
         lambda job: te_fsdp.fully_shard(Model(nn.ModuleList([nn.Linear(4, 4)])), job.dp, units="up"),
         PlacementError,
         "up: fully_shard of a ModuleList: expected a module with a forward, got a container without a forward. "
-        "FSDP2 gathers "
+        "FSDP2 all-gathers "
         'weights in the hooks of forward, which a container never runs. Fix: units="up.*" for each of '
         "its children.",
     ),
@@ -279,7 +279,7 @@ MISTAKES = {
         lambda job: te_fsdp.fully_shard(nn.ModuleDict({"up": nn.Linear(4, 4)}), job.dp),
         PlacementError,
         "model: fully_shard of a ModuleDict: expected a module with a forward, got a container without a forward. "
-        "FSDP2 gathers "
+        "FSDP2 all-gathers "
         "weights in the hooks of forward, which a container never runs. Fix: shard the module that calls it.",
     ),
     "a scalar": (

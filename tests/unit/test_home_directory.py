@@ -22,7 +22,7 @@ __all__ = ["folder"]
 
 @pytest.fixture
 def home(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder above the model ``~/model``."""
+    """Return the folder above the model ``~/model``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

@@ -40,7 +40,7 @@ EMULATION = "te_fsdp/emulation/"
 
 
 def sources(*folders: str) -> list[str]:
-    """Paths of the Python files under `folders`, relative to the repository's root."""
+    """Return paths of the Python files under `folders`, relative to the repository's root."""
     results = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return [path.relative_to(ROOT).as_posix() for path in results]
 
@@ -61,7 +61,7 @@ LIBRARY = [path for path in sources("te_fsdp") if not path.startswith(EMULATION)
 
 
 def too_long(text: str) -> list[str]:
-    """Files and functions beyond the limits."""
+    """Return files and functions beyond the limits."""
     lines = text.count("\n")
     offences = [f"{lines} lines in the file, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
     for node in nodes(text):
@@ -75,13 +75,13 @@ def too_long(text: str) -> list[str]:
 
 
 def joined_subjects(text: str) -> list[str]:
-    """The first line of a file's docstring, unless it names one subject."""
+    """Return the first line of a file's docstring, unless it names one subject."""
     first = (ast.get_docstring(nodes(text)[0]) or "").split("\n")[0]
     return [] if not text or (first and not re.search(r"\band\b", first)) else [f"line 1: {first}"]
 
 
 def not_ascii(text: str) -> list[str]:
-    """Lines with a character outside ASCII."""
+    """Return lines with a character outside ASCII."""
     return [f"line {n}: {line.strip()}" for n, line in enumerate(text.splitlines(), 1) if not line.isascii()]
 
 
@@ -98,7 +98,7 @@ def unfinished(text: str) -> list[str]:
 
 
 def paths_of_one_machine(text: str) -> list[str]:
-    """Absolute paths that only some machine has."""
+    """Return the absolute paths that only some machine has."""
     return [
         f"line {n}: {line.strip()}"
         for n, line in enumerate(text.splitlines(), 1)
@@ -113,7 +113,7 @@ def nodes(text: str) -> list[ast.AST]:
 
 
 def imported(text: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of each import; `from a import b` gives `a.b`."""
+    """Yield (line, dotted name) of each import; `from a import b` gives `a.b`."""
     for node in nodes(text):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -122,7 +122,7 @@ def imported(text: str) -> Iterator[tuple[int, str]]:
 
 
 def dotted(node: ast.AST) -> str | None:
-    """`a.b.c` for an attribute chain on a plain name, else None."""
+    """Return `a.b.c` for an attribute chain on a plain name, else None."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -132,12 +132,12 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def is_private(name: str) -> bool:
-    """Whether a component of the dotted name begins with one underscore (dunders are public)."""
+    """Return whether a component of the dotted name begins with one underscore (dunders are public)."""
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
 def private_torch_names(text: str) -> list[str]:
-    """Imports of, and attribute chains to, names of torch that it keeps private."""
+    """Return imports of, and attribute chains to, names of torch that it keeps private."""
     used = set(imported(text))
     used |= {(node.lineno, dotted(node) or "") for node in nodes(text) if isinstance(node, ast.Attribute)}
     return [
@@ -148,7 +148,7 @@ def private_torch_names(text: str) -> list[str]:
 
 
 def te_imports(text: str) -> list[str]:
-    """Imports of TransformerEngine, written out or through importlib."""
+    """Return imports of TransformerEngine, by statement or through importlib."""
     results = [
         (line, name) for line, name in imported(text) if name.split(".")[0].startswith("transformer_engine")
     ]
@@ -200,17 +200,17 @@ def names_of(names: set[str], text: str) -> list[str]:
 
 
 def fsdp2_names(text: str) -> list[str]:
-    """Uses of names of FSDP2's records."""
+    """Return uses of names of FSDP2's records."""
     return names_of(set(FSDP2_NAMES.split()), text)
 
 
 def te_names(text: str) -> list[str]:
-    """Uses of private names of TE."""
+    """Return uses of private names of TE."""
     return names_of({*TE_NAMES.split(), *TE_CLASSES}, text)
 
 
 def patches(text: str) -> list[str]:
-    """Assignments to attributes that te_fsdp replaces in TE or FSDP2."""
+    """Return assignments to attributes that te_fsdp replaces in TE or FSDP2."""
     targets = []
     for node in nodes(text):
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
@@ -243,13 +243,13 @@ def names_of_other_files(text: str) -> list[str]:
 
 
 def root_imports(text: str) -> list[str]:
-    """Absolute imports of te_fsdp other than of its emulation."""
+    """Return the absolute imports of te_fsdp other than of its emulation."""
     names = [(line, name) for line, name in imported(text) if name.split(".")[0] == "te_fsdp"]
     return [f"line {line}: {name}" for line, name in names if not f"{name}.".startswith("te_fsdp.emulation.")]
 
 
 def root_logger_uses(text: str) -> list[str]:
-    """Calls that log through, or configure, the root logger."""
+    """Return calls that log through, or configure, the root logger."""
     functions = ("debug", "info", "warning", "error", "exception", "critical", "log", "basicConfig")
     calls = [node for node in nodes(text) if isinstance(node, ast.Call)]
     names = [(node.lineno, dotted(node.func) or "", node.args) for node in calls]
@@ -262,13 +262,13 @@ def root_logger_uses(text: str) -> list[str]:
 
 
 def streams_of_any_device(text: str) -> list[str]:
-    """Uses of streams of torch.accelerator, which do not wait for events of torch.cuda (torch 2.11)."""
+    """Return uses of streams of torch.accelerator, which do not wait for events of torch.cuda (torch 2.11)."""
     names = [(node.lineno, dotted(node)) for node in nodes(text) if isinstance(node, ast.Attribute)]
     return [f"line {line}: {name}" for line, name in names if name in STREAMS_OF_ANY_DEVICE]
 
 
 def circle(texts: dict[str, str]) -> list[str]:
-    """Files that import each other, by module names. Imports in functions count, those for type checkers do not."""
+    """Return files that import each other, by module names. Imports in functions count, typing imports do not."""
 
     def names(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -320,7 +320,7 @@ RULES = {
 
 @functools.cache
 def offences() -> dict[Callable[[str], list[str]], list[str]]:
-    """Of every file, by rule: each source is parsed once."""
+    """Return the offences of every file, by rule: each source is parsed once."""
     results: dict[Callable[[str], list[str]], list[str]] = {rule: [] for rule in RULES}
     wanted = {rule: {*paths} for rule, paths in RULES.items()}
     for path in EVERYWHERE + PAGES:
@@ -445,10 +445,10 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 @pytest.mark.parametrize(
     ("rule", "text", "count"),
     [
-        (too_long, "x = 1\n" * (MAX_FILE_LINES + 1), 1),
-        (too_long, "x = 1\n" * MAX_FILE_LINES, 0),
-        (too_long, LONG_FUNCTION, 1),
-        (too_long, LONG_FUNCTION.replace("    x = 1\n", "", 1), 0),
+        pytest.param(too_long, "x = 1\n" * (MAX_FILE_LINES + 1), 1, id="long file"),
+        pytest.param(too_long, "x = 1\n" * MAX_FILE_LINES, 0, id="longest file"),
+        pytest.param(too_long, LONG_FUNCTION, 1, id="long function"),
+        pytest.param(too_long, LONG_FUNCTION.replace("    x = 1\n", "", 1), 0, id="longest function"),
         (joined_subjects, '"""Two commands."""\nx = "this and that"\n', 0),
         (joined_subjects, '"""Checks of a forward and a backward.\n\nText.\n"""\n', 1),
         (joined_subjects, "x = 1\n", 1),

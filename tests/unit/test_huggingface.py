@@ -76,7 +76,7 @@ def build(te: Any, original: nn.Module, layer: str) -> tuple[TeModel, hf.TeBlock
 
 
 def fill(model: nn.Module, tensors: Any) -> nn.Module:
-    """Entries that load_state_dict does not find are pickles and frequencies, not parameters."""
+    """Fill entries that load_state_dict does not find, if they are pickles or frequencies, not parameters."""
     outcome = model.load_state_dict(dict(tensors), strict=False)
     assert not outcome.unexpected_keys
     assert all(key.endswith(("_extra_state", "inv_freq")) for key in outcome.missing_keys), outcome

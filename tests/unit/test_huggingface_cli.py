@@ -39,12 +39,12 @@ CONFIG = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Hugging Face model's folder, in bf16."""
+    """Return a Hugging Face model's folder, in bf16."""
     return write_model(tmp_path / "model", CONFIG)
 
 
 def write_model(path: Path, config: dict[str, Any]) -> Path:
-    """Random weights, in several files."""
+    """Write random weights in several files."""
     path.mkdir()
     shapes = hf.WeightMap.build(config).shapes(te=False)
     if config["tie_word_embeddings"]:

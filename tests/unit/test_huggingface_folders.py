@@ -29,7 +29,7 @@ def tensors(seed: int) -> dict[str, InMemory]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with one file, of seed 0."""
+    """Return a folder with one file, of seed 0."""
     result = tmp_path / "model"
     result.mkdir()
     write_folder(result, tensors(0), {}, lambda _: None, 10**9)

@@ -22,7 +22,7 @@ Change = Callable[[Any, TeModel], None]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folders of small models, by name and changed options."""
+    """Return folders of small models, by name and changed options."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     made: dict[str, Path] = {}
 
@@ -43,12 +43,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All that the files hold."""
+    """Return all tensors of the files."""
     return {name: lazy.full() for name, lazy in open_safetensors(folder)[0].items()}
 
 
 def model(te: Any, folder: Path, change: Change | None = None, **layers: Any) -> TeModel:
-    """The TransformerEngine model of a folder, changed."""
+    """Return the TransformerEngine model of a folder, changed."""
     made = TeModel(te, hf.read_config(folder), fuse_qkv_params=True, **layers).eval()
     if change is not None:
         change(te, made)
@@ -92,12 +92,12 @@ def tie(te: Any, made: TeModel) -> None:
 
 
 def turn(te: Any, made: TeModel) -> None:
-    """A rotary embedding with changed values."""
+    """Return a rotary embedding with changed values."""
     made.rotary.inv_freq.mul_(0.25)
 
 
 def turn_half(te: Any, made: TeModel) -> None:
-    """A rotary embedding of half of a head."""
+    """Return a rotary embedding of half of a head."""
     about = made.a.te_rotary_kwargs()
     made.rotary = te.attention.RotaryPositionEmbedding(**about, rotary_percent=0.5)
 

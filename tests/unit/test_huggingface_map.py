@@ -234,9 +234,9 @@ def test_all_missing_unexpected_and_misshaped_tensors_are_named_at_once():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (torch.zeros(10, 8, dtype=torch.int8), "int8"),
-        (torch.zeros(10, 8).to(torch.float8_e4m3fn), "float8_e4m3fn"),
-        (torch.zeros(10, 8, device="meta"), "a meta tensor"),
+        pytest.param(torch.zeros(10, 8, dtype=torch.int8), "int8", id="int8"),
+        pytest.param(torch.zeros(10, 8).to(torch.float8_e4m3fn), "float8_e4m3fn", id="float8"),
+        pytest.param(torch.zeros(10, 8, device="meta"), "a meta tensor", id="meta"),
     ],
 )
 def test_tensors_that_are_not_plain_are_rejected(value, text):
@@ -267,13 +267,19 @@ def test_tied_weights_that_differ_are_rejected():
         ({**GPT2, "activation_function": "gelu", "scale_attn_weights": False}, None, None, "'gelu'.*; scale_attn"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, None, None, "quantization_config is"),
         ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True}, None, None, "use_sliding_window is True"),
-        ({**LLAMA, "layer_types": ["full_attention"]}, None, None, "of another number of layers"),
-        ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, None, None, "others than full_attention"),
+        ({**LLAMA, "layer_types": ["full_attention"]}, None, None, "a different number of layers"),
+        ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, None, None, "other than full_attention"),
         ({**LLAMA, "decoder_sparse_step": 2}, None, None, "decoder_sparse_step is 2, supported: None, 1"),
         ({**LLAMA, "mlp_only_layers": [0]}, None, None, r"mlp_only_layers is \[0\], supported"),
         ({**LLAMA, "use_bidirectional_attention": True}, None, None, "use_bidirectional_attention is True"),
         ({**LLAMA, "num_key_value_heads": 3}, None, None, "4 query heads for 3 key heads"),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, None, None, "hidden_size is missing"),
+    ],
+    ids=[
+        "GPT-2 without bias", "no head", "model type", "activation", "two settings",
+        "quantized", "sliding window", "number of layers",
+        "layer types", "sparse step", "MLP layers", "bidirectional",
+        "key heads", "missing size",
     ],
 )  # fmt: skip
 def test_unsupported_models_are_rejected(config, blocks, names, text):
@@ -389,7 +395,7 @@ def test_invalid_config_values_raise_checkpoint_error(name: str) -> None:
 
 
 def hf_name(kind: str) -> str:
-    """``model_type`` of a configuration's class."""
+    """Return ``model_type`` of a configuration's class."""
     words = re.findall("[A-Z][a-z]+[0-9]*|[A-Z]+[0-9]+", kind.removesuffix("Config"))
     return "gpt2" if words[0].startswith("GPT") else "_".join(words).lower()
 

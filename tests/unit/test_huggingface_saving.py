@@ -16,7 +16,7 @@ from te_fsdp.errors import CheckpointError
 
 
 def told(shape, *places, dtype=torch.float32):
-    """A rank's description of a tensor of which it has rectangles."""
+    """Return a rank's description of a tensor of which it has rectangles."""
     return Share(shape, torch.bfloat16, dtype, places)
 
 
@@ -43,7 +43,7 @@ def test_every_element_is_written_by_one_rank():
     with pytest.raises(CheckpointError, match=r"the pieces of a \(32 of 32 elements\)"):
         holders([*seen[:3], {"a": told((8, 4), ((5, 0), (2, 4)))}])
     other = {"a": told((8, 4), ((6, 0), (2, 4)), dtype=torch.bfloat16)}
-    with pytest.raises(CheckpointError, match=r"a: of another kind on rank 3"):
+    with pytest.raises(CheckpointError, match=r"a: of a different kind on rank 3"):
         holders([*seen[:3], other])
     nothing = {"a": told((8, 4), dtype=torch.bfloat16)}  # no element, and so no main weight
     assert describe_shares([nothing, *seen])["a"][2] == torch.float32

@@ -19,7 +19,7 @@ BLOCKS = ((1, 1), (1, 32), (32, 1), (1, 16), (16, 1), (1, 2), (2, 1), (128, 128)
 
 @st.composite
 def quantized_cuts(draw: st.DrawFn) -> Cut:
-    """A 2-D weight of full blocks of 128 x 128 and any axes that can shard it; a shard may split blocks."""
+    """Return a 2-D weight of full blocks of 128 x 128 and any axes that can shard it; a shard may split blocks."""
     cut = draw(cuts(ndim=2))
     return replace(cut, shape=tuple(128 * size for size in cut.shape))
 

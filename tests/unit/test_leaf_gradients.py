@@ -32,7 +32,7 @@ def _plain(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
 
 
 def _again(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
-    """Another backward adds to the gradients, and one node gets a leaf twice."""
+    """Run another backward, which adds to the gradients, with one node that gets a leaf twice."""
     _plain(one, two)
     sum(_Twice.apply(one, one)).sum().backward()
     return []
@@ -61,7 +61,7 @@ def _frozen(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
 
 
 def _frozen_later(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
-    """A leaf that is frozen between forward and backward."""
+    """Freeze a leaf between forward and backward."""
     total = sum(_Twice.apply(one, two)).sum()
     two.requires_grad_(False)
     total.backward()
@@ -69,7 +69,7 @@ def _frozen_later(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
 
 
 def _derived(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
-    """A tensor that is not a leaf, and a graph of the gradients."""
+    """Return a tensor that is not a leaf, and a graph of the gradients."""
     sum(_Twice.apply(one * 3, two)).sum().backward(create_graph=True)
     return [one.grad.requires_grad if one.grad is not None else None]
 

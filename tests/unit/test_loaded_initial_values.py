@@ -32,7 +32,7 @@ def build(te, seed, single, sharded, quantized=True):
 
 @pytest.fixture
 def group():
-    """Ends the process group of one rank that `Meshes.build` starts."""
+    """End the process group of one rank that `Meshes.build` starts."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -24,7 +24,7 @@ def build(**sizes) -> Meshes:
 
 
 def ranks(mesh: DeviceMesh | None) -> list | None:
-    """The ranks of a mesh, nested as its axes are."""
+    """Return the ranks of a mesh, nested as its axes are."""
     return None if mesh is None else mesh.mesh.tolist()
 
 

@@ -24,7 +24,7 @@ def placed(sizes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
 
 
 def same(sizes: tuple[int, ...], rank: int, free: str) -> list[int]:
-    """Ranks that differ from `rank` on the axes of `free` at most."""
+    """Return ranks that differ from `rank` on the axes of `free` at most."""
     of, fixed = placed(sizes), [i for i, axis in enumerate(ALL_AXES) if axis not in free.split()]
     return [r for r in of if all(of[r][i] == of[rank][i] for i in fixed)]
 

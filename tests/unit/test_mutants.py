@@ -33,7 +33,7 @@ def test_every_row_matches_the_sources():
 
 
 def _undefined(source: str) -> set[str]:
-    """Names that a module's code reads and does not define."""
+    """Return names that a module's code reads and does not define."""
     top = symtable.symtable(source, "module", "exec")
     defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
     read, tables = set[str](), [top]
@@ -87,7 +87,7 @@ def test_forked_runs_distinguish_killed_and_survived(tree):
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch, python):
-    """A tree with one module and one test of it, and a way to make a row."""
+    """Return a tree with one module and one test of it, and a way to make a row."""
     monkeypatch.setattr(sys, "executable", python)
     (tmp_path / "double.py").write_text("def double(x):\n    return 2 * x\n")
     (tmp_path / "test_double.py").write_text(

@@ -64,7 +64,7 @@ def test_two_older_versions_are_tested() -> None:
     assert VERSIONS == ["a0e77c7", "b52647e"]
 
 
-def test_older_checkpoint_loads_with_the_same_bits(te: Any, old: Path) -> None:
+def test_older_checkpoint_loads_bitwise_equal(te: Any, old: Path) -> None:
     """A checkpoint of 4 ranks loads in one process: weights, main weights and moments as the old version read them."""
     expected = json.loads((old / "digests.json").read_text())
     model = build()
@@ -81,7 +81,7 @@ def test_older_checkpoint_loads_with_the_same_bits(te: Any, old: Path) -> None:
     assert states == expected["optimizer"]
 
 
-def test_older_plain_dcp_loads_with_the_same_bits(te: Any, old: Path) -> None:
+def test_older_plain_dcp_loads_bitwise_equal(te: Any, old: Path) -> None:
     """Plain DCP of the old version loads through ``te_fsdp.checkpoint.load``, and by DCP if torch finds the keys."""
     expected = json.loads((old / "digests.json").read_text())["parameters"]
     model = build()

@@ -80,8 +80,8 @@ def test_untested_versions_are_logged_once(caplog):
         == []
     )
     assert versions.untested("2.16.0", "3.0.0") == [
-        "torch 2.16.0 is newer than what te_fsdp was tested with (2.11 to 2.15).",
-        "TransformerEngine 3.0.0 is newer than what te_fsdp was tested with (2.18 to 2.20).",
+        "torch 2.16.0 is newer than the tested versions (2.11 to 2.15).",
+        "TransformerEngine 3.0.0 is newer than the tested versions (2.18 to 2.20).",
     ]
     versions.warn_if_untested.cache_clear()
     with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", "te_fsdp"):
@@ -196,7 +196,7 @@ IMPORTED_AS = {"transformer-engine": "transformer_engine", "zlib-ng": "zlib_ng"}
 
 
 def imports(text: str) -> set[str]:
-    """Modules that a source imports from elsewhere, by their dotted names."""
+    """Return modules that a source imports from elsewhere, by their dotted names."""
     results: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -232,7 +232,7 @@ def test_lint_does_not_require_optional_frameworks():
 
 
 def commands(text: str) -> list[str]:
-    """Targets of make that a script runs, in order."""
+    """Return targets of make that a script runs, in order."""
     return re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE)
 
 

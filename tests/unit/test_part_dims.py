@@ -15,12 +15,12 @@ WEIGHT = torch.zeros(4, 8, 3)  # (experts, out, in), whose rows are dim 1
 @pytest.mark.parametrize(
     ("index", "dims"),
     [
-        ((0, slice(2, None)), {0, 1}),
-        (0, {0}),
-        (slice(None), set()),
-        ((slice(None), 5), {1}),
-        ((Ellipsis, 1), {2}),
-        ((None, slice(None), 2), {1}),
+        pytest.param((0, slice(2, None)), {0, 1}, id="expert and rows"),
+        pytest.param(0, {0}, id="expert"),
+        pytest.param(slice(None), set(), id="all"),
+        pytest.param((slice(None), 5), {1}, id="row of each"),
+        pytest.param((Ellipsis, 1), {2}, id="last dim"),
+        pytest.param((None, slice(None), 2), {1}, id="new dim"),
     ],
 )
 def test_part_dims_of_indexing(index: Any, dims: set[int]) -> None:

@@ -71,7 +71,7 @@ PER_HEAD = ("q_norm.weight", "k_norm.weight")
 
 @pytest.fixture
 def build(te, fake_world):
-    """Builds a case at a tensor-parallel size, on the device, as rank 0."""
+    """Build a case at a tensor-parallel size, on the device, as rank 0."""
     fake_world(TP)
     group = torch.distributed.new_group([0, 1])
 

@@ -288,7 +288,7 @@ def test_stacked_weights_require_full_blocks():
 
 
 def part(te, name: str):
-    """A quantizer of one format, as the factory of a custom recipe makes it."""
+    """Return a quantizer of one format, as the factory of a custom recipe makes it."""
     import transformer_engine_torch as tex
 
     kind = tex.DType.kFloat8E4M3

@@ -109,7 +109,7 @@ def _up(value: int, unit: int) -> int:
 
 
 def quantized_bytes(fmt: str, rows: int, columns: int) -> int:
-    """Bytes of a quantized weight on architecture 10.0: data and scales of both directions, scales padded."""
+    """Return bytes of a quantized weight on architecture 10.0: data and scales of both directions, scales padded."""
     if fmt == "float8":  # one direction and one fp32 scale: 10.0 multiplies without a transpose
         return rows * columns + 4
     if fmt == "mxfp8":  # a byte of scale per 32 values; padded to 128 x 4
@@ -169,7 +169,7 @@ gathers of the root: nccl (transport='auto' takes copy_engine on GPUs)
 
 
 def in_ascii(table: str) -> str:
-    """A printed table with its box-drawing characters replaced."""
+    """Return a printed table with its box-drawing characters replaced."""
     return "".join(c if c.isascii() else "+" for c in table.translate(BOXES))
 
 

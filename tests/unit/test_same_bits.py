@@ -37,13 +37,13 @@ def test_case_names_are_unique():
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("module", cases.MODULES),
-        ("strategy", cases.STRATEGIES),
-        ("loop", cases.LOOPS),
-        ("optimizer", cases.OPTIMIZERS),
-        ("mesh", cases.MESHES),
-        ("outer", ("no_shard", "optim")),
-        ("sequence_parallel", (True, False)),
+        pytest.param("module", cases.MODULES, id="module"),
+        pytest.param("strategy", cases.STRATEGIES, id="strategy"),
+        pytest.param("loop", cases.LOOPS, id="loop"),
+        pytest.param("optimizer", cases.OPTIMIZERS, id="optimizer"),
+        pytest.param("mesh", cases.MESHES, id="mesh"),
+        pytest.param("outer", ("no_shard", "optim"), id="outer"),
+        pytest.param("sequence_parallel", (True, False), id="sequence_parallel"),
     ],
 )
 def test_every_option_value_has_a_case(field, values):

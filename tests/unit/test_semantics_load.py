@@ -120,7 +120,7 @@ class Each(nn.Module):
 
 
 def named(te: Any, *, names: str, each: bool = False) -> nn.Module:
-    """The same modules under the same names, in an order."""
+    """Return the same modules under the same names, in an order."""
     made = {"linear": nn.Linear(32, 32), "tanh": nn.Tanh(), "gelu": nn.GELU()}
     parts = {name: made[name] for name in names.split()}
     return Each(parts) if each else nn.Sequential(OrderedDict(parts))

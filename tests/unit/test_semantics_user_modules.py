@@ -40,7 +40,7 @@ class Gelu(nn.Module):
     """A function of no attributes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A module that differs only by class."""
+        """Run a module that differs only by class."""
         return F.gelu(x)
 
 
@@ -48,7 +48,7 @@ class Silu(Gelu):
     """Another one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A module that differs only by class."""
+        """Run a module that differs only by class."""
         return F.silu(x)
 
 
@@ -67,11 +67,11 @@ class Times:
         self.factor = factor
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The product."""
+        """Return the product."""
         return x * self.factor
 
     def other(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum."""
+        """Return the sum."""
         return x + self.factor
 
 
@@ -115,7 +115,7 @@ def test_load_rejects_a_different_function(tmp_path: Path, name: str) -> None:
 
 
 def with_default(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of one name and text, whatever its default."""
+    """Return a function of one name and text, whatever its default."""
 
     def times(x: torch.Tensor, factor: float = factor) -> torch.Tensor:
         return x * factor
@@ -198,7 +198,7 @@ def test_numpy_numbers_are_recorded_as_settings(tmp_path: Path, make: Callable[[
 
 
 def shared(order: list[int]) -> nn.Module:
-    """Layers of which some are the same."""
+    """Return layers of which some are the same."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     return nn.ModuleList(layers[n] for n in order)
 

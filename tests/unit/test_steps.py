@@ -47,7 +47,7 @@ def test_step_functions_are_in_the_documented_order():
     )
     assert _names(components.AFTER_STEP) == [
         "refresh_quantized",
-        "count_versions",
+        "increment_versions",
         "record_weight_versions",  # after that has counted
         "reshard_units",
         "undo_preparations",
@@ -64,7 +64,7 @@ def test_step_functions_of_a_bound_model_are_a_subsequence(when):
 
 
 def _does(documented):
-    """First sentence of a docstring, as the page prints it."""
+    """Return first sentence of a docstring, as the page prints it."""
     does = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", (documented.__doc__ or "").splitlines()[0])
     return re.split(r"(?<=\.) |\.$| \(\[Note", does.replace("``", "`"))[0].rstrip(".")
 
@@ -174,7 +174,7 @@ def test_names_on_the_internals_page_exist():
 
 
 def check_list():
-    """One line for each level and error: its checks, with the ranks that communicate."""
+    """Return one line for each level and error: its checks, with the ranks that communicate."""
     results = {}
     for level in LEVELS:
         for check in CHECKS:

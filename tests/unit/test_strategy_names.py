@@ -77,7 +77,7 @@ def test_names_of_hybrid_strategies_suggest_a_mesh(word):
     assert ("outer_strategy='optim'" in str(caught.value)) == (word == "hfsdp")
 
 
-@pytest.mark.parametrize("word", ["bananas", "", 7, object(), "x"])
+@pytest.mark.parametrize("word", ["bananas", "", 7, pytest.param(object(), id="object"), "x"])
 def test_unknown_strategy_gets_no_suggestion(word):
     """Values that are not similar to a name get no suggestion."""
     with pytest.raises(PlacementError, match=r"Fix: use one of these, or leave strategy out\.$"):
@@ -121,7 +121,7 @@ def test_suggest_finds_similar_names():
     assert suggest("data", ("dp_shard", "tp"), {"data": "dp_shard"}) == "dp_shard"
 
 
-@pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
+@pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=repr)
 def test_cpu_offload_policy_is_rejected_before_changes(fake_world, policy):
     fake_world(1)
     meshes, model = te_fsdp.Meshes.build(device_type="cpu"), torch.nn.Linear(4, 4, device="meta")

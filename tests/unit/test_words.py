@@ -38,7 +38,7 @@ OPENING = re.compile(r"(What|Who|Whose|Of which|That which|Those that|Which of) 
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, text) of each line of prose of a file, without quoted code."""
+    """Yield (line number, text) of each line of prose of a file, without quoted code."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         is_code = False
@@ -52,7 +52,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
-    """(line number, text) of comments, and of strings with a space in them."""
+    """Yield (line number, text) of comments, and of strings with a space in them."""
     accepted = "words: ok"
     # Python 3.12 splits f-strings into tokens, whose text parts have their own type.
     strings = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
@@ -65,7 +65,7 @@ def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def private_words(path: Path) -> list[str]:
-    """Line, word and replacement of every word of a file that the table lists."""
+    """Return line, word and replacement of every word of a file that the table lists."""
     results = []
     for number, text in prose(path):
         for pattern, instead in PATTERNS.items():
@@ -76,7 +76,7 @@ def private_words(path: Path) -> list[str]:
 
 
 def files() -> list[Path]:
-    """Files in Git that the rule covers."""
+    """Return files in Git that the rule covers."""
     listed = subprocess.run(
         ["git", "ls-files"],
         cwd=ROOT,

@@ -150,15 +150,15 @@ def refuse_scrambled(contents: Contents) -> None:
         raise CheckpointError(
             f"{contents.source}: {len(cut)} weight(s) in pieces of tensor parallelism: {shorten(cut, 3)}",
             expected="rows as in the unsharded module",
-            got="those of fused and gated weights rank by rank, and nothing that tells which weights these are",
+            got="those of fused and gated weights rank by rank, without a record of which weights these are",
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
 
 
 def check_written(target: Path, contents: Contents) -> None:
-    """Open what was written from ``contents``, and remove it if it cannot be read or has different tensors.
+    """Raise CheckpointError, and remove ``target``, if it is unreadable or has other tensors than ``contents``.
 
-    CheckpointError then. Compares names, dtypes and shapes, not values. Local operation.
+    Compares names, dtypes and shapes, not values. Local operation.
     """
 
     def tensors_of(contents: Contents) -> dict[str, str]:
@@ -175,7 +175,7 @@ def check_written(target: Path, contents: Contents) -> None:
         remove(target)
         name = differing[0]
         raise CheckpointError(
-            f"{target}: {len(differing)} tensor(s) differ from what was to be written: {shorten(differing, 3)}",
+            f"{target}: {len(differing)} tensor(s) differ from the source: {shorten(differing, 3)}",
             expected=f"{name}: {expected.get(name, 'absent')}",
             got=written.get(name, "absent"),
             why="The target was opened again after it was written, and removed",
@@ -216,7 +216,7 @@ def transformed(
             got="a file without them, as te-fsdp ckpt convert --quantized keep writes with torch.save",
             fix="convert the checkpoint itself, or a safetensors copy of it",
         )
-    # A copy of what changes below. The listed files are those of the source.
+    # A copy, because it is changed below. The listed files are those of the source.
     manifest = replace(contents.manifest, parameters=dict(contents.manifest.parameters), files={})
     tensors = {k: t for k, t in contents.tensors.items() if not k.startswith("model.")}
     sources: dict[str, str] = {}
@@ -340,10 +340,10 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
 class Difference:
     """One tensor that differs between two checkpoints."""
 
-    name: str  #: Of the parameter or buffer, or the key of optimizer state and the like
+    name: str  #: Name of the parameter or buffer, or the key of optimizer state
     kind: str  #: ``"only in A"``, ``"only in B"``, ``"shape"``, ``"dtype"``, ``"format"``, or ``"values"``, as follows
     detail: str = ""
-    elements: int = 0  #: Number of them beyond the tolerance
+    elements: int = 0  #: Number of elements beyond the tolerance
     max_abs: float = 0.0  #: Infinite if one of the two is NaN
     max_rel: float = 0.0  #: Relative to the larger magnitude
 
@@ -355,8 +355,8 @@ class Report:
     differences: list[Difference] = field(default_factory=list)
     #: Differences of options, ``extra`` and the settings of modules, as texts.
     others: list[str] = field(default_factory=list)
-    compared: int = 0  #: Tensors whose values were compared
-    equal: int = 0  #: Of these, those within the tolerance
+    compared: int = 0  #: Number of tensors whose values were compared
+    equal: int = 0  #: Number of compared tensors within the tolerance
 
     def is_same(self, *, strict: bool = False) -> bool:
         """Return whether nothing differs. Dtypes and formats, whose values may be equal, count if ``strict``."""

@@ -218,9 +218,9 @@ def values_for_huggingface(
     ]
     if problems:
         raise CheckpointError(
-            f"{contents.source}: another model than {like} describes: {', '.join(problems)}",
+            f"{contents.source}: not the model that {like} describes: {', '.join(problems)}",
             why="Nothing was written",
-            fix="take the config.json of this model; where options were given, those of its layers",
+            fix="take the config.json of this model; if options were given, those of its layers",
         )
     return weights.lazily({name: contents.value(name) for name in contents.names}, to_te=False)
 

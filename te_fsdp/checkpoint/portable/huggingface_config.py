@@ -26,8 +26,8 @@ from te_fsdp.errors import CheckpointError
 class Experts:
     """The mixture of experts in each of a model's layers."""
 
-    count: int  #: Of a layer
-    ffn: int  #: Width inside one
+    count: int  #: Number of experts of a layer
+    ffn: int  #: Width inside an expert
     #: Width inside the expert that all tokens pass, whose output has a gate; 0: there is none
     shared_ffn: int = 0
 
@@ -58,10 +58,10 @@ class Architecture:
     embedding_scale: float = 1.0  #: Factor of the embeddings before the first layer
     experts: Experts | None = None  #: The layers' experts, if any
     rope_theta: float = 10000.0  #: Base of the rotary embedding
-    rope_scaling: Mapping[str, Any] | None = None  #: Its further settings; ``None`` for the plain one
+    rope_scaling: Mapping[str, Any] | None = None  #: Its scaling; ``None`` for the plain one
     window: int | None = None  #: Positions that a token attends to, itself included; ``None``: all before it
-    attention_dropout: float = 0.0  #: Of attention probabilities
-    hidden_dropout: float = 0.0  #: Of the branches' outputs
+    attention_dropout: float = 0.0  #: Dropout of attention probabilities
+    hidden_dropout: float = 0.0  #: Dropout of the branches' outputs
 
     def te_attention_kwargs(self) -> dict[str, Any]:
         """Return arguments of ``te.MultiheadAttention`` for the attention of a layer, including its norm."""
@@ -150,7 +150,7 @@ class _Family(NamedTuple):
     #: Keys of the number of experts and of their width, and of the shared expert's
     experts: tuple[str, ...] = ()
     windowed: bool = False  #: Whether the layers have the window, if there is one
-    keys: Mapping[str, str] = {}  #: Keys of ``config.json`` by Llama's names, where they differ
+    keys: Mapping[str, str] = {}  #: Keys of ``config.json`` by Llama's names, if they differ
 
     def get(self, entries: Mapping[str, Any], key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
         """Return the value of Llama's key, or ``default`` for ``null``; raise ValueError for a missing or other one."""
@@ -188,7 +188,7 @@ FAMILIES = {
     "qwen3_moe": _Family(
         {"num_key_value_heads": 4}, {"qk_norm": True}, experts=("num_experts", "moe_intermediate_size")
     ),
-    # Old files of Gemma say "gelu" and mean the approximation by tanh, as transformers knows.
+    # Old files of Gemma contain "gelu" for the approximation by tanh. transformers reads them in the same way.
     "gemma": _Family(
         {"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256},
         {"activation": "geglu", "zero_centered": True}, (*_TANH, "gelu"),
@@ -321,7 +321,7 @@ def _architecture(entries: Mapping[str, Any], family: _Family, model_type: str) 
     gpt2 = family.always.get("style") == "gpt2"
     attention = "sliding_attention" if family.windowed else "full_attention"
     if entries.get("layer_types") not in (None, [attention] * layers):
-        raise ValueError(f"layer_types has others than {attention}, or of another number of layers")
+        raise ValueError(f"layer_types has types other than {attention}, or a different number of layers")
     # If both exist, transformers takes the older key.
     rope = get("rope_scaling", _OBJECT, None) or get("rope_parameters", _OBJECT, None) or {}
     theta = family.get({**entries, **rope}, "rope_theta", _NUMBER, 10000.0)

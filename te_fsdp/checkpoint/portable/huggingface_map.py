@@ -67,7 +67,7 @@ class Form:
 
     names: tuple[str, ...]
     transposed: bool = False  #: Matrices are stored as ``(in, out)``
-    zero_centered: bool = False  #: Stored is the part minus one
+    zero_centered: bool = False  #: Whether the stored values are the part minus one
     #: Number of attention groups whose rows are interleaved under one name: for each group the rows of every part
     groups: int = 1
     #: Layout in a checkpoint: stacked if te_fsdp shards the parts separately, grouped for experts
@@ -261,7 +261,10 @@ class _Tables:
         shapes: Sequence[Shape],
         biases: Sequence[bool] = (False, False),
     ) -> Iterator[Group]:
-        """Yield projections that are one module of TE: ``*`` is weight or bias; ``biases``: on each side."""
+        """Yield the weight group and the bias group of projections that are one module of TE.
+
+        ``*`` in names stands for weight or bias. ``biases``: whether Hugging Face's and TE's modules have biases.
+        """
 
         def named(form: Form, kind: str) -> Form:
             return replace(form, names=tuple(name.replace("*", kind) for name in form.names))
@@ -424,7 +427,7 @@ def _check(
     if problems:
         raise CheckpointError(
             f"tensors that do not fit the map: {'. '.join(problems[:20])}",
-            why="Every tensor must be known, so that none is lost",
+            why="A tensor that the map omits would be lost",
             fix=fix,
         )
 

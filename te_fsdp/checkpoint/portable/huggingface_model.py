@@ -94,7 +94,7 @@ def describe_model(model: nn.Module) -> ModelDescription:
 
 
 def known_blocks(blocks: TeBlocks, model: ModelDescription, names: TeNames) -> TeBlocks:
-    """Return the options of a model's layers, all known: from the model, else from ``blocks``."""
+    """Return the options of a model's layers, none of them unset: from the model, else from ``blocks``."""
     parameters, recorded, _ = model
     _check_names(parameters, names)
     attention = names.layer.format(layer=0) + names.attention

@@ -71,7 +71,7 @@ def iter_weights(
     """Iterate over a model's weights as the Hugging Face model's tensors: pairs of a name and an unsharded tensor.
 
     The result is an iterator. It is collective over the world: iterate on all ranks, to the end, between steps. Each
-    bucket is one broadcast from each rank that stores a part of it (one send where ``receiver`` is given), over the
+    bucket is one broadcast from each rank that stores a part of it (one send if ``receiver`` is given), over the
     default process group on the model's device.
 
     Args:
@@ -83,7 +83,7 @@ def iter_weights(
         format: ``"native"`` keeps each parameter's high-precision dtype. ``"bf16"`` converts to bf16. ``"fp8-block"``
             yields ``weight`` in float8_e4m3fn and ``weight_scale_inv`` in fp32, one per 128 x 128 block, for the
             linear layers, and bf16 for all else. Weights under ``Float8BlockScaling`` keep their bytes and scales
-            where blocks fit; other weights are quantized once.
+            if blocks fit; other weights are quantized once.
         receiver: Global rank that receives the tensors; the others get ``None`` for each. Several ranks receive one
             bucket each in turn. ``None``: all ranks receive all tensors.
         bucket_bytes: Limit in bytes of a receiver's allocations beyond training's memory. A group of weights that
@@ -375,7 +375,7 @@ def save_huggingface(
         max_file_bytes: Size after which another file is started.
 
     Raises:
-        CheckpointError: ``path`` exists; an unsupported model, or another one than ``config`` describes; ranks that do
+        CheckpointError: ``path`` exists; an unsupported model, or not the one that ``config`` describes; ranks that do
             not have every element; files that cannot be written. The same on all ranks, and no folder appears.
         OrderError: An optimizer of other parameters.
     """

@@ -46,8 +46,8 @@ class Share(NamedTuple):
     """A rank's part of one tensor of the unsharded model."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype  #: Of the parameter
-    values: torch.dtype  #: Of what is sent
+    dtype: torch.dtype  #: Dtype of the parameter
+    values: torch.dtype  #: Dtype of the sent values
     #: Offsets of each piece, and its values, which are read when they are sent; in messages its shape
     pieces: Sequence[tuple[tuple[int, ...], Any]] = ()
     is_component: bool = False  #: Whether these are FP8 bytes or scales (:func:`block_shares`)
@@ -129,7 +129,7 @@ def describe_shares(by_rank: Sequence[Mapping[str, Share]]) -> dict[str, Share]:
             # A rank without elements may have no main weight either.
             if share.pieces and result.setdefault(name, kind) != kind:
                 raise CheckpointError(
-                    f"{name}: of another kind on rank {number}",
+                    f"{name}: of a different kind on rank {number}",
                     expected=f"shape, dtype and dtype of the main weight {tuple(result[name][:3])}",
                     got=tuple(kind[:3]),
                     fix="build and train the same model, with the same optimizer, on all ranks",
@@ -243,8 +243,8 @@ def repack(group: Group, tensors: Mapping[str, torch.Tensor], block: int) -> dic
 class SentPiece(NamedTuple):
     """A rectangle that one rank sends."""
 
-    holder: int  #: Its global rank
-    number: int  #: Among the pieces of all tensors that the holder sends
+    holder: int  #: Global rank that sends it
+    number: int  #: Index among the pieces of all tensors that the holder sends
     tensor: str  #: Name in :attr:`TransferPlan.described`
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -254,7 +254,7 @@ class TransferPlan(NamedTuple):
     """Every tensor of the unsharded model as the ranks send it; the same on all ranks, except ``own``."""
 
     described: dict[str, Share]  #: By name in the unsharded model, or of FP8 bytes and scales
-    pieces: dict[str, list[SentPiece]]  #: Of the tensors that are sent, by name
+    pieces: dict[str, list[SentPiece]]  #: Pieces of each sent tensor, by name
     exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
     own: dict[str, list[Lazy]]  #: This rank's pieces of the tensors, in the order of their numbers
 
@@ -282,7 +282,7 @@ def shares_to_write(
 def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:
     """Raise CheckpointError for problems of a model and its map. Local operation.
 
-    Adds weights where tensor parallelism shards two blocks as one to ``problems``: each rank then has rows of gate and
+    Adds weights if tensor parallelism shards two blocks as one to ``problems``: each rank then has rows of gate and
     up that differ from the unsharded model's.
     """
     forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
@@ -313,7 +313,7 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
     ``shares`` may have FP8 bytes and scales of weights in addition to their values.
     """
     by_rank = gather({name: share.about for name, share in shares.items()})
-    # Bytes are sent where every rank with a part of the weight has them in whole blocks, for all weights of a group.
+    # Bytes are sent if every rank with a part of the weight has them in whole blocks, for all weights of a group.
     stored = [
         {n for n, share in own.items() if any(math.prod(sizes) for _, sizes in share.pieces)}
         for own in by_rank

@@ -1,6 +1,6 @@
 """Translation of Megatron-FSDP's arguments to te_fsdp's.
 
-Source: the documentation of megatron-fsdp 0.6.1, or its behavior where the documentation does not specify it.
+Source: the documentation of megatron-fsdp 0.6.1, or its behavior if the documentation does not specify it.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ class FSDPDistributedIndex:
         except (KeyError, RuntimeError, ValueError) as error:
             raise MeshError(
                 f"FSDPDistributedIndex.get_submesh({mesh_dim_names!r}, {is_expert_parallel=})",
-                expected=f"axes of {getattr(mesh, 'mesh_dim_names', None)}, or flattened ones of that mesh",
+                expected=f"axes of {getattr(mesh, 'mesh_dim_names', None)}, or flattened axes of that mesh",
                 got=str(error),
                 fix="give the mesh an axis of size 1 for each missing axis, including tp_dim",
             ) from error

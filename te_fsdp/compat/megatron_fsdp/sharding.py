@@ -332,7 +332,7 @@ def _show_arguments(function: Callable[..., Any], more: int) -> None:
 def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> Optimizer:
     """Prepare an optimizer over the parameters of a :class:`MegatronFSDP` model, in place.
 
-    It adds main weights where they are missing (:func:`te_fsdp.main_weights`). It shards optimizer state
+    It adds missing main weights (:func:`te_fsdp.main_weights`). It shards optimizer state
     according to the strategy (:func:`te_fsdp.shard_optimizer`). It adds Megatron-FSDP's arguments of ``step``
     and ``zero_grad``. Parameter groups and options are kept, and no step is taken.
 

@@ -341,6 +341,4 @@ class EarlyAverages:
         return self._plan
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    _log.warning(text)
+_warn_once = functools.cache(_log.warning)

@@ -35,7 +35,7 @@ def _amax_update(algo: str, fp8: str, margin: float, length: int) -> Callable[[E
 
 
 def _unused(algo: str) -> Callable[[Env], Outputs]:
-    """A reduced amax of 0 with and without one in the history's own slot."""
+    """Return a reduced amax of 0 with and without one in the history's own slot."""
 
     def run(env: Env) -> Outputs:
         values = np.float32([[0.5, 0.0, 0.25], [2.0, 1.0, np.nan], [0.125, 3.0, np.inf]])

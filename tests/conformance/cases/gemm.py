@@ -135,7 +135,7 @@ def bound(name: str, out: torch.dtype, split: bool = True, accumulate: bool = Fa
 
 
 def cases() -> Iterator[Case]:
-    """Layouts and formats, epilogues, groups, quantized results."""
+    """Yield layouts and formats, epilogues, groups, quantized results."""
     yield from _layouts()
     yield from _epilogues()
     yield from _quantized()

@@ -91,7 +91,7 @@ FP8_BOUNDS = {
 
 
 def cases() -> Iterator[Case]:
-    """Modules x recipes x weights."""
+    """Yield modules x recipes x weights."""
     for name, bound in FP8_BOUNDS.items():
         yield Case(f"module/{name}/none", _run(name, "none", False), PLAIN)
         for recipe in ("delayed", "current", "block"):

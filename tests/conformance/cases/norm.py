@@ -79,7 +79,7 @@ def _quantized(
 
 
 def quantizers() -> dict[str, Make]:
-    """The formats whose quantization a kernel may have fused."""
+    """Return the formats whose quantization a kernel may have fused."""
     return {
         "delayed": lambda env: delayed(env, "e4m3", 16.0),
         "delayed_e5m2": lambda env: delayed(env, "e5m2", 16.0),
@@ -91,7 +91,7 @@ def quantizers() -> dict[str, Make]:
 
 
 def near(name: str, output: str = "y") -> tuple[tuple[str, Bound], ...]:
-    """Bounds of a quantized output."""
+    """Return bounds of a quantized output."""
     scale = EXACT if name.startswith("delayed") else SCALE
     codes = tuple(
         (f"{output}.{part}", NEAR) for part in ("data", "transpose", "rowwise_data", "columnwise_data")
@@ -103,7 +103,7 @@ def near(name: str, output: str = "y") -> tuple[tuple[str, Bound], ...]:
 
 
 def cases() -> Iterator[Case]:
-    """Widths with a tuned kernel (1024) and without, odd ones too."""
+    """Yield widths with a tuned kernel (1024) and without, odd ones too."""
     gradients = {
         torch.float32: Bound(2**-16, 2**-18, why="two row sums in fp32 in another order"),
         torch.bfloat16: Bound(2**-7, 2**-16, why="as fp32, then one rounding each"),

@@ -113,7 +113,7 @@ def _options() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 
 
 def cases() -> Iterator[Case]:
-    """Modes of the optimizer, then quantized parameters."""
+    """Yield modes of the optimizer, then quantized parameters."""
     fp32 = BOUNDS[torch.float32]
     for name, dtype, grad, options in _options():
         coarse = "moments" in name or name == "master_fp16"

@@ -16,7 +16,7 @@ FP8 = ("e4m3", "e5m2")
 
 
 def delayed(env: Env, fp8: str, scale: float = 3.5, amax: float = 0.0, **usage: bool) -> Any:
-    """A delayed-scaling quantizer with this scale."""
+    """Return a delayed-scaling quantizer with this scale."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     tensors = (torch.full((1,), value, device=env.device) for value in (scale, amax))
@@ -24,14 +24,14 @@ def delayed(env: Env, fp8: str, scale: float = 3.5, amax: float = 0.0, **usage: 
 
 
 def current(env: Env, fp8: str, **options: Any) -> Any:
-    """A current-scaling quantizer."""
+    """Return a current-scaling quantizer."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
     return Float8CurrentScalingQuantizer(env.fp8(fp8), torch.device(env.device), **options)
 
 
 def block(env: Env, fp8: str, dims: int, pow2: bool, epsilon: float = 0.0) -> Any:
-    """A block-scaling quantizer: 1 x 128 (`dims` 1) or 128 x 128."""
+    """Return a block-scaling quantizer: 1 x 128 (`dims` 1) or 128 x 128."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     return Float8BlockQuantizer(
@@ -76,7 +76,7 @@ def formats() -> Iterator[tuple[str, tuple[int, int], Make]]:
 
 
 def read(quantized: Any, quantizer: Any, name: str = "q") -> Outputs:
-    """A quantized tensor, what it dequantizes to, and the amax that delayed scaling has recorded."""
+    """Return a quantized tensor, what it dequantizes to, and the amax that delayed scaling has recorded."""
     outputs = {name: quantized, f"{name}_back": quantized.dequantize()}
     if hasattr(quantizer, "scale") and hasattr(quantizer, "amax"):
         outputs[f"{name}_amax"] = quantizer.amax
@@ -125,7 +125,7 @@ def _full(format_name: str) -> bool:
 
 
 def cases() -> Iterator[Case]:
-    """Formats x dtypes x patterns, then shapes, output dtypes, updates, directions."""
+    """Yield formats x dtypes x patterns, then shapes, output dtypes, updates, directions."""
     for name, shape, make in formats():
         for dtype_name, dtype in DTYPES.items():
             for pattern in (

@@ -40,7 +40,7 @@ def _softmax(name: str, dtype: torch.dtype, pattern: str) -> Callable[[Env], Out
 
 
 def cases() -> Iterator[Case]:
-    """The four kernels; they take 16-bit floats only."""
+    """Yield the four kernels; they take 16-bit floats only."""
     for kind in ("", "_masked", "_upper_triang_masked", "_aligned_causal_masked"):
         name = f"scaled{kind}_softmax"
         for dtype in (torch.bfloat16, torch.float16):

@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def _built(device: Any, recipe: str, **kwargs: Any) -> tuple[Model, Any]:
-    """A model with weights in a recipe's format, and the context of its forward."""
+    """Return a model with weights in a recipe's format, and the context of its forward."""
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
 
@@ -72,7 +72,7 @@ def parity(
     parallel: bool = False,
     causal: bool = True,
 ) -> int:
-    """Outputs, gradients of two steps and parameters equal one process'.
+    """Check that outputs, gradients of two steps and parameters equal one process'.
 
     Args:
         axes: Mesh sizes.
@@ -154,7 +154,7 @@ def _forward(model: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
 
 
 def _local_part(tensor: torch.Tensor, meshes: Any, parallel: bool) -> torch.Tensor:
-    """This rank's sequences, its part of each, and of this again what sequence parallelism leaves it."""
+    """Return this rank's sequences, its part of each, and of this again what sequence parallelism leaves it."""
     import te_fsdp
 
     tensor = tensor.chunk(meshes.data_size, 1)[meshes.data_rank]
@@ -195,7 +195,7 @@ def set_context_parallel_without_fsdp(axes: dict[str, int]) -> None:
     x = _local_part(_batch(7)[0], meshes, False)
     with torch.no_grad():
         one, two = (_forward(each, x, nullcontext) for each in (model, copy.deepcopy(model)))
-    harness.assert_same_bits("copy", two, one)
+    harness.assert_bitwise_equal("copy", two, one)
 
 
 # --- what is refused
@@ -301,7 +301,7 @@ def unsupported_calls(axes: dict[str, int]) -> None:
 
 
 def forward_with_inputs(axes: dict[str, int], what: str) -> tuple[str, str]:
-    """A model is fed full sequences, parts of other lengths, or the right parts on the ranks of cp.
+    """Run a model on full sequences, parts of other lengths, or the right parts on the ranks of cp.
 
     Returns:
         The class and the text of the error, or two empty strings.

@@ -70,7 +70,7 @@ def one_rank_fails() -> None:
 
 
 def one_rank_clips_without_a_norm() -> None:
-    """A configuration that only one rank lacks."""
+    """Clip with a maximum norm on all ranks but one."""
     import te_fsdp
 
     model = nn.Linear(8, 8, device=harness.device())

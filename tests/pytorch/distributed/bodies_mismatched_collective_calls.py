@@ -235,7 +235,7 @@ def build_after_a_restart() -> list[str]:
 
 
 def errors_raised_on_rank_0() -> list[tuple[str, str]]:
-    """Return class and text on this rank for each kind of error of rank 0."""
+    """Return the class and text on this rank for each kind of error of rank 0."""
     from torch.distributed.checkpoint import CheckpointException
 
     from te_fsdp.collectives.agreement import from_rank_0

@@ -144,7 +144,7 @@ MISTAKES: list[Callable[..., None]] = [
 
 
 def all_ranks(directory: str) -> dict[str, tuple[str, str]]:
-    """Return class and text of each error."""
+    """Return the class and text of each error."""
     return all_mistakes(directory, MISTAKES)
 
 

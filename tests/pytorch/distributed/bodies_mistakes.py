@@ -435,7 +435,7 @@ MISTAKES: list[Callable[..., None]] = [
 def all_mistakes(
     directory: str, mistakes: Iterable[Callable[..., None]] = MISTAKES
 ) -> dict[str, tuple[str, str]]:
-    """Return class and text of each error."""
+    """Return the class and text of each error."""
     import te_fsdp
 
     results = {}

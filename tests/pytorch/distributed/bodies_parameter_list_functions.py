@@ -143,7 +143,7 @@ def _error(call: Callable[[], Any]) -> str:
 
 
 def _flattened(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters that torch can flatten: before 2.13 none that a mesh axis shards along columns."""
+    """Return parameters that torch can flatten: before 2.13 none that a mesh axis shards along columns."""
     return [p for p in model.parameters() if Shard(1) not in getattr(p, "placements", ())]
 
 

@@ -23,7 +23,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_copy(sharded: nn.Module, model: nn.Module) -> nn.Module:
-    """The unsharded model of one process, with the values of a sharded one."""
+    """Return the unsharded model of one process, with the values of a sharded one."""
     model = model.to_empty(device=harness.device())
     values = {name: full(p.detach()) for name, p in sharded.named_parameters()}
     with torch.no_grad():
@@ -209,7 +209,7 @@ def averaged_model_in_a_loop(strategy: str) -> bool:
 
 
 def initialized_module_by_module(strategy: str) -> bool:
-    """torch's recipe for models on meta; then gradients are those of one process."""
+    """Initialize by torch's recipe for models on meta; then gradients are those of one process."""
     import te_fsdp
 
     def init(module: nn.Module) -> None:
@@ -270,7 +270,7 @@ def all_supported(strategy: str) -> dict[str, bool]:
 
 
 def scaled_losses(axes: dict[str, int], mixed: bool | None, infinite: bool) -> tuple[bool, float]:
-    """``GradScaler`` over parameters of several meshes: whether the step was as without it, and the scale afterwards.
+    """Compare a step with ``GradScaler`` over parameters of several meshes with one without; return its scale too.
 
     ``mixed`` is ``None`` for a model of ``set_device_mesh`` alone. ``infinite``: the gradient of one element, on one
     rank alone, is infinite, and no rank may step.
@@ -307,7 +307,7 @@ def scaled_losses(axes: dict[str, int], mixed: bool | None, infinite: bool) -> t
 
 
 def conversions(strategy: str, when: str) -> dict[str, bool]:
-    """MXFP8 weights: ``to`` and its like change no bit of three steps, and gradients are averaged afterwards too."""
+    """Check that ``to`` and its like change no bit of MXFP8 weights in three steps; gradients stay averaged."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
@@ -369,7 +369,7 @@ def meshes_of_size_one() -> dict[str, Any]:
 
 
 def mesh_slice_instead_of_meshes(axes: dict[str, int]) -> bool:
-    """``fully_shard(model, meshes.fsdp)``, as FSDP2 is called, binds the model to the other axes too."""
+    """Check that ``fully_shard(model, meshes.fsdp)``, as FSDP2 is called, binds the model to the other axes too."""
     import te_fsdp
 
     outputs = []

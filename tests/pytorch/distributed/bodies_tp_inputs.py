@@ -44,7 +44,7 @@ class Model(nn.Module):
         return self(tokens, features)
 
     def norm(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Computes without a forward."""
+        """Compute without a forward."""
         return self.embedding(tokens).norm()
 
 
@@ -239,7 +239,7 @@ def different_modes() -> tuple[str, str]:
 
 
 def check_inputs_of_nested_calls() -> list[str]:
-    """set_device_mesh compares; with fully_shard after it only its switch counts. A copy has its own check."""
+    """Check that set_device_mesh compares inputs; after fully_shard only its switch counts, also for a copy."""
     import copy
 
     import te_fsdp

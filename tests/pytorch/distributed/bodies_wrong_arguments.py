@@ -171,5 +171,5 @@ MISTAKES: list[Callable[..., None]] = [
 
 
 def all_arguments(directory: str) -> dict[str, tuple[str, str]]:
-    """Return class and text of each error."""
+    """Return the class and text of each error."""
     return all_mistakes(directory, MISTAKES)

@@ -46,7 +46,7 @@ class Pools:
         self._single: dict[tuple[str, str], str] = {}
 
     def get(self, arch: str) -> WorkerPool:
-        """The pool, whose next runs are on an architecture."""
+        """Return the pool, whose next runs are on an architecture."""
         if self.current is None:
             ranks = devices.gpu_ranks() if devices.device_type() == "cuda" else CPU_RANKS
             self.current = WorkerPool(ranks, python=self.python)
@@ -54,14 +54,14 @@ class Pools:
         return self.current
 
     def support(self, arch: str) -> dict[str, tuple[bool, str]]:
-        """TE's word on each recipe, asked for in a worker: this process never loads TE."""
+        """Return TE's support of each recipe, queried in a worker because this process never loads TE."""
         pool = self.get(arch)
         if arch not in self._support:
             self._support[arch] = pool.run(bodies.recipe_support, 1, init_group=False)[0]
         return self._support[arch]
 
     def single_grouped_problem(self, arch: str, recipe: str) -> str:
-        """Why the device cannot train one parameter for all experts, or nothing."""
+        """Return why the device cannot train one parameter for all experts, or an empty text."""
         pool = self.get(arch)
         if (arch, recipe) not in self._single:
             self._single[arch, recipe] = pool.run(
@@ -182,7 +182,7 @@ def _check_names(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests with the mark `covering` keep the cases whose turn it is, and those asked for by their full names."""
+    """Keep, of tests with the mark `covering`, the cases due today and those requested by their full names."""
     if config.getoption("--matrix", default="covering") == "full":
         return
     left: set[pytest.Item] = set()
@@ -216,7 +216,7 @@ def _is_spread(config: pytest.Config) -> bool:
 
 
 def _covered(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    """The cases of each test with the mark `covering`."""
+    """Return the cases of each test with the mark `covering`."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering"):
@@ -283,14 +283,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def python() -> Iterator[str]:
-    """Stand-in for `sys.executable` in commands whose programs need torch: it is imported there already."""
+    """Yield a stand-in for `sys.executable` for programs that need torch, with torch imported already."""
     with interpreter() as executable:
         yield executable
 
 
 @pytest.fixture(scope="session")
 def device_type() -> str:
-    """`"cpu"` or `"cuda"`."""
+    """Return `"cpu"` or `"cuda"`."""
     return devices.device_type()
 
 
@@ -310,7 +310,7 @@ def _pools(request: pytest.FixtureRequest, python: str) -> Iterator[Pools]:
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, _pools: Pools, arch: str) -> WorkerPool:
-    """The worker pool on this test's architecture; skips for a recipe that the device does not support."""
+    """Return the worker pool on this test's architecture; skips for a recipe that the device does not support."""
     marker = request.node.get_closest_marker("recipe")
     for recipe in {marker.args[0] if marker else None, _parameter(request.node, "recipe", str)}:
         if recipe in bodies.RECIPES:

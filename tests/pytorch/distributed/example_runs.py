@@ -18,7 +18,7 @@ TOLERANCE = 2**-8
 
 
 def example(name: str) -> Any:
-    """An example as a module; call it where TransformerEngine may be imported."""
+    """Return an example as a module; call it where TransformerEngine may be imported."""
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     return importlib.import_module(name)

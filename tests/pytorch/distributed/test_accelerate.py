@@ -36,7 +36,7 @@ def fresh(meshes: te_fsdp.Meshes, **options: Any) -> Any:
 
 
 def refusals(path: Path) -> dict[str, str]:
-    """Body."""
+    """Return the error of each refused case."""
     refusal_texts, meshes = Refusals(), te_fsdp.Meshes.build(tp=2)
     with reset_accelerate_state(), pytest.MonkeyPatch.context() as patch:
         options(refusal_texts, meshes, patch)

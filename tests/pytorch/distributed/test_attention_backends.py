@@ -19,7 +19,7 @@ HEADS, GROUPS, HEAD_DIM, SEQUENCE = 4, 2, 64, 128
 
 
 def backend_environment(backend: str) -> dict[str, str]:
-    """Variables that leave TransformerEngine one backend."""
+    """Return variables that leave TransformerEngine one backend."""
     return {variable: str(int(name == backend)) for name, variable in BACKENDS.items()}
 
 
@@ -55,7 +55,7 @@ def trained(meshes: te_fsdp.Meshes | None, inputs: torch.Tensor) -> dict[str, to
 
 
 def by_one_backend(backend: str) -> dict:
-    """The layer by one backend, sharded and stock, against the unfused one."""
+    """Compare the layer by one backend, sharded and stock, with the unfused one."""
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
     meshes = te_fsdp.Meshes.build(dp_shard=1, tp=2)

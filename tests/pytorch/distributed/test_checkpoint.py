@@ -33,7 +33,7 @@ def _quantized(recipe: str, stacked: bool = False) -> Case:
 
 
 def run_body(pool, body, ranks, **kwargs):
-    """On GPUs kernels that always add in the same order."""
+    """Run a body; on GPUs with kernels that always add in the same order."""
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     return pool.run(body, ranks, env=environment, **kwargs)
 

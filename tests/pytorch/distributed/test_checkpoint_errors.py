@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks(2)
 
 
 def same_on_all(results: list) -> tuple[str, str]:
-    """All ranks raised the same."""
+    """Check that all ranks raised the same, and return it."""
     assert all(outcome == results[0] for outcome in results), results
     return results[0]
 
@@ -20,12 +20,20 @@ def same_on_all(results: list) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("names", ["2 missing in the checkpoint (third.bias, third.weight)", "optimizer group 0: 2 missing"]),
-        ("shapes", ["3 with another shape (first.bias: saved (8,), model has (6,),", "Nothing was loaded"]),
-        ("dtype", ["4 that would be converted", "first.bias: float32 -> bfloat16"]),
-        ("one rank", ["2 missing in the checkpoint (third.bias, third.weight)"]),
-        ("groups", ["optimizer: 1 groups saved, here 2"]),
-        ("class", ["optimizer: saved AdamW, this one is SGD"]),
+        pytest.param(
+            "names",
+            ["2 missing in the checkpoint (third.bias, third.weight)", "optimizer group 0: 2 missing"],
+            id="names",
+        ),
+        pytest.param(
+            "shapes",
+            ["3 with another shape (first.bias: saved (8,), model has (6,),", "Nothing was loaded"],
+            id="shapes",
+        ),
+        pytest.param("dtype", ["4 that would be converted", "first.bias: float32 -> bfloat16"], id="dtype"),
+        pytest.param("one rank", ["2 missing in the checkpoint (third.bias, third.weight)"], id="one rank"),
+        pytest.param("groups", ["optimizer: 1 groups saved, here 2"], id="groups"),
+        pytest.param("class", ["optimizer: saved AdamW, this one is SGD"], id="class"),
     ],
 )
 def test_load_into_a_different_model_raises(pool, tmp_path, kind, words):
@@ -120,14 +128,23 @@ def test_optimizer_built_before_sharding_raises(pool, tmp_path, only_rank):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("no path", ["step-11: no such checkpoint", "got nothing at that path", "there is step-1"]),
-        ("parent", ["a directory of checkpoints", "there is step-1", "latest("]),
-        ("truncated", ["damaged checkpoint: __0_0.distcp: expected ", " bytes, got ", "Nothing was loaded"]),
-        ("missing file", ["damaged checkpoint: __0_0.distcp is missing"]),
-        ("manifest", ["te_fsdp.json: unreadable manifest (JSONDecodeError"]),
-        (
+        pytest.param(
+            "no path",
+            ["step-11: no such checkpoint", "got nothing at that path", "there is step-1"],
+            id="no path",
+        ),
+        pytest.param("parent", ["a directory of checkpoints", "there is step-1", "latest("], id="parent"),
+        pytest.param(
+            "truncated",
+            ["damaged checkpoint: __0_0.distcp: expected ", " bytes, got ", "Nothing was loaded"],
+            id="truncated",
+        ),
+        pytest.param("missing file", ["damaged checkpoint: __0_0.distcp is missing"], id="missing file"),
+        pytest.param("manifest", ["te_fsdp.json: unreadable manifest (JSONDecodeError"], id="manifest"),
+        pytest.param(
             "no manifest",
             ["te_fsdp.json is missing next to its .metadata", "lost its manifest is not complete"],
+            id="no manifest",
         ),
     ],
 )
@@ -153,9 +170,17 @@ def test_write_failure_on_one_rank_raises_on_all_ranks(pool, tmp_path):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("scale", ["1 tensor(s) differ between ranks", "weight:fp8_scale_inv"]),
-        ("unsharded", ["4 tensor(s) differ between ranks", "model.first.weight", "te_fsdp.fully_shard"]),
-        ("names", ["parameters of the model: expected the same names", "rank(s) 1 differ from rank 0"]),
+        pytest.param("scale", ["1 tensor(s) differ between ranks", "weight:fp8_scale_inv"], id="scale"),
+        pytest.param(
+            "unsharded",
+            ["4 tensor(s) differ between ranks", "model.first.weight", "te_fsdp.fully_shard"],
+            id="unsharded",
+        ),
+        pytest.param(
+            "names",
+            ["parameters of the model: expected the same names", "rank(s) 1 differ from rank 0"],
+            id="names",
+        ),
     ],
 )
 def test_save_of_different_values_on_ranks_raises(pool, tmp_path, what, words):

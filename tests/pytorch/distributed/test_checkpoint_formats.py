@@ -22,7 +22,7 @@ def ranks(mesh: str) -> int:
 
 
 def run_body(pool, body, mesh: str, **kwargs):
-    """On GPUs kernels that always add in the same order."""
+    """Run a body; on GPUs with kernels that always add in the same order."""
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     return pool.run(body, ranks(mesh), env=environment, axes=MESHES[mesh], **kwargs)
 
@@ -35,7 +35,7 @@ class Saved:
         self.losses: dict[tuple[str, str], list[float]] = {}
 
     def get(self, pool, mesh: str, recipes: list[str]) -> dict[str, list[float]]:
-        """Losses of a mesh after its save of each format, which is made when first asked for."""
+        """Return losses of a mesh after its save of each format, which is made when first requested."""
         missing = [recipe for recipe in recipes if (mesh, recipe) not in self.losses]
         if missing:
             where = {"directory": self.directory, "name": mesh, "recipes": missing}
@@ -63,7 +63,7 @@ LARGE = ("hsdp2x2xtp2", "dp3xtp2")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every mesh with one format of each kind of scale; every format on two meshes, on all with `--matrix full`."""
+    """Parametrize every mesh with one format of each kind of scale; every format on two meshes, or on all with full."""
     if metafunc.definition.name == "test_same_format_on_a_different_mesh":
         wanted = [
             pytest.param(mesh, recipe, marks=pytest.mark.ranks(max(4, ranks(mesh))))
@@ -114,7 +114,7 @@ BLACKWELL = {"mxfp8", "nvfp4"}
 
 
 def on(arch: str, recipes: list[str]) -> list[str]:
-    """Those of the formats that an architecture has."""
+    """Return the formats that an architecture has."""
     return [recipe for recipe in recipes if arch != "9.0" or recipe not in BLACKWELL]
 
 

@@ -24,14 +24,14 @@ TOLERANCE = {"current": 2**-6, "block": 2**-6, "mxfp8": 2**-6, "none": 2**-7, "d
 
 
 def run_body(pool, body, mesh: str, **kwargs):
-    """On GPUs kernels that always add in the same order."""
+    """Run a body; on GPUs with kernels that always add in the same order."""
     axes = CHAIN[mesh]
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     return pool.run(body, math.prod((axes or {}).values()), env=environment, axes=axes, **kwargs)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """By default a format with one scale per weight and one with blocks; all with `--matrix full` and on GPUs."""
+    """Parametrize one format with one scale per weight and one with blocks; all with `--matrix full` and on GPUs."""
     if "recipe" in metafunc.fixturenames:
         more = ["delayed", "block"] if is_full(metafunc.config) else []
         metafunc.parametrize("recipe", ["current", "mxfp8", *more])

@@ -18,7 +18,7 @@ def directory(tmp_path_factory):
 
 
 def run_body(pool, body, axes, directory, **kwargs):
-    """On GPUs kernels that always add in the same order."""
+    """Run a body; on GPUs with kernels that always add in the same order."""
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     ranks = math.prod(axes.values())
     return pool.run(body, ranks, env=environment, axes=axes, directory=directory, **kwargs)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cpu
         ),
     ],
 )
-def test_read_once_gives_the_same_bits(pool, tmp_path, ranks, case, axes, to):
+def test_read_once_is_bitwise_equal(pool, tmp_path, ranks, case, axes, to):
     for outcome in pool.run(
         read_once.compare_reads, ranks, case=case, axes=axes, to=to, directory=str(tmp_path)
     ):

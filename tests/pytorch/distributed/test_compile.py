@@ -22,9 +22,7 @@ MIXED = {"blocks.0": "optim", "blocks.1": "no_shard"}
     ],
     ids=["dp", "aot", "tp", "hfsdp"],
 )
-def test_compiled_model_trains_with_the_same_bits(
-    pool, axes, outer, backend, strategies, matrix_seed, request
-):
+def test_compiled_training_is_bitwise_equal(pool, axes, outer, backend, strategies, matrix_seed, request):
     ranks = 4 if axes else 2
     if strategies is ALL and not is_full(request.config):  # they take turns
         strategies = [ALL[matrix_seed % len(ALL)]]

@@ -26,6 +26,6 @@ TRACES_VIEWS = pytest.mark.skipif(
     ],
     ids=["dp", "tp", "main_weights", "fused_adam"],
 )
-def test_compiled_update_gives_the_same_bits(pool, axes, way, optimizer, dtype):
+def test_compiled_update_is_bitwise_equal(pool, axes, way, optimizer, dtype):
     given = {"axes": axes, "way": way, "optimizer": optimizer, "dtype": dtype}
     assert min(pool.run(compiled_steps.updated, 2, **given, timeout=200)) == 14

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from checkpointing.selection import is_full
-from harness import assert_same_bits
+from harness import assert_bitwise_equal
 from harness.shared_memory import GLOO_VARIABLE
 from strategies import copy_engine
 
@@ -49,7 +49,7 @@ STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 
 @pytest.fixture(autouse=True)
 def _can_copy(request):
-    """Ranks on one GPU use NCCL gathers, unless torch is set to share memory between them."""
+    """Skip if ranks on one GPU use NCCL gathers: torch is not set to share memory between them."""
     marker = request.node.get_closest_marker("ranks")
     if marker and 0 < torch.cuda.device_count() < marker.args[0] and not _torch_transport.may_share_a_gpu():
         pytest.skip(
@@ -67,14 +67,14 @@ def _same(found: dict) -> None:
     assert {name for name, _ in copies["transports"].values()} == {"copy_engine"}
     assert {name for name, _ in stock["transports"].values()} == {"nccl"}
     for number, (have, want) in enumerate(zip(copies["losses"], stock["losses"], strict=True)):
-        assert_same_bits(f"loss {number}", have, want)
+        assert_bitwise_equal(f"loss {number}", have, want)
     for (name, have), (other, want) in zip(copies["values"], stock["values"], strict=True):
         assert name == other
-        assert_same_bits(name, have, want)
+        assert_bitwise_equal(name, have, want)
 
 
 @pytest.mark.ranks(2)
-def test_same_bits_as_all_gather(pool):
+def test_copies_are_bitwise_equal_to_all_gathers(pool):
     """Use two models in turn. Shards are in shared memory until the test moves them."""
     for found in pool.run(copy_engine.training, 2, recipe="none", axes=DP2, models=2):
         _same(found)
@@ -152,7 +152,7 @@ def test_late_ranks_read_the_right_shards(pool, when):
     """Check that ranks read no shard before its write, and overwrite none that another rank still reads."""
     for losses in pool.run(copy_engine.losses_with_late_rank, 2, when=when):
         for have, want in zip(losses["copy_engine"], losses["nccl"], strict=True):
-            assert_same_bits("loss", have, want)
+            assert_bitwise_equal("loss", have, want)
 
 
 @pytest.mark.cpu

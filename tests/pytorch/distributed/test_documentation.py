@@ -140,7 +140,7 @@ class Reader:
         self.names["model"] = MyModel()
 
     def microbatched(self) -> None:
-        """A model with a mark of the first microbatch, and steps of two microbatches, which the CPU runs eagerly."""
+        """Provide a model with a mark of the first microbatch, and steps of two microbatches, eager on the CPU."""
         self.built()
         te_fsdp, model = self.names["te_fsdp"], self.names["model"]
         te_fsdp.fully_shard(model, self.names["meshes"])
@@ -152,25 +152,25 @@ class Reader:
         self.names["loss_of"] = lambda output, labels: (output - labels).float().square().mean()
 
     def many_microbatches(self) -> None:
-        """A step of 16 microbatches."""
+        """Provide a step of 16 microbatches."""
         self.microbatched()
         self.names["optimizer"] = torch.optim.AdamW(self.names["model"].parameters())
         self.names |= dict.fromkeys(("tokens", "labels"), torch.stack([self.batch()] * 16))
 
     def data(self) -> None:
-        """A data set of tokens."""
+        """Provide a data set of tokens."""
         self.nothing()
         self.names |= {"dataset": torch.arange(256).reshape(64, 4), "epochs": 2}
 
     def of_tokens(self) -> None:
-        """A model of tokens on a context-parallel axis, and batches for it."""
+        """Provide a model of tokens on a context-parallel axis, and batches for it."""
         self.meshes(dp_shard=-1, cp=2, tp=2)
         tokens = torch.arange(BATCH * SEQUENCE, device=harness.device()).view(BATCH, SEQUENCE)
         self.names |= {"loader": [(tokens, tokens)], "build_model": OfTokens}
         self.names["model"] = OfTokens(**self.names["meshes"].te_kwargs())
 
     def routed(self) -> None:
-        """Tokens, the experts that they choose, and this rank's experts."""
+        """Provide tokens, the experts that they choose, and this rank's experts."""
         self.meshes(dp_shard=-1, ep=2)
         tokens, number, top_k = SEQUENCE * BATCH, 4, 2
         chosen = torch.rand(tokens, number, device=harness.device()).topk(top_k).indices
@@ -182,7 +182,7 @@ class Reader:
             self.names[name] = experts.to(harness.device())
 
     def training(self, **options: Any) -> None:
-        """A sharded model and its optimizer after a step."""
+        """Provide a sharded model and its optimizer after a step."""
         self.built()
         te_fsdp, model = self.names["te_fsdp"], self.names["model"]
         te_fsdp.fully_shard(model, self.names["meshes"], **options)
@@ -194,12 +194,12 @@ class Reader:
         optimizer.zero_grad()
 
     def passed(self) -> None:
-        """The loss of a forward, under a precision policy."""
+        """Provide the loss of a forward, under a precision policy."""
         self.training(precision=self.names["te_fsdp"].MixedPrecisionPolicy())
         self.names["loss"] = self.names["loss"](self.names["model"](self.batch()))
 
     def logged(self) -> None:
-        """A loop over two steps."""
+        """Provide a loop over two steps."""
         self.training()
         loss = self.names["loss"]
         self.names.update(batch=BATCH, length=SEQUENCE, steps=2)
@@ -219,7 +219,7 @@ class Reader:
         self.missing = not torch.cuda.is_available()
 
     def evaluated(self) -> None:
-        """A model, data to evaluate it on, and to generate from."""
+        """Provide a model, data to evaluate it on, and to generate from."""
         self.training()
         self.names |= {"batches": [self.batch()] * 2, "loss_of": self.names["loss"], "prompt": self.batch()}
 
@@ -229,7 +229,7 @@ class Reader:
         self.names["te_fsdp"].checkpoint.save(self.names["path"], model, optimizer, extra={"step": 1})
 
     def on_s3(self) -> None:
-        """Local files in the place of a bucket."""
+        """Provide local files in the place of a bucket."""
         remote_storage.register(remote_storage.StandIn)
         self.training()
 
@@ -252,7 +252,7 @@ class Reader:
 
 
 def read(page: str, blocks: list[str], folder: str) -> list[str]:
-    """Body: run a page's blocks; returns the names that they and what they need have left."""
+    """Run a page's blocks; return the names that they and the blocks they need have left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         reader = Reader()

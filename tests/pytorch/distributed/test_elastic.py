@@ -34,7 +34,7 @@ def start(command: list[str], seconds: float) -> subprocess.CompletedProcess[str
 
 
 def run_start(words: list[str]) -> None:
-    """Body: a start of the example."""
+    """Run a start of the example."""
     import tyro
 
     import te_fsdp
@@ -83,7 +83,7 @@ def run_starts_by_hand(pool: Any, folder: Path, parts: list[tuple[int, int]]) ->
 
 
 @pytest.mark.ranks(2)
-def test_killed_job_has_the_bits_of_manual_resumes(pool, tmp_path, python):
+def test_killed_job_is_bitwise_equal_to_manual_resumes(pool, tmp_path, python):
     from te_fsdp.checkpoint.portable.convert import compare_contents, open_any
 
     out = tmp_path / "killed"

@@ -78,7 +78,7 @@ CASES = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("body", "error", "words"), CASES, ids=lambda value: getattr(value, "__name__", None)
+    ("body", "error", "words"), [pytest.param(*case, id=case[0].__name__) for case in CASES]
 )
 def test_errors_on_all_ranks(pool, body, error, words):
     if (

@@ -22,7 +22,7 @@ HALF, STEPS = 2, 4
 
 
 def run(words: list[str], forgetful: bool = False) -> None:
-    """Body: the example with these options; a forgetful one has lost how far the data was read at a resume."""
+    """Run the example with these options; a forgetful one has lost how far the data was read at a resume."""
     import tyro
 
     import te_fsdp
@@ -92,7 +92,7 @@ def test_example_trains(setting, single_process):
 
 
 @both_settings
-def test_resume_on_the_same_mesh_has_the_same_bits(setting, pool, single_process, tmp_path):
+def test_resume_on_the_same_mesh_is_bitwise_equal(setting, pool, single_process, tmp_path):
     found, checkpoint = single_process
     options, ranks, mesh = setting
     # Named by their folder: the newest whole one is taken, not what is left of a save that did not end.
@@ -128,7 +128,7 @@ def test_negative_control_lost_data_position(setting, pool, single_process, tmp_
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the checkout importable and TransformerEngine emulated where it must be."""
+    """Return this process's environment, with the checkout importable and TransformerEngine emulated if necessary."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     emulation = {"TE_FSDP_EMULATION": "10.0", "CUDA_VISIBLE_DEVICES": ""} if ON_CPU else {}
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **emulation}

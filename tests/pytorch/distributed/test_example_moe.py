@@ -32,12 +32,12 @@ HALF, STEPS = 2, 4
 
 
 def skip_tp_gradient_sum(x: torch.Tensor, tp: Any, placement: Any) -> torch.Tensor:
-    """Instead of `to_all`: gradients of the tp ranks are not added up."""
+    """Leave gradients of the tp ranks unsummed, instead of `to_all`."""
     return x
 
 
 def route_to_two_experts(router: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Instead of `Router.forward`: all tokens to experts 0 and 1."""
+    """Route all tokens to experts 0 and 1, instead of `Router.forward`."""
     logits = torch.nn.functional.linear(tokens.float(), router.weight.float())
     favour = 100.0 * (torch.arange(logits.shape[1], device=logits.device) < 2)
     return (logits + favour).softmax(-1)
@@ -72,7 +72,7 @@ def gradients(
 
 
 def train(folder: str, options: dict[str, Any], moved: bool = False) -> None:
-    """The example's main; with ``moved`` every expert's first weight is its neighbour's after a resume."""
+    """Run the example's main; with ``moved`` every expert's first weight is its neighbour's after a resume."""
     moe = example("train_moe")
     loading = moe.train.resume
 
@@ -146,7 +146,7 @@ def saved_runs() -> dict[str, Any]:
 
 @pytest.fixture
 def single_process(pool, saved_runs, tmp_path_factory) -> tuple[list[float], list[float], str]:
-    """Losses of one process and of dp 2 x ep 2, and a checkpoint from half way of the latter."""
+    """Return losses of one process and of dp 2 x ep 2, and a checkpoint from half way of the latter."""
     if not saved_runs:
         folder = tmp_path_factory.mktemp("moe")
         one = losses(pool, 1, folder / "one", {})
@@ -190,7 +190,7 @@ def test_negative_control_swapped_experts(pool, single_process, tmp_path):
 
 
 def memory(mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Bytes of the experts' weights and optimizer states on the fullest rank, for each element of an even share."""
+    """Return bytes of the experts' weights and states on the fullest rank, per element of an even share."""
     import te_fsdp
 
     moe = example("train_moe")

@@ -76,7 +76,7 @@ def test_loss_over_local_logits_raises(pool):
 
 
 def train(words: list[str]) -> None:
-    """The example's main."""
+    """Run the example's main."""
     import tyro
 
     vocabulary = example("train_vocabulary")

@@ -80,7 +80,7 @@ def test_dispatch_in_graphed_steps(pool, device_type):
 
 @pytest.fixture
 def meshes():
-    """Meshes of one process."""
+    """Yield meshes of one process."""
     import te_fsdp
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -36,7 +36,7 @@ FACTORS: dict[str, list[Any]] = {
 
 
 def _default(case: dict[str, Any]) -> bool:
-    """Every format on two ranks, one or two on four; the two meshes of eight have cases of their own."""
+    """Return every format on two ranks, one or two on four; the two meshes of eight have cases of their own."""
     kinds = [("delayed", "quantized"), ("mxfp8", "quantized")]
     if case["mesh"] in ("ep4", "ep2_dp2"):
         kinds = [("none", "fp32"), ("delayed", "quantized")]

@@ -34,7 +34,7 @@ def factors(forms: list[tuple[str, str]]) -> dict[str, list[Any]]:
 
 
 def _default(case: dict[str, Any]) -> bool:
-    """Four ranks at most, but for one format."""
+    """Return four ranks at most, but for one format."""
     return allowed(case) and (ranks(case["mesh"]) <= 4 or case["form"] == ("mxfp8", "quantized"))
 
 

@@ -37,7 +37,7 @@ def launched(**options: Any) -> Any:
 
 
 def refusals(path: Path) -> dict[str, str]:
-    """Body: case -> what was raised."""
+    """Map each case to the error that it raised."""
     from lightning_fabric.plugins.precision import MixedPrecision
 
     from te_fsdp.integrations.fabric import TeFsdpStrategy
@@ -116,7 +116,7 @@ def test_unsupported_options_raise(pool, tmp_path):
 
 
 def precisions() -> dict[str, Any]:
-    """Body: what reaches the modules under Fabric's precisions, and what a sampler gets."""
+    """Return the dtypes that reach the modules under Fabric's precisions, and the arguments of a sampler."""
     import transformer_engine.pytorch as te
     from lightning_fabric.plugins.precision import TransformerEnginePrecision
     from torch.utils.data import DataLoader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import assert_same_bits
+from harness import assert_bitwise_equal
 from strategies import forward_prefetch
 
 AHEAD = ["layers.1", "layers.2", "layers.3"]
@@ -29,14 +29,14 @@ def _same(found: dict) -> None:
     have, want = found["with"], found["without"]
     for name in ("losses", "weights"):
         for number, (mine, other) in enumerate(zip(have[name], want[name], strict=True)):
-            assert_same_bits(f"{name} {number}", mine, other)
+            assert_bitwise_equal(f"{name} {number}", mine, other)
 
 
 @pytest.mark.covering(always=[{"kind": "skip", "transport": "copy_engine"}], strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
-def test_prefetch_keeps_the_bits(pool, transport, kind):
+def test_prefetch_is_bitwise_equal(pool, transport, kind):
     for found in pool.run(forward_prefetch.train_both, 2, recipe="none", transport=transport, kind=kind):
         _same(found)
         assert found["with"]["started"] == KINDS[kind]
@@ -46,7 +46,7 @@ def test_prefetch_keeps_the_bits(pool, transport, kind):
 @pytest.mark.covering(strength=0)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
-def test_prefetch_of_quantized_weights_keeps_the_bits(pool, recipe):
+def test_prefetch_of_quantized_weights_is_bitwise_equal(pool, recipe):
     for found in pool.run(
         forward_prefetch.train_both, 2, recipe=recipe, transport="copy_engine", kind="plain"
     ):

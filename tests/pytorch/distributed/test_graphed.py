@@ -33,8 +33,8 @@ EAGER_STEP = {
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:7], list(CASES)[7:]], ids=["strategies", "optimizers"])
-def test_graphed_step_has_the_same_bits(pool, names):
-    for facts in pool.run(bodies.same_bits, 2, cases={name: CASES[name] for name in names}, axes={}):
+def test_graphed_step_is_bitwise_equal(pool, names):
+    for facts in pool.run(bodies.bitwise_equal, 2, cases={name: CASES[name] for name in names}, axes={}):
         for name, (why_eager, why_step_eager, recordings, replays) in facts.items():
             assert not why_eager, name
             assert why_step_eager.partition(", and this torch")[0] == EAGER_STEP.get(name, ""), name
@@ -52,8 +52,8 @@ def test_graphed_step_has_the_same_bits(pool, names):
     ],
     ids=["tp2", "tp2 FP8 weights", "hsdp", "hfsdp"],
 )
-def test_graphed_step_on_meshes_has_the_same_bits(pool, axes, case, ranks):
-    for facts in pool.run(bodies.same_bits, ranks, cases={"it": case}, axes=axes, timeout=240):
+def test_graphed_step_on_meshes_is_bitwise_equal(pool, axes, case, ranks):
+    for facts in pool.run(bodies.bitwise_equal, ranks, cases={"it": case}, axes=axes, timeout=240):
         assert facts == {"it": ["", "", 1, 4]}
 
 
@@ -139,10 +139,10 @@ UNIT_CASES = {
 @pytest.mark.parametrize(
     ("axes", "names"), [({}, list(UNIT_CASES)), ({"tp": 2}, list(UNIT_CASES)[:1])], ids=["dp2", "tp2"]
 )
-def test_graphed_units_have_the_same_bits(pool, axes, names):
+def test_graphed_units_are_bitwise_equal(pool, axes, names):
     """Check graphed forwards and backwards in an eager loop with two microbatches, clipping and an evaluation."""
     cases = {name: UNIT_CASES[name] for name in names}
-    for facts in pool.run(unit_bodies.same_bits, 2, cases=cases, axes=axes, timeout=240):
+    for facts in pool.run(unit_bodies.bitwise_equal, 2, cases=cases, axes=axes, timeout=240):
         assert facts == {name: [{}, 2, 18] for name in names}
 
 

@@ -22,10 +22,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:4], list(CASES)[4:]], ids=["strategies", "formats"])
-def test_graphed_microbatches_have_the_same_bits(pool, names):
+def test_graphed_microbatches_are_bitwise_equal(pool, names):
     cases = {name: CASES[name] for name in names}
     for facts in pool.run(
-        microbatch_bodies.same_bits, 2, env=GLOO, cases=cases, axes={}, count=4, timeout=240
+        microbatch_bodies.bitwise_equal, 2, env=GLOO, cases=cases, axes={}, count=4, timeout=240
     ):
         assert facts == {name: ["", "", 3, [3]] for name in names}
 
@@ -44,9 +44,9 @@ def test_graphed_microbatches_have_the_same_bits(pool, names):
     ],
     ids=["tp2", "tp2 FP8 weights", "hsdp", "hfsdp", "two microbatches", "one microbatch"],
 )
-def test_graphed_microbatches_on_meshes_have_the_same_bits(pool, axes, case, ranks, count):
+def test_graphed_microbatches_on_meshes_are_bitwise_equal(pool, axes, case, ranks, count):
     run = {"cases": {"it": case}, "axes": axes, "count": count}
-    for facts in pool.run(microbatch_bodies.same_bits, ranks, env=GLOO, timeout=240, **run):
+    for facts in pool.run(microbatch_bodies.bitwise_equal, ranks, env=GLOO, timeout=240, **run):
         assert facts == {"it": ["", "", 3, [min(count, 3)]]}
 
 

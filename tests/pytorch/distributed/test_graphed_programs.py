@@ -10,10 +10,10 @@ ENVIRONMENT = {"TE_FSDP_TEST_GLOO": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"
 
 
 @pytest.mark.parametrize("loop", list(program_bodies.LOOPS))
-def test_unusual_loops_have_the_same_bits(pool, loop):
+def test_unusual_loops_are_bitwise_equal(pool, loop):
     ranks = 1 if loop == "casts" else 2
     for recordings, replays in pool.run(
-        program_bodies.same_bits, ranks, env=ENVIRONMENT, loop=loop, timeout=240
+        program_bodies.bitwise_equal, ranks, env=ENVIRONMENT, loop=loop, timeout=240
     ):
         assert recordings >= 3
         assert replays >= 6

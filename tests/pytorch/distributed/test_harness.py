@@ -25,7 +25,7 @@ from torch.distributed.tensor._ops import utils
 
 @pytest.fixture(scope="module")
 def plain_pool(python):
-    """Workers without TE: these tests are about processes."""
+    """Yield workers without TE: these tests are about processes."""
     ranks = 4 if harness.device_type() == "cpu" else harness.gpu_ranks()
     with WorkerPool(ranks, te=False, python=python) as pool:
         yield pool
@@ -110,7 +110,7 @@ def join_by_hand() -> int:
 
 
 def matmul_on_mesh(names: list, shape: list, twice: bool) -> torch.Tensor:
-    """Fills DTensor's caches with a mesh; meshes of other runs that compare equal must not be found there."""
+    """Fill DTensor's caches with a mesh, which meshes of other runs that compare equal must not find."""
     mesh = init_device_mesh(harness.device_type(), tuple(shape), mesh_dim_names=tuple(names))
     if twice:  # shifts the numbers of the groups against those of a run without it
         mesh = init_device_mesh(harness.device_type(), tuple(shape), mesh_dim_names=tuple(names))
@@ -180,7 +180,7 @@ def gather_uneven() -> dict:
     parallelize_module(model, mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp_shard"])
     checks = Comparisons()
-    checks.same_bits("weight", model.weight, expected)
+    checks.bitwise_equal("weight", model.weight, expected)
     return checks.require(1)
 
 
@@ -335,19 +335,19 @@ def test_misuse_of_the_pool_raises(plain_pool):
 # ---------------------------------------------------------------- comparisons
 
 
-def test_negative_control_assert_same_bits():
+def test_negative_control_assert_bitwise_equal():
     a = torch.tensor([1.0, float("nan"), 0.0])
-    assert harness.assert_same_bits("w", a, a.clone()) == (3, 0.0, True)
+    assert harness.assert_bitwise_equal("w", a, a.clone()) == (3, 0.0, True)
     other_nan = a.view(torch.int32).clone()
     other_nan[1] += 1
     with pytest.raises(AssertionError, match=r"w: 1 of 3 elements differ in bits; first at \(1,\)"):
-        harness.assert_same_bits("w", other_nan.view(torch.float32), a)
+        harness.assert_bitwise_equal("w", other_nan.view(torch.float32), a)
     with pytest.raises(AssertionError, match=r"expected 0.0 \(0x00000000\), got -0.0 \(0x80000000\)"):
-        harness.assert_same_bits("w", torch.tensor([1.0, float("nan"), -0.0]), a)
+        harness.assert_bitwise_equal("w", torch.tensor([1.0, float("nan"), -0.0]), a)
     with pytest.raises(AssertionError, match="dtype: expected torch.float32, got torch.float64"):
-        harness.assert_same_bits("w", a.double(), a)
+        harness.assert_bitwise_equal("w", a.double(), a)
     with pytest.raises(AssertionError, match=r"shape: expected \(3,\), got \(3, 1\)"):
-        harness.assert_same_bits("w", a[:, None], a)
+        harness.assert_bitwise_equal("w", a[:, None], a)
 
 
 def test_negative_control_assert_close():
@@ -378,7 +378,7 @@ def test_negative_control_assert_close():
 
 def test_comparing_nothing_fails():
     checks = Comparisons()
-    checks.same_bits("empty", torch.empty(0), torch.empty(0))
+    checks.bitwise_equal("empty", torch.empty(0), torch.empty(0))
     checks.close("zeros", torch.zeros(3), torch.zeros(3), rtol=1e-5, why="exact")
     with pytest.raises(AssertionError, match="at least 1 comparisons .* made 0 .*empty, zeros"):
         checks.require()

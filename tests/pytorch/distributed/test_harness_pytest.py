@@ -45,7 +45,7 @@ def fails():
 
 
 def unmeasured_environment() -> dict[str, str]:
-    """Under `make coverage` this process tells its children by COVERAGE_* to measure what it measures itself."""
+    """Return the environment without COVERAGE_*, by which `make coverage` measures child processes too."""
     return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
 
 
@@ -120,7 +120,7 @@ def test_coverage_is_measured_in_workers(tmp_path, python):
 
 
 def quantized_shards(recipe: str) -> dict:
-    """A DTensor over quantized local tensors is gathered as its dequantized values."""
+    """Gather a DTensor over quantized local tensors as its dequantized values."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
@@ -129,12 +129,12 @@ def quantized_shards(recipe: str) -> dict:
         linear = te.Linear(64, 96, bias=False, params_dtype=torch.bfloat16, device=harness.device())
     weight = linear.weight.detach()
     checks = harness.Comparisons()
-    checks.same_bits("whole", weight, weight.dequantize())
+    checks.bitwise_equal("whole", weight, weight.dequantize())
     mesh = init_device_mesh(harness.device_type(), (2,), mesh_dim_names=("dp_shard",))
     sharded = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
-    checks.same_bits("sharded", sharded, torch.cat([weight.dequantize(), weight.dequantize()]))
+    checks.bitwise_equal("sharded", sharded, torch.cat([weight.dequantize(), weight.dequantize()]))
     with pytest.raises(AssertionError, match="differ in bits"):
-        checks.same_bits("sharded", sharded, torch.cat([weight.dequantize(), -weight.dequantize()]))
+        checks.bitwise_equal("sharded", sharded, torch.cat([weight.dequantize(), -weight.dequantize()]))
     return {"type": type(weight).__name__, **checks.require(2)}
 
 

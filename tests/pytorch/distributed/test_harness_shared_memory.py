@@ -18,7 +18,7 @@ SHARED, GLOO = ({shared_memory.GLOO_VARIABLE: value} for value in ("0", "1"))
 
 
 def every_collective() -> tuple[list, list]:
-    """Results of all collectives over all ranks and over pairs, and which of them shared memory did."""
+    """Return results of all collectives over all ranks and over pairs, and which of them shared memory did."""
     results, ways = [], []
 
     def done(work, *tensors):

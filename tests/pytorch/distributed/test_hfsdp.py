@@ -62,7 +62,7 @@ def _mesh(name: str) -> object:
 
 
 def _all_cases(mesh: str) -> list[dict[str, Any]]:
-    """Every combination on a mesh."""
+    """Return every combination on a mesh."""
     factors = {
         "optimizer": list(OPTIMIZERS),
         "microbatches": [1, 3],

@@ -77,10 +77,10 @@ def _case(name: str) -> object:
 
 @pytest.mark.covering(days=2)
 @pytest.mark.parametrize(("kind", "options", "calls"), [_case(name) for name in SAME_BITS])
-def test_overlapped_averages_have_the_same_bits(pool, kind, options, calls):
+def test_overlapped_averages_are_bitwise_equal(pool, kind, options, calls):
     """Check bits against averages in the step. The first marked backward starts none."""
     ranks = 4 if "ep" in options["axes"] else math.prod(options["axes"].values())
-    for result in pool.run(overlap_bits.same_bits, ranks, kind=kind, **options):
+    for result in pool.run(overlap_bits.bitwise_equal, ranks, kind=kind, **options):
         first, *others = result["early"]
         assert result["late"] == [0] * overlap_bits.STEPS and first == 0
         assert others == [calls] * 3 if calls >= 0 else min(others) > 1, result
@@ -88,9 +88,9 @@ def test_overlapped_averages_have_the_same_bits(pool, kind, options, calls):
 
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
-def test_overlapped_averages_of_quantized_weights_have_the_same_bits(pool):
+def test_overlapped_averages_of_quantized_weights_are_bitwise_equal(pool):
     axes = {"dp_replicate": 2, "dp_shard": 1}
-    for result in pool.run(overlap_bits.same_bits, 2, kind="quantized", recipe="current", axes=axes):
+    for result in pool.run(overlap_bits.bitwise_equal, 2, kind="quantized", recipe="current", axes=axes):
         assert result["early"][0] == 0 and min(result["early"][1:]) >= 1, result
 
 

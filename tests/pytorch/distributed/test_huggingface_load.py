@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def write_model(folder: Path) -> None:
-    """A folder as save_pretrained would write it, of random weights."""
+    """Write a folder as save_pretrained would, of random weights."""
     generator = torch.Generator().manual_seed(0)
     shapes = hf.WeightMap.build(CONFIG).shapes(te=False)
     del shapes["lm_head.weight"]

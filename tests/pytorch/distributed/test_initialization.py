@@ -125,11 +125,12 @@ def test_parameters_built_from_different_seeds_raise_on_all_ranks(pool, mesh):
 @pytest.mark.parametrize(
     ("which", "names"),
     [
-        (["no_reset"], ["no_reset.lost", "no_reset.table"]),
-        (["forgetful"], ["forgetful.blank", "forgetful.forgotten"]),
-        (
+        pytest.param(["no_reset"], ["no_reset.lost", "no_reset.table"], id="no reset"),
+        pytest.param(["forgetful"], ["forgetful.blank", "forgetful.forgotten"], id="incomplete reset"),
+        pytest.param(
             ["forgetful", "no_reset"],
             ["forgetful.blank", "forgetful.forgotten", "no_reset.lost", "no_reset.table"],
+            id="both",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def framework(request) -> str:
 
 
 def run(name: str, options: dict[str, Any]) -> list[float]:
-    """Body: an example."""
+    """Run an example."""
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     setting = importlib.import_module("setting")
@@ -59,7 +59,7 @@ class Refusals(dict):
 
 @contextlib.contextmanager
 def reset_accelerate_state() -> Iterator[None]:
-    """A context after which nothing is left of accelerate's states, which live as long as the process."""
+    """Reset accelerate's states, which live as long as the process, after the context."""
     yield
     if "accelerate" in sys.modules:
         state = importlib.import_module("accelerate.state")
@@ -68,7 +68,7 @@ def reset_accelerate_state() -> Iterator[None]:
 
 
 def losses(pool: Any, ranks: int, name: str, **options: Any) -> list[float]:
-    """The same on all ranks."""
+    """Return the losses, the same on all ranks."""
     found = pool.run(run, ranks, name=name, options=options)
     assert all(one == found[0] for one in found)
     return found[0]
@@ -81,7 +81,7 @@ def reference_losses() -> dict[str, list[float]]:
 
 @pytest.fixture
 def native_losses(pool, reference_losses) -> list[float]:
-    """Losses of the loop without a framework."""
+    """Return losses of the loop without a framework."""
     if not reference_losses:
         reference_losses["losses"] = losses(pool, 4, "native", tp=2, steps=STEPS)
     assert reference_losses["losses"][-1] < 0.97 * reference_losses["losses"][0]

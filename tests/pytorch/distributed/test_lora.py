@@ -105,7 +105,7 @@ def config(**options: Any) -> Any:
 
 
 def pretrained(path: Any) -> list[bool]:
-    """Body: a quantized base of two tp ranks goes into one with adapters on a mesh without, and out again."""
+    """Load a quantized base of two tp ranks into one with adapters on a mesh without tp, and write it again."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -155,7 +155,7 @@ def test_quantized_base_loads_into_a_lora_model(pool, tmp_path):
 
 
 def refusals() -> dict[str, str]:
-    """Body: case -> what was raised."""
+    """Map each case to the error that it raised."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

@@ -36,7 +36,7 @@ assert sorted(kind for kinds in KINDS.values() for kind in kinds) == sorted(resu
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize(("strategy", "outer"), PLACES)
-def test_resume_through_dcp_has_the_same_bits(pool, tmp_path, strategy, outer, kinds):
+def test_resume_through_dcp_is_bitwise_equal(pool, tmp_path, strategy, outer, kinds):
     """Check the scenario of megatron-fsdp's `test_dcp_checkpoint_save_and_load` and two more steps."""
     kinds = KINDS[kinds]
     options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path)}

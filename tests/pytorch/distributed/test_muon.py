@@ -29,15 +29,15 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.ranks(math.prod(CASES[c][0].values()))) for c in CASES]
 )
-def test_same_bits_as_one_process(pool, case):
+def test_muon_is_bitwise_equal_to_one_process(pool, case):
     axes, how = CASES[case]
-    pool.run(muon.same_bits, math.prod(axes.values()), axes=axes, **how)
+    pool.run(muon.bitwise_equal, math.prod(axes.values()), axes=axes, **how)
 
 
 @pytest.mark.ranks(2)
 def test_negative_control_fused_weights_as_one_matrix(pool):
     """Negative control: QKV and gated fc1 differ if each is orthogonalized as one matrix."""
-    for error in pool.run_expect_error(muon.same_bits, 2, axes={"dp_shard": 2}, spoil="fused"):
+    for error in pool.run_expect_error(muon.bitwise_equal, 2, axes={"dp_shard": 2}, spoil="fused"):
         assert "layernorm_qkv.weight" in error.message and "fc1_weight" in error.message
         assert "fc2_weight" not in error.message
 
@@ -46,9 +46,9 @@ def test_negative_control_fused_weights_as_one_matrix(pool):
 def test_checkpoints_load_on_a_different_mesh(pool, tmp_path):
     """Check both algorithms with fused layouts. The next steps have the bits of an uninterrupted run."""
     path = str(tmp_path / "step-1")
-    pool.run(muon.same_bits, 4, axes={"dp_shard": 2, "tp": 2}, save=path)
-    pool.run(muon.same_bits, 4, axes={"dp_shard": 4}, load=path)
-    pool.run(muon.same_bits, 1, axes={"dp_shard": 1}, load=path)
+    pool.run(muon.bitwise_equal, 4, axes={"dp_shard": 2, "tp": 2}, save=path)
+    pool.run(muon.bitwise_equal, 4, axes={"dp_shard": 4}, load=path)
+    pool.run(muon.bitwise_equal, 1, axes={"dp_shard": 1}, load=path)
 
 
 @pytest.mark.ranks(2)
@@ -70,14 +70,17 @@ def test_update_does_not_overwrite_momentum(pool, dtype, nesterov):
 @pytest.mark.parametrize(
     ("case", "error", "texts"),
     [
-        (
+        pytest.param(
             "no matrix",
             "PlacementError",
             ("0.bias of shape (48,)", "adamw={...} updates all other parameters"),
+            id="no matrix",
         ),
-        ("early", "OrderError", ("1 of 1 parameters are not the model's",)),
-        ("copy", "OrderError", ("te_fsdp.Muon(model, ...)", "an optimizer without a model")),
-        ("option", "PlacementError", ("lr, betas, eps, weight_decay", "amsgrad")),
+        pytest.param("early", "OrderError", ("1 of 1 parameters are not the model's",), id="early"),
+        pytest.param(
+            "copy", "OrderError", ("te_fsdp.Muon(model, ...)", "an optimizer without a model"), id="copy"
+        ),
+        pytest.param("option", "PlacementError", ("lr, betas, eps, weight_decay", "amsgrad"), id="option"),
     ],
 )
 def test_unsupported_usage_raises(pool, case, error, texts):

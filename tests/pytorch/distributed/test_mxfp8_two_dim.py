@@ -22,7 +22,7 @@ CASES = {
 @pytest.mark.recipe("mxfp8_2d")
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", CASES)
-def test_shared_buffer_trains_with_the_same_bits(pool, tmp_path, case):
+def test_training_with_shared_buffer_is_bitwise_equal(pool, tmp_path, case):
     """Check losses and weights bit for bit against two buffers, and against one process within MXFP8's tolerance.
 
     Negative control: blocks of one row have different losses.

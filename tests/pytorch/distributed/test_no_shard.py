@@ -20,15 +20,26 @@ MIXED = {"": "optim_grads_params", "adapter": "no_shard"}
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        (DP2, {"optimizer": "SGD", "microbatches": 3, "schedule": "no_sync", "clip": "torch"}),
-        (DP2, {"optimizer": "FusedAdam", "origin": "meta", "clip": "te_fsdp"}),
-        (DP2, {"parts": (), "strategy": "no_shard", "microbatches": 3, "recompute": "other"}),
-        (DP2, {"recompute": "reentrant", "microbatches": 3}),
-        (
+        pytest.param(
+            DP2,
+            {"optimizer": "SGD", "microbatches": 3, "schedule": "no_sync", "clip": "torch"},
+            id="SGD no_sync",
+        ),
+        pytest.param(
+            DP2, {"optimizer": "FusedAdam", "origin": "meta", "clip": "te_fsdp"}, id="FusedAdam meta"
+        ),
+        pytest.param(
+            DP2,
+            {"parts": (), "strategy": "no_shard", "microbatches": 3, "recompute": "other"},
+            id="all replicated",
+        ),
+        pytest.param(DP2, {"recompute": "reentrant", "microbatches": 3}, id="reentrant"),
+        pytest.param(
             DP2_TP2,
             {"sequence_parallel": True, "microbatches": 3, "schedule": "microbatch", "clip": "te_fsdp"},
+            id="sequence parallel",
         ),
-        (
+        pytest.param(
             DP2_TP2,
             {
                 "parts": (),
@@ -37,9 +48,12 @@ MIXED = {"": "optim_grads_params", "adapter": "no_shard"}
                 "origin": "meta",
                 "sequence_parallel": True,
             },
+            id="all replicated FusedAdam",
         ),
-        (DP2_TP2, {"parts": ("position",), "strategy": MIXED}),
-        (HSDP, {"strategy": "optim_grads", "origin": "meta", "sequence_parallel": True}),
+        pytest.param(DP2_TP2, {"parts": ("position",), "strategy": MIXED}, id="mixed strategies"),
+        pytest.param(
+            HSDP, {"strategy": "optim_grads", "origin": "meta", "sequence_parallel": True}, id="hsdp"
+        ),
     ],
 )
 def test_training_equals_one_process(pool, axes, options):

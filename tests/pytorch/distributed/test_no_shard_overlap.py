@@ -104,20 +104,27 @@ BF16 = {"main_params_dtype": None, "grad_comm_dtype": "bfloat16"}
 @pytest.mark.parametrize(
     ("options", "early", "kinds", "dtype"),
     [
-        ({"main_params_dtype": None}, 2, ["all_reduce"] * 3, "float32"),
-        (BF16, 2, ["all_reduce"] * 3, "bfloat16"),
-        ({**BF16, "grad_comm_dtype": "float16"}, 2, ["all_reduce"] * 3, "float16"),
-        ({**BF16, "grad_reduce_dtype": "float32"}, 2, ["all_to_all"] * 3 + ["all_gather"] * 3, "bfloat16"),
+        pytest.param({"main_params_dtype": None}, 2, ["all_reduce"] * 3, "float32", id="fp32"),
+        pytest.param(BF16, 2, ["all_reduce"] * 3, "bfloat16", id="bf16"),
+        pytest.param({**BF16, "grad_comm_dtype": "float16"}, 2, ["all_reduce"] * 3, "float16", id="fp16"),
+        pytest.param(
+            {**BF16, "grad_reduce_dtype": "float32"},
+            2,
+            ["all_to_all"] * 3 + ["all_gather"] * 3,
+            "bfloat16",
+            id="fp32 sum",
+        ),
         # Would take more memory on its way than before it.
-        (
+        pytest.param(
             {"main_params_dtype": None, "main_grads_dtype": "bfloat16", "grad_comm_dtype": "float32"},
             0,
             ["all_reduce"] * 3,
             "float32",
+            id="fp32 of bf16",
         ),
     ],
 )
-def test_overlapped_reductions_have_the_same_bits(pool, options, early, kinds, dtype):
-    for result in pool.run(overlap.same_bits, 2, options=options):
+def test_overlapped_reductions_are_bitwise_equal(pool, options, early, kinds, dtype):
+    for result in pool.run(overlap.bitwise_equal, 2, options=options):
         assert result["early"] == [0, early]
         assert result["kinds"] == kinds and set(result["dtypes"]) == {dtype}

@@ -45,7 +45,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def body(sharded: bool) -> dict[str, float]:
-    """Gradients of the foreign modules against those of the same modules in one process; nothing is left behind."""
+    """Compare gradients of foreign modules with the same modules in one process; nothing is left behind."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=1, tp=2, device_type=harness.device_type())

@@ -94,7 +94,7 @@ def _first_of_kind() -> list[str]:
 
 
 def _runs(full: bool) -> list:
-    """Every case on dp2 x tp2 with sequence parallelism, the first of each kind also without, and on every other mesh.
+    """Return every case on dp2 x tp2 with sequence parallelism, the first of each kind without, and other meshes.
 
     With `--matrix full`, and on GPUs, every case in all these ways.
     """

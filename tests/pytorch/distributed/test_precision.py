@@ -50,7 +50,7 @@ PARAMETERS = 6
 
 
 def _bytes(case: dict, axes: dict[str, int], world: int) -> dict[str, int]:
-    """Bytes of one step by collective and dtype: units gathered once or twice per microbatch; reductions per marks."""
+    """Return bytes of one step by collective and dtype: units gathered once or twice; reductions per mark."""
     arithmetic = bodies.resolved(case["policy"], getattr(bodies.torch, case.get("model", "bfloat16")))
     wire, compute = (str(d).removeprefix("torch.") for d in (arithmetic.wire, arithmetic.compute))
     reductions = MICROBATCHES if case.get("each", True) else 1

@@ -30,7 +30,7 @@ NAMES = {
 
 
 def _cases() -> list:
-    """Every kind and every mesh with both formats, quantized and bf16 weights in turn; the rest is test_matrix's."""
+    """Return every kind and mesh with both formats, quantized and bf16 weights in turn; the rest is test_matrix's."""
     cases = []
     for index, kind in enumerate(KINDS):
         for recipe in ("current", "mxfp8"):

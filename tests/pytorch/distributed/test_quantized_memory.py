@@ -34,7 +34,7 @@ def unaccounted(stage: dict) -> int:
 
 
 def check(results: list[dict]) -> None:
-    """No byte too many after initialisation, nor after steps and a reload of the weights."""
+    """Check that no byte is too many after initialisation, after steps, and after a reload of the weights."""
     for rank, outcome in enumerate(results):
         for name, stage in outcome.items():
             assert 0 <= unaccounted(stage) <= memory.COLLECTIVES, (rank, name, stage)

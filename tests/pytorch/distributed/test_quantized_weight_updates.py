@@ -32,7 +32,7 @@ def _case(name):
 
 @pytest.mark.covering(always=[{"case": "fused-current-dp2xtp2"}, {"case": "adamw-hybrid-dp2"}], strength=0)
 @pytest.mark.parametrize("case", [*map(_case, CASES)])
-def test_batched_quantization_has_the_same_bits(pool, case):
+def test_batched_quantization_is_bitwise_equal(pool, case):
     recipe, optimizer, meshes, options = CASES[case]
     ranks = 4 if meshes is DP2_TP2 else 2
     expected = 4 if options.get("kind", "transformer") == "transformer" else 2

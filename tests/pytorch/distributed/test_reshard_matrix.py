@@ -40,7 +40,7 @@ class Saved:
         self.losses: dict[str, dict[str, list[float]]] = {}
 
     def get(self, pool, mesh: str) -> dict[str, list[float]]:
-        """Losses of a mesh after its save, which is made when first asked for."""
+        """Return losses of a mesh after its save, which is made when first requested."""
         if mesh not in self.losses:
             where = {"axes": MESHES[mesh], "directory": self.directory, "name": mesh}
             self.losses[mesh] = run_body(pool, reshard.save_all, mesh, **where)[0]
@@ -48,7 +48,7 @@ class Saved:
 
 
 def run_body(pool, body, mesh: str, **kwargs):
-    """On GPUs kernels that always add in the same order."""
+    """Run a body; on GPUs with kernels that always add in the same order."""
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     return pool.run(body, ranks(mesh), env=environment, **kwargs)
 

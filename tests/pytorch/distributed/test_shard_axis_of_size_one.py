@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import assert_same_bits
+from harness import assert_bitwise_equal
 from strategies import shard_axis_of_size_one
 
 
 def _runs(pool, **how):
-    """A training with and one without lent memory, of each rank: the same bits."""
+    """Run a training with and one without lent memory on each rank, bitwise equal."""
     both = zip(
         pool.run(shard_axis_of_size_one.compare_shared_memory, 2, **how),
         pool.run(shard_axis_of_size_one.compare_shared_memory, 2, lend=False, **how),
@@ -19,7 +19,7 @@ def _runs(pool, **how):
         assert one["lent"] and not any(other["lent"].values())
         for kind in ("losses", "weights"):
             for number, (have, want) in enumerate(zip(one[kind], other[kind], strict=True)):
-                assert_same_bits(f"{kind} {number}", have, want)
+                assert_bitwise_equal(f"{kind} {number}", have, want)
         yield one["lent"].values()
 
 

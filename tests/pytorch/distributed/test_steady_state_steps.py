@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import assert_same_bits
+from harness import assert_bitwise_equal
 from strategies import steady_state
 from torch.distributed.fsdp import FSDPModule
 
@@ -43,7 +43,7 @@ def test_nested_inputs_of_a_unit(pool, form):
         assert has_ranges
         for number, (have, want) in enumerate(zip(ours, theirs, strict=True)):
             assert want.any()
-            assert_same_bits(f"gradient {number}", have, want)  # both ranks have the same rows
+            assert_bitwise_equal(f"gradient {number}", have, want)  # both ranks have the same rows
 
 
 @pytest.mark.ranks(2)
@@ -61,7 +61,7 @@ def test_norm_gradient_reductions_equal_dtensor(pool):
     for ours, theirs in zip(together, apart, strict=True):
         for number, (have, want) in enumerate(zip(ours, theirs, strict=True)):
             assert want.any()
-            assert_same_bits(f"gradient {number}", have, want)
+            assert_bitwise_equal(f"gradient {number}", have, want)
     assert all(map(torch.equal, together[0], together[1]))
 
 
@@ -83,9 +83,9 @@ def test_fused_adam_on_local_tensors(pool, axes, is_fp8, state):
         assert ours["states"].keys() == theirs["states"].keys()
         for what in ("losses", "weights"):
             for number, (have, want) in enumerate(zip(ours[what], theirs[what], strict=True)):
-                assert_same_bits(f"{what} {number}", have, want)
+                assert_bitwise_equal(f"{what} {number}", have, want)
         for name, value in theirs["states"].items():
-            assert_same_bits(name, ours["states"][name], value)
+            assert_bitwise_equal(name, ours["states"][name], value)
 
 
 @pytest.mark.ranks(2)

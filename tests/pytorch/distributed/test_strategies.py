@@ -69,7 +69,7 @@ def test_negative_control_known_faults(pool, broken, case, words):
 
 
 def documented() -> dict[str, list[str]]:
-    """Rows of the docs' table of collectives: ``"strategy loop"`` -> cells."""
+    """Return rows of the docs' table of collectives: ``"strategy loop"`` -> cells."""
     text = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
     found = re.findall(r"^\| `(\w+)` \| (`(?:plain|microbatch|no_sync)`.*?) \| (.*) \|$", text, re.MULTILINE)
     return {
@@ -80,7 +80,7 @@ def documented() -> dict[str, list[str]]:
 
 
 def value(cell: str, microbatches: int, units: int) -> int:
-    """Of a product such as ``2 m u``."""
+    """Return the value of a product such as ``2 m u``."""
     result = 1
     for factor in cell.split():
         result *= {"m": microbatches, "u": units}.get(factor) or int(factor)
@@ -149,17 +149,26 @@ def test_wrong_arguments_raise(pool):
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (None, {"": "optim_grads_params"}),
-        ("optim", {"": "optim", "blocks.0": "optim", "blocks.1": "optim"}),
+        pytest.param(None, {"": "optim_grads_params"}, id="default"),
+        pytest.param("optim", {"": "optim", "blocks.0": "optim", "blocks.1": "optim"}, id="one"),
         # A container hands it on to its children; the root has the default.
-        ({"blocks": "optim"}, {"": "optim_grads_params", "blocks.0": "optim", "blocks.1": "optim"}),
+        pytest.param(
+            {"blocks": "optim"},
+            {"": "optim_grads_params", "blocks.0": "optim", "blocks.1": "optim"},
+            id="container",
+        ),
         # A name beats a class; what is named becomes a unit.
-        (
+        pytest.param(
             {"LayerNormMLP": "optim", "blocks.1": "optim_grads", "": "optim_grads", "head": "optim"},
             {"": "optim_grads", "blocks.0": "optim", "blocks.1": "optim_grads", "head": "optim"},
+            id="names and classes",
         ),
         # Replicated parameters do not belong to FSDP2.
-        ({"blocks.0": "no_shard"}, {"": "optim_grads_params", "blocks.1": "optim_grads_params"}),
+        pytest.param(
+            {"blocks.0": "no_shard"},
+            {"": "optim_grads_params", "blocks.1": "optim_grads_params"},
+            id="no_shard",
+        ),
     ],
 )
 def test_strategies_of_units(pool, strategy, expected):

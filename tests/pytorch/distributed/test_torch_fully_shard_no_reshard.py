@@ -23,7 +23,7 @@ def test_optimizer_of_unsharded_parameters_raises(pool, after):
     for outcome in pool.run(
         torch_fully_shard.compare_changes_to_unsharded, 2, change="optimizer", after=after
     ):
-        assert "SGD.step: a gathered parameter of shape" in outcome["text"], outcome
+        assert "SGD.step: an unsharded parameter of shape" in outcome["text"], outcome
 
 
 @pytest.mark.ranks(2)

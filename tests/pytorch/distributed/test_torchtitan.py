@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def refusals(path: Path) -> dict[str, str]:
-    """Body."""
+    """Return the error of each refused case."""
     sys.path.insert(0, str(FOLDER))
     model, refusal_texts = (
         importlib.import_module("train_torchtitan").Model.Config(axes={"tp": 2}).build(),
@@ -62,7 +62,7 @@ def parallelized(refusal_texts: Refusals, model: Any) -> None:
 
 
 def managed(refusal_texts: Refusals, model: Any, path: Path) -> None:
-    """The checkpoint manager, and the norm by torchtitan and by te_fsdp."""
+    """Run the checkpoint manager, and compute the norm by torchtitan and by te_fsdp."""
     import setting
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
     from torchtitan.distributed.utils import clip_grad_norm_

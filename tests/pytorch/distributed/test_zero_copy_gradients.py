@@ -30,7 +30,7 @@ _BF16_WIRE = {"main_params_dtype": "fp32", "grad_comm_dtype": "bf16"}
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, {"microbatches": 2, "outer": "optim"}, id="hfsdp"),
     ],
 )
-def test_zero_copy_gradients_have_the_same_bits(pool, axes, options):
+def test_zero_copy_gradients_are_bitwise_equal(pool, axes, options):
     for result in pool.run(
         zero_copy.compare_with_copied_gradients, math.prod(axes.values()), axes=axes, **options
     ):

@@ -40,7 +40,7 @@ def arch(request):
 
 @pytest.fixture
 def te(arch):
-    """``transformer_engine.pytorch`` on the architecture of ``arch``."""
+    """Return ``transformer_engine.pytorch`` on the architecture of ``arch``."""
     import transformer_engine.pytorch
 
     return transformer_engine.pytorch

@@ -11,7 +11,7 @@ PATTERNS = ("normal", "heavy", "blocks_of_zero", "ties", "special", "tiny", "hug
 
 
 def make(pattern: str, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """A (M, K) tensor of the named pattern."""
+    """Return a (M, K) tensor of the named pattern."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     rows, cols = shape
@@ -45,7 +45,7 @@ def make(pattern: str, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0
 
 
 def array(x: torch.Tensor) -> np.ndarray:
-    """Float32 array of a tensor; bfloat16 fits exactly."""
+    """Return float32 array of a tensor; bfloat16 fits exactly."""
     return x.detach().float().numpy()
 
 

@@ -34,13 +34,13 @@ def stage(eps_a, eps_b):
 
 
 def distance(result, expected):
-    """Relative Frobenius distance."""
+    """Return the relative Frobenius distance."""
     expected = expected.double()
     return ((result.detach().double() - expected).norm() / expected.norm()).item()
 
 
 def double(module):
-    """float64 leaf copies of a module's parameters, by name."""
+    """Return float64 leaf copies of a module's parameters, by name."""
     return {name: _plain(p).double().requires_grad_() for name, p in module.named_parameters()}
 
 
@@ -50,7 +50,7 @@ def _plain(param):
 
 
 def norm(x, weight, bias=None, *, kind="LayerNorm", eps=1e-5, zero_centered=False):
-    """LayerNorm or RMSNorm over the last dim."""
+    """Return LayerNorm or RMSNorm over the last dim."""
     if zero_centered:
         weight = weight + 1
     if kind == "RMSNorm":
@@ -59,7 +59,7 @@ def norm(x, weight, bias=None, *, kind="LayerNorm", eps=1e-5, zero_centered=Fals
 
 
 def quick(x, alpha=1.702):
-    """Quick GELU."""
+    """Return quick GELU."""
     return x * torch.sigmoid(alpha * x)
 
 
@@ -74,7 +74,7 @@ GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu",
 
 
 def activation(name, x, limit=7.0, alpha=1.702, offset=1.0):
-    """Activation by TransformerEngine's name; gated ones halve the last dim."""
+    """Return activation by TransformerEngine's name; gated ones halve the last dim."""
     if name in PLAIN:
         return PLAIN[name](x)
     first, second = x.chunk(2, dim=-1)
@@ -86,7 +86,7 @@ def activation(name, x, limit=7.0, alpha=1.702, offset=1.0):
 
 
 def attention(q, k, v, *, mask=None, offset=None, extra=False, scale=None):
-    """(s, b, h, d) attention; ``mask`` (b or 1, h or 1, sq, sk) True where forbidden; grouped k, v.
+    """Return (s, b, h, d) attention; ``mask`` (b or 1, h or 1, sq, sk) True where forbidden; grouped k, v.
 
     ``extra`` adds one logit of value ``offset`` (0 by default) to each row's normalization: off-by-one and
     learnable softmax.
@@ -106,18 +106,18 @@ def attention(q, k, v, *, mask=None, offset=None, extra=False, scale=None):
 
 
 def causal(sq, sk):
-    """Mask of a causal attention aligned at the bottom right."""
+    """Return the mask of a causal attention aligned at the bottom right."""
     return ~torch.ones(sq, sk, dtype=torch.bool).tril(sk - sq)
 
 
 def rope(x, angles):
-    """Rotary embedding of (s, b, h, d), halves layout, angles (s, 1, 1, d)."""
+    """Return rotary embedding of (s, b, h, d), halves layout, angles (s, 1, 1, d)."""
     first, second = x.chunk(2, -1)
     return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
 
 def transformer_layer(p, x, *, heads, groups, activation_name="gelu", kind="LayerNorm", angles=None):
-    """TransformerEngine's TransformerLayer (self attention, pre-norm, interleaved fused QKV, causal)."""
+    """Return TransformerEngine's TransformerLayer (self attention, pre-norm, interleaved fused QKV, causal)."""
     s, b, hidden = x.shape
     pre = "self_attention.layernorm_qkv."
     y = norm(x, p[pre + "layer_norm_weight"], p.get(pre + "layer_norm_bias"), kind=kind)
@@ -133,7 +133,7 @@ def transformer_layer(p, x, *, heads, groups, activation_name="gelu", kind="Laye
 
 
 def layernorm_mlp(p, x, name, *, kind="LayerNorm", prefix=""):
-    """TransformerEngine's LayerNormMLP."""
+    """Return TransformerEngine's LayerNormMLP."""
     y = norm(x, p[prefix + "layer_norm_weight"], p.get(prefix + "layer_norm_bias"), kind=kind)
     y = F.linear(y, p[prefix + "fc1_weight"], p.get(prefix + "fc1_bias"))
     return F.linear(activation(name, y), p[prefix + "fc2_weight"], p.get(prefix + "fc2_bias"))

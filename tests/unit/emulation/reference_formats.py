@@ -25,7 +25,7 @@ NAN_CODE = 0x7F
 
 @functools.cache
 def magnitudes(kind: str) -> tuple[Fraction, ...]:
-    """All finite non-negative values of a type; the index is the code."""
+    """Return all finite non-negative values of a type; the index is the code."""
     mantissa_bits, bias, last, _ = _KINDS[kind]
     values = []
     for code in range(last + 1):
@@ -55,18 +55,18 @@ def decode(code: int, kind: str) -> float:
 
 
 def nearest_by_search(x: float, kind: str) -> int:
-    """Code of the magnitude nearest to ``|x|`` among all of them; of two equally near, the even code."""
+    """Return the code of the magnitude nearest to ``|x|`` among all of them; of two equally near, the even code."""
     exact = Fraction(abs(x))
     return min(range(len(magnitudes(kind))), key=lambda code: (abs(magnitudes(kind)[code] - exact), code % 2))
 
 
 def truncated(x: float, kind: str) -> int:
-    """Code of the largest magnitude not above ``|x|``: the wrong rounding, for controls."""
+    """Return the code of the largest magnitude not above ``|x|``: the wrong rounding, for controls."""
     return bisect.bisect_right(magnitudes(kind), Fraction(abs(x))) - 1
 
 
 def ties_away(x: float, kind: str) -> int:
-    """Nearest with ties away from zero: another wrong rounding, for controls."""
+    """Return nearest with ties away from zero: another wrong rounding, for controls."""
     exact = Fraction(abs(x))
     return min(range(len(magnitudes(kind))), key=lambda code: (abs(magnitudes(kind)[code] - exact), -code))
 
@@ -78,14 +78,14 @@ def _midpoints(kind: str) -> tuple[float, ...]:
 
 
 def nearest(x: float, kind: str) -> int:
-    """The same as :func:`nearest_by_search` by comparing with the midpoints, which floats hold exactly."""
+    """Return the same as :func:`nearest_by_search` by comparing with the midpoints, which floats hold exactly."""
     points = _midpoints(kind)
     low = bisect.bisect_left(points, abs(x))
     return low + 1 if low < len(points) and points[low] == abs(x) and low % 2 == 1 else low
 
 
 def cast(x: float, kind: str, rounding=nearest) -> int:
-    """Saturating conversion as in hardware: NaN to NaN (+6 in E2M1), infinities to the largest value."""
+    """Return saturating conversion as in hardware: NaN to NaN (+6 in E2M1), infinities to the largest value."""
     sign_bit = _KINDS[kind][3]
     if math.isnan(x):
         return _KINDS[kind][2] if kind == E2M1 else NAN_CODE
@@ -96,7 +96,7 @@ def cast(x: float, kind: str, rounding=nearest) -> int:
 
 
 def float32(exact: Fraction) -> float:
-    """The float32 nearest to an exact value (ties to even, subnormals, overflow to infinity)."""
+    """Return the float32 nearest to an exact value (ties to even, subnormals, overflow to infinity)."""
     if exact == 0:
         return 0.0
     size = abs(exact)
@@ -109,13 +109,13 @@ def float32(exact: Fraction) -> float:
 
 
 def multiply(a: float, b: float) -> float:
-    """Float32 product: exact in 53 bits, because each factor has 24, then rounded once."""
+    """Return float32 product: exact in 53 bits, because each factor has 24, then rounded once."""
     return ctypes.c_float(a * b).value
 
 
 @functools.cache
 def divide(a: float, b: float) -> float:
-    """Float32 quotient of positive numbers; a zero divisor gives infinity."""
+    """Return float32 quotient of positive numbers; a zero divisor gives infinity."""
     if b == 0:
         return math.inf
     if math.isinf(b):
@@ -149,7 +149,7 @@ def scale_of(
 
 @functools.cache
 def e8m0_round_up(value: float) -> int:
-    """Smallest byte ``e`` in 0..254 with ``2 ** (e - 127) >= value``; 255 for NaN."""
+    """Return the smallest byte ``e`` in 0..254 with ``2 ** (e - 127) >= value``; 255 for NaN."""
     if math.isnan(value):
         return 255
     for byte in range(254):
@@ -184,13 +184,13 @@ def up(value: int, multiple: int) -> int:
 
 
 def per_tensor(x: np.ndarray, kind: str, scale: float, rounding=nearest) -> tuple[np.ndarray, float]:
-    """Bytes and inverse scale of an unsharded tensor with a given scale."""
+    """Return bytes and inverse scale of an unsharded tensor with a given scale."""
     data = np.array([cast(multiply(float(v), scale), kind, rounding) for v in x.ravel()], np.uint8)
     return data.reshape(x.shape), divide(1.0, scale)
 
 
 def mxfp8(x: np.ndarray, kind: str, *, columnwise: bool, two_dim=False, rounding=nearest):
-    """Bytes (M, K) and padded E8M0 scales of one direction."""
+    """Return bytes (M, K) and padded E8M0 scales of one direction."""
     rows, cols = x.shape
     height, width = (32, 32) if two_dim else ((32, 1) if columnwise else (1, 32))
     data = np.zeros((rows, cols), np.uint8)
@@ -211,7 +211,7 @@ def mxfp8(x: np.ndarray, kind: str, *, columnwise: bool, two_dim=False, rounding
 
 
 def block_fp8(x: np.ndarray, kind: str, *, columnwise: bool, two_dim: bool, rounding=nearest, **options):
-    """Bytes (rowwise (M, K), columnwise transposed (K, M)) and padded inverse scales of one direction."""
+    """Return bytes (rowwise (M, K), columnwise transposed (K, M)) and padded inverse scales of one direction."""
     rows, cols = x.shape
     height, width = (128, 128) if two_dim else ((128, 1) if columnwise else (1, 128))
     data = np.zeros((rows, cols), np.uint8)
@@ -237,7 +237,7 @@ def block_fp8(x: np.ndarray, kind: str, *, columnwise: bool, two_dim: bool, roun
 
 
 def nvfp4(x: np.ndarray, tensor_amax: float, *, two_dim=False, rounding=nearest):
-    """Packed codes and padded E4M3 scale bytes of one direction; columnwise is the transposed input."""
+    """Return packed codes and padded E4M3 scale bytes of one direction; columnwise is the transposed input."""
     rows, cols = x.shape
     encode = min(divide(448.0 * 6.0, tensor_amax), FLOAT32_MAX)
     if tensor_amax == 0 or encode == 0:
@@ -261,7 +261,7 @@ def nvfp4(x: np.ndarray, tensor_amax: float, *, two_dim=False, rounding=nearest)
 
 
 def nvfp4_decode(data: np.ndarray, scales: np.ndarray, tensor_amax: float) -> np.ndarray:
-    """Float32 values of packed codes: value * (scale * amax * (1 / 2688)), each product rounded."""
+    """Return float32 values of packed codes: value * (scale * amax * (1 / 2688)), each product rounded."""
     rows, cols = data.shape[0], data.shape[1] * 2
     out = np.zeros((rows, cols), np.float32)
     factor = float32(Fraction(1, 6 * 448))
@@ -274,7 +274,7 @@ def nvfp4_decode(data: np.ndarray, scales: np.ndarray, tensor_amax: float) -> np
 
 
 def hadamard16(signs: list[int]) -> np.ndarray:
-    """diag(signs) times the 16 x 16 Hadamard matrix of Sylvester's construction, divided by 4."""
+    """Return diag(signs) times the 16 x 16 Hadamard matrix of Sylvester's construction, divided by 4."""
     matrix = np.ones((1, 1))
     while len(matrix) < 16:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

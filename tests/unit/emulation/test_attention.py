@@ -12,7 +12,7 @@ BF16 = 2**-8
 
 
 def _plain(q, k, v, window, bottom_right):
-    """Attention of (batch, sequence, heads, channels) in float64, and the logarithms of the rows' sums."""
+    """Return attention of (batch, sequence, heads, channels) in float64, and the logarithms of the rows' sums."""
     k, v = (item.repeat_interleave(q.shape[2] // item.shape[2], dim=2) for item in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3
     shift = k.shape[1] - q.shape[1] if bottom_right else 0

@@ -25,7 +25,7 @@ def every_bfloat16() -> torch.Tensor:
 
 
 def around_midpoints(kind: str) -> torch.Tensor:
-    """Every representable value and every midpoint of neighbours, the float32s next to each; both signs."""
+    """Return every representable value and every midpoint of neighbours, the float32s next to each; both signs."""
     values = [float(v) for v in reference.magnitudes(kind)]
     points = values + [(a + b) / 2 for a, b in itertools.pairwise(values)] + [reference.largest(kind) * 1.5]
     exact = torch.tensor(points, dtype=torch.float32)
@@ -88,7 +88,7 @@ def test_fp4_pack_and_unpack_are_inverse():
 
 
 def e8m0_inputs() -> torch.Tensor:
-    """Every float32 exponent with mantissas that are zero, smallest, around half, and largest."""
+    """Return every float32 exponent with mantissas that are zero, smallest, around half, and largest."""
     exponents = torch.arange(256, dtype=torch.int32) << 23
     mantissas = torch.tensor([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFF], dtype=torch.int32)
     return (exponents[:, None] | mantissas).flatten().view(torch.float32)

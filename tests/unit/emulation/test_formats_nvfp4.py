@@ -34,7 +34,7 @@ def quantizer(**options):
 
 
 def check_direction(y, source, name, *, two_dim=False, swizzled=False, rounding=reference.nearest):
-    """``source`` is the (lines, length) array that this direction quantizes."""
+    """Check one direction, which quantizes ``source``, a (lines, length) array."""
     amax = reference.amax(source.ravel().tolist())
     data, scales = reference.nvfp4(source, amax, two_dim=two_dim, rounding=rounding)
     assert getattr(y, f"_amax_{name}").tolist() == [amax]

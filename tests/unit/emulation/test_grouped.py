@@ -72,7 +72,7 @@ def build(te, recipe, *, single, native=True, bias=True, quantized=False):
 
 
 def step(te, recipe, module):
-    """Output, input gradient, weight gradients (E, out, in), bias gradients (E, out)."""
+    """Return output, input gradient, weight gradients (E, out, in), bias gradients (E, out)."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(SPLITS), IN, generator=generator).bfloat16().requires_grad_()
     torch.manual_seed(2)  # stochastic rounding of NVFP4

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def run(python):
-    """Runs Python with the project importable; returns the completed process, with output as text."""
+    """Run Python with the project importable; return the completed process, with output as text."""
     return functools.partial(run_with, python)
 
 

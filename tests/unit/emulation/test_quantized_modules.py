@@ -43,7 +43,7 @@ def make_recipe(name, arch):
 
 
 def run(te, recipe, module, x, steps=1, call=None):
-    """``steps`` forwards and backwards; the last one's output and output gradient."""
+    """Run ``steps`` forwards and backwards; return the last one's output and output gradient."""
     for _ in range(steps):
         module.zero_grad()
         x.grad = None

@@ -117,7 +117,7 @@ def _routing(topk=2):
 
 
 def _sorted_rows(mask):
-    """Tokens of the permuted rows: expert by expert, in the order of the tokens."""
+    """Return tokens of the permuted rows: expert by expert, in the order of the tokens."""
     return torch.cat([mask[:, expert].nonzero()[:, 0] for expert in range(EXPERTS)])
 
 

@@ -34,7 +34,7 @@ SAVED = {
 
 
 def layer(te, dtype, width=1, **options):
-    """One layer. Shards of block-scaled weights need multiples of 128 rows; fused QKV has 3 * width * H."""
+    """Return one layer. Shards of block-scaled weights need multiples of 128 rows; fused QKV has 3 * width * H."""
     return te.TransformerLayer(
         width * H,
         width * FFN,
@@ -55,7 +55,7 @@ def recipe_of(name):
 
 
 def shard_of(full, own, rank):
-    """Rank's part of a parameter that tensor parallelism shards along the one dim where the shapes differ."""
+    """Return rank's part of a parameter that tensor parallelism shards along the one dim where the shapes differ."""
     for dim, (whole, part) in enumerate(zip(full.shape, own.shape, strict=True)):
         if whole != part:
             return full.chunk(whole // part, dim)[rank]
@@ -63,7 +63,7 @@ def shard_of(full, own, rank):
 
 
 def tensor_parallel(te, name, sequence_parallel, rank):
-    """Largest relative distance of a tp=2 layer's output and gradients from the single-process one's."""
+    """Return the largest relative distance of a tp=2 layer's output and gradients from the single-process one's."""
     recipe = recipe_of(name)
     dtype = torch.float32 if recipe is None else torch.bfloat16
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def tensor_parallel(te, name, sequence_parallel, rank):
 
 
 def losses(te, name, primary, mesh, meta):
-    """Losses of a few optimizer steps, over ``mesh`` or alone, and the type of a local weight."""
+    """Return losses of a few optimizer steps, over ``mesh`` or alone, and the type of a local weight."""
     recipe = recipe_of(name)
     dtype = torch.float32 if recipe is None else torch.bfloat16
     width = 2 if primary else 1  # see ``layer``
@@ -136,7 +136,7 @@ def losses(te, name, primary, mesh, meta):
 
 
 def checkpoint(te, name, mesh, folder):
-    """Largest difference after loading a DCP checkpoint into another model, and before (control)."""
+    """Return the largest difference after loading a DCP checkpoint into another model, and before (control)."""
     import torch.distributed.checkpoint as dcp
 
     models = []
@@ -194,7 +194,7 @@ def cross_entropy(te, dtype, smoothing, reduced, rank):
 
 
 def work(rank, folder):
-    """Entry point of a process."""
+    """Run a process."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2")
     store = dist.FileStore(f"{folder}/store", 2)

@@ -38,7 +38,7 @@ def readme(directory: str) -> dict[str, Any]:
 
 
 def native_training() -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights and losses after the script's five steps, by te_fsdp's API."""
+    """Return weights and losses after the script's five steps, by te_fsdp's API."""
     import te_fsdp
 
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def native_training() -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gathered parameters by name."""
+    """Return gathered parameters by name."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -84,7 +84,7 @@ def batch(step: int, number: int, rank: int) -> torch.Tensor:
 
 
 def loops(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Three SGD steps of three microbatches each, the last one marked in different ways, against one process.
+    """Compare three SGD steps of three microbatches each, the last one marked in different ways, with one process.
 
     Adam divides gradients by their own size: a factor that is wrong all the time would not show.
     """
@@ -92,7 +92,7 @@ def loops(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def one_loop(strategy: int, outer: int | None, how: str) -> dict[str, Any]:
-    """Largest difference of a parameter from one process with all microbatches, relative to its largest value."""
+    """Return a parameter's largest difference from one process with all microbatches, relative to its maximum."""
     from te_fsdp.compat import megatron_fsdp
 
     options: dict[str, Any] = {}
@@ -202,7 +202,7 @@ def methods() -> dict[str, Any]:
 
 
 def te_model(recipe: str, tp: int, meta: bool) -> dict[str, Any]:
-    """The README's second script: quantized weights with fp32 main weights, a tp axis; and te_fsdp's own names."""
+    """Compare the README's second script: quantized weights, fp32 main weights, a tp axis; te_fsdp's own names."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch.optimizers import FusedAdam
@@ -260,7 +260,7 @@ def te_model(recipe: str, tp: int, meta: bool) -> dict[str, Any]:
 
 
 def sums_and_nan() -> dict[str, Any]:
-    """Gradients as sums over ranks; and a gradient that is not finite."""
+    """Compare gradients as sums over ranks; and a gradient that is not finite."""
     from te_fsdp.compat import megatron_fsdp
 
     net, reference = make_net(), make_net()

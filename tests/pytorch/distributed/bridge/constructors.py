@@ -32,7 +32,7 @@ def capture_log() -> Any:
 
 
 def largest_relative_difference(net: torch.nn.Module, reference: torch.nn.Module) -> float:
-    """Largest difference of a parameter from that of one process, relative to its largest value."""
+    """Return the largest difference of a parameter from that of one process, relative to its largest value."""
     wanted = dict(reference.named_parameters())
     pairs = ((value, wanted[name]) for name, value in full_weights(net).items())
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)

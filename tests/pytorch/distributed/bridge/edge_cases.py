@@ -49,7 +49,7 @@ def several_models(rows: list[str], named: bool) -> dict[str, Any]:
 
 
 def mixed_precision_policy_none() -> float:
-    """``mixed_precision_policy=None`` is the default policy: one step against it."""
+    """Compare a step of ``mixed_precision_policy=None`` with one of the default policy."""
     from te_fsdp.compat import megatron_fsdp
 
     nets = []
@@ -65,7 +65,7 @@ def mixed_precision_policy_none() -> float:
 
 
 def nan_of_replicated_weights() -> str:
-    """``report_nan_in_param_grad`` with ``no_shard``: the error."""
+    """Return the error of ``report_nan_in_param_grad`` with ``no_shard``."""
     import te_fsdp
     from te_fsdp.compat import megatron_fsdp
 

@@ -13,7 +13,7 @@ from bridge.constructors import largest_relative_difference
 
 
 def make_nested() -> torch.nn.Module:
-    """Units within a unit within the model."""
+    """Return units within a unit within the model."""
     torch.manual_seed(1)
     linear, tanh = torch.nn.Linear, torch.nn.Tanh
     block = torch.nn.Sequential(linear(6, 8), tanh(), linear(8, 8))

@@ -47,7 +47,7 @@ def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def options_of(strategy: str, outer: str | None) -> dict[str, Any]:
-    """The mesh of megatron-fsdp's own test, with its flattened axes: context parallelism, and no tp."""
+    """Return the mesh of megatron-fsdp's own test, with its flattened axes: context parallelism, and no tp."""
     world = dist.get_world_size()
     shape = (2, world // 2, 1, 1) if outer is not None else (1, world // 2, 2, 1)
     names = ("dp_outer", "dp_shard", "cp", "tp")
@@ -126,7 +126,7 @@ def resume(
 
 
 def without_state(strategy: str, outer: str | None) -> dict[str, list[str]]:
-    """The control: weights alone are taken over, by state dicts, of an optimizer with state and of one without."""
+    """Load weights alone by state dicts, into an optimizer with state and one without. The control."""
     mesh, results = options_of(strategy, outer), {}
     for kind in ("Adam", "SGD"):
         first, second = Case(kind, 1, mesh, torch.float32), Case(kind, 1, mesh, torch.float32)
@@ -177,7 +177,7 @@ def error_of(kind: type[Exception], call: Any) -> str:
 
 
 def differences(one: Any, two: Any, name: str = "") -> list[str]:
-    """Names of the leaves of two trees that have not the same type, shape and bits."""
+    """Return names of the leaves of two trees that have not the same type, shape and bits."""
     if isinstance(one, dict) and isinstance(two, dict):
         keys = [*one, *(key for key in two if key not in one)]
         return [d for key in keys for d in differences(one.get(key), two.get(key), f"{name}.{key}")]

@@ -21,7 +21,7 @@ EXTRA = {"step": 7, "betas": (0.9, 1e-30), "data": {"order": [3, 1, 2], "name": 
 
 
 def first_steps(recipe: str) -> int:
-    """Steps before a save: two with delayed scaling, of which only the second reads a history."""
+    """Return steps before a save: two with delayed scaling, of which only the second reads a history."""
     return 2 if recipe == "delayed" else BEFORE
 
 
@@ -80,7 +80,7 @@ def local_state(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _crop(name: str, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A scale buffer without the padding, which kernels leave as they find it."""
+    """Return a scale buffer without the padding, which kernels leave as they find it."""
     if "scale_inv" not in name or buffer.numel() == 1:
         return buffer
     from te_fsdp.quantized.components import components_of
@@ -89,12 +89,12 @@ def _crop(name: str, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def options(run: Run) -> list[dict[str, Any]]:
-    """Options of the optimizer's groups."""
+    """Return options of the optimizer's groups."""
     return [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
 
 
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
-    """Names that are missing on a side, or whose dtype, shape or bytes differ."""
+    """Return the names that are missing on a side, or whose dtype, shape or bytes differ."""
     wrong = sorted(left.keys() ^ right.keys())
     for name in left.keys() & right.keys():
         a, b = left[name], right[name]
@@ -136,7 +136,7 @@ def same_mesh(case: Case, axes: dict[str, int], route: str, directory: str) -> d
 
 
 def logical_state(run: Any) -> dict[str, torch.Tensor]:
-    """Original tensors put together from the shards of all ranks, quantized weights dequantized. Collective."""
+    """Return original tensors put together from the shards of all ranks, quantized weights dequantized. Collective."""
     from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -162,7 +162,7 @@ def logical_state(run: Any) -> dict[str, torch.Tensor]:
 
 
 def assemble(shards: Iterable[tuple[str, torch.Tensor, Any]]) -> dict[str, torch.Tensor]:
-    """Original tensors by label from all ranks' shards, given with their places; one collective for all of them."""
+    """Return original tensors by label from all ranks' shards with their places, by one collective for all."""
     originals: dict[str, torch.Tensor] = {}
     mine: dict[str, list[tuple[Any, torch.Tensor]]] = {}
     for label, local, info in shards:
@@ -250,7 +250,7 @@ def resave(case: Case, axes: dict[str, int], directory: str, name: str, to: str)
 def compare_after_round_trip(
     case: Case, axes: dict[str, int], directory: str, name: str, raw: str
 ) -> list[str]:
-    """Raw local state after a load equals what this rank wrote down before the journey over other meshes.
+    """Compare this rank's raw local state after a load with its record from before the saves on other meshes.
 
     Args:
         case: As saved.
@@ -274,7 +274,7 @@ def compare_after_round_trip(
 
 
 def error_of_dcp_load(case: Case, axes: dict[str, int], directory: str) -> str:
-    """Loading by plain DCP raises on this mesh and changes nothing; returns the error's text."""
+    """Check that loading by plain DCP raises on this mesh and changes nothing; return the error's text."""
     run = Run(case, axes, seed=1)
     before = local_state(run)
     try:
@@ -287,7 +287,7 @@ def error_of_dcp_load(case: Case, axes: dict[str, int], directory: str) -> str:
 
 
 def error_of_dcp_save(case: Case, axes: dict[str, int], directory: str) -> str:
-    """Saving by plain DCP raises on this rank; returns the error's text."""
+    """Check that saving by plain DCP raises on this rank; return the error's text."""
     run = Run(case, axes, seed=1)
     run.steps(1)
     try:

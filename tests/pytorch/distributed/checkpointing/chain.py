@@ -49,5 +49,5 @@ def continue_on_mesh(
 
 
 def train_uninterrupted(axes: dict[str, int], recipe: str, links: int) -> list[float]:
-    """Losses of training that is never interrupted."""
+    """Return losses of training that is never interrupted."""
     return QuantizedTraining(recipe, axes, seed=0).steps(links * AFTER)

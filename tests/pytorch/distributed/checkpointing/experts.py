@@ -88,7 +88,7 @@ class Run:
             self.optimizer = FusedAdam(groups, lr=2e-3, master_weights=True)
 
     def train(self) -> list[float]:
-        """Losses of the steps before a save; the same ones every time."""
+        """Return losses of the steps before a save; the same ones every time."""
         return [self._step(step) for step in range(first_steps(self.case.recipe))]
 
     def _step(self, step: int) -> float:
@@ -107,7 +107,7 @@ class Run:
 
 
 def logical(run: Run) -> dict[str, torch.Tensor]:
-    """Original tensors of each expert, by global names, put together from all ranks. Collective."""
+    """Return original tensors of each expert, by global names, put together from all ranks. Collective."""
     from te_fsdp.quantized.grouped_weight import as_plain_parameter
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -158,7 +158,7 @@ def _pieces(
 
 
 def _add_delayed(mine: dict[str, Any], prefix: str, module: Any) -> None:
-    """Delayed scaling's state by expert; without the newest row, which is each rank's own until the next forward."""
+    """Add delayed scaling's state by expert, without the newest row, which each rank has alone until a forward."""
     from te_fsdp.records import binding_of
     from te_fsdp.upstream import te as _te
 

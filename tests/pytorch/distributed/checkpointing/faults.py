@@ -55,7 +55,7 @@ class Corruption:
 
     @classmethod
     def drawn(cls, chance: random.Random, path: Path, foreign: Path) -> Corruption:
-        """Rank 0's choice, on all ranks. Collective over the world."""
+        """Return rank 0's choice, on all ranks. Collective over the world."""
         box = [cls(chance, path, foreign) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box)
         assert box[0] is not None
@@ -66,7 +66,7 @@ class Corruption:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """While the context lasts. Collective over the world."""
+        """Create the object for the context. Collective over the world."""
         backup = self.path.with_name("backup")
         if dist.get_rank() == 0:
             shutil.copytree(self.path, backup)
@@ -109,7 +109,7 @@ class Corruption:
 
 
 def corruptions(directory: str, start: int, count: int) -> dict[str, Any]:
-    """Random corruptions, one after the other: each is found before anything changes, on all ranks.
+    """Check that each of several random corruptions is detected before anything changes, on all ranks.
 
     Args:
         directory: Where checkpoints go.

@@ -12,7 +12,7 @@ from checkpointing.formats import values_of
 
 
 def unfit_delayed_scaling_state(directory: str) -> dict[str, Any]:
-    """Delayed scaling of other FP8 formats, and none at all: an error, or a statement and scales that fit the bytes."""
+    """Load delayed scaling's state of other FP8 formats, and none: an error, or fitting statement and scales."""
     import json
     from unittest import mock
 
@@ -72,7 +72,7 @@ class Narrow(torch.nn.Module):
 def load_partial_blocks(
     axes: dict[str, int], directory: str, recipes: list[str], *, save: bool
 ) -> dict[str, Any]:
-    """Quantized weights of one process into bf16 ones whose shards begin and end inside blocks.
+    """Load quantized weights of one process into bf16 ones whose shards begin and end inside blocks.
 
     Args:
         axes: This mesh.

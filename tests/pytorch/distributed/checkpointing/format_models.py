@@ -16,7 +16,7 @@ HEADS, SEQUENCE, BATCH, CLASSES = 8, 32, 4, 8
 
 
 def width_of(recipe: str) -> int:
-    """Rows and columns of the model's weights: full blocks on each of four ranks, of tp or of FSDP.
+    """Return rows and columns of the model's weights: full blocks on each of four ranks, of tp or of FSDP.
 
     float8-block has blocks of 128 rows and columns, one for each rank; bf16 weights may become such. Blocks of MXFP8
     are small: two or four for each rank. Other formats are sharded anywhere, NVFP4 by 16.
@@ -88,7 +88,7 @@ class QuantizedTraining:
         self.position = 0
 
     def steps(self, count: int) -> list[float]:
-        """Losses of `steps` training steps on batches that depend on the position in the data alone."""
+        """Return losses of `steps` training steps on batches that depend on the position in the data alone."""
         return [self._step() for _ in range(count)]
 
     def _step(self) -> float:

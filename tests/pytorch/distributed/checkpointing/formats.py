@@ -16,7 +16,7 @@ AFTER = 2  # the first loss shows the weights that were loaded, the second the o
 
 
 def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    """Values of a tensor, fp32 where it is quantized; of both directions where they are quantized independently."""
+    """Return the values of a tensor, fp32 if it is quantized; of both directions if these are independent."""
     from te_fsdp.quantized.components import components_of, dequantize_box, describe_format, needed_components
     from te_fsdp.upstream import te as _te
 
@@ -93,7 +93,7 @@ def load_formats(
 
 
 def differing(run: Any, expected: dict[str, torch.Tensor]) -> tuple[list[str], int]:
-    """Labels of this rank's values that are not those of their places in the originals, and the number compared."""
+    """Return the labels of this rank's values that differ from the originals, and the number compared."""
     wrong, seen = [], 0
     for label, value, info in shards(run):
         seen += 1
@@ -161,7 +161,7 @@ def convert_formats(
 def expected_values(
     run: Any, originals: dict[str, torch.Tensor], converted: dict[str, str], master: bool
 ) -> dict[str, torch.Tensor]:
-    """Result of one process for the originals: main weights or values, quantized or rounded once."""
+    """Return the result of one process for the originals: main weights or values, quantized or rounded once."""
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     expected = dict(originals)
@@ -180,7 +180,7 @@ def expected_values(
 
 
 def quantized_in_one_process(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The unsharded weight through a quantizer like that of a shard, without any communication."""
+    """Quantize the unsharded weight with a quantizer like that of a shard, without any communication."""
     from te_fsdp.quantized.quantizer_record import QUANTIZER_RECORD
     from te_fsdp.upstream import te as _te
 
@@ -203,7 +203,7 @@ def _unchanged() -> Iterator[None]:
 
 @contextmanager
 def _without_shared_amax() -> Iterator[None]:
-    """Result of a load without the amaxes of the other ranks."""
+    """Compute the result of a load without the amaxes of the other ranks."""
     from te_fsdp.checkpoint import reading
     from te_fsdp.quantized.components import components_of
 
@@ -221,7 +221,7 @@ def _without_shared_amax() -> Iterator[None]:
 
 
 def compare_quantized_main_weights(recipe: str, axes: dict[str, int]) -> dict[str, Any]:
-    """Weights rebuilt from the main weights have the bytes that the optimizer's step gave them."""
+    """Check that weights rebuilt from the main weights have the bytes that the optimizer's step gave them."""
     from te_fsdp.checkpoint.model_state import owned_parameters
     from te_fsdp.quantized.components import components_of
     from te_fsdp.quantized.shards import quantize_with_shared_scale

@@ -16,7 +16,7 @@ from torch import nn
 
 
 def build(config: dict[str, Any], meshes: Any | None) -> nn.Module:
-    """The model: stock TE on its device, or sharded and filled with other values."""
+    """Return the model: stock TE on its device, or sharded and filled with other values."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -52,7 +52,7 @@ class Case:
     quantized: bool = False
 
     def build(self, folder: str, *, sharded: bool = True) -> tuple[nn.Module, Any]:
-        """The model of a folder, on the mesh or unsharded, and its optimizer."""
+        """Return the model of a folder, on the mesh or unsharded, and its optimizer."""
         import transformer_engine.pytorch as te
         import transformers
         from transformer_engine.common.recipe import Float8CurrentScaling
@@ -85,7 +85,7 @@ class Case:
 
 
 def dispatch_to_experts(ep: Any, experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Rows, one expert's after the other, through the experts of all ranks of ``ep``."""
+    """Run rows, one expert's after the other, through the experts of all ranks of ``ep``."""
     own, size, group = len(counts) // ep.size(), ep.size(), ep.get_group()
     mine: list[Any] = [None] * size
     dist.all_gather_object(mine, [counts[r * own : (r + 1) * own] for r in range(size)], group=group)
@@ -141,7 +141,7 @@ def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, An
 
 
 def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
-    """The written folder, the folder that the command line exports, and the original."""
+    """Return the written folder, the folder that the command line exports, and the original."""
     from te_fsdp.checkpoint.lazy_tensors import open_safetensors
     from te_fsdp.cli import main
 
@@ -265,7 +265,7 @@ def _differing_pieces(model: nn.Module, other: nn.Module) -> list[str]:
 
 
 def different_shards(model: nn.Module, whole: nn.Module) -> list[str]:
-    """Parameters of which a local piece is not, bit for bit, what the unsharded model has at its place."""
+    """Return the parameters of which a local piece differs, in any bit, from the unsharded model at its place."""
     from te_fsdp.checkpoint.model_state import model_state
 
     originals = dict(whole.named_parameters())

@@ -108,7 +108,7 @@ def _same_values(model: nn.Module, one: nn.Module, when: str) -> int:
 
 
 def _three_layers(dtype: torch.dtype, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model, and AdamW without main weights."""
+    """Return a sharded model, and AdamW without main weights."""
     import te_fsdp
 
     torch.manual_seed(seed)
@@ -118,7 +118,7 @@ def _three_layers(dtype: torch.dtype, seed: int) -> tuple[nn.Module, torch.optim
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A step with gradients that each dtype represents."""
+    """Run a step with gradients that each dtype represents."""
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         local = torch.arange(parameter.to_local().numel(), device=harness.device()) % 7 / 8 - 0.25

@@ -40,7 +40,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW that has made a step."""
+    """Return an AdamW that has made a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -50,7 +50,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str]:
-    """Class and text of what a call raises."""
+    """Return the class and text of the error that a call raises."""
     try:
         call()
     except Exception as error:
@@ -118,7 +118,7 @@ def load_partially(directory: str, allow: list[str] | None) -> dict[str, Any]:
 
 @contextmanager
 def warnings_of_te_fsdp() -> Iterator[list[str]]:
-    """Messages of the logger in the context."""
+    """Record messages of the logger in the context."""
     heard: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -131,7 +131,7 @@ def warnings_of_te_fsdp() -> Iterator[list[str]]:
 
 
 def load_groups_partially(directory: str) -> dict[str, Any]:
-    """Other groups than were saved: state by parameter, options where the saved group is clear."""
+    """Load groups other than the saved ones: state by parameter, options if the saved group is clear."""
     import te_fsdp
 
     def split(model: nn.Module, *names: str) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def load_groups_partially(directory: str) -> dict[str, Any]:
 
 
 def load_main_weights_partially(directory: str) -> dict[str, float]:
-    """An optimizer that is left alone by a partial load must not undo it: its main weights follow the loaded ones."""
+    """Check that an optimizer outside of a partial load does not undo it: its main weights follow the loaded ones."""
     import te_fsdp
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -178,7 +178,7 @@ def load_main_weights_partially(directory: str) -> dict[str, float]:
 
 
 def optimizer_before_sharding(directory: str, only_rank: int | None) -> list[tuple[str, str]]:
-    """An optimizer over the parameters from before, on all ranks or on one."""
+    """Return the error of an optimizer over the parameters before sharding, on all ranks or on one."""
     import te_fsdp
     from te_fsdp.features.main_weights import check_optimizer
 
@@ -199,7 +199,7 @@ def optimizer_before_sharding(directory: str, only_rank: int | None) -> list[tup
 
 
 def load_damaged(directory: str, kind: str) -> tuple[str, str]:
-    """A directory that is not a complete checkpoint on any rank; nothing may change."""
+    """Load a directory that is not a complete checkpoint on any rank; nothing may change."""
     import te_fsdp
 
     model = shard(Small())
@@ -227,7 +227,7 @@ def load_damaged(directory: str, kind: str) -> tuple[str, str]:
 
 
 def save_with_write_error(directory: str) -> dict[str, Any]:
-    """Rank 1 cannot write: all ranks raise, nothing appears or stays behind, the next save works."""
+    """Check that all ranks raise if rank 1 cannot write, nothing stays behind, and the next save works."""
     import te_fsdp
     from te_fsdp.checkpoint import planner
 
@@ -254,7 +254,7 @@ def save_with_write_error(directory: str) -> dict[str, Any]:
 
 
 def save_different_values(directory: str, what: str) -> tuple[str, str]:
-    """Ranks disagree on what is written once for all."""
+    """Save values that differ between ranks although they are written once for all."""
     import te_fsdp
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -332,7 +332,7 @@ def load_different_checkpoints(directory: str) -> dict[str, tuple[str, str]]:
 
 
 def save_hybrid_weights(directory: str) -> bool:
-    """Weights of two formats at once: saving raises. Returns whether there are files."""
+    """Check that saving weights of two formats at once raises; return whether there are files."""
     from quantization.weight_bytes import meshes_of, sharded
 
     import te_fsdp

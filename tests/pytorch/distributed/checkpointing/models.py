@@ -93,7 +93,7 @@ class Head(nn.Module):
 
 
 def recipe_of(name: str) -> Any:
-    """TE's recipe object of a name, None for "none"."""
+    """Return TE's recipe object of a name, None for "none"."""
     from transformer_engine.common import recipe
 
     return {
@@ -147,12 +147,12 @@ class Run:
         return torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.95))
 
     def steps(self, count: int) -> list[float]:
-        """Losses of `steps` training steps on batches that depend on the position in the data alone."""
+        """Return losses of `steps` training steps on batches that depend on the position in the data alone."""
         return [self._step() for _ in range(count)]
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Loss on the next batch, which stays the next one."""
+        """Return the loss on the next batch, which stays the next one."""
         return self._mean(self._forward())
 
     def _step(self) -> float:

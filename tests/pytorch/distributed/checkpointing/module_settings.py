@@ -23,7 +23,7 @@ class UserModule(nn.Module):
 
 
 def model(tp: int, **kwargs: Any) -> nn.Module:
-    """A layer on a mesh; without tensor parallelism sharded over data."""
+    """Return a layer on a mesh; without tensor parallelism sharded over data."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -44,7 +44,7 @@ def model(tp: int, **kwargs: Any) -> nn.Module:
 
 
 def load_different_settings(directory: str) -> dict[str, tuple[str, str]]:
-    """Refused on every rank, whatever the mesh, with nothing changed; the same settings load without a word."""
+    """Check that other settings are refused on every rank with nothing changed, and the same settings load silently."""
     import te_fsdp
 
     te_fsdp.checkpoint.save(f"{directory}/a", model(tp=2))

@@ -18,7 +18,7 @@ from checkpointing.models import Case, Run
 
 @contextmanager
 def CountedReads() -> Iterator[list[int]]:
-    """The bytes of each read of tensors and tables from object storage, by this rank."""
+    """Record the bytes of each read of tensors and tables from object storage, by this rank."""
     from te_fsdp.checkpoint.storage import RemotePath
 
     read_at, counts = RemotePath.read_at, []

@@ -83,12 +83,12 @@ def load_all(
 
 @functools.cache
 def _originals(path: str) -> dict[str, torch.Tensor]:
-    """Values that `save_all` recorded; read once in each process, which compares them with several meshes."""
+    """Return the values that `save_all` recorded, read once in each process for several meshes."""
     return torch.load(f"{path}.pt", weights_only=True)
 
 
 def compare(run: Any, expected: dict[str, torch.Tensor]) -> tuple[list[str], int]:
-    """Parameters and optimizer state of this rank against their places in the originals, bit for bit. Local.
+    """Compare this rank's parameters and optimizer state with their places in the originals, bit for bit. Local.
 
     Returns:
         Names of those that differ or that are missing on either side, and the number of tensors compared.

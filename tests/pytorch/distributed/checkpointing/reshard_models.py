@@ -143,7 +143,7 @@ class Training:
         return FusedAdam(groups, lr=2e-3, betas=(0.8, 0.95), master_weights=True)
 
     def steps(self, count: int) -> list[float]:
-        """Losses of `steps` training steps on batches that depend on the position in the data alone."""
+        """Return losses of `steps` training steps on batches that depend on the position in the data alone."""
         return [self._step() for _ in range(count)]
 
     def _step(self) -> float:

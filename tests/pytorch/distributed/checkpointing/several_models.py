@@ -63,7 +63,7 @@ class Job:
 
 
 def save_several_models(directory: str, axes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Three steps, a save with a running average of the weights in ``extra``, two more steps: the values then."""
+    """Train three steps, save with a running average of weights in ``extra``, train two more; return the values."""
     import te_fsdp
 
     job = Job(axes, 0)

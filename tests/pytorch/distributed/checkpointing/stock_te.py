@@ -87,7 +87,7 @@ def save_with_plain_dcp(case: Case, directory: str) -> None:
 
 
 def _histories(run: Run) -> dict[str, torch.Tensor]:
-    """Delayed scaling's state but for the newest row, which is each rank's own until the next forward."""
+    """Return delayed scaling's state without the newest row, which is each rank's own until the next forward."""
     return {name: value for name, value in local_state(run).items() if ":scaling_" in name}
 
 
@@ -144,7 +144,7 @@ def errors_of_dcp_directories(case: Case, axes: dict[str, int], directory: str) 
 
 
 def _stock(case: Case, seed: int) -> Run:
-    """Stock TE on stock FSDP2, without te_fsdp."""
+    """Return stock TE on stock FSDP2, without te_fsdp."""
     from torch.distributed.fsdp import fully_shard
 
     run = Run(case, None, seed)
@@ -174,7 +174,7 @@ def _save_plain(
 
 
 def exchange_with_stock_fsdp2(case: Case, axes: dict[str, int], directory: str) -> dict[str, Any]:
-    """Stock FSDP2 with stock TE, and te_fsdp on a mesh without tp: directories of plain DCP both ways, both loads."""
+    """Exchange directories of plain DCP between stock FSDP2 and TE, and te_fsdp without tp, by both loads."""
     import te_fsdp
 
     outcome: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def error_of_tp_row_order(
 def load_unsharded_row_order(
     case: Case, saved: dict[str, int], axes: dict[str, int], directory: str
 ) -> dict[str, Any]:
-    """The same directory as te_fsdp's models write it: taken, with every bit."""
+    """Load the same directory as te_fsdp's models write it: every bit."""
     import te_fsdp
 
     stacked = _save_plain(Run(case, saved, seed=0), f"{directory}/ordered", entries=False)

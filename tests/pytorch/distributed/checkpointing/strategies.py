@@ -54,7 +54,7 @@ class Sharded(Run):
 
 
 def whole_state(run: Run) -> dict[str, torch.Tensor]:
-    """Main weights (parameters, where there are none) and state, unsharded, by name. Collective."""
+    """Return main weights (or parameters without them) and state, unsharded, by name. Collective."""
     results = {}
     for name, parameter in run.model.named_parameters():
         state = run.optimizer.state.get(parameter, {})

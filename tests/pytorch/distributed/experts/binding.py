@@ -36,7 +36,7 @@ def _bound(meshes: Any, device: Any, **how: Any) -> Any:
 
 
 def names() -> dict[str, Any]:
-    """Names under which parameters are registered, TE's names for the same objects, and copies of the module."""
+    """Return names under which parameters are registered, TE's names for the same objects, and copies of the module."""
     meshes = _meshes(ep=2)
     model = _bound(meshes, harness.device())
     module, own = model.mixture.up, meshes.experts(EXPERTS)
@@ -76,7 +76,7 @@ def state_dicts() -> dict[str, Any]:
                 parameter.zero_()
         model.load_state_dict(given)
         for name, parameter in model.named_parameters():
-            checks.same_bits(name, parameter, one_by_one[name])
+            checks.bitwise_equal(name, parameter, one_by_one[name])
     model.load_state_dict(model.state_dict())
     plain = build("none", "fp32", EXPERTS, meshes, harness.device(), bias=True)  # stock: local names
     refused = ""
@@ -111,7 +111,7 @@ def count_colliding_names() -> dict[str, Any]:
 
 
 def torch_fully_shard(divide: bool, mesh: str) -> dict[str, Any]:
-    """The user's own calls of torch's fully_shard on a bound model; gradients equal those of te_fsdp's."""
+    """Compare gradients of the user's own calls of torch's fully_shard on a bound model with te_fsdp's."""
     import te_fsdp
 
     meshes = _meshes(ep=2, dp_shard=2)
@@ -133,12 +133,12 @@ def torch_fully_shard(divide: bool, mesh: str) -> dict[str, Any]:
         x, target, chosen = (t.chunk(4)[part] for t in (x.float(), target.float(), chosen))
         (one(x, chosen) - target).square().mean().backward()
     for (name, actual), (_, expected) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        checks.same_bits(name, actual.grad._local_tensor, expected.grad._local_tensor)
+        checks.bitwise_equal(name, actual.grad._local_tensor, expected.grad._local_tensor)
     return checks.require(4)
 
 
 def errors_of_binding(mistake: str) -> None:
-    """Mistakes that must raise the same error on all ranks, before anything has changed."""
+    """Return the errors that must be the same on all ranks, before anything has changed."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -164,7 +164,7 @@ def errors_of_binding(mistake: str) -> None:
 
 
 def errors_of_fully_shard(mistake: str) -> None:
-    """The same through fully_shard, with a rank that fails before the ranks of ep talk to each other."""
+    """Return such errors of fully_shard, also with a rank that fails before the ranks of ep communicate."""
     import te_fsdp
 
     meshes = _meshes(ep=2, dp_shard=2)
@@ -190,7 +190,7 @@ def current_scaling(quantized: bool) -> None:
 
 
 def memory(axes: dict[str, int]) -> dict[str, Any]:
-    """Bytes of expert weights and of their optimizer state on this rank, and of the unsharded model's."""
+    """Return bytes of expert weights and of their optimizer state on this rank, and of the unsharded model's."""
     import te_fsdp
 
     experts = 8
@@ -253,7 +253,7 @@ def gradients_in_fp16(axes: dict[str, int]) -> dict[str, Any]:
 
 
 def sums_of_gradients(axes: dict[str, int], how: dict[str, Any]) -> dict[str, Any]:
-    """Gradients that are sums over four data-parallel ranks: with a quarter of the learning rate a step is the same."""
+    """Check that a step with sums of gradients over four ranks and a quarter of the learning rate is the same."""
     import te_fsdp
 
     meshes = _meshes(**axes)
@@ -272,8 +272,8 @@ def sums_of_gradients(axes: dict[str, int], how: dict[str, Any]) -> dict[str, An
         weights.append({n: _local(p).clone() for n, p in model.named_parameters()})
     for name, mean in gradients[0].items():
         if how.get("outer_strategy") != "optim":  # there .grad is a mean or a sum over dp_shard only
-            checks.same_bits(f"gradient {name}", gradients[1][name], 4 * mean)
-        checks.same_bits(name, weights[1][name], weights[0][name])
+            checks.bitwise_equal(f"gradient {name}", gradients[1][name], 4 * mean)
+        checks.bitwise_equal(name, weights[1][name], weights[0][name])
     return checks.require(4)
 
 

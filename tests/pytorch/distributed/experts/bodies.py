@@ -37,7 +37,7 @@ def training(
     steps: int = STEPS,
     **how: Any,
 ) -> dict[str, Any]:
-    """Body of one case; `how` are further arguments of fully_shard.
+    """Run one case; `how` are further arguments of fully_shard.
 
     Returns:
         Per kind of value the largest error as a share of its bound; how many gradients were exactly zero, as they
@@ -67,7 +67,7 @@ def training(
 def _train(
     check: ExpertCheck, model: nn.Module, meshes: Any, data: tuple[str, str, int, str], steps: int
 ) -> None:
-    """Steps, with comparisons."""
+    """Train with comparisons."""
     import te_fsdp
 
     expected = check.expected
@@ -96,14 +96,14 @@ def _train(
 def batch(
     recipe: str, weights: str, experts: int, route: str, step: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same global batch on every rank: input, target, and each token's expert."""
+    """Return the same global batch on every rank: input, target, and each token's expert."""
     generator = torch.Generator().manual_seed(100 + step)
     data = torch.randn((2, TOKENS, width_of(recipe, weights)), generator=generator).bfloat16()
     return *data.to(harness.device()), routes(route, experts, step).to(harness.device())
 
 
 def _part(tensor: torch.Tensor, meshes: Any) -> torch.Tensor:
-    """This rank's tokens: data parallelism shards them, tp does not."""
+    """Return this rank's tokens: data parallelism shards them, tp does not."""
     replica = meshes.device_mesh.get_local_rank("dp_replicate")
     place = replica * meshes.size("dp_shard") + meshes.device_mesh.get_local_rank("dp_shard")
     return tensor.chunk(meshes.size("dp_replicate") * meshes.size("dp_shard"))[place].contiguous()
@@ -112,7 +112,7 @@ def _part(tensor: torch.Tensor, meshes: Any) -> torch.Tensor:
 def _pass(
     model: nn.Module, x: torch.Tensor, target: torch.Tensor, chosen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Forward and backward: output, loss per token, gradient of the input."""
+    """Run forward and backward: output, loss per token, gradient of the input."""
     x = x.detach().to(next(model.parameters()).dtype).requires_grad_()
     output = model(x, chosen)
     loss = (output.float() - target.float()).square().mean() * output.shape[-1]
@@ -161,7 +161,7 @@ def _reference(
 
 
 def _stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of experts, one by one, as those of the one parameter of all."""
+    """Return tensors of experts, one by one, as those of the one parameter of all."""
     results = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
     parts: dict[str, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -171,7 +171,7 @@ def _stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _without_reduction(recipe: Any) -> Any:
-    """The recipe for one rank alone: its amaxes are those of the full batch already."""
+    """Return the recipe for one rank alone, whose amaxes are those of the full batch already."""
     import dataclasses
 
     return (
@@ -187,7 +187,7 @@ class ExpertCheck(Check):
         self.zeros, self.steps = 0, STEPS
 
     def shard(self, what: str, name: str, actual: torch.Tensor, info: Any) -> None:
-        """A parameter's gradient or update, box by box."""
+        """Compare a parameter's gradient or update, box by box."""
         if float(self.expected[f"{what} {name}"].abs().max()) > 0:
             super().shard(what, name, actual, info)
             return
@@ -197,6 +197,6 @@ class ExpertCheck(Check):
             self.findings.failures.append(f"{what} {name}: {left} where one process has zeros")
 
     def norm(self, step: int, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """The norm of all gradients: as close as the gradients are."""
+        """Compare the norm of all gradients, within the bounds of gradients."""
         difference = abs(float(actual) - float(expected)) / float(expected)
         self._share(f"norm {step}", difference, self.gradient_bound)

@@ -24,7 +24,7 @@ ROUTES = ("every", "some", "uneven")
 
 
 def routes(name: str, experts: int, step: int) -> torch.Tensor:
-    """The expert of each token of the global batch."""
+    """Return the expert of each token of the global batch."""
     generator = torch.Generator().manual_seed(step)
     if name == "every":
         return torch.randint(experts, (TOKENS,), generator=generator)
@@ -71,7 +71,7 @@ class Mixture(nn.Module):
         assert not single or self.up.single_grouped_weight, "one parameter for each expert"
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """`chosen`: each token's expert, in any order."""
+        """Run the experts; `chosen` has each token's expert, in any order."""
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=self.experts)
         rows = x[order]
@@ -94,7 +94,7 @@ class Mixture(nn.Module):
         return _AllToAll.apply(self._own(arrived, arriving), receive, send, group)
 
     def _own(self, rows: torch.Tensor, arriving: list[list[int]]) -> torch.Tensor:
-        """Rows come from several ranks, each rank's ordered by expert: `arriving[rank][expert]` of them."""
+        """Run this rank's experts on rows of several ranks, ordered by expert: `arriving[rank][expert]` of them."""
         ends = torch.tensor(arriving).flatten().cumsum(0).tolist()
         pieces = rows.tensor_split(ends[:-1])
         experts = len(arriving[0])
@@ -136,7 +136,7 @@ class Model(nn.Module):
         self.last = te.LayerNormLinear(hidden, hidden, **kwargs)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden) -> the same."""
+        """Map (tokens, hidden) to the same shape."""
         with autocast(self.recipe):
             y = self.first(x)
             return self.last(y + self.mixture(y, chosen))
@@ -153,7 +153,7 @@ def build(
     single: bool = False,
     own: bool = True,
 ) -> Model:
-    """The model for one process (`meshes` None) or for a mesh; `weights` as in the matrix.
+    """Return the model for one process (`meshes` None) or for a mesh; `weights` as in the matrix.
 
     On the device experts of other ranks are others, and parts over tp other parts, unless `own` is False.
     """
@@ -185,7 +185,7 @@ def build(
 
 
 def width_of(recipe_name: str, weights: str) -> int:
-    """Hidden size of which every format finds full blocks in a shard of the tests' meshes."""
+    """Return the hidden size of which every format finds full blocks in a shard of the tests' meshes."""
     if weights != "quantized":
         return 128
     return 256 if recipe_name == "block" else 128

@@ -12,7 +12,7 @@ from torch import nn
 
 
 def _placed_in_two_dims(names: Iterable[str], mode: str | None) -> dict[str, Any]:
-    """Placements of one expert's weight (out, in), used for the tensor (experts, out, in) of all."""
+    """Return placements of one expert's weight (out, in), used for the tensor (experts, out, in) of all."""
     from te_fsdp.layout import GROUPED, ParameterRule
 
     dim = {"column": 0, "row": 1, None: None}[mode]
@@ -20,7 +20,7 @@ def _placed_in_two_dims(names: Iterable[str], mode: str | None) -> dict[str, Any
 
 
 def _axes_of_one_mesh(meshes: Sequence[Any], groups: dict[Any, Any]) -> tuple[Any, ...]:
-    """Axes over which a norm is summed, without ``ep``, over which experts are spread."""
+    """Return the axes over which a norm is summed, without ``ep``, over which experts are distributed."""
     mesh = meshes[0]
     results = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     axes = {tuple(dist.get_process_group_ranks(group)): group for group in results}

@@ -18,7 +18,7 @@ from experts.model import build
 
 
 def sharded(axes: dict[str, int], recipe: str, weights: str, experts: int, **how: Any) -> tuple[Any, Any]:
-    """Meshes, and a mixture of experts in one parameter on them."""
+    """Return meshes, and a mixture of experts in one parameter on them."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -119,7 +119,7 @@ def train_with_fp32_main_weights(recipe: str, experts: int) -> dict[str, Any]:
         outputs[-1].float().square().mean().backward()
         assert all(p.grad is not None for p in model.parameters())
         with torch.inference_mode():
-            checks.same_bits("inference", model(x, chosen), outputs[-1].detach())
+            checks.bitwise_equal("inference", model(x, chosen), outputs[-1].detach())
     if not draws_are_fp32():  # other initial values, not rounded ones
         return checks.require(2)
     # Initial values are drawn in bf16 here and in fp32 there, and then quantized.

@@ -14,12 +14,12 @@ from experts.model import build
 
 
 def units(model: nn.Module) -> list[str]:
-    """The names of FSDP2's units."""
+    """Return the names of FSDP2's units."""
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 def sharded(axes: dict[str, int], requested: list[str], dense: bool) -> list[str]:
-    """The units of a mixture of experts; `dense`: with a parameter of the mixture itself."""
+    """Return the units of a mixture of experts; `dense`: with a parameter of the mixture itself."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())

@@ -193,7 +193,7 @@ def _optimizer(model: Any) -> Any:
 def train_as_one_process(
     axes: dict[str, int], form: str, experts: int = 4, broken: str = "", **how: Any
 ) -> dict[str, float]:
-    """Body: three steps as one process. Returns the worst distance of gradients, norms and parameters."""
+    """Train three steps as one process; return the worst distance of gradients, norms and parameters."""
     import te_fsdp
 
     reference, meshes = (
@@ -230,7 +230,7 @@ def train_as_one_process(
 def train_and_save(
     path: str, axes: dict[str, int], form: str, experts: int = 4, plain: bool = False, **how: Any
 ) -> None:
-    """Body: two steps, then a save."""
+    """Train two steps, then save."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -290,7 +290,7 @@ def load_and_train(
 
 
 def compare_materialized(axes: dict[str, int], draws: int = 11) -> dict[str, float]:
-    """Body: the numbers that the modules' own initialization draws in one process, bit for bit."""
+    """Compare materialized values bit for bit with those that the modules draw in one process."""
     import te_fsdp
 
     reference = build(4, None, "matmul")
@@ -306,7 +306,7 @@ def compare_materialized(axes: dict[str, int], draws: int = 11) -> dict[str, flo
 
 
 def parallelized(strategy: str) -> dict[str, float]:
-    """Gradients of an embedding and a head that torch's ``parallelize_module`` has distributed over tp."""
+    """Compare gradients of an embedding and a head that torch's ``parallelize_module`` has distributed over tp."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     import te_fsdp
@@ -329,7 +329,7 @@ def parallelized(strategy: str) -> dict[str, float]:
 
 
 def error_of_unsupported(case: str) -> None:
-    """Body that raises on every rank."""
+    """Raise on every rank."""
 
     import te_fsdp
 

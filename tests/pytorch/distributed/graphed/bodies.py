@@ -44,7 +44,7 @@ class LogCapture(logging.Handler):
 
 
 def model_of(meshes: Any, case: dict[str, Any]) -> nn.Module:
-    """A sharded model of two blocks and a head."""
+    """Return a sharded model of two blocks and a head."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -62,7 +62,7 @@ def model_of(meshes: Any, case: dict[str, Any]) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, case: dict[str, Any]) -> torch.optim.Optimizer:
-    """With main weights and sharded state, if any; its learning rate is a tensor where the step is recorded."""
+    """Return the optimizer, with main weights and sharded state if any; its rate is a tensor for recordings."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp
@@ -81,7 +81,7 @@ def optimizer_of(model: nn.Module, case: dict[str, Any]) -> torch.optim.Optimize
 
 
 def loop_of(model: nn.Module, case: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Forward and backward of all microbatches."""
+    """Return the forward and backward of all microbatches."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -102,7 +102,7 @@ def loop_of(model: nn.Module, case: dict[str, Any]) -> Callable[[torch.Tensor], 
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Any, inputs: torch.Tensor) -> Any:
-    """The same step, as a loop of one's own has it."""
+    """Run the same step as a plain loop."""
     import te_fsdp
 
     losses = loop(inputs).detach()
@@ -113,7 +113,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Any, in
 
 
 def inputs_of(meshes: Any, step: int, case: dict[str, Any]) -> torch.Tensor:
-    """Microbatches of this rank; steps 3 and 4 have fewer rows."""
+    """Return microbatches of this rank; steps 3 and 4 have fewer rows."""
     copies = dist.get_world_size() // meshes.size("tp")
     x = batch(step, copies, MICROBATCHES)[:, dist.get_rank() // meshes.size("tp")]
     x = x.repeat(1, 4, 1) if case.get("quantized") else x  # FP8's products want multiples of 8
@@ -122,7 +122,7 @@ def inputs_of(meshes: Any, step: int, case: dict[str, Any]) -> torch.Tensor:
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Local parameters and optimizer state."""
+    """Return local parameters and optimizer state."""
     results = {}
     for name, parameter in model.named_parameters():
         results[name] = harness.full(parameter.detach())
@@ -157,7 +157,7 @@ def _train(meshes: Any, case: dict[str, Any], recorded: bool) -> tuple[dict[str,
     return results | values_of(model, optimizer) | evaluation, step
 
 
-def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
+def bitwise_equal(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
     """Train with the plain loop and with recorded steps: losses, norms, weights and state are the same.
 
     Returns:
@@ -177,14 +177,14 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
             result, step = _train(meshes, case, True)
         assert expected.keys() == result.keys()
         for key, value in expected.items():
-            checks.same_bits(f"{name}: {key}", result[key], value)
+            checks.bitwise_equal(f"{name}: {key}", result[key], value)
         facts[name] = [step.why_eager, step.why_step_eager, step.recordings, step.replays]
     checks.require(len(cases) * 20)
     return facts
 
 
 def _recorded(meshes: Any, case: dict[str, Any], failing: int = -1, **options: Any) -> Any:
-    """A model, its optimizer, its step and inputs; after the recording, unless it fails."""
+    """Return a model, its optimizer, its step and inputs; after the recording, unless it fails."""
     import te_fsdp
 
     model = model_of(meshes, case)
@@ -236,7 +236,7 @@ def recordings_after_changes() -> dict[str, list[int]]:
 
 
 def reasons() -> dict[str, Any]:
-    """Why steps run eagerly, and what the log says of it: once each."""
+    """Return why steps run eagerly, and the log's lines about it: once each."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -265,7 +265,7 @@ def reasons() -> dict[str, Any]:
 
 
 def failed_capture() -> dict[str, Any]:
-    """A capture that fails in the middle of a forward: training goes on as the plain loop, and can be recorded later.
+    """Check that training continues as the plain loop after a capture fails within a forward, and is recorded later.
 
     Returns:
         Of the step: why it ran eagerly, why it does at the end, recordings, replays; whether draws are as before.
@@ -294,21 +294,21 @@ def failed_capture() -> dict[str, Any]:
         draws.append(torch.rand(3, device=harness.device()))
         torch.manual_seed(number)
         expected, expected_norm = plain_step(plain, other, loop_of(plain, {}), inputs)
-        checks.same_bits(f"draw {number}", draws[-1], torch.rand(3, device=harness.device()))
-        checks.same_bits(f"losses {number}", losses, expected)
-        checks.same_bits(f"norm {number}", norm, expected_norm)
+        checks.bitwise_equal(f"draw {number}", draws[-1], torch.rand(3, device=harness.device()))
+        checks.bitwise_equal(f"losses {number}", losses, expected)
+        checks.bitwise_equal(f"norm {number}", norm, expected_norm)
         if number == 3:
             why, broken = step.why_eager, False
             step.forget()
     values = values_of(model, optimizer)
     for name, value in values_of(plain, other).items():
-        checks.same_bits(name, values[name], value)
+        checks.bitwise_equal(name, values[name], value)
     checks.require(STEPS * 3)
     return {"why": why, "now": step.why_eager, "recordings": step.recordings, "replays": step.replays}
 
 
 def report_nan_between_graphs() -> list[Any]:
-    """``report_nan`` raises between the graphs: weights stay, and training goes on after it."""
+    """Check that ``report_nan`` raises between the graphs: weights stay, and training continues."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -331,7 +331,7 @@ def report_nan_between_graphs() -> list[Any]:
 
 
 def evaluations() -> list[bool]:
-    """Evaluations before and after a replay, under a strategy that keeps weights gathered: the second reads new ones.
+    """Evaluate before and after a replay under a strategy that keeps weights unsharded: the second reads new ones.
 
     Returns:
         Whether they are equal, whether the second is that of newly gathered weights, whether an evaluation leaves
@@ -395,7 +395,7 @@ def mistakes() -> list[str]:
 
 
 def steps_after_forget(failing: int) -> dict[str, list[Any]]:
-    """Steps after ``forget()`` where a capture has failed before: both graphs are recorded then, and replayed.
+    """Check steps after ``forget()`` where a capture has failed before: both graphs are recorded then, and replayed.
 
     Args:
         failing: Number of the recording that fails on rank 1: 0 that of the gradients, 1 that of the update.

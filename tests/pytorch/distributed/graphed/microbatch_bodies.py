@@ -21,7 +21,7 @@ STEPS = 5
 
 
 def function_of(model: nn.Module, case: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    """Forward and backward of one microbatch."""
+    """Return the forward and backward of one microbatch."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -54,7 +54,7 @@ def function_of(model: nn.Module, case: dict[str, Any]) -> Callable[..., torch.T
 
 
 def inputs_of(meshes: Any, step: int, count: int, case: dict[str, Any]) -> torch.Tensor:
-    """Microbatches of this rank."""
+    """Return microbatches of this rank."""
     copies = dist.get_world_size() // meshes.size("tp")
     x = batch(step, copies, count)[:, dist.get_rank() // meshes.size("tp")].repeat(1, 4, 1)
     return x.to(torch.bfloat16 if case.get("bf16") else torch.float32)
@@ -92,7 +92,7 @@ def _train(
     return results | values_of(model, optimizer), step
 
 
-def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int) -> dict[str, list[Any]]:
+def bitwise_equal(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int) -> dict[str, list[Any]]:
     """Train with the plain loop and with graphs of microbatches: losses, norms, weights and state are the same.
 
     Returns:
@@ -107,7 +107,7 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int], count: int
         result, step = _train(meshes, case, count, True)
         assert expected.keys() == result.keys()
         for key, value in expected.items():
-            checks.same_bits(f"{name}: {key}", result[key], value)
+            checks.bitwise_equal(f"{name}: {key}", result[key], value)
         graphs = [len(item.gradients) for item in step._recorded]
         facts[name] = [step.why_eager, step.why_step_eager, step.replays, graphs]
     checks.require(len(cases) * 10)
@@ -136,7 +136,7 @@ def moved_gradients() -> list[Any]:
 
 
 def report_nan_of_microbatch() -> list[str]:
-    """``report_nan`` names the microbatch, also if its graph has run for several."""
+    """Check that ``report_nan`` names the microbatch, also if its graph has run for several."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

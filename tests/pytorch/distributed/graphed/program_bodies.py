@@ -55,19 +55,19 @@ def _batch(number: int, rows: int = ROWS) -> torch.Tensor:
 
 
 def _two_forwards(model: nn.Module, number: int) -> torch.Tensor:
-    """One backward through two forwards, as for preference pairs."""
+    """Run one backward through two forwards, as for preference pairs."""
     chosen, rejected = model(_batch(number)), model(_batch(100 + number))
     return (chosen - rejected).square().mean()
 
 
 def _after_a_backward(model: nn.Module, number: int) -> torch.Tensor:
-    """Two forwards in one backward, after another backward: ``a + (b + c)``, not ``(a + b) + c``."""
+    """Run two forwards in one backward, after another backward: ``a + (b + c)``, not ``(a + b) + c``."""
     model(_batch(200 + number)).square().mean().backward()
     return _two_forwards(model, number)
 
 
 def _eager_first_forward(model: nn.Module, number: int) -> torch.Tensor:
-    """Two forwards, the first of them once with inputs of a new kind, which runs eagerly."""
+    """Run two forwards, the first of them once with inputs of a new kind, which runs eagerly."""
     first = model(_batch(number, 2 * ROWS if number >= 3 else ROWS)).square().mean()
     return first + model(_batch(100 + number)).square().mean()
 
@@ -81,13 +81,13 @@ def _casts(model: nn.Module, number: int) -> torch.Tensor:
 
 
 def _casts_of_two_forwards(model: nn.Module, number: int) -> torch.Tensor:
-    """Two forwards, of which the second one runs eagerly. Autograd adds their gradients in BF16."""
+    """Run two forwards, of which the second one runs eagerly. Autograd adds their gradients in BF16."""
     chosen, rejected = (model(_batch(n + number).bfloat16()).float() for n in (0, 100))
     return (chosen - rejected).square().mean()
 
 
 def _unit_alone(model: nn.Module, number: int) -> torch.Tensor:
-    """A unit in the middle is evaluated before the model is."""
+    """Evaluate a unit in the middle before the model is."""
     with torch.no_grad():
         model.blocks[1](_batch(number))
     return model(_batch(number)).square().mean()
@@ -122,7 +122,7 @@ def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], list[int]]]
     values, facts = train(True)
     checks = harness.Comparisons()
     for name, value in expected.items():
-        checks.same_bits(name, values[name], value)
+        checks.bitwise_equal(name, values[name], value)
     checks.require(STEPS + 12)
     return facts
 
@@ -194,7 +194,7 @@ def capture_fails_in_backward() -> str:
     return why[0]
 
 
-def same_bits(loop: str) -> list[int]:
+def bitwise_equal(loop: str) -> list[int]:
     """Train with and without graphs of units: losses and weights have the same bits.
 
     Returns:

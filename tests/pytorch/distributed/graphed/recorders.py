@@ -31,7 +31,7 @@ class ReplayedCall:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """The function once more."""
+        """Call the function again."""
         if self._first:
             self._first = False
             return
@@ -61,7 +61,7 @@ class CallRecorder:
         self._model, self.failing, self.recorded, self.underway = model, failing, 0, False
 
     def on_own_stream(self) -> Any:
-        """Nothing: there are no streams."""
+        """Do nothing, because there are no streams."""
         return contextlib.nullcontext()
 
     def record(self, call: Callable[[], Any]) -> tuple[ReplayedCall, Any]:
@@ -81,7 +81,7 @@ class CallRecorder:
 
 @contextlib.contextmanager
 def recording(model: nn.Module, failing: int = -1) -> Iterator[None]:
-    """Steps that are made within the context record: on the CPU by :class:`CallRecorder`, on GPUs by themselves."""
+    """Record the steps made within the context: on the CPU by :class:`CallRecorder`, on GPUs by themselves."""
     from te_fsdp.features import graphed_step
 
     if harness.device_type() != "cpu":

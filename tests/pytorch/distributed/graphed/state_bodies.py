@@ -66,7 +66,7 @@ def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], Any]]) -> A
     result, facts = train(True)
     checks = harness.Comparisons()
     for key, value in expected.items():
-        checks.same_bits(key, result[key], value)
+        checks.bitwise_equal(key, result[key], value)
     checks.require(10)
     return facts
 

@@ -143,7 +143,7 @@ class TapeRecorder:
         self._gradients: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
 
     def on_own_stream(self) -> Any:
-        """Nothing: there are no streams."""
+        """Do nothing, because there are no streams."""
         return contextlib.nullcontext()
 
     def record(self, call: Callable[[], Any]) -> tuple[Tape, Any]:

@@ -63,7 +63,7 @@ def recording(failing: int = -1) -> Iterator[None]:
 
 
 def model_of(meshes: Any, case: dict[str, Any]) -> nn.Module:
-    """A sharded model of two blocks and a head, gathered by copies."""
+    """Return a sharded model of two blocks and a head, gathered by copies."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -94,7 +94,7 @@ def _train(meshes: Any, case: dict[str, Any], graphs: bool) -> tuple[dict[str, t
     return results | values_of(model, optimizer), graphed
 
 
-def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
+def bitwise_equal(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
     """Train with and without graphs of units: losses, norms, weights and optimizer state are the same.
 
     Returns:
@@ -109,7 +109,7 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
         result, graphed = _train(meshes, case, True)
         assert expected.keys() == result.keys()
         for key, value in expected.items():
-            checks.same_bits(f"{name}: {key}", result[key], value)
+            checks.bitwise_equal(f"{name}: {key}", result[key], value)
         facts[name] = [graphed.why_eager, graphed.recordings, graphed.replays]
         graphed.remove()
     checks.require(len(cases) * 20)
@@ -168,7 +168,7 @@ def reasons() -> dict[str, Any]:
 
 
 def out_of_order_replays() -> dict[str, Any]:
-    """Two forwards before their backwards, a dropped forward, a frozen weight.
+    """Run two forwards before their backwards, a dropped forward, a frozen weight.
 
     Returns:
         Whether gradients equal those of the plain model; recordings and replays after each.
@@ -186,7 +186,7 @@ def out_of_order_replays() -> dict[str, Any]:
             call(each)
         for (key, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             if other.grad is not None:
-                checks.same_bits(f"{name}: {key}", harness.full(mine.grad), harness.full(other.grad))
+                checks.bitwise_equal(f"{name}: {key}", harness.full(mine.grad), harness.full(other.grad))
         results[name] = [graphed.recordings, graphed.replays]
 
     def dropped(each: nn.Module) -> None:

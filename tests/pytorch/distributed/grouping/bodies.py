@@ -20,7 +20,7 @@ ROWS = 128  # tokens of an expert come in multiples of it: the grouped MXFP8 ker
 
 
 def recipe_of(name: str) -> Any:
-    """TE's recipe object of a name, ``None`` for bf16."""
+    """Return TE's recipe object of a name, ``None`` for bf16."""
     from quantization.models import recipe_of as quantized
 
     return None if name == "none" else quantized(name)
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 @contextlib.contextmanager
 def single_parameters() -> Any:
-    """The environment switch of TE's single parameter."""
+    """Set the environment switch of TE's single parameter in the context."""
     os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"
     try:
         yield
@@ -78,7 +78,7 @@ def meshes_of(mesh: dict[str, int]) -> Any:
 def sharded(
     meshes: Any, experts: int, *, meta: bool = True, fsdp: dict[str, Any] | None = None, **form: Any
 ) -> Block:
-    """A model on meshes; with ``ep``, this rank's part of ``experts``."""
+    """Return a model on meshes; with ``ep``, this rank's part of ``experts``."""
     import te_fsdp
 
     bias = form.pop("bias", False) and meshes.size("tp") == 1
@@ -96,7 +96,7 @@ def sharded(
 
 
 def tokens(rank: int, splits: tuple[int, ...], experts: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of a data-parallel rank for its experts, and their numbers; unlike on each rank."""
+    """Return tokens of a data-parallel rank for its experts, and their numbers; unlike on each rank."""
     turn = rank % len(splits)
     counts = [ROWS * n for n in (*splits[turn:], *splits[:turn])][:experts]
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -153,7 +153,7 @@ def both_forms(
     meta: bool = True,
     fsdp: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Three steps of both forms: every loss, gradient and value is the same to the bit."""
+    """Train three steps of both forms: every loss, gradient and value is bitwise equal."""
     import te_fsdp
 
     meshes = meshes_of(mesh)
@@ -186,7 +186,7 @@ def both_forms(
             torch.manual_seed(step)  # stochastic rounding of NVFP4's gradients
             losses.append(loss_of(model, meshes, recipe, batch))
             losses[-1].backward()
-        checks.same_bits(f"loss {step}", losses[0].detach(), losses[1].detach())
+        checks.bitwise_equal(f"loss {step}", losses[0].detach(), losses[1].detach())
         _compare(checks, f"gradient {step}", *(by_expert(model, "gradient") for model in models))
         norms = [te_fsdp.clip_grad_norm_(model.parameters(), 1e9) for model in models]  # scales nothing
         # fp32 sums of at most 2^17 squares, in at least 64 lanes: 2^11 roundings of 2^-24 each, halved by the root.
@@ -201,13 +201,13 @@ def both_forms(
 def _compare(checks: Any, when: str, one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys(), (one.keys(), other.keys())
     for name, value in one.items():
-        checks.same_bits(f"{name}, {when}", value, other[name])
+        checks.bitwise_equal(f"{name}, {when}", value, other[name])
 
 
 def one_process(
     mesh: dict[str, int], experts: int, splits: tuple[int, ...], *, recipe: str = "none"
 ) -> dict[str, Any]:
-    """The single form on meshes, and stock TE with one parameter per expert in one process on all tokens.
+    """Compare the single form on meshes with stock TE, one parameter per expert, in one process on all tokens.
 
     Returns:
         Comparisons; gradients of bf16 sums over two ranks round once more than the sum of one process does.
@@ -239,7 +239,7 @@ def one_process(
 
 
 def bytes_per_rank(mesh: dict[str, int], experts: int, *, single: bool) -> list[float]:
-    """Bytes of this rank's expert weights and AdamW states over logical bytes / (ep x dp_shard x tp)."""
+    """Return bytes of this rank's expert weights and AdamW states over logical bytes / (ep x dp_shard x tp)."""
     meshes = meshes_of(mesh)
     model = sharded(
         meshes, experts, single=single, use_grouped_tensor=True, recipe="none", quantized=False, bias=False
@@ -293,7 +293,7 @@ def placed(*, flat: bool) -> int:
     for name, cut in (("fc1.weight", 1), ("fc2.weight", 2)):
         parts = [torch.empty_like(local[name]) for _ in range(2)]
         dist.all_gather(parts, local[name], group=meshes.tp.get_group())
-        harness.assert_same_bits(name, harness.full(parameters[name]), torch.cat(parts, dim=cut))
+        harness.assert_bitwise_equal(name, harness.full(parameters[name]), torch.cat(parts, dim=cut))
     return len(parameters)
 
 

@@ -51,7 +51,7 @@ TE_FSDP_TEST_TIMEOUT_SCALE=3 stretches all timeouts on a slow machine. Under tor
 
 from __future__ import annotations
 
-from .compare import Comparisons, Difference, assert_close, assert_same_bits, full
+from .compare import Comparisons, Difference, assert_bitwise_equal, assert_close, full
 from .devices import backend, device, device_type, gpu_ranks
 from .pool import RaisedError, WorkerPool
 from .report import BodyFailed
@@ -64,7 +64,7 @@ __all__ = [
     "RaisedError",
     "WorkerPool",
     "assert_close",
-    "assert_same_bits",
+    "assert_bitwise_equal",
     "backend",
     "device",
     "device_type",

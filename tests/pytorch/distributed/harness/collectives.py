@@ -49,7 +49,7 @@ class Collective(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Collective]]:
-    """Collectives called inside, in order; those that go as one operation one by one.
+    """Record the collectives called in the context, in order; coalesced ones one by one.
 
     A call that another one makes is part of that one; but a process group of another class sends nothing itself.
     """

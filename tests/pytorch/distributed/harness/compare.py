@@ -21,7 +21,7 @@ class Difference(NamedTuple):
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded logical tensor in high precision on the CPU, detached, in memory of its own.
+    """Return the unsharded logical tensor in high precision on the CPU, detached, in memory of its own.
 
     A DTensor is gathered (Partial ones are reduced, `_StridedShard` and uneven shards put in their places):
     all ranks of its mesh must call this together. Quantized tensors, whole or as the local part of a DTensor,
@@ -49,7 +49,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().clone()
 
 
-def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference:
+def assert_bitwise_equal(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference:
     """Require equal shape, dtype and bytes: NaN payloads and the sign of zero count.
 
     DTensors and quantized tensors go through `full()` first; to compare quantized bytes, pass those.
@@ -133,9 +133,9 @@ class Comparisons:
     worst: tuple[float, str] = (0.0, "")
     """Largest relative error so far, and whose it is."""
 
-    def same_bits(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """`assert_same_bits`, counted."""
-        self._count(name, assert_same_bits(name, actual, expected))
+    def bitwise_equal(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Call `assert_bitwise_equal`, counted."""
+        self._count(name, assert_bitwise_equal(name, actual, expected))
 
     def close(
         self,
@@ -147,7 +147,7 @@ class Comparisons:
         *,
         floor: float = 0.0,
     ) -> None:
-        """`assert_close`, counted."""
+        """Call `assert_close`, counted."""
         self._count(name, assert_close(name, actual, expected, rtol, why, floor=floor))
 
     def require(self, min_count: int = 1) -> dict[str, object]:

@@ -72,7 +72,7 @@ class Decisions:
         return decision
 
     def _by_places(self, schema: Any) -> Any:
-        """The decision of an operation on lists, put together from those of each place; None for another operation."""
+        """Return the decision of an operation on lists, joined from those of each place; None for other operations."""
         length = next((len(argument) for argument in schema.args_schema if isinstance(argument, list)), 0)
         if length < 2 or not schema.op.name().startswith(("aten::_foreach_", "aten::_fused_adam")):
             return None
@@ -163,7 +163,7 @@ def install() -> Decisions | None:
 
 
 def _places(schema: Any, length: int) -> Iterator[tuple[Any, ...]]:
-    """Arguments of the operation on each place of its lists alone."""
+    """Yield arguments of the operation on each place of its lists alone."""
     for place in range(length):
         yield tuple(
             argument[place : place + 1] if isinstance(argument, list | tuple) else argument
@@ -172,7 +172,7 @@ def _places(schema: Any, length: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _among_those_that_cost_nothing(expand: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's list of all strategies on a mesh, without those that would move an operand where another moves none.
+    """Return torch's list of all strategies, without those that would move an operand if another moves none.
 
     Moving costs nothing only for operands that are as they should be on each dimension, and for replicated ones.
     """
@@ -205,7 +205,7 @@ def _among_those_that_cost_nothing(expand: Callable[..., Any]) -> Callable[..., 
 
 
 def _specs(value: Any) -> Iterator[Any]:
-    """All DTensorSpecs in a decision, a schema or a collection of them."""
+    """Yield all DTensorSpecs in a decision, a schema or a collection of them."""
     if isinstance(value, DTensorSpec):
         yield value
     elif isinstance(value, list | tuple):
@@ -220,7 +220,7 @@ def _specs(value: Any) -> Iterator[Any]:
 
 
 def _on(value: Any, meshes: dict[Any, Any]) -> Any:
-    """The same with the meshes of the operation at hand. Meshes are equal by ranks and names, not by groups."""
+    """Return the same with the meshes of the operation at hand. Meshes are equal by ranks and names, not by groups."""
     if isinstance(value, DTensorSpec):
         moved = copy.copy(value)
         moved.mesh = meshes[value.mesh]

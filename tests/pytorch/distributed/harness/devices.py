@@ -36,19 +36,19 @@ def choose(wanted: str | None = None) -> str:
 
 
 def device_type() -> str:
-    """`"cpu"` or `"cuda"`: the first argument of `init_device_mesh` in a body."""
+    """Return `"cpu"` or `"cuda"`: the first argument of `init_device_mesh` in a body."""
     return choose()
 
 
 def device() -> torch.device:
-    """The device of this rank: `cpu`, or `cuda:<LOCAL_RANK>`."""
+    """Return the device of this rank: `cpu`, or `cuda:<LOCAL_RANK>`."""
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def gpu_ranks() -> int:
-    """Ranks that this machine's GPUs can carry: one a GPU, times the nodes it is pretended to be."""
+    """Return ranks that this machine's GPUs can carry: one a GPU, times the nodes it is pretended to be."""
     return torch.cuda.device_count() * int(os.environ.get(NODES_VARIABLE) or "1")
 
 

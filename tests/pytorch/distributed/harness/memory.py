@@ -18,7 +18,7 @@ OCCUPYING = 8
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors: on GPUs by the allocator, on the CPU of all storages that Python can reach.
+    """Return bytes of all tensors: on GPUs by the allocator, on the CPU of all storages that Python can reach.
 
     Collective over the world: on the CPU each process group's threads are given a few small sums.
     """
@@ -29,7 +29,7 @@ def live_bytes() -> int:
 
 
 def allocated() -> int:
-    """Bytes that were asked of the CUDA allocator, which gives each tensor full blocks of 512; 0 on the CPU."""
+    """Return bytes that were asked of the CUDA allocator, which gives each tensor full blocks of 512; 0 on the CPU."""
     if devices.device_type() == "cpu":
         return 0
     gc.collect()
@@ -51,12 +51,12 @@ def storages() -> dict[int, torch.Tensor]:
 
 
 def size_of(found: dict[int, torch.Tensor]) -> int:
-    """Bytes of the storages behind what `storages` gives."""
+    """Return bytes of the storages that `storages` yields."""
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
 def _occupy_gloo() -> None:
-    """A thread of gloo holds the tensors of its last collective until it has another one."""
+    """Run a last collective, because a thread of gloo keeps the tensors of one until the next."""
     for group in list(distributed_c10d._world.pg_map):
         for _ in range(OCCUPYING):
             dist.all_reduce(torch.zeros(1), group=group)

@@ -128,7 +128,7 @@ class WorkerPool:
         seed: int = 0,
         **kwargs: Any,
     ) -> list[RaisedError]:
-        """Like `run`, for a body that must raise on ALL ranks. Returns what each rank raised, by rank.
+        """Run a body that must raise on all ranks, as `run` does; return the errors by rank.
 
         Raises:
             BodyFailed: a rank returned normally, hung or died.

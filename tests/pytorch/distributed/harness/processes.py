@@ -74,7 +74,7 @@ class Processes:
         return sorted(workers, key=lambda worker: worker.rank)
 
     def stacks(self, workers: list[Worker]) -> dict[int, str]:
-        """Python stacks of running workers by rank, without the thread that reads the pool's commands."""
+        """Return Python stacks of running workers by rank, without the thread that reads the pool's commands."""
         for worker in workers:
             os.kill(worker.pid, signal.SIGUSR1)
         time.sleep(0.5)
@@ -175,7 +175,7 @@ def _read_stacks(path: str) -> str:
 
 
 def _coverage_options() -> dict[str, Any] | None:
-    """Arguments for coverage in the workers if it runs here or COVERAGE_PROCESS_START is set."""
+    """Return arguments for coverage in the workers if it runs here or COVERAGE_PROCESS_START is set."""
     try:
         import coverage
     except ImportError:

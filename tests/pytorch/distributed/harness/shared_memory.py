@@ -80,7 +80,7 @@ class Exchange:
         self._groups, self._generation = {}, generation
 
     def group(self, stock: Any) -> Group | None:
-        """A process group as this rank sees it; None where it uses gloo alone."""
+        """Return a process group as this rank sees it; None where it uses gloo alone."""
         if self._generation is None or type(stock) is not dist.ProcessGroup:
             return None
         name = stock.group_name
@@ -225,15 +225,15 @@ class _Undelivered(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """It is, and who asks may read."""
+        """Return true, because the data can be read already."""
         return self.wait()
 
     def is_success(self) -> bool:
-        """It is, and who asks may read."""
+        """Return true, because the data can be read already."""
         return self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """One that has its value."""
+        """Return a future that has its value."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([])
@@ -305,7 +305,7 @@ def _all_to_all_single(
 def _uneven_all_to_all(
     group: Group, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], source_sizes: list[int]
 ) -> _Results | None:
-    """First exchange sizes, so that all ranks know whether the buffers match, and the sources and destinations."""
+    """Exchange sizes first, so that all ranks know whether the buffers match, and the sources and destinations."""
     ranks, row = range(group.size), math.prod(source.shape[1:])
     wanted = output_sizes or [len(output) // group.size] * group.size
     given = source_sizes or [len(source) // group.size] * group.size
@@ -392,7 +392,7 @@ def _reduces(kind: Any, tensor: torch.Tensor) -> bool:
 
 
 def _copy(parts: torch.Tensor) -> torch.Tensor:
-    """Elements in a row, out of memory that the next collectives write to."""
+    """Copy elements in a row, out of memory that the next collectives write to."""
     return parts.clone(memory_format=torch.contiguous_format).view(-1)
 
 
@@ -401,7 +401,7 @@ def _described(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _reduced(kind: Any, parts: torch.Tensor) -> torch.Tensor:
-    """Rank after rank, rounded to the dtype after each, as on a ring; an average is divided at the end, as gloo's."""
+    """Reduce rank after rank, rounded to the dtype after each, as on a ring; divide at the end, as gloo does."""
     total = parts[0].clone()
     for part in parts[1:]:
         _OPERATORS[kind](total, part, out=total)

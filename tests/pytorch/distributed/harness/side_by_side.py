@@ -22,7 +22,7 @@ _TIMINGS = "te_fsdp_timings"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """How many pools `-n auto` means: no second one where ranks fill GPUs."""
+    """Return the number of pools for `-n auto`: no second one if ranks fill GPUs."""
     return 0 if device_type() == "cuda" else min(MOST, os.cpu_count() or 1)
 
 
@@ -36,11 +36,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def send_timings(config: pytest.Config, timings: list[Timing]) -> None:
-    """In a process that `-n` has started: let the first one know how long the pool took."""
+    """Send, from a process that `-n` has started, the durations in its pool to the first process."""
     if hasattr(config, "workeroutput"):
         config.workeroutput[_TIMINGS] = [dataclasses.astuple(timing) for timing in timings]
 
 
 def received_timings(node: Any) -> list[Timing]:
-    """In the first process: what a process that ends has sent."""
+    """Return, in the first process, the data that an ending process has sent."""
     return [Timing(*values) for values in getattr(node, "workeroutput", {}).get(_TIMINGS, [])]

@@ -27,7 +27,7 @@ def receive(connection: Connection) -> Any:
 
 
 def stack_file(run_dir: str, pid: int) -> str:
-    """Where the process `pid` writes its Python stacks on SIGUSR1."""
+    """Return where the process `pid` writes its Python stacks on SIGUSR1."""
     return str(Path(run_dir) / f"stacks-{pid}.txt")
 
 
@@ -35,7 +35,7 @@ class _Pickler(pickle.Pickler):
     """Writes tensors as bytes: torch's own way, a file in the file for each, takes ten times as long."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Description of a plain tensor."""
+        """Return description of a plain tensor."""
         if type(obj) is not torch.Tensor:
             return NotImplemented
         data = obj.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -49,7 +49,7 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, by rank, tensors on the CPU. Collective over the world, if there is one."""
+    """Return every rank's value, by rank, tensors on the CPU. Collective over the world, if there is one."""
     if not dist.is_initialized():
         return [value]
     file = io.BytesIO()

@@ -135,7 +135,7 @@ def _cpu_seconds() -> float:
 
 
 def _read_commands(connection: Connection, inbox: queue.SimpleQueue[tuple[Any, ...]]) -> None:
-    """A thread of its own, so that a worker stuck in a collective still notices that the pool is gone."""
+    """Read commands in a separate thread, so that a worker stuck in a collective still notices the end of the pool."""
     while True:
         try:
             inbox.put(wire.receive(connection))

@@ -28,7 +28,7 @@ def parity_with_large_tensors(axes: dict[str, int], cases: list[dict[str, Any]])
 
 
 def parity(axes: dict[str, int], cases: list[dict[str, Any]], outer: str = "optim") -> list[int]:
-    """Parameters and norms after each step equal those of one process; returns comparisons per case."""
+    """Check that parameters and norms after each step equal those of one process; return comparisons per case."""
     counts = []
     for options in cases:
         case = Case(**options)
@@ -44,7 +44,7 @@ def parity(axes: dict[str, int], cases: list[dict[str, Any]], outer: str = "opti
 
 
 def same_parameters(checks: harness.Comparisons, run: Run, other: Run, label: str) -> None:
-    """Parameters of two runs are close, whatever mesh they are on. Collective."""
+    """Check that parameters of two runs are close, on any meshes. Collective."""
     named = zip(run.model.named_parameters(), other.model.parameters(), strict=True)
     for (name, actual), expected in named:
         checks.close(f"{label} {name}", actual, expected, **CLOSE)
@@ -88,7 +88,7 @@ class Even(nn.Module):
 def costs(
     dtype: torch.dtype, outer: str, wire: torch.dtype | None = None, large: int | None = None
 ) -> dict[str, Any]:
-    """Collectives of one optimizer step, and bytes in memory after it, on 2 x 2 ranks.
+    """Return collectives of one optimizer step, and bytes in memory after it, on 2 x 2 ranks.
 
     The parameters' own gradients stay as they were. ``large``: from how many elements on tensors travel by themselves.
 
@@ -117,7 +117,7 @@ def costs(
                 optimizer.step()
     parameters = list(model.parameters())
     for parameter, before in zip(parameters, gradients, strict=True):
-        harness.assert_same_bits("a gradient after the step", local_of(parameter.grad), before)
+        harness.assert_bitwise_equal("a gradient after the step", local_of(parameter.grad), before)
     states = [v for p in parameters for k, v in optimizer.state[p].items() if k != "step"]
     return {
         "sent": [
@@ -132,7 +132,7 @@ def costs(
 
 
 def stored(tensors: list[Any]) -> int:
-    """Bytes of the memory behind tensors, each piece once."""
+    """Return bytes of the memory behind tensors, each piece once."""
     storages = {}
     for tensor in tensors:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -141,7 +141,7 @@ def stored(tensors: list[Any]) -> int:
 
 
 def exempt_parts(axes: dict[str, int]) -> list[tuple[int, ...]]:
-    """Shapes of a moment that this rank keeps for parameters which ``fsdp_no_shard`` leaves unsharded."""
+    """Return shapes of a moment that this rank keeps for parameters which ``fsdp_no_shard`` leaves unsharded."""
     run = Run(Case("adamw", exempt=("head",)), axes)
     run.steps(1)
     shapes = []
@@ -211,7 +211,7 @@ class Wrapped(nn.Module):
 
 
 def state_dict_round_trip(case: dict[str, Any], axes: dict[str, int]) -> int:
-    """``state_dict``, ``torch.save`` and ``load``, ``load_state_dict``: the same bits, and the same two more steps."""
+    """Run ``state_dict``, ``torch.save``, ``load``, ``load_state_dict``: the same bits, and equal further steps."""
     run, other = Run(Case(**case), axes), Run(Case(**case), axes, seed=9)
     run.steps(2)
     groups = [[id(p) for p in group["params"]] for group in run.optimizer.param_groups]
@@ -223,10 +223,10 @@ def state_dict_round_trip(case: dict[str, Any], axes: dict[str, int]) -> int:
     other.optimizer.load_state_dict(torch.load(stream, weights_only=False))
     checks = harness.Comparisons()
     for (name, actual), expected in zip(run.model.named_parameters(), other.model.parameters(), strict=True):
-        checks.same_bits(name, expected, actual)
+        checks.bitwise_equal(name, expected, actual)
         for key, value in run.optimizer.state[actual].items():
             if isinstance(value, torch.Tensor):
-                checks.same_bits(f"{name} {key}", other.optimizer.state[expected][key], value)
+                checks.bitwise_equal(f"{name} {key}", other.optimizer.state[expected][key], value)
     other.position = run.position
     run.steps(2)
     other.steps(2)

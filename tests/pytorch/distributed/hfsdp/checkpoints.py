@@ -38,7 +38,7 @@ def load_on_different_meshes(
         checks, result = harness.Comparisons(), full_state(other)
         assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
         for name, value in expected.items():
-            checks.same_bits(f"{axes} {outer} {name}", result[name], value)
+            checks.bitwise_equal(f"{axes} {outer} {name}", result[name], value)
         other.position = position
         other.steps(2)
         if other.case.dtype == torch.float32:  # bf16 sums differ from mesh to mesh
@@ -48,7 +48,7 @@ def load_on_different_meshes(
 
 
 def full_state(run: Run) -> dict[str, torch.Tensor]:
-    """Weights and state of a run, unsharded, by name. Collective."""
+    """Return weights and state of a run, unsharded, by name. Collective."""
     results = {}
     for name, parameter in run.model.named_parameters():
         results[name] = harness.full(parameter)

@@ -80,7 +80,7 @@ def _what_is_sent(found: list[bool]) -> Iterator[None]:
 
 
 def nan_in_padding(marked: bool, poisoned: bool) -> tuple[list[str], list[bool]]:
-    """Steps with ``report_nan`` where fresh memory is full of NaN: what pads uneven rows is sent as zeros.
+    """Train with ``report_nan`` while new memory is full of NaN: the padding of uneven rows is sent as zeros.
 
     Returns:
         The error of each step, and for each communication buffer whether it was finite.

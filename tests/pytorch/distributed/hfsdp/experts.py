@@ -15,7 +15,7 @@ from hfsdp.bodies import CLOSE, STEPS
 
 
 def sharded(axes: dict[str, int], experts: int, outer: str, single: bool) -> tuple[Any, nn.Module, Any]:
-    """Meshes, model and AdamW, whose eps keeps the rounding of small gradients small."""
+    """Return meshes, model and AdamW, whose eps keeps the rounding of small gradients small."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -27,7 +27,7 @@ def sharded(axes: dict[str, int], experts: int, outer: str, single: bool) -> tup
 
 
 def training(axes: dict[str, int], experts: int, route: str, single: bool) -> int:
-    """Norms and parameters in each of three clipped steps, in fp32; returns the number of comparisons."""
+    """Compare norms and parameters in each of three clipped steps, in fp32; return the number of comparisons."""
     import te_fsdp
 
     check_full_precision()
@@ -48,7 +48,7 @@ def training(axes: dict[str, int], experts: int, route: str, single: bool) -> in
 
 
 def rows_of_states(axes: dict[str, int], experts: int) -> dict[str, tuple[int, int]]:
-    """Elements of each expert parameter's shard here, and of its moments."""
+    """Return elements of each expert parameter's shard here, and of its moments."""
     meshes, model, optimizer = sharded(axes, experts, "optim", False)
     _pass(model, *(_part(t, meshes) for t in batch("none", "fp32", experts, "every", 0)))
     optimizer.step()

@@ -62,7 +62,7 @@ def _unscale(parameters: list[torch.Tensor]) -> None:
 
 
 def errors_of_reads(marked: bool) -> dict[str, list[str]]:
-    """After a backward each reader raises on each rank, before and after a step; gradients stay as they are.
+    """Check that after a backward each reader raises on each rank, before and after a step; gradients stay as they are.
 
     Returns:
         ``read``: who has read something; ``harmful``: what raised though it is harmless; ``texts``: of the errors.
@@ -87,7 +87,7 @@ def errors_of_reads(marked: bool) -> dict[str, list[str]]:
                             results["read"].append(f"{reader} {when} step {seed}")
                         except te_fsdp.OrderError as error:
                             results["texts"].append(str(error))
-                    harness.assert_same_bits(name, local_of(parameter.grad), kept)
+                    harness.assert_bitwise_equal(name, local_of(parameter.grad), kept)
             if when == "before":
                 _step_and_keep(pair)
         for parameter in pair.model.parameters():
@@ -103,7 +103,7 @@ def errors_of_reads(marked: bool) -> dict[str, list[str]]:
 
 
 def _step_and_keep(pair: Pair) -> None:
-    """A step that leaves gradients where they are."""
+    """Step, and keep the gradients."""
     pair.optimizer.step()
     pair.other.step()
     pair.other.zero_grad()

@@ -89,7 +89,7 @@ class Head(nn.Module):
 
 
 def make_optimizer(name: str, model: nn.Module) -> Any:
-    """The optimizer in two groups with their own options."""
+    """Return the optimizer in two groups with their own options."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     kind, options = OPTIMIZERS[name]
@@ -107,7 +107,7 @@ class Run:
     """A model and its optimizer, on a mesh or in one process, and training steps of it."""
 
     def __init__(self, case: Case, axes: dict[str, int] | None, *, outer: str = "optim", seed: int = SEED):
-        """``axes`` is None for stock TE in one process; ``outer`` is fully_shard's outer_strategy."""
+        """Build the run: ``axes`` is None for stock TE in one process; ``outer`` is fully_shard's outer_strategy."""
         import te_fsdp
 
         self.case, self.meshes, self.position = case, None, 0
@@ -131,7 +131,7 @@ class Run:
 
     @property
     def copies(self) -> tuple[int, int]:
-        """Number of data-parallel ranks, and which of them this is."""
+        """Return the number of data-parallel ranks, and which of them this is."""
         if self.meshes is None:
             return 1, 0
         mesh, sizes = self.meshes.device_mesh, self.meshes.size
@@ -139,7 +139,7 @@ class Run:
         return sizes("dp_replicate") * sizes("dp_shard"), rank
 
     def backward(self) -> None:
-        """All microbatches of one step: this rank's part of each."""
+        """Run all microbatches of one step: this rank's part of each."""
         import te_fsdp
 
         for number in range(self.case.microbatches):

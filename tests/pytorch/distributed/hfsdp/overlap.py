@@ -23,7 +23,7 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 
 @contextlib.contextmanager
 def record_reduce_scatters() -> Iterator[list[int]]:
-    """Elements that this rank gets of each reduce-scatter over the outer axis that begins inside, in order."""
+    """Record the elements that this rank gets of each reduce-scatter over the outer axis, in order."""
     from te_fsdp.features.hfsdp import overlap
 
     results: list[int] = []
@@ -48,7 +48,7 @@ class Pair:
     """A chain of blocks on all ranks, each a unit, and the same in one process; SGD on both."""
 
     def __init__(self, axes: dict[str, int] | None = None, blocks: int = 3, **options: Any) -> None:
-        """``options``: of fully_shard."""
+        """Build the run; ``options`` are arguments of fully_shard."""
         import te_fsdp
 
         torch.manual_seed(1)
@@ -63,7 +63,7 @@ class Pair:
         self.steps = 0
 
     def backward(self, seed: int, orders: list[list[int]] | None = None, marked: bool = True) -> int:
-        """A backward on all ranks, which may use other blocks; how many averages it has begun."""
+        """Run a backward on all ranks, which may use other blocks; return the number of started averages."""
         import te_fsdp
 
         rank = dist.get_rank()
@@ -74,14 +74,14 @@ class Pair:
         return len(calls)
 
     def expect(self, seed: int, orders: list[list[int]] | None = None) -> None:
-        """The same in one process."""
+        """Run the same in one process."""
         for number, part in enumerate(inputs(seed)):
             self.reference.order = orders[number] if orders else list(range(len(self.model.blocks)))
             loss = self.reference(part.detach().requires_grad_()).square().mean()
             (loss / dist.get_world_size()).backward()
 
     def step(self) -> int:
-        """A step of both; the parameters are close. How many reduce-scatters the step has begun."""
+        """Step both, and compare parameters; return the number of reduce-scatters that the step has started."""
         with record_reduce_scatters() as calls:
             self.optimizer.step()
         self.other.step()
@@ -94,14 +94,14 @@ class Pair:
         return len(calls)
 
     def both(self, seed: int, orders: list[list[int]] | None = None, marked: bool = True) -> tuple[int, int]:
-        """Backward and step: how many reduce-scatters each of the two has begun."""
+        """Run backward and step; return the number of reduce-scatters that each of them has started."""
         early = self.backward(seed, orders, marked)
         self.expect(seed, orders)
         return early, self.step()
 
 
 def inputs(seed: int) -> torch.Tensor:
-    """A batch for each rank."""
+    """Return a batch for each rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(dist.get_world_size(), 3, 8, generator=generator).to(harness.device()).requires_grad_()
 
@@ -172,7 +172,7 @@ def different_units(orders: list[list[int]], alone: bool = False) -> list[tuple[
 
 
 def units_used_several_times(reentrant: bool) -> list[tuple[int, int]]:
-    """A block that is used twice, only later, or from the first on; or backwards in the backward (checkpoints)."""
+    """Train with a block used twice, only later, or from the first on; or backwards in the backward (checkpoints)."""
     pair, results = Pair(), []
     for each in (pair.model, pair.reference):
         each.reentrant = reentrant
@@ -187,7 +187,7 @@ def units_used_several_times(reentrant: bool) -> list[tuple[int, int]]:
 
 
 def interrupted(where: dict[int, int | str]) -> list[tuple[int, int]]:
-    """A marked backward raises, on each rank at a different place; then the complete step is run again.
+    """Check a marked backward that raises on each rank at a different place, and the repeated step.
 
     Args:
         where: rank -> block whose gradient raises, "forward", or "before": in a microbatch that others follow. Ranks
@@ -233,7 +233,7 @@ def _raising(model: nn.Module, place: int | str) -> Iterator[None]:
 
 
 def change_gradients_before_step(how: str) -> dict[str, Any]:
-    """Gradients change between the end of the marked backward and the step: the step is right in any case.
+    """Check a step whose gradients change between the end of the marked backward and the step.
 
     Returns:
         ``sent``: reduce-scatters of that backward, and of the steps after it; ``between``: of that backward and its
@@ -291,7 +291,7 @@ def _change(how: str, pair: Pair) -> None:
 
 
 def backward_after_norm() -> None:
-    """A marked backward after a norm: the step would miss it."""
+    """Run a marked backward after a norm, which the step would miss."""
     import te_fsdp
 
     pair = Pair()
@@ -309,7 +309,7 @@ def backward_after_norm() -> None:
 
 
 def communicated_dtypes(where: str, absent: int | None = None) -> list[list[str]]:
-    """Dtypes that averages cross the wire in, where the third and the fourth step, or their backwards, use bf16.
+    """Return the dtypes of sent averages if the third and the fourth step, or their backwards, use bf16.
 
     Args:
         where: "step" or "backward".
@@ -333,7 +333,7 @@ def communicated_dtypes(where: str, absent: int | None = None) -> list[list[str]
 
 
 def marked_on_some_ranks(marked: list[list[bool]], lines: int = 1) -> list[tuple[int, int]]:
-    """Steps before which some ranks tell their last backward and others do not: right all along.
+    """Check steps whose last backward is marked on some ranks only.
 
     Args:
         marked: For each step, the ranks that mark the last microbatch.

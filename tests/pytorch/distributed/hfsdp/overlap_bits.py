@@ -37,7 +37,7 @@ class Trainer:
         self.model, self.optimizer, self.backward = model, optimizer, backward
 
     def step(self, clip: bool) -> None:
-        """The step after a backward."""
+        """Run the step after a backward."""
         import te_fsdp
 
         if clip:
@@ -46,8 +46,8 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
-def same_bits(kind: str, clip: bool = False, large: int | None = None, **options: Any) -> dict[str, Any]:
-    """Steps of two like models, of which the second averages at the step: the same bits.
+def bitwise_equal(kind: str, clip: bool = False, large: int | None = None, **options: Any) -> dict[str, Any]:
+    """Compare steps of two equal models bit for bit; the second averages at the step.
 
     Args:
         kind: A key of :data:`KINDS`.
@@ -74,12 +74,12 @@ def same_bits(kind: str, clip: bool = False, large: int | None = None, **options
             for (name, actual), expected in zip(
                 first.model.named_parameters(), second.model.parameters(), strict=True
             ):
-                checks.same_bits(f"step {step} {name}", actual, expected)
+                checks.bitwise_equal(f"step {step} {name}", actual, expected)
                 main = [
                     t.optimizer.state[p].get("master_param") for t, p in ((first, actual), (second, expected))
                 ]
                 if main[0] is not None:
-                    checks.same_bits(f"step {step} {name}: main weight", *main)
+                    checks.bitwise_equal(f"step {step} {name}: main weight", *main)
     return counts | {"compared": checks.require(STEPS)}
 
 

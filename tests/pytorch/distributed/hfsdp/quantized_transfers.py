@@ -27,7 +27,7 @@ def quantized(
     strategy: str = "optim_grads_params",
     fault: str = "",
 ) -> dict[str, Any]:
-    """Each weight is one quantization, by stock TE in one process, of its unsharded main weight, to the byte.
+    """Check that each weight equals, in all bytes, stock TE's quantization of its unsharded main weight in one process.
 
     Args:
         recipe: Of the weights.
@@ -80,7 +80,7 @@ def quantized(
 
 
 def uneven_weight(recipe: str, axes: dict[str, int], shape: tuple[int, int], fault: str = "") -> int:
-    """Steps of one weight that divides along neither dim: each holder has its own number of rows, or none.
+    """Train one weight that divides along neither dim: each holder has its own number of rows, or none.
 
     Gradients are given by hand: kernels that multiply take no such shape.
 
@@ -153,7 +153,7 @@ def sent_elements(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
 
 
 def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Module:
-    """TE's own MLP with quantized weights; on the device, drawn from the seed, unless said otherwise."""
+    """Return TE's own MLP with quantized weights; on the device, drawn from the seed, unless said otherwise."""
     import transformer_engine.pytorch as te
     from quantization.bodies import SEED
     from quantization.models import build
@@ -166,7 +166,7 @@ def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Modul
 
 
 def full_main_weight(main: DTensor, parameter: DTensor) -> DTensor:
-    """The unsharded main weight: all holders' rows, placed as the parameter. Collective."""
+    """Return the unsharded main weight: all holders' rows, placed as the parameter. Collective."""
     from te_fsdp.features.main_params import rows_of_state
 
     cut = rows_of_state(main, parameter)
@@ -185,7 +185,7 @@ def full_main_weight(main: DTensor, parameter: DTensor) -> DTensor:
 
 
 def recording(optimizer: Any) -> list[Collective]:
-    """The collectives of the optimizer's next step, once it has run."""
+    """Return the collectives of the optimizer's next step, once it has run."""
     results: list[Collective] = []
     stock: Callable[..., Any] = type(optimizer).step.__get__(optimizer)
 
@@ -201,7 +201,7 @@ def recording(optimizer: Any) -> list[Collective]:
 
 @contextmanager
 def logged(at_least: int = logging.INFO) -> Iterator[list[str]]:
-    """Lines of te_fsdp's log, of this level or a higher one."""
+    """Record lines of te_fsdp's log, of this level or a higher one."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from torch import nn
 
 
 def continues(axes: dict[str, int]) -> dict[str, Any]:
-    """Saved before the first step and while a layer is frozen, loaded here and on other axes: as never saved.
+    """Check that runs continue after a save before the first step or with a frozen layer, here and on other axes.
 
     Args:
         axes: Of the mesh that loads; the other one is HFSDP's.

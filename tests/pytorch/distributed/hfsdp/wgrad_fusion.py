@@ -52,7 +52,7 @@ def training(
     strategy: str = "optim_grads_params",
     outer: str = "no_shard",
 ) -> dict[str, Any]:
-    """Two SGD steps, compared with one process.
+    """Compare two SGD steps with one process.
 
     Returns:
         Comparisons; bytes of unsharded gradients that are left behind on weights after the last step.
@@ -93,7 +93,7 @@ def training(
 
 
 def gathered(module: nn.Module) -> list[torch.Tensor]:
-    """Local tensors of the parameters as TE saw them."""
+    """Return local tensors of the parameters as TE saw them."""
     from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 
     if not fsdp2_units.is_fsdp_module(module):
@@ -119,7 +119,7 @@ def without_reduction(axes: dict[str, int]) -> str:
 
 
 def error_outside_fsdp2() -> None:
-    """A fused module outside of FSDP2."""
+    """Return the error of a fused module outside of FSDP2."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -146,7 +146,7 @@ def with_te_that_always_adds(axes: dict[str, int]) -> dict[str, int]:
 def compare_with_unfused(
     axes: dict[str, int], microbatches: int = 1, policy: bool = False, recipe: str = "none"
 ) -> dict[str, int]:
-    """bf16 weights, plain or quantized: with and without the option, on the same mesh."""
+    """Compare bf16 weights, plain or quantized, with and without the option, on the same mesh."""
     # New memory is filled with NaN, so that reads of uninitialized memory are detected.
     torch.use_deterministic_algorithms(True, warn_only=True)
     import transformer_engine.pytorch as te
@@ -182,7 +182,7 @@ def compare_with_unfused(
     checks = harness.Comparisons()
     for (name, fused), plain in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if microbatches == 1 and harness.device_type() == "cpu":  # cuBLAS may choose another kernel for sums
-            checks.same_bits(name, fused, plain)
+            checks.bitwise_equal(name, fused, plain)
         elif not name.endswith("qkv.bias"):
             why = (
                 "bf16: without the option each microbatch's gradient is rounded before it is added; two steps"
@@ -192,7 +192,7 @@ def compare_with_unfused(
 
 
 def compare_experts_with_unfused(axes: dict[str, int]) -> dict[str, Any]:
-    """Experts over ep, fp32: two steps with and without the option, on the same mesh.
+    """Compare experts over ep, fp32, in two steps with and without the option, on the same mesh.
 
     Negative control: the weights of the two runs differ after another step of one.
     """
@@ -234,7 +234,7 @@ def compare_experts_with_unfused(axes: dict[str, int]) -> dict[str, Any]:
 
 
 def compare_cast_weights_with_unfused(recipe: str) -> dict[str, Any]:
-    """bf16 weights that a recipe quantizes in each forward: with and without the option."""
+    """Compare bf16 weights that a recipe quantizes in each forward, with and without the option."""
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
 

@@ -57,7 +57,7 @@ class Mixed(Model):
 
 @contextlib.contextmanager
 def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
-    """Counts elements of gradients that were reduced in parts, and those of them that were copied.
+    """Count elements of gradients that were reduced in parts, and those of them that were copied.
 
     Args:
         fault: ``"lost"``: negative control, gradients that are sent without a copy are empty.
@@ -85,7 +85,7 @@ def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def send_small_gradients_directly() -> Iterator[None]:
-    """Gradients of models as small as these are sent as large ones are."""
+    """Send gradients of models as small as these as large ones are sent."""
     from te_fsdp.upstream import symmetric_memory as _torch_transport
 
     stock, _torch_transport.LARGE = _torch_transport.LARGE, 512
@@ -150,8 +150,8 @@ def compare_with_copied_gradients(
         for (name, actual), expected in zip(
             models[0].named_parameters(), models[1].parameters(), strict=True
         ):
-            checks.same_bits(f"{step} {name}", local_of(actual.grad), local_of(expected.grad))
-        checks.same_bits(f"{step} norm", *norms[-2:])
+            checks.bitwise_equal(f"{step} {name}", local_of(actual.grad), local_of(expected.grad))
+        checks.bitwise_equal(f"{step} norm", *norms[-2:])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -171,7 +171,7 @@ def compare_without_root_parameters() -> dict[str, Any]:
         te_fsdp.materialize(models[-1], seed=0)
         models[-1](torch.linspace(-1, 1, 512, device=meshes.device).view(2, 256)).square().sum().backward()
     for (name, actual), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        checks.same_bits(name, actual.grad, expected.grad)
+        checks.bitwise_equal(name, actual.grad, expected.grad)
     return {"compared": checks.require(2), "report": str(te_fsdp.report(models[0]))}
 
 
@@ -231,7 +231,7 @@ def _microbatches(model: Any, step: int, count: int, meshes: Any, dtype: torch.d
 
 
 def error_of_different_settings() -> None:
-    """Ranks that do not agree on it."""
+    """Return the error of ranks with different settings."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

@@ -29,7 +29,7 @@ SEQUENCE_DIM, BATCH_DIM = 0, 1
 
 
 def steps_of(recipe: str) -> int:
-    """Two, the second with updated weights; three with delayed scaling, whose first scales come from no data."""
+    """Return the number of steps: two, or three with delayed scaling, whose first scales come from no data."""
     return 3 if recipe == "delayed" else 2
 
 
@@ -63,7 +63,7 @@ def training(
     *,
     broken: str = "",
 ) -> dict[str, Any]:
-    """Body of one case of the matrix; `broken` is a negative control, see `matrix.negative_controls`.
+    """Run one case of the matrix; `broken` is a negative control, see `matrix.negative_controls`.
 
     Returns:
         Per kind of value the largest error as a share of its bound, and the number of comparisons.
@@ -105,7 +105,7 @@ def training(
 
 
 def expect_error(recipe: str, weights: str, module: str, mesh: str, **options: Any) -> None:
-    """Body of a combination that must raise on the way to its first step."""
+    """Run a combination that must raise before its first step."""
     meshes, model = sharded(recipe, weights, module, mesh, broken="", **options)
     _pass(
         model,
@@ -115,7 +115,7 @@ def expect_error(recipe: str, weights: str, module: str, mesh: str, **options: A
 
 
 def shard_only(recipe: str, weights: str) -> None:
-    """Body: a sharded linear pair, and nothing more."""
+    """Shard a linear pair, and do nothing else."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
@@ -123,7 +123,7 @@ def shard_only(recipe: str, weights: str) -> None:
 
 
 def sequence_parallel_without_mode(kind: str) -> None:
-    """Body: a module without parallel mode with sequence_parallel=True."""
+    """Build a module without parallel mode with sequence_parallel=True."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -145,7 +145,7 @@ def sharded(
     broken: str = "",
     accumulation: str = "1",
 ) -> tuple[Any, nn.Module]:
-    """Meshes and a sharded, initialised model; accumulation makes no difference to it."""
+    """Return meshes and a sharded, initialised model; accumulation makes no difference to it."""
     import te_fsdp
 
     sizes = MESHES[mesh]._asdict()
@@ -166,7 +166,7 @@ def sharded(
 
 
 def batch(hidden: int, place: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same global micro-batch on every rank, to be fitted: input and target."""
+    """Return the same global micro-batch on every rank, to be fitted: input and target."""
     generator = torch.Generator().manual_seed(sum(place.encode()))
     data = torch.randn((2, SEQUENCE, BATCH, hidden), generator=generator).bfloat16()
     return tuple(data.to(harness.device()))
@@ -217,7 +217,7 @@ def _reference(
 def _pass(
     model: nn.Module, x: torch.Tensor, target: torch.Tensor, divisor: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Forward and backward: output, loss per token, gradient of the input.
+    """Run forward and backward: output, loss per token, gradient of the input.
 
     A loss per token, since one per element would make gradients that underflow at delayed scaling's first scale of 1.
     """
@@ -242,13 +242,13 @@ def _optimizer(model: nn.Module) -> Any:
 
 
 def _main(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """Local main weight. FusedAdam makes one of an fp32 parameter too, but updates the parameter itself."""
+    """Return the local main weight. FusedAdam makes one of an fp32 parameter too, but updates the parameter itself."""
     main = parameter if parameter.dtype == torch.float32 else optimizer.state[parameter]["master_param"]
     return _dense(main)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part in fp32."""
+    """Return the local part in fp32."""
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     local = _torch.local_of(tensor.detach())
@@ -268,14 +268,14 @@ class Cut:
         self.parts = self.dp_size * self.tp_parts
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Data parallelism shards samples, sequence parallelism tokens."""
+        """Return this rank's part: data parallelism shards samples, sequence parallelism tokens."""
         tensor = tensor.chunk(self.dp_size, BATCH_DIM)[self.dp_rank]
         if self.tp_parts > 1:
             tensor = tensor.chunk(self.tp_parts, SEQUENCE_DIM)[self.tp_rank]
         return tensor.contiguous()
 
     def mean(self, loss: torch.Tensor) -> float:
-        """Mean over the world, whose parts are equally large. Collective."""
+        """Return mean over the world, whose parts are equally large. Collective."""
         total = loss.clone()
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
@@ -301,7 +301,7 @@ class Check:
         self.shares: dict[str, float] = {}
 
     def initial(self, model: nn.Module) -> None:
-        """Initial weights are those of one process, bit for bit, and quantized where they are to be."""
+        """Compare initial weights bit for bit with those of one process, quantized if they are to be."""
         from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
         result = 0
@@ -309,17 +309,17 @@ class Check:
             local, original = _dense(parameter), self.originals[name]
             for box in info.boxes:
                 pair = local[box.local_slices()], original[box.original_slices()]
-                self.findings.attempt(self.findings.same_bits, f"initial {name}", *pair)
+                self.findings.attempt(self.findings.bitwise_equal, f"initial {name}", *pair)
             result += _te.is_quantized(_torch.local_of(parameter))
         assert bool(result) == self.quantized, f"{result} weights are quantized"
 
     def values(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Activations and their gradients."""
+        """Compare activations and their gradients."""
         bound = self.output_bound if name.startswith("output") else self.gradient_bound
         self._close(name, actual, expected, bound, _rms(expected))
 
     def shard(self, what: str, name: str, actual: torch.Tensor, info: Any) -> None:
-        """A parameter's gradient or update, box by box; errors relative to the root mean square of the whole.
+        """Compare a parameter's gradient or update, box by box; errors relative to the root mean square of the whole.
 
         Each update rounds the fp32 weight once, in both runs.
         """
@@ -332,12 +332,12 @@ class Check:
             self._close(f"{what} {name}", *pair, self.gradient_bound + rounding, scale)
 
     def absent(self, name: str, actual: torch.Tensor | None) -> None:
-        """A gradient that one process does not have."""
+        """Check a gradient that one process does not have."""
         if actual is not None:
             self.findings.failures.append(f"{name}: a gradient, where one process has None")
 
     def loss(self, place: str, actual: float, elements: int) -> None:
-        """The mean over the full micro-batch."""
+        """Compare the mean over the full micro-batch."""
         expected, first = float(self.expected[f"loss {place}"]), float(self.expected[f"loss 0.{place[-1]}"])
         bound = loss_bound(self.output_bound, self.gradient_bound, first, expected, elements)
         self._share(f"loss {place}", abs(actual - expected), bound)
@@ -350,7 +350,7 @@ class Check:
     def _close(
         self, name: str, actual: torch.Tensor, expected: torch.Tensor, bound: float, scale: float
     ) -> None:
-        """The whole, each row and each element; a row relative to the larger of its size and `scale`, an element to
+        """Compare the whole, each row and each element; a row relative to the larger of its size and `scale`, one to
         the larger of its own size and its row's.
         """
         assert scale > 0, f"{name}: nothing to compare with"

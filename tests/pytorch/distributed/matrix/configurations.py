@@ -87,18 +87,18 @@ class Configuration:
 
     @property
     def ranks(self) -> int:
-        """Processes that the mesh takes."""
+        """Return the number of processes that the mesh takes."""
         return math.prod(MESHES[self.mesh].values())
 
     @property
     def gemms(self) -> int:
-        """GEMMs from the input to the output."""
+        """Return GEMMs from the input to the output."""
         kinds = ["grouped" if kind == "experts" else kind for kind in self.modules]
         return sum(GEMMS[kind] for kind in kinds) + (GEMMS["linear"] if self.side != "none" else 0)
 
     @property
     def computes_in(self) -> str:
-        """Dtype of the weights in forward: that of the model, or of a policy."""
+        """Return the dtype of the weights in forward: that of the model, or of a policy."""
         return "bf16" if self.weights != "fp32" or self.precision != "none" else "fp32"
 
     @property

@@ -19,13 +19,13 @@ CANDIDATES = 30
 
 
 def pairs_of(case: Mapping[str, Any], names: Sequence[str]) -> Iterator[Pair]:
-    """All pairs of values in a case; `names` fixes their order."""
+    """Yield all pairs of values in a case; `names` fixes their order."""
     for first, second in combinations(names, 2):
         yield (first, case[first]), (second, case[second])
 
 
 def all_cases(factors: Mapping[str, Sequence[Any]], allowed: Allowed) -> Iterator[dict[str, Any]]:
-    """The full product, without what is not allowed."""
+    """Yield the full product, without what is not allowed."""
     for values in product(*factors.values()):
         case = dict(zip(factors, values, strict=True))
         if allowed(case):
@@ -38,7 +38,7 @@ def covering(
     cost: Callable[[dict[str, Any]], int] = lambda case: 0,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Cases that contain every pair of values which some allowed case contains; always the same ones for a seed.
+    """Return cases that contain every pair of values which some allowed case contains; always the same ones for a seed.
 
     Args:
         factors: Name -> values.
@@ -54,7 +54,7 @@ def covering(
 
 
 def _numbered(cases: Sequence[Mapping[str, Any]], names: Sequence[str]) -> numpy.ndarray:
-    """The pairs of each case, a row of numbers; numbers are in the order of the pairs' texts."""
+    """Return the pairs of each case as a row of numbers, in the order of the pairs' texts."""
     columns = {name: list(dict.fromkeys(case[name] for case in cases)) for name in names}
     where = {name: {value: place for place, value in enumerate(values)} for name, values in columns.items()}
     chosen = {name: numpy.array([where[name][case[name]] for case in cases]) for name in names}
@@ -73,7 +73,7 @@ def cover(
     cost: Callable[[int], int] = lambda place: 0,
     chosen: Sequence[int] = (),
 ) -> list[int]:
-    """Places of sets that hold together what all sets hold: those chosen already, then few others, greedily.
+    """Return places of sets that together contain all elements: those chosen already, then few others, greedily.
 
     Args:
         contents: What each case contains: pairs of values, or whatever else is to occur.
@@ -90,7 +90,7 @@ def cover(
 def _greedy(
     contents: Sequence[numpy.ndarray], cost: Callable[[int], int], chosen: Sequence[int] = ()
 ) -> list[int]:
-    """`cover` of things that are numbers."""
+    """Run `cover` on numbers."""
     items = numpy.concatenate([*contents, numpy.empty(0, dtype=int)])
     holders = numpy.repeat(numpy.arange(len(contents)), [len(content) for content in contents])
     holders = holders[numpy.argsort(items, kind="stable")]

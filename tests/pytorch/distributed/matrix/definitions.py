@@ -36,7 +36,7 @@ class Mesh(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Processes that it takes."""
+        """Return the number of processes that it takes."""
         return self.dp_replicate * self.dp_shard * self.tp
 
 
@@ -97,7 +97,7 @@ class Case:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """All factors but the architecture, which the worker pool has."""
+        """Return all factors but the architecture, which the worker pool has."""
         values = asdict(self)
         del values["arch"]
         return values
@@ -175,13 +175,13 @@ def supported(case: Case) -> bool:
 
 
 def full() -> Iterator[Case]:
-    """The full product of what trains."""
+    """Return the full product of what trains."""
     return (Case(**values) for values in all_cases(FACTORS, lambda values: supported(Case(**values))))
 
 
 @functools.cache  # once for each of two tests
 def default(seed: int = 0) -> list[Case]:
-    """Pairwise covering: every pair of values of two factors occurs, unless it never can.
+    """Return a pairwise covering: every pair of values of two factors occurs, unless it never can.
 
     `COVER_DAYS` seeds in a row, from a multiple of it, have the same cases; others have other cases.
     """
@@ -195,7 +195,7 @@ def default(seed: int = 0) -> list[Case]:
 
 
 def every_format() -> list[Case]:
-    """The same, a recipe and its weights counting as one factor: every such pair in every module and on every mesh."""
+    """Return the same with a recipe and its weights as one factor: every such pair in every module and mesh."""
     factors = {"format": FORMATS, **{n: v for n, v in FACTORS.items() if n not in ("recipe", "weights")}}
     chosen = covering(
         factors, lambda values: supported(_case(values)), lambda values: MESHES[values["mesh"]].ranks
@@ -209,7 +209,7 @@ def _case(values: dict[str, Any]) -> Case:
 
 
 def subset() -> list[Case]:
-    """For 4 Hopper GPUs: every format that they have, bf16 and quantized weights, on every mesh of 4, three times.
+    """Return cases for 4 Hopper GPUs: each of their formats, bf16 and quantized weights, on every mesh, thrice.
 
     The other factors cover the pairs with these, and the modules take turns.
     """
@@ -254,6 +254,6 @@ def refused() -> list[tuple[Case, Refusal]]:
 
 
 def _plainness(case: Case) -> int:
-    """Number of options that are not the default, 8 ranks counting as several."""
+    """Return the number of options that are not the default, 8 ranks counting as several."""
     plain = Case(arch=case.arch, recipe=case.recipe, weights=case.weights, module=case.module)
     return sum(getattr(case, name) != getattr(plain, name) for name in FACTORS) + MESHES[case.mesh].ranks

@@ -16,7 +16,7 @@ EXPERTS = 2
 
 
 def recipe_of(name: str) -> Any:
-    """TE's recipe object of a name; ``None`` for high precision."""
+    """Return TE's recipe object of a name; ``None`` for high precision."""
     if name == "none":
         return None
     factories = {
@@ -35,7 +35,7 @@ def recipe_of(name: str) -> Any:
 
 
 def hybrid_factory(role: Any) -> Any:
-    """8-bit blocks forward, high precision backward: MXFP8 where the device has it, float8 blocks elsewhere."""
+    """Return 8-bit blocks forward, high precision backward: MXFP8 where the device has it, float8 blocks elsewhere."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.custom_recipes.quantizer_factories import (
         float8_block_scaling_factory,
@@ -56,7 +56,7 @@ def hybrid_factory(role: Any) -> Any:
 
 
 def untyped_factory(role: Any) -> Any:
-    """The same, without saying in which dtype the high-precision half is kept."""
+    """Return the same, without saying in which dtype the high-precision half is kept."""
     quantizer = hybrid_factory(role)
     if role is not None and role.tensor_type == "weight":
         quantizer.columnwise_quantizer.dtype = None
@@ -64,7 +64,7 @@ def untyped_factory(role: Any) -> Any:
 
 
 def _zoo(name: str) -> Any:
-    """One of TE's example factories, where this version has them."""
+    """Return one of TE's example factories, where this version has them."""
     try:
         zoo = importlib.import_module("transformer_engine.pytorch.custom_recipes.quantizer_factory_zoo")
     except ImportError:
@@ -73,7 +73,7 @@ def _zoo(name: str) -> Any:
 
 
 def autocast(recipe: Any, group: Any = None) -> Any:
-    """TE's autocast, or nothing without a recipe."""
+    """Return TE's autocast, or nothing without a recipe."""
     import transformer_engine.pytorch as te
 
     if recipe is None:
@@ -112,7 +112,7 @@ class Trunk(nn.Module):
         self.inner, self.recipe, self.checkpointing, self.group = inner, recipe, checkpointing, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations (sequence, batch, hidden) in and out."""
+        """Map activations (sequence, batch, hidden) to the same shape."""
         import transformer_engine.pytorch as te
 
         if self.checkpointing == "te":
@@ -132,7 +132,7 @@ class Trunk(nn.Module):
 
 
 def width_of(recipe: str, weights: str) -> int:
-    """Hidden size of which every format finds full blocks in a shard of 8 ranks."""
+    """Return the hidden size of which every format finds full blocks in a shard of 8 ranks."""
     block = {"block": 128, "hybrid": 128}.get(recipe, 32)
     return 512 if weights == "quantized" and block == 128 else 256
 
@@ -148,7 +148,7 @@ def build(
     hidden: int = 0,
     **kwargs: Any,
 ) -> Trunk:
-    """A trunk around one module kind.
+    """Return a trunk around one module kind.
 
     Args:
         module: kind.

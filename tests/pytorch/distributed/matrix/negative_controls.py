@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def break_rule(broken: str) -> Iterator[None]:
-    """While a model is bound: "partial_grad" drops the sum over tp of replicated parameters' gradients."""
+    """Break a rule while a model is bound: "partial_grad" drops the sum over tp of replicated parameters' gradients."""
     with _spoiled(broken if broken == "partial_grad" else ""):
         yield
 

@@ -20,18 +20,18 @@ COVER_DAYS = 5
 
 
 def seed_of_today() -> int:
-    """Another one every day, the same on every machine that has the same date."""
+    """Return a different seed every day, the same on every machine with the same date."""
     return datetime.date.today().toordinal()
 
 
 def seed_of(config: Any) -> int:
-    """The seed of a run of pytest: what `--matrix-seed` says, else today's."""
+    """Return the seed of a run of pytest: `--matrix-seed`, else today's."""
     asked = config.getoption("--matrix-seed", default=None)
     return seed_of_today() if asked is None else asked
 
 
 def values_of(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """The factors of a case and its value of each, as text. A dict or dataclass is as many factors as it has entries.
+    """Return the factors of a case and its value of each as text. A dict or dataclass has a factor per entry.
 
     Args:
         parameters: What a parametrized test is called with.
@@ -65,7 +65,7 @@ def chosen(
     shift: int = 0,
     seed: int,
 ) -> list[int]:
-    """Places of the cases to run, in their order.
+    """Return places of the cases to run, in their order.
 
     They are: all that `always` names; the one whose turn it is, so that as many seeds in a row as there are cases reach
     each of them; and a part of few others that bring what is missing of all pairs of values of two factors

@@ -48,12 +48,12 @@ FP32 = 1e-5
 
 
 def rounding(bits: int) -> float:
-    """Largest root mean square of the relative error of rounding to this number of mantissa bits."""
+    """Return the largest root mean square of the relative error of rounding to this number of mantissa bits."""
     return 2.0**-bits / math.sqrt(12)
 
 
 def bounds(recipe: str, weights: str, module: str, gemms: int = 0) -> tuple[float, float]:
-    """Relative differences allowed of outputs and of gradients; `gemms` of a chain of several modules."""
+    """Return relative differences allowed of outputs and of gradients; `gemms` of a chain of several modules."""
     if weights == "fp32":
         return FP32, FP32
     gemms = gemms or GEMMS[module]
@@ -70,7 +70,7 @@ def bounds(recipe: str, weights: str, module: str, gemms: int = 0) -> tuple[floa
 
 
 def loss_bound(output: float, gradient: float, first: float, loss: float, elements: int) -> float:
-    """Absolute difference allowed of a loss.
+    """Return the absolute difference allowed of a loss.
 
     Forward: the loss is a mean of squared errors of the size of the outputs, which move by independent parts `output`
     of themselves: 6 standard deviations of 2 * output / sqrt(elements). Updates: a share of at most `gradient` of the

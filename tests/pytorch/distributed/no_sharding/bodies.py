@@ -23,14 +23,14 @@ UNITS = ["encoder", "blocks.*"]
 
 
 def meshes_of(axes: dict[str, int]) -> Any:
-    """The job's meshes."""
+    """Return the job's meshes."""
     import te_fsdp
 
     return te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
 
 
 def batch(meshes: Any, seed: int = 3) -> torch.Tensor:
-    """This rank's part of a batch that is the same on all ranks."""
+    """Return this rank's part of a batch that is the same on all ranks."""
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(seed))
     return Cut.of(meshes).take(x, None).to(harness.device())
 
@@ -38,7 +38,7 @@ def batch(meshes: Any, seed: int = 3) -> torch.Tensor:
 def collectives_and_memory(
     axes: dict[str, int], parts: tuple[str, ...], *, microbatches: int = 1, marked: bool = False
 ) -> dict[str, Any]:
-    """Collectives of one step, and bytes of parameters on this rank.
+    """Return collectives of one step, and bytes of parameters on this rank.
 
     Args:
         axes: mesh sizes.
@@ -74,7 +74,7 @@ def collectives_and_memory(
 
 
 def no_second_copy(axes: dict[str, int], strategy: str) -> dict[str, float]:
-    """Bytes that sharding and a step add to those of the parameters, relative to them; and FSDP2's modules."""
+    """Return bytes that sharding and a step add to those of the parameters, relative to them; and FSDP2's modules."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -92,7 +92,7 @@ def no_second_copy(axes: dict[str, int], strategy: str) -> dict[str, float]:
 
 
 def reset_after_sharding(axes: dict[str, int], how: str) -> int:
-    """After fully_shard, parameters are replaced, or a backward raises: gradients are reduced as before.
+    """Check reductions after fully_shard, replaced parameters, or a backward that raised.
 
     Args:
         axes: mesh sizes.
@@ -135,7 +135,7 @@ def _fail(*unused: Any) -> None:
 
 
 def batch_of_all(seed: int = 3) -> torch.Tensor:
-    """The full batch of :func:`batch`."""
+    """Return the full batch of :func:`batch`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(harness.device())
 
@@ -162,7 +162,7 @@ class Unit(nn.Linear):
 
 
 def forward_method(how: str) -> bool:
-    """A method that is registered, of an exempt unit, or "forgotten" reads unsharded weights. Raises if it does not."""
+    """Check that a registered method, one of an exempt unit, or a "forgotten" one reads unsharded weights."""
     import te_fsdp
 
     torch.manual_seed(3)
@@ -177,7 +177,7 @@ def forward_method(how: str) -> bool:
 
 
 def torch_fully_shard() -> None:
-    """torch's own fully_shard knows no marks."""
+    """Call torch's own fully_shard, which does not support marks."""
     import te_fsdp
 
     meshes, model = meshes_of({}), seeded()
@@ -209,7 +209,7 @@ def different_replicas(where: str) -> None:
 
 @contextlib.contextmanager
 def initialize_by_rank() -> Iterator[None]:
-    """Linear layers whose initialisation depends on the rank."""
+    """Build linear layers whose initialisation depends on the rank."""
     stock = nn.Linear.reset_parameters
 
     def careless(self: nn.Linear) -> None:
@@ -225,7 +225,7 @@ def initialize_by_rank() -> Iterator[None]:
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and optimizer states as unsharded tensors."""
+    """Return parameters and optimizer states as unsharded tensors."""
     results = {}
     for name, parameter, _ in shards(model):
         prefix, _, own = name.rpartition(".")
@@ -274,7 +274,7 @@ def checkpoint_round_trip(path: str, first: dict[str, int], second: dict[str, in
         result = full_state(*other)
         assert result.keys() == expected.keys()
         for key, value in result.items():
-            checks.same_bits(key, value, expected[key])
+            checks.bitwise_equal(key, value, expected[key])
         checks.require(len(expected))
         if name == "first":
             te_fsdp.checkpoint.save(f"{path}/second", *other)

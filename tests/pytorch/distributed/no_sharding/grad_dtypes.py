@@ -9,7 +9,7 @@ import torch
 
 
 def steps() -> dict[str, Any]:
-    """bf16 parameters with fp32 gradients and fp32 main weights: a step of AdamW, also with many tensors at once."""
+    """Train bf16 parameters with fp32 gradients and main weights by AdamW, also with many tensors at once."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

@@ -39,7 +39,7 @@ class Branches(nn.Module):
 
 
 def unused_on_some_ranks(how: str, *, mixed: bool = False) -> dict[str, Any]:
-    """Gradients of parameters that only some ranks use, against the mean over all ranks' losses in one process.
+    """Compare gradients of parameters that only some ranks use with the mean over all ranks' losses in one process.
 
     Args:
         how: "exempt"; "filled": with zeros by te_fsdp; "neither", the negative control.
@@ -89,7 +89,7 @@ def unused_on_some_ranks(how: str, *, mixed: bool = False) -> dict[str, Any]:
 
 
 def mean_without_fully_shard(average: bool) -> float:
-    """The gradient of a parameter whose ranks have gradients 1 and 2, without fully_shard around it."""
+    """Return the gradient of a parameter whose ranks have gradients 1 and 2, without fully_shard around it."""
     from te_fsdp.features.replicated_gradients import ReplicatedGradients
     from te_fsdp.layout import STORAGE
     from te_fsdp.plan import plan_storage, replicated_parameters
@@ -105,7 +105,7 @@ def mean_without_fully_shard(average: bool) -> float:
 
 
 def long_sum(schedule: str, grads_dtype: str | None, comm_dtype: str | None = None) -> float:
-    """The sum of 300 gradients of 1 / 256 each, of a bf16 parameter: 1.171875 exactly, 1 in bf16.
+    """Return the sum of 300 gradients of 1 / 256 each, of a bf16 parameter: 1.171875 exactly, 1 in bf16.
 
     Args:
         schedule: "plain" or "no_sync".
@@ -135,7 +135,7 @@ def long_sum(schedule: str, grads_dtype: str | None, comm_dtype: str | None = No
 def quantized(
     kind: str, recipe: str, axes: dict[str, int], exempt: list[str], group: str, fp32_gradients: bool = False
 ) -> dict[str, int]:
-    """Quantized exempt weights: bytes and scales are one process' at the start and after each of two steps.
+    """Compare bytes and scales of quantized exempt weights with one process at the start and after each of two steps.
 
     Args:
         kind: module kind of `quantization.models`.

@@ -55,7 +55,7 @@ class Model(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Its own parameter alone."""
+        """Initialize its own parameter only."""
         if not self.position.is_meta:
             nn.init.normal_(self.position)
 
@@ -66,7 +66,7 @@ class Model(nn.Module):
         return self.head(x + self.run(self.adapter, x))
 
     def run(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Forward of a part; with recomputation of its activations if the model says so."""
+        """Run forward on a part, with recomputation if the model has it."""
         if self.recompute is None:
             return module(x)
         return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=self.recompute == "reentrant")
@@ -81,7 +81,7 @@ def exempt(model: nn.Module, parts: tuple[str, ...] = PARTS) -> None:
 
 
 def seeded(device: Any = None, **kwargs: Any) -> Model:
-    """The model from seed 5."""
+    """Return the model from seed 5."""
     torch.manual_seed(5)
     model = Model(harness.device() if device is None else device, **kwargs)
     harness.shift_rows_by_rank(model, kwargs.get("tp_group"))

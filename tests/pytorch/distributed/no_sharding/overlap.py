@@ -39,7 +39,7 @@ class Branches(nn.Module):
 def order(
     strategy: Any = "no_shard", *, marked: bool = False, left: int = 6, spoil: str = ""
 ) -> dict[str, Any]:
-    """Backwards of which each rank uses other units, by value against one process.
+    """Run backwards in which each rank uses other units, and compare values with one process.
 
     Args:
         strategy: of all units, or by name.
@@ -88,7 +88,7 @@ def order(
 
 
 def _sums(calls: list[Any]) -> list[int]:
-    """Of gradients, and of the order of units; not the word after each reduction, nor two numbers that are compared."""
+    """Return sums of gradients and of the order of units, without flags of reductions and compared numbers."""
     reduced = (call for call in calls if call.kind == "all_reduce" and call.dtype != "int32")
     return [call.whole for call in reduced if (call.dtype, call.whole) != ("int64", 4)]
 
@@ -136,7 +136,7 @@ class Chain(nn.Module):
 
 
 def chain(blocks: int = 3, strategy: Any = "no_shard", **options: Any) -> tuple[Chain, Chain]:
-    """A model on all ranks, and the same in one process."""
+    """Return a model on all ranks, and the same in one process."""
     import te_fsdp
 
     torch.manual_seed(1)
@@ -148,14 +148,14 @@ def chain(blocks: int = 3, strategy: Any = "no_shard", **options: Any) -> tuple[
 
 
 def inputs(seed: int) -> torch.Tensor:
-    """A batch for each rank."""
+    """Return a batch for each rank."""
     generator = torch.Generator().manual_seed(seed)
     shape = (dist.get_world_size(), 3, 8)
     return torch.randn(*shape, generator=generator).to(harness.device()).requires_grad_()
 
 
 def step(model: Chain, reference: Chain, seed: int, orders: list[list[int]] | None = None) -> dict[str, Any]:
-    """A backward of both; their gradients are equal. The ranks may use other blocks: `orders`."""
+    """Run a backward of both, with equal gradients. The ranks may use other blocks: `orders`."""
     import te_fsdp
 
     x, rank = inputs(seed), dist.get_rank()
@@ -187,7 +187,7 @@ def interleave_with_fsdp2() -> dict[str, Any]:
 
 
 def several_gradients(first: list[int], later: list[int]) -> int:
-    """Blocks that checkpoints use several times get several gradients in one backward.
+    """Use blocks several times in checkpoints, which get several gradients in one backward.
 
     Args:
         first: order of the blocks in the first backward.
@@ -246,7 +246,7 @@ def interrupted(where: dict[int, int]) -> dict[str, Any]:
 
 
 def raise_at_different_points(where: list[dict[int, int | str]], plain: bool = False) -> list[int]:
-    """Ranks raise at different points of a backward, or of a forward; each runs its microbatches again until it steps.
+    """Raise at different points of a backward, or of a forward; each rank repeats its microbatches until it steps.
 
     Args:
         where: for each step, rank -> block whose gradient raises, "loss" (before any gradient reaches the model) or
@@ -316,8 +316,8 @@ def _fail(*unused: Any) -> None:
     raise RuntimeError("half way")
 
 
-def same_bits(options: dict[str, Any]) -> dict[str, Any]:
-    """Gradients that were reduced during backward have the bits of those that were reduced at its end.
+def bitwise_equal(options: dict[str, Any]) -> dict[str, Any]:
+    """Compare gradients reduced during backward bit for bit with those reduced at its end.
 
     Args:
         options: of the precision policy, dtypes by name.
@@ -344,12 +344,12 @@ def same_bits(options: dict[str, Any]) -> dict[str, Any]:
             gradients = [call for call in calls if call.dtype != "int32"]
             kinds = [call.kind for call in gradients]
     for name, gradient in results[0].items():
-        harness.assert_same_bits(name, results[1][name], gradient)
+        harness.assert_bitwise_equal(name, results[1][name], gradient)
     return {"early": early, "kinds": kinds, "dtypes": [call.dtype for call in gradients]}
 
 
 def memory() -> list[float]:
-    """Most bytes of gradients and buckets in each of two backwards, relative to those of all gradients.
+    """Return the most bytes of gradients and buckets in each of two backwards, relative to those of all gradients.
 
     Looked at whenever a bucket has been filled, when what it was filled with is still there.
     """

@@ -34,7 +34,7 @@ STEPS = 2
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """SGD with momentum, torch's AdamW or TE's FusedAdam."""
+    """Return SGD with momentum, torch's AdamW or TE's FusedAdam."""
     options = {"lr": LEARNING_RATE, "eps": EPSILON, "weight_decay": 0.1}
     parameters = [p for p in parameters if p.requires_grad]
     if name == "SGD":
@@ -47,7 +47,7 @@ def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def sharded(meshes: Any, strategy: Any, parts: tuple[str, ...], origin: str, **kwargs: Any) -> nn.Module:
-    """The model, exempt parts marked, sharded, materialised."""
+    """Return the model, exempt parts marked, sharded, materialised."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -75,7 +75,7 @@ def numerics(
     recompute: str | None = None,
     spoil: str = "",
 ) -> dict[str, Any]:
-    """Gradients of every step and the final parameters equal those of one process.
+    """Check that gradients of every step and the final parameters equal those of one process.
 
     Args:
         axes: mesh sizes.
@@ -156,7 +156,7 @@ def microbatch(model: nn.Module, schedule: str, is_last: bool) -> Iterator[None]
 
 @contextlib.contextmanager
 def inject_fault(what: str) -> Iterator[None]:
-    """Negative controls: "reduction" leaves the reduction out, "order" packs in another order on each rank."""
+    """Inject a fault: "reduction" leaves the reduction out, "order" packs in another order on each rank."""
     from te_fsdp import replicated_params
     from te_fsdp.collectives.redistribute import Pending, redistribute
     from te_fsdp.features import replicated_gradients

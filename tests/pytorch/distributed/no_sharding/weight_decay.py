@@ -87,7 +87,7 @@ def train_with_weight_decay(
 
 
 def two_forwards(axes: dict[str, int]) -> dict[str, Any]:
-    """One backward through two forwards, which reduces the gradients twice; each rank has its own branch in the second.
+    """Run one backward through two forwards, which reduces gradients twice; each rank has its own branch in the second.
 
     The first reduction is that of the second forward: even ranks use branch "b" there, odd ones "a", and no rank uses
     them in the second reduction.
@@ -118,7 +118,7 @@ def two_forwards(axes: dict[str, int]) -> dict[str, Any]:
 
 
 def context_of(model: nn.Module, schedule: str, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """The context of one microbatch."""
+    """Return the context of one microbatch."""
     import te_fsdp
 
     if schedule == "microbatch":

@@ -40,7 +40,7 @@ def _sharded(placement: Any, axes: dict[str, int]) -> tuple[Any, ...]:
 
 
 def placements(case: str, axes: dict[str, int], device: str) -> int:
-    """Body: placements, names, classes and state_dict keys after set_device_mesh and after fully_shard."""
+    """Return placements, names, classes and state_dict keys after set_device_mesh and after fully_shard."""
     import te_fsdp
 
     meshes = _meshes(axes)
@@ -74,7 +74,7 @@ def _unchanged(model: nn.Module, names: list[str], keys: list[str], classes: lis
 
 
 def keywords(name: str, args: tuple[Any, ...], options: dict[str, Any], expected: dict[str, str]) -> None:
-    """Body: te_fsdp's class with the two keywords equals TE's class and a call of set_device_mesh."""
+    """Compare te_fsdp's class with the two keywords to TE's class and a call of set_device_mesh."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -91,7 +91,7 @@ def keywords(name: str, args: tuple[Any, ...], options: dict[str, Any], expected
     assert not any(isinstance(p, DTensor) for p in plain.parameters())
     assert {n: repr(p.placements[0]) for n, p in model.named_parameters() if n in expected} == expected
     for parameter, original in zip(model.parameters(), stock.parameters(), strict=True):
-        harness.assert_same_bits("parameter", parameter._local_tensor, original)
+        harness.assert_bitwise_equal("parameter", parameter._local_tensor, original)
     plain.set_device_mesh(tp_mesh=meshes.tp, weight_mesh=meshes.weight)  # the method
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert parameter.placements == other.placements and parameter.device_mesh == other.device_mesh
@@ -103,7 +103,7 @@ MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence
 
 
 def attributes(axes: dict[str, int], wrap: str, device: str) -> int:
-    """Body: Python attributes of parameters, TE's and the user's, outlive everything that replaces a parameter."""
+    """Check that Python attributes of parameters, TE's and the user's, outlive every replacement of a parameter."""
     import te_fsdp
 
     meshes = _meshes(axes)
@@ -148,7 +148,7 @@ def attributes(axes: dict[str, int], wrap: str, device: str) -> int:
 
 
 def _marked_model(meshes: Any, device: str) -> nn.Module:
-    """A language model on "meta" or the "real" device, each parameter with an attribute of the user's."""
+    """Return a language model on "meta" or the "real" device, each parameter with an attribute of the user's."""
     how = Build(
         "meta" if device == "meta" else harness.device(), **meshes.te_kwargs(), sequence_parallel=True
     )
@@ -175,7 +175,7 @@ def _same_attributes(when: str, before: dict[str, dict[str, Any]], model: nn.Mod
 
 
 def identity(axes: dict[str, int], wrap: str) -> int:
-    """Body: inside TE's forward, and inside backward, a parameter is the very local tensor that FSDP2 manages."""
+    """Check that inside TE's forward and backward a parameter is the local tensor that FSDP2 manages."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -215,7 +215,7 @@ def identity(axes: dict[str, int], wrap: str) -> int:
 
 
 def _managed(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Local tensors of the unsharded parameters that FSDP2 keeps, or of the DTensors without FSDP2."""
+    """Return local tensors of the unsharded parameters that FSDP2 keeps, or of the DTensors without FSDP2."""
     from te_fsdp.upstream import fsdp2_units
 
     if not fsdp2_units.is_fsdp_module(model):
@@ -225,7 +225,7 @@ def _managed(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def frozen(axes: dict[str, int]) -> None:
-    """Body: frozen parameters stay frozen and get no gradient; the others get the one they get otherwise."""
+    """Check that frozen parameters stay frozen and get no gradient; the others get the one they get otherwise."""
     import te_fsdp
 
     meshes, gradients = _meshes(axes), []
@@ -245,11 +245,11 @@ def frozen(axes: dict[str, int]) -> None:
         if name in ice:
             assert gradient is None, name
         else:
-            harness.assert_same_bits(name, gradient, gradients[0][name])
+            harness.assert_bitwise_equal(name, gradient, gradients[0][name])
 
 
 def without_gradients(case: str, axes: dict[str, int], wrap: str) -> None:
-    """Body: eval and no_grad forwards give the training forward's bits, and leave nothing behind."""
+    """Check that eval and no_grad forwards return the training forward's bits, and leave nothing behind."""
     import te_fsdp
 
     meshes = _meshes(axes)
@@ -266,14 +266,14 @@ def without_gradients(case: str, axes: dict[str, int], wrap: str) -> None:
     with torch.no_grad():
         evaluated = subject.call(subject.module, **inputs)
     assert not evaluated.requires_grad
-    harness.assert_same_bits("eval", evaluated, trained)
+    harness.assert_bitwise_equal("eval", evaluated, trained)
     subject.module.train()
     trained.sum().backward()
-    harness.assert_same_bits("after backward", subject.call(subject.module, **inputs), trained)
+    harness.assert_bitwise_equal("after backward", subject.call(subject.module, **inputs), trained)
 
 
 def recomputed(axes: dict[str, int], wrap: str, reentrant: bool) -> None:
-    """Body: te.checkpoint runs forward twice; gradients are those without it.
+    """Compare gradients of te.checkpoint, which runs forward twice, with those without it.
 
     Not to the bit, with stock TE in one process neither: residual gradients are added in another order, and on GPUs the
     activation's fused kernels are others. What stock TE itself differs by is measured here, and four times that, or
@@ -312,7 +312,7 @@ def recomputed(axes: dict[str, int], wrap: str, reentrant: bool) -> None:
 def _gradients(
     model: nn.Module, tp: int, tp_group: Any, recompute: bool, reentrant: bool
 ) -> dict[str, torch.Tensor]:
-    """Local gradients of the input and of every parameter after one backward."""
+    """Return local gradients of the input and of every parameter after one backward."""
     torch.manual_seed(1 + (tp_group.rank() if tp > 1 else 0))  # each its part of the tokens
     x = torch.randn(SEQUENCE // tp, BATCH, HIDDEN, device=harness.device(), requires_grad=True)
     run = _with_checkpoints(model, tp_group, reentrant) if recompute else model
@@ -322,7 +322,7 @@ def _gradients(
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The larger of the relative errors by norm and of the worst element, as `Comparisons.close` takes them."""
+    """Return the larger of the relative errors by norm and of the worst element, as `Comparisons.close` takes them."""
     difference = (actual - expected).double()
     by_norm = difference.norm() / expected.double().norm().clamp(min=1e-30)
     worst = difference.abs().max() / expected.abs().max().clamp(min=1e-30)

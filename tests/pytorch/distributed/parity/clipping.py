@@ -16,7 +16,7 @@ MAX_NORM = 0.5
 def clipping(
     axes: dict[str, int], norm_type: float, *, kind: str = "language_model", lacking: bool = False
 ) -> dict:
-    """The norm and the clipped gradients equal those of one process.
+    """Check that the norm and the clipped gradients equal those of one process.
 
     Gradients are drawn, not computed: what is tested is the arithmetic over meshes. The model holds weights cut by tp
     and fsdp, norms cut by fsdp alone, and (vocabulary of 3 rows) empty shards.
@@ -44,7 +44,7 @@ def clipping(
 
 
 def _models(meshes: Any, kind: str) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The unsharded and the sharded model, each with a parameter that has nothing to do with TE or tp."""
+    """Return the unsharded and the sharded model, each with a parameter that has nothing to do with TE or tp."""
     import te_fsdp
 
     reference = KINDS[kind](Build(harness.device())).module
@@ -79,7 +79,7 @@ def local_norm(model: torch.nn.Module, norm_type: float) -> float:
 
 
 def unreduced(axes: dict[str, int]) -> None:
-    """A gradient of which each rank has a part that has to be added up."""
+    """Clip a gradient of which each rank has a part that must be summed."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     import te_fsdp
@@ -93,7 +93,7 @@ def unreduced(axes: dict[str, int]) -> None:
 
 
 def unreduced_in_a_model(axes: dict[str, int]) -> None:
-    """The same gradient of a parameter that ``fully_shard`` has sharded."""
+    """Clip such a gradient of a parameter that ``fully_shard`` has sharded."""
     from torch.distributed.tensor import DTensor, Partial
 
     import te_fsdp
@@ -108,7 +108,7 @@ def unreduced_in_a_model(axes: dict[str, int]) -> None:
 
 
 def non_finite(axes: dict[str, int]) -> None:
-    """One rank holds a NaN: every rank raises."""
+    """Check that every rank raises if one has a NaN."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -121,7 +121,7 @@ def non_finite(axes: dict[str, int]) -> None:
 
 
 def two_meshes(axes: dict[str, int], *, by_torch: bool = False) -> None:
-    """A tensor-parallel model, and a head that torch's fully_shard shards only over data parallel.
+    """Clip a tensor-parallel model with a head that torch's fully_shard shards only over data parallel.
 
     Args:
         axes: mesh sizes.

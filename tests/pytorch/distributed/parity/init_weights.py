@@ -202,7 +202,7 @@ def _small(model: Inline) -> None:
 
 
 def inline(through: str, route: str, strategy: str = "optim_grads_params") -> list[str]:
-    """Body: materialize a model whose constructor initializes inline. Return warnings.
+    """Materialize a model whose constructor initializes inline; return warnings.
 
     Args:
         through: of `Inline`; "none": its constructor does no more than its `reset_parameters`.
@@ -233,7 +233,7 @@ def inline(through: str, route: str, strategy: str = "optim_grads_params") -> li
 def equals_one_process(
     kind: str, axes: dict[str, int], strategy: str, route: str = "sharded"
 ) -> dict[str, Any]:
-    """Body: the bits of the model that one process builds.
+    """Compare bits with the model that one process builds.
 
     Args:
         kind: of `MODELS`.
@@ -264,7 +264,7 @@ def equals_one_process(
 
 
 def keeps_loaded_values(strategy: str) -> None:
-    """Body: modules that have values keep them, though the model's initialization writes to all of them."""
+    """Check that modules with values keep them, though the model's initialization writes to all of them."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
@@ -285,7 +285,7 @@ class NeedsArguments(Base):
     """Its initialization cannot be called."""
 
     def init_weights(self, std: float, device: str) -> None:
-        """Nothing: never called."""
+        """Do nothing: never called."""
 
 
 class AssignsParameters(Base):
@@ -296,7 +296,7 @@ class AssignsParameters(Base):
 
 
 def error_of_init(kind: str) -> None:
-    """Body that raises on every rank."""
+    """Raise on every rank."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
@@ -306,7 +306,7 @@ def error_of_init(kind: str) -> None:
 
 
 def huggingface(name: str, strategy: str) -> dict[str, Any]:
-    """Body: a Hugging Face model from meta has the bits of `from_config` in one process."""
+    """Compare a Hugging Face model from meta bit for bit with `from_config` in one process."""
     import transformers
 
     import te_fsdp

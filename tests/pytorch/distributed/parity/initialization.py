@@ -54,12 +54,12 @@ class MixedModules(nn.Module):
 
 
 def build(kind: str, options: dict[str, Any], how: Build) -> nn.Module:
-    """A module of `parity.models`, or the `MixedModules`."""
+    """Return a module of `parity.models`, or the `MixedModules`."""
     return MixedModules(how) if kind == "zoo" else KINDS[kind](how, **options).module
 
 
 def equals_stock(kind: str, options: dict[str, Any], axes: dict[str, int], route: str) -> dict[str, Any]:
-    """Body: initialise on a mesh by one of the routes; every shard has the bits of the stock module.
+    """Initialize on a mesh by one of the routes; every shard is bitwise equal to the stock module's.
 
     Args:
         kind: see `build`.
@@ -92,13 +92,13 @@ def equals_stock(kind: str, options: dict[str, Any], axes: dict[str, int], route
 
 
 def check_bits(model: nn.Module, reference: nn.Module) -> dict[str, Any]:
-    """Every shard and every buffer equals the reference's, bit for bit; dtype, device and requires_grad as well."""
+    """Compare every shard and buffer with the reference's, bit for bit, and dtype, device and requires_grad."""
     checks = Findings()
     compare_shards(checks, "initial", model, reference, lambda p: p.detach(), bits=True, skip=tied(reference))
     buffers = dict(reference.named_buffers())
     assert buffers.keys() == dict(model.named_buffers()).keys()
     for name, buffer in model.named_buffers():
-        checks.attempt(checks.same_bits, name, buffer, buffers[name])
+        checks.attempt(checks.bitwise_equal, name, buffer, buffers[name])
     for name, parameter in reference.named_parameters():
         mine = model.get_parameter(name)
         assert (mine.dtype, mine.requires_grad) == (parameter.dtype, parameter.requires_grad), name
@@ -114,7 +114,7 @@ def te_reset(
     tp: str | None,
     device: str,
 ) -> dict[str, Any]:
-    """Body: as TE's users do: set_device_mesh, torch's fully_shard, `reset_parameters()` module by module, training.
+    """Initialize as TE's users do: set_device_mesh, torch's fully_shard, `reset_parameters()` by module; then train.
 
     Args:
         kind: see `build`.
@@ -157,7 +157,7 @@ def _weight_mesh(mesh: DeviceMesh, names: tuple[str, ...], tp: str | None) -> De
 
 
 def _same_output(kind: str, options: dict[str, Any], model: nn.Module, reference: nn.Module) -> None:
-    """The model that was initialised is the one that runs."""
+    """Check that the initialized model is the one that runs."""
     if kind == "zoo":
         return
     subject = KINDS[kind](Build("meta"), **options)
@@ -171,7 +171,7 @@ def _same_output(kind: str, options: dict[str, Any], model: nn.Module, reference
 
 
 def different_seeds(axes: dict[str, int], argument: bool, odd_rank: int | None = None) -> None:
-    """Body that raises on every rank: ranks initialise with different seeds.
+    """Initialize ranks with different seeds, which raises on every rank.
 
     Args:
         axes: mesh sizes.
@@ -226,7 +226,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {"no_reset": NoReset, "forgetful":
 
 
 def never_initialised(axes: dict[str, int], which: list[str]) -> None:
-    """Body that raises on every rank: a model some of whose tensors nothing fills."""
+    """Materialize a model some of whose tensors nothing fills, which raises on every rank."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -241,7 +241,7 @@ def never_initialised(axes: dict[str, int], which: list[str]) -> None:
 
 
 def stays_tied(axes: dict[str, int], route: str) -> None:
-    """Body: embedding and head are one parameter before and after, and train as one."""
+    """Check that embedding and head are one parameter before and after, and train as one."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def forward(recipe: str, fewer: bool) -> bool:
-    """A forward of a bound, quantized Linear on 4 ranks, resharded to 2 or to all."""
+    """Run a forward of a bound, quantized Linear on 4 ranks, resharded to 2 or to all."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

@@ -18,7 +18,7 @@ from parity.runs import Findings
 
 
 def check_freed(axes: dict[str, int], wrap: str) -> int:
-    """Body: nothing of a deleted model survives forward, backward and a step: no cycle that gc cannot see."""
+    """Check that nothing of a deleted model survives forward, backward and a step: no cycle that gc cannot see."""
     import te_fsdp
 
     meshes = _meshes(axes)
@@ -50,7 +50,7 @@ def check_freed(axes: dict[str, int], wrap: str) -> int:
 
 
 def check_deepcopy() -> None:
-    """Body: a deep copy of a bound model computes the same and shares no parameter."""
+    """Check that a deep copy of a bound model computes the same and shares no parameter."""
     import te_fsdp
 
     meshes = _meshes({"dp_shard": 1, "tp": 2})
@@ -59,7 +59,7 @@ def check_deepcopy() -> None:
     twin = copy.deepcopy(model)
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=harness.device())
     expected = model(x)
-    harness.assert_same_bits("copy", twin(x), expected)
+    harness.assert_bitwise_equal("copy", twin(x), expected)
     originals = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
         assert parameter.placements == originals[name].placements and parameter is not originals[name]
@@ -67,11 +67,11 @@ def check_deepcopy() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    harness.assert_same_bits("copy", twin(x), expected)
+    harness.assert_bitwise_equal("copy", twin(x), expected)
 
 
 def no_tensor_parallelism(tp_mesh: str) -> None:
-    """Body: without a tp mesh, or with one of size 1, a model computes what stock TE computes, bit for bit.
+    """Compare a model without a tp mesh, or with one of size 1, bit for bit with stock TE.
 
     But for gradients on GPUs, where kernels sum over tokens in an order that varies from run to run.
 
@@ -99,13 +99,13 @@ def no_tensor_parallelism(tp_mesh: str) -> None:
     checks, bits = Findings(), harness.device_type() == "cpu"
     for name, gradient in gradients[0].items():
         if bits:
-            checks.attempt(checks.same_bits, name, gradient, gradients[1][name])
+            checks.attempt(checks.bitwise_equal, name, gradient, gradients[1][name])
         else:
             why = "atomic sums over 32 tokens: some fp32 roundings"
             checks.attempt(checks.close, name, gradient, gradients[1][name], 1e-6, why)
     checks.settle(10)
     fully_shard(model, mesh=mesh["dp"])
-    harness.assert_same_bits("sharded", model(x), stock(x))
+    harness.assert_bitwise_equal("sharded", model(x), stock(x))
 
 
 def bind_submodules_first() -> None:

@@ -165,7 +165,7 @@ BODIES: dict[str, Any] = {
 
 
 def make(which: str) -> None:
-    """Body: make one of the mistakes."""
+    """Make one of the mistakes."""
     BODIES[which]()
 
 

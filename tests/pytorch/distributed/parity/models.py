@@ -38,7 +38,7 @@ class Build:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Keywords that every parallel TE module takes."""
+        """Return keywords that every parallel TE module takes."""
         return {
             "device": self.device,
             "tp_group": self.tp_group,
@@ -49,7 +49,7 @@ class Build:
 
     @property
     def cut(self) -> int | None:
-        """The dim in which sequence parallelism shards activations."""
+        """Return the dim in which sequence parallelism shards activations."""
         return SEQUENCE_DIM if self.sequence_parallel else None
 
 
@@ -152,7 +152,7 @@ def norm(build: Build, kind: str) -> Subject:
 
 
 def core_attention(build: Build, groups: int = HEADS) -> Subject:
-    """DotProductAttention with the learnable softmax offset, its only parameter."""
+    """Return a DotProductAttention with the learnable softmax offset, its only parameter."""
     import transformer_engine.pytorch as te
 
     width = HIDDEN // HEADS
@@ -179,7 +179,7 @@ def attention(
     recompute: bool = False,
     **options: Any,
 ) -> Subject:
-    """MultiheadAttention; options as TE's: input_layernorm, fuse_qkv_params, qkv_weight_interleaved, bias.
+    """Return a MultiheadAttention; options as TE's: input_layernorm, fuse_qkv_params, qkv_weight_interleaved, bias.
 
     With `recompute` the core attention is run again in backward.
     """
@@ -212,7 +212,7 @@ def attention(
 
 
 def _without_gradient(qk_norm_type: str | None, softmax_type: str) -> dict[str, str]:
-    """Softmax over keys does not change if all keys change by the same vector: by the key bias, or the key norm's."""
+    """Return names without gradient: softmax over keys ignores a vector added to all keys, as the key bias does."""
     if softmax_type != "vanilla":
         return {}
     return {None: {"key_bias": "query_bias"}, "LayerNorm": {"k_norm.bias": "q_norm.bias"}}.get(
@@ -231,7 +231,7 @@ def _layer(build: Build, **options: Any) -> nn.Module:
 
 
 def transformer_layer(build: Build, layer_type: str = "encoder", **options: Any) -> Subject:
-    """TransformerLayer, with cross attention for layer_type="decoder"; other options as TE's."""
+    """Return a TransformerLayer, with cross attention for layer_type="decoder"; other options as TE's."""
     inputs = {"x": _activation(build.cut)}
     if layer_type == "decoder":
         inputs["memory"] = _activation(build.cut)

@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def _rows(name: str, interleaved: bool) -> list[list[int]]:
-    """Rows of each matrix in a fused weight, written down by hand; of any other weight none."""
+    """Return rows of each matrix in a fused weight, written down by hand; of any other weight none."""
     if name.endswith("fc1_weight"):
         return [list(range(FFN)), list(range(FFN, 2 * FFN))]
     if not name.endswith("layernorm_qkv.weight"):
@@ -110,7 +110,7 @@ class OneProcess:
         self.optimizers = [torch.optim.Muon(muon, **MUON), torch.optim.AdamW(others, **ADAMW)]
 
     def step(self) -> None:
-        """One step; gradients are those of the model."""
+        """Run one step with gradients of the model."""
         for parameter, picked, part in self.parts:
             part.grad = parameter.grad[picked].clone()
         for optimizer in self.optimizers:
@@ -121,7 +121,7 @@ class OneProcess:
 
 
 def _matrices(model: nn.Module) -> list[str]:
-    """All parameters that Muon takes by default, with an embedding and a head."""
+    """Return all parameters that Muon takes by default, with an embedding and a head."""
     names = ("qkv.weight", "proj.weight", "fc1_weight", "fc2_weight", "embedding.weight", "head.weight")
     results = [n for n, _ in model.named_parameters() if n.endswith(names) or n.startswith("experts.")]
     assert len(results) >= len(names)
@@ -129,7 +129,7 @@ def _matrices(model: nn.Module) -> list[str]:
 
 
 def _models(axes: dict[str, int], how: dict[str, Any], **kind: bool) -> tuple[Any, Any]:
-    """The model of one process and the sharded one, of equal values."""
+    """Return the model of one process and the sharded one, of equal values."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -142,7 +142,7 @@ def _models(axes: dict[str, int], how: dict[str, Any], **kind: bool) -> tuple[An
     return reference, subject
 
 
-def same_bits(
+def bitwise_equal(
     axes: dict[str, int],
     *,
     interleaved: bool = False,
@@ -154,7 +154,7 @@ def same_bits(
     load: str = "",
     **how: Any,
 ) -> dict[str, Any]:
-    """Three steps. `how`: further arguments of fully_shard; `spoil`: a negative control.
+    """Train three steps. `how`: further arguments of fully_shard; `spoil`: a negative control.
 
     Args:
         axes: mesh sizes.
@@ -202,7 +202,7 @@ def same_bits(
 
 
 def draw(reference: nn.Module, subject: nn.Module, step: int) -> None:
-    """Other gradients in every step, the same on both sides."""
+    """Draw other gradients in every step, the same on both sides."""
     fill(reference, subject, lacking=False)
     for parameter in (*reference.parameters(), *subject.parameters()):
         if parameter.grad is not None:
@@ -210,7 +210,7 @@ def draw(reference: nn.Module, subject: nn.Module, step: int) -> None:
 
 
 def compare(checks: Findings, what: str, subject: nn.Module, reference: nn.Module) -> None:
-    """Every own shard has the reference's bits; other ranks' experts are theirs."""
+    """Check that every own shard is bitwise equal to the reference; other ranks' experts are theirs."""
     own = {name for name, _ in subject.named_parameters(remove_duplicate=False)}
     view = nn.Module()
     view._parameters = {n: p for n, p in reference.named_parameters() if n in own}
@@ -218,7 +218,7 @@ def compare(checks: Findings, what: str, subject: nn.Module, reference: nn.Modul
 
 
 def quantized(recipe: str, hidden: int) -> dict[str, Any]:
-    """Main weights of quantized weights, with gradients of a backward: those of one process that has the same."""
+    """Compare main weights of quantized weights, with gradients of a backward, with those of one process."""
     from quantization.bodies import Stepper, batch_of
     from quantization.weight_bytes import stock
 
@@ -257,7 +257,7 @@ def quantized(recipe: str, hidden: int) -> dict[str, Any]:
         for name, parameter in weights.items():
             main = train.optimizer.state[parameter]["master_param"]
             expected = torch.cat([part.detach() for part in parts[name]]).cpu()
-            checks.attempt(checks.same_bits, f"step {step} {name}", main, expected)
+            checks.attempt(checks.bitwise_equal, f"step {step} {name}", main, expected)
             error = (harness.full(parameter) - expected).abs().max() / expected.abs().max()
             assert error <= 2**-4, f"{name}: {error}"  # half a step of e4m3 near its largest value
     return checks.settle(minimum=STEPS * 2)
@@ -330,7 +330,7 @@ def torch_optimizers(axes: dict[str, int], only: Sequence[str] = (), **how: Any)
 
 
 def momentum(dtype: str, nesterov: bool, strategy: str, steps: int = 2) -> int:
-    """Momentum buffers after some steps are the sums of gradients, by torch's formula, bit for bit.
+    """Compare momentum buffers with the sums of gradients by torch's formula, bit for bit.
 
     Args:
         dtype: Of weights, gradients and momentum; "bfloat16" is what the iteration runs in.
@@ -363,5 +363,5 @@ def momentum(dtype: str, nesterov: bool, strategy: str, steps: int = 2) -> int:
         optimizer.step()
         for name, parameter in model.named_parameters():
             result = _local(optimizer.state[parameter]["momentum_buffer"])
-            checks.same_bits(f"step {step} {name}", result, expected[name])
+            checks.bitwise_equal(f"step {step} {name}", result, expected[name])
     return checks.require(2 * steps)

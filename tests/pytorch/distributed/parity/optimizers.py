@@ -37,7 +37,7 @@ class Net(nn.Module):
 def _pair(
     axes: dict[str, int], strategy: str = "optim_grads_params", outputs: int = WIDTH
 ) -> tuple[Any, Net, Net]:
-    """Meshes, the model of one process, and the same sharded."""
+    """Return meshes, the model of one process, and the same sharded."""
     import te_fsdp
 
     torch.manual_seed(1)
@@ -51,7 +51,7 @@ def _pair(
 def _closure(
     model: nn.Module, optimizer: Any, ranks: int = 1, *, mean: bool = True
 ) -> Callable[[], torch.Tensor]:
-    """Of this rank's part of the data: the mean loss of all, or this rank's own."""
+    """Return a closure of this rank's data: the mean loss of all ranks, or its own."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator).to(harness.device())
     part = x.chunk(ranks)[dist.get_rank() % ranks]
@@ -70,7 +70,7 @@ def _closure(
 
 
 def lbfgs(axes: dict[str, int], strategy: str = "optim_grads_params", spoil: bool = False) -> dict[str, Any]:
-    """Three steps of three iterations, with a line search and without, against one process.
+    """Compare three steps of three iterations, with a line search and without, with one process.
 
     Args:
         axes: mesh sizes; all ranks have data of their own.
@@ -93,7 +93,7 @@ def lbfgs(axes: dict[str, int], strategy: str = "optim_grads_params", spoil: boo
 
 
 def errors_of_optimizers() -> dict[str, str]:
-    """Text of the error of each; no weight changes."""
+    """Return the error of each optimizer; no weight changes."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -160,7 +160,7 @@ def _trained(model: nn.Module, optimizer: Any) -> bool:
 
 
 def errors_of_copies(tp: int) -> dict[str, str]:
-    """The error of each optimizer of copies, before any state is made; those of models that are copied too train."""
+    """Return the error of each optimizer of copies, before any state; those of models that are copied too train."""
     import te_fsdp
 
     results = {}
@@ -188,7 +188,7 @@ def errors_of_copies(tp: int) -> dict[str, str]:
 
 
 def train_copies() -> None:
-    """Copies of a model with its optimizer, and of other optimizers, step as usual while a sharded model exists."""
+    """Step copies of a model with its optimizer, and of other optimizers, while a sharded model exists."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -225,7 +225,7 @@ def train_copies() -> None:
 
 
 def error_of_shallow_copy() -> str:
-    """A shallow copy of an optimizer has its state, and not what te_fsdp does around its steps."""
+    """Return the error of a shallow copy of an optimizer, which has its state but not te_fsdp's hooks."""
     import te_fsdp
 
     torch.manual_seed(1)

@@ -76,7 +76,7 @@ class Model(nn.Module):
 
 
 def check_kept_attributes(route: str, strategy: str) -> dict[str, Any]:
-    """Body: requires_grad, attributes, hooks, ``grad_dtype``, class and ties after `materialize`.
+    """Check requires_grad, attributes, hooks, ``grad_dtype``, class and ties after `materialize`.
 
     Args:
         route: "stock" for no sharding, "bound" for `set_device_mesh` alone, "sharded" for te_fsdp's `fully_shard`,
@@ -140,7 +140,7 @@ def _watch(parameter: nn.Parameter, name: str, calls: list[str]) -> Any:
 
 
 def _same_values(model: nn.Module, reference: nn.Module) -> None:
-    """Bit for bit those of stock modules in one process, tied ones from the same draws."""
+    """Compare values bit for bit with stock modules in one process, tied ones from the same draws."""
     for name, parameter in reference.named_parameters():
         mine = model.get_parameter(name).detach()
         mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
@@ -148,7 +148,7 @@ def _same_values(model: nn.Module, reference: nn.Module) -> None:
 
 
 def _hooks_run(model: nn.Module, hooked: list[str], calls: list[str], handles: list[Any]) -> None:
-    """Once per backward for each parameter that trains, until its handle is removed."""
+    """Check that a hook runs once per backward for each trained parameter, until its handle is removed."""
     x = torch.ones(2, 4, 32, device=harness.device())
     before = {name: _full(model.get_parameter(name)) for name, _ in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)

@@ -49,7 +49,7 @@ def parity(
     origin: str = "meta",
     drop: str = "",
 ) -> dict[str, Any]:
-    """Body: two AdamW steps; gradients of every step and the final parameters equal the reference's by value.
+    """Train two AdamW steps; gradients of every step and the final parameters equal the reference's by value.
 
     Args:
         kind: which of `KINDS`.
@@ -151,14 +151,14 @@ class Cut:
 
     @staticmethod
     def of(meshes: Any) -> Cut:
-        """From the job's meshes: data parallelism is dp_replicate x dp_shard."""
+        """Return the sizes of the job's meshes: data parallelism is dp_replicate x dp_shard."""
         mesh, shards = meshes.device_mesh, meshes.size("dp_shard")
         rank = mesh.get_local_rank("dp_replicate") * shards + mesh.get_local_rank("dp_shard")
         tp = mesh.get_local_rank("tp"), mesh.get_group("tp")
         return Cut(meshes.size("dp_replicate") * shards, rank, meshes.size("tp"), *tp)
 
     def take(self, tensor: torch.Tensor, tp_dim: int | None) -> torch.Tensor:
-        """This rank's part of a global input or output."""
+        """Return this rank's part of a global input or output."""
         tensor = tensor.chunk(self.dp_size, BATCH_DIM)[self.dp_rank]
         if tp_dim is not None:
             tensor = tensor.chunk(self.tp_size, tp_dim)[self.tp_rank]
@@ -208,7 +208,7 @@ def _draw(item: Any, generator: torch.Generator) -> torch.Tensor:
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Squared error per token. A rank that has a part of the output adds its part of the whole's sum.
+    """Return the squared error per token; for a rank with a part of the output, its part of the whole's sum.
 
     FSDP2 averages gradients over data-parallel ranks, which hold equally many tokens: the mean of their losses is the
     global loss. Tensor-parallel parts add up: no rank counts another's part, and a replicated output counts once, since
@@ -248,7 +248,7 @@ def compare_shards(
         for box in info.boxes:
             pair = local[box.local_slices()], full[box.original_slices()]
             if bits:
-                checks.attempt(checks.same_bits, label, *pair)
+                checks.attempt(checks.bitwise_equal, label, *pair)
             else:
                 checks.attempt(checks.close, label, *pair, RTOL, WHY, floor=floor)
     assert seen == set(originals), f"names differ: {seen ^ set(originals)}"
@@ -266,7 +266,7 @@ def shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]:
 
 
 def tied(model: nn.Module) -> set[str]:
-    """Names of parameters with several owners: which owner's initialisation they hold depends on how they were tied."""
+    """Return names of parameters with several owners: their initialization depends on how they were tied."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -291,7 +291,7 @@ def copy_shards(reference: nn.Module, model: nn.Module) -> None:
 
 
 def quiet_parameters(subject: Subject) -> dict[str, str]:
-    """Full names of the parameters without gradient, with their siblings'."""
+    """Return full names of the parameters without gradient, with their siblings'."""
     results = {}
     for name, _ in subject.module.named_parameters():
         for suffix, sibling in subject.no_gradient.items():
@@ -301,7 +301,7 @@ def quiet_parameters(subject: Subject) -> dict[str, str]:
 
 
 def _sibling(name: str, suffix: str, sibling: str, module: nn.Module) -> str:
-    """A cross attention's query projection is a module next to the key-value projection."""
+    """Return the query projection of a cross attention, a module next to the key-value projection."""
     stem = name.removesuffix(suffix)
     names = dict(module.named_parameters())
     other = stem.removesuffix("key_value.")

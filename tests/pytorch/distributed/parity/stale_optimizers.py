@@ -62,7 +62,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _prepared(route: str, tp: int, build: Callable[[nn.Module, str], None]) -> nn.Module:
-    """A model ready to train by one route; ``build`` is called with each moment before a call."""
+    """Return a model ready to train by one route; ``build`` is called with each moment before a call."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(tp=tp, device_type=harness.device_type())
@@ -114,7 +114,7 @@ def step(route: str, moment: str, tp: int, name: str = "AdamW", several: bool = 
 
 
 def error_of_one_stale_parameter() -> str:
-    """An optimizer of the right parameters to which one from before was added."""
+    """Return the error of an optimizer of the right parameters and one from before."""
     import te_fsdp
 
     old: list[nn.Parameter] = []
@@ -133,7 +133,7 @@ def error_of_one_stale_parameter() -> str:
 
 
 def step_unrelated_optimizers() -> None:
-    """Optimizers of other models, of models that share a parameter, of deleted ones and of copies step as ever."""
+    """Step optimizers of other models, of models that share a parameter, of deleted ones and of copies."""
     plain = Model(harness.device())
     twin = copy.deepcopy(plain)  # before: never wrapped
     optimizers = [(plain, torch.optim.SGD(plain.parameters(), lr=0.1))]

@@ -14,7 +14,7 @@ LEARNING_RATE = 0.5
 
 
 def _models(bound: str = "", **options: Any) -> tuple[Any, Any, Any]:
-    """Meshes, a model whose blocks and root are units of torch, and its reference in one process.
+    """Return meshes, a model whose blocks and root are units of torch, and its reference in one process.
 
     ``bound`` is the submodule whose children are bound one by one. The default binds the model.
     """
@@ -31,7 +31,7 @@ def _models(bound: str = "", **options: Any) -> tuple[Any, Any, Any]:
 
 
 def compare_steps(how: str) -> dict[str, float]:
-    """Three steps of a bound model.
+    """Compare three steps of a bound model.
 
     ``how``: "evaluated" between backward and step, "kept" after backward, or "parts": the same, with bound blocks.
     """
@@ -253,7 +253,7 @@ def _distance(model: Any, reference: Any) -> float:
 
 
 def _nested() -> tuple[Any, Any, Any]:
-    """Meshes, a model of ``te_fsdp.fully_shard`` with torch's units in it, and its reference in one process."""
+    """Return meshes, a model of ``te_fsdp.fully_shard`` with torch's units in it, and its reference in one process."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())

@@ -23,7 +23,7 @@ def _recipe(name: str) -> Any:
 
 
 def _layer(entry: str, meshes: Any, dtype: torch.dtype, weights: str) -> Any:
-    """A layer whose query, key and value are their own parameters."""
+    """Return a layer whose query, key and value are their own parameters."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

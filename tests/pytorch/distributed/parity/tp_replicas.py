@@ -18,7 +18,7 @@ STEPS = 3
 def training(
     axes: dict[str, int], optimizer: str, *, wrap: str = "te_fsdp", watched: bool = True
 ) -> dict[str, Any]:
-    """Steps with gradients that differ from rank to rank by a little, as atomic additions make them.
+    """Train with gradients that differ slightly between ranks, as atomic additions make them.
 
     Args:
         axes: mesh sizes.

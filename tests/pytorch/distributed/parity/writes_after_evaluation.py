@@ -94,7 +94,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 
 
 def make_model(by: str) -> tuple[Any, Any]:
-    """Meshes and a model. ``by``: a strategy, or "torch", "method" (of torch's units), "2" (to fewer ranks)."""
+    """Return meshes and a model. ``by``: a strategy, or "torch", "method" (of torch's units), "2" (to fewer ranks)."""
     import te_fsdp
 
     if by not in ("torch", "method", "2"):

@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 def recipe_of(name: str) -> Any:
-    """TE's recipe object of a name, None for "none"."""
+    """Return TE's recipe object of a name, None for "none"."""
     from transformer_engine.common import recipe
 
     recipes = {
@@ -71,13 +71,13 @@ def recipe_of(name: str) -> Any:
 
 
 def layers_of(stage: int, stages: int) -> range:
-    """The layers of a stage."""
+    """Return the layers of a stage."""
     each = LAYERS // stages
     return range(stage * each, (stage + 1) * each)
 
 
 def meshes_of(pp: int, dp: int = 1, tp: int = 1, replicate: int = 1) -> Any:
-    """Of all ranks."""
+    """Return the meshes of all ranks."""
     import te_fsdp
 
     axes = {"pp": pp, "dp_replicate": replicate, "dp_shard": dp, "tp": tp}
@@ -85,7 +85,7 @@ def meshes_of(pp: int, dp: int = 1, tp: int = 1, replicate: int = 1) -> Any:
 
 
 def stage_of(meshes: Any, number: int, stages: int, recipe: str = "none", **options: Any) -> nn.Module:
-    """A stage on its meshes, with values that a checkpoint will replace.
+    """Return a stage on its meshes, with values that a checkpoint will replace.
 
     Args:
         meshes: Of this rank's stage.
@@ -105,7 +105,7 @@ def stage_of(meshes: Any, number: int, stages: int, recipe: str = "none", **opti
 
 
 def optimizer_of(model: nn.Module | list[nn.Module], quantized: bool = False) -> torch.optim.Optimizer:
-    """AdamW of weights and biases, in two groups; TE's FusedAdam over quantized weights.
+    """Return AdamW of weights and biases, in two groups; TE's FusedAdam over quantized weights.
 
     Adam divides by the gradient's own size, which makes rounding of a gradient near zero as large as the gradient of
     others: a large eps keeps what is compared proportional to gradients.
@@ -124,7 +124,7 @@ def optimizer_of(model: nn.Module | list[nn.Module], quantized: bool = False) ->
 
 
 def batch(step: int, copies: int, microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and the words that follow: data-parallel ranks x (microbatches * rows)."""
+    """Return words and the words that follow: data-parallel ranks x (microbatches * rows)."""
     generator = torch.Generator().manual_seed(100 + step)
     words = torch.randint(WORDS, (2, copies, microbatches * ROWS), generator=generator)
     return words[0].to(harness.device()), words[1].to(harness.device())

@@ -72,7 +72,7 @@ def compare_checkpoints(directory: str, names: list[str], **options: Any) -> int
     for name, bits in zip(names[1:], results[1:], strict=True):
         assert bits.keys() == results[0].keys()
         for key, value in bits.items():
-            checks.same_bits(f"{name}: {key}", *(_bytes(v) for v in (value, results[0][key])))
+            checks.bitwise_equal(f"{name}: {key}", *(_bytes(v) for v in (value, results[0][key])))
     return checks.require(3 * LAYERS * (len(names) - 1)) and len(results[0])
 
 
@@ -90,7 +90,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def errors_of_mismatched_stages(directory: str, what: str) -> str:
-    """A pipeline of two stages that does not fit together, or does not fit a checkpoint: the same text on all ranks."""
+    """Return the error of two stages that do not fit together, or a checkpoint: the same text on all ranks."""
     import te_fsdp
 
     meshes = meshes_of(2, dp=2)
@@ -133,7 +133,7 @@ class _Tied(nn.Module):
 
 
 def tied(directory: str) -> dict[str, str]:
-    """Parameters shared by two stages: rejected; named and equal; named and not equal; then loaded on both."""
+    """Save parameters shared by two stages: rejected; named and equal; named and not equal; then loaded on both."""
     import te_fsdp
 
     meshes = meshes_of(2, dp=2)
@@ -152,5 +152,5 @@ def tied(directory: str) -> dict[str, str]:
         te_fsdp.checkpoint.save(f"{directory}/unequal", model, shared=["embedding.*"])
     texts["unequal"] = str(caught.value)
     te_fsdp.checkpoint.load(f"{directory}/tied", model)
-    harness.assert_same_bits("embedding", model.embedding.weight, expected)
+    harness.assert_bitwise_equal("embedding", model.embedding.weight, expected)
     return texts

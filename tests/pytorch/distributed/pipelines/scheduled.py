@@ -51,14 +51,14 @@ SCHEDULES = {
 
 
 def loss_of(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """A mean over the rows of a microbatch."""
+    """Return a mean over the rows of a microbatch."""
     return nn.functional.cross_entropy(logits.float(), words)
 
 
 def _scheduled(
     meshes: Any, parts: list[nn.Module], kind: str, dtype: torch.dtype, known_shapes: bool, microbatches: int
 ) -> Callable[..., list[torch.Tensor]]:
-    """A step of this rank's stages: losses of the microbatches where the last stage is."""
+    """Run a step of this rank's stages; return losses of the microbatches where the last stage is."""
     group, place, pp = meshes.pp.get_group(), meshes.pp.get_local_rank(), meshes.pp.size()
     numbers = [place + pp * at for at in range(len(parts))]
     count, stages = pp * len(parts), []
@@ -103,7 +103,7 @@ def training(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> dict[str, Any]:
-    """Steps of a pipeline and of one process, both from one checkpoint of the unsharded model.
+    """Compare steps of a pipeline and of one process, both from one checkpoint of the unsharded model.
 
     Args:
         directory: With a checkpoint ``whole``.
@@ -161,14 +161,14 @@ def _updated(optimizers: tuple[torch.optim.Optimizer, ...], reference: nn.Module
 
 
 def _allowed(dtype: torch.dtype, quantized: bool) -> tuple[float, str]:
-    """How far values may be from those of one process, and why."""
+    """Return how far values may be from those of one process, and why."""
     if dtype == torch.bfloat16:
         return FP8 if quantized else BF16
     return QUANTIZED if quantized else FP32
 
 
 def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
-    """All-gathers of each step, and all-reduces of gradients."""
+    """Return all-gathers of each step, and all-reduces of gradients."""
     return {
         "gathers": [sum(item.kind == "all_gather" for item in step) for step in sent],
         "reductions": [
@@ -203,7 +203,7 @@ def _built(
     dtype: torch.dtype,
     **options: Any,
 ) -> tuple[list[nn.Module], Model]:
-    """This rank's stages, and the unsharded model in one process, with the values of one checkpoint."""
+    """Return this rank's stages, and the unsharded model in one process, with the values of one checkpoint."""
     import te_fsdp
 
     pp, each = meshes.pp.size(), 2 if kind in ("interleaved", "zero bubble") else 1
@@ -219,7 +219,7 @@ def _built(
 
 
 def _whole_step(reference: nn.Module, words: torch.Tensor, then: torch.Tensor) -> list[torch.Tensor]:
-    """The same in one process: losses of the microbatches of each data-parallel rank."""
+    """Run the step in one process; return losses of the microbatches of each data-parallel rank."""
     losses = []
     for x, y in zip(words, then, strict=True):
         losses.append([loss_of(reference(a), b) for a, b in zip(x.split(ROWS), y.split(ROWS), strict=True)])

@@ -37,7 +37,7 @@ class Momentum(SignSGD):
 
 
 def stateless(outer: str) -> dict[str, Any]:
-    """A new optimizer, and the trained one itself, load the state of an optimizer without state."""
+    """Load the state of an optimizer without state into a new optimizer, and into the trained one itself."""
     job, other = _job(SignSGD, outer, 3), _job(SignSGD, outer, 4)
     _step(*job)
     job[1].load_state_dict(job[1].state_dict())
@@ -47,12 +47,12 @@ def stateless(outer: str) -> dict[str, Any]:
 
 
 def with_state(outer: str) -> str:
-    """The control: a user's optimizer that has state, before its first step."""
+    """Load into a user's optimizer that has state, before its first step. The control."""
     return _error_of_own_state(_job(Momentum, outer, 3)[1])
 
 
 def rolled_back(outer: str, trained: bool) -> dict[str, Any]:
-    """An optimizer loads its state from before its second layer has stepped, which steps afterwards."""
+    """Load the state from before the second layer has stepped, which steps afterwards."""
     job, other = _job("AdamW", outer, 3), _job("AdamW", outer, 3)
     for model, optimizer in (job, other):
         model[1].requires_grad_(False)
@@ -69,7 +69,7 @@ def rolled_back(outer: str, trained: bool) -> dict[str, Any]:
 
 
 def filled_in_place(outer: str) -> str:
-    """DCP has written to the main weights of a layer that has not stepped: its other state was not read."""
+    """Return the error if DCP has written only the main weights of a layer that has not stepped."""
     job = _job("AdamW", outer, 3)
     job[0][1].requires_grad_(False)
     _step(*job)

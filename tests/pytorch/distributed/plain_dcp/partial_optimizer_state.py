@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def without_momentum(outer: str) -> dict[str, Any]:
-    """SGD that has only main weights resumes from plain DCP in a new job, and from its own state dict."""
+    """Resume SGD with main weights only, from plain DCP in a new job and from its own state dict."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, 0)
     job, other = _job("SGD", outer, 3), _job("SGD", outer, 4)
@@ -34,7 +34,7 @@ def without_momentum(outer: str) -> dict[str, Any]:
 
 
 def load_with_unstepped_parameter(outer: str) -> dict[str, Any]:
-    """A new optimizer loads the state dict of a trained one, of which one parameter has never stepped."""
+    """Load the state dict of a trained optimizer, with a parameter that never stepped, into a new one."""
     job, other = _job("AdamW", outer, 3), _job("AdamW", outer, 4)
     for model, _ in (job, other):
         model[1].requires_grad_(False)
@@ -47,7 +47,7 @@ def load_with_unstepped_parameter(outer: str) -> dict[str, Any]:
 
 
 def frozen_when_loaded(outer: str, by: str) -> dict[str, Any]:
-    """A layer is frozen before its optimizer loads the state of a trained one, and trained afterwards."""
+    """Freeze a layer before its optimizer loads the state of a trained one, and train it afterwards."""
     import te_fsdp
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -68,7 +68,7 @@ def frozen_when_loaded(outer: str, by: str) -> dict[str, Any]:
 
 
 def refused(outer: str) -> str:
-    """DCP has filled the main weights of a fresh optimizer alone, because its state dict had no other entries."""
+    """Return the error if DCP has filled only the main weights of a fresh optimizer."""
     return _error_of_own_state(_job("AdamW", outer, 3)[1])
 
 

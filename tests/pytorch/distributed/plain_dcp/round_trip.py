@@ -28,7 +28,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def recipe_of(name: str) -> Any:
-    """The recipe; ``bf16`` is high precision with TE's optimizer."""
+    """Return the recipe; ``bf16`` is high precision with TE's optimizer."""
     return None if name == "bf16" else models.recipe_of(name)
 
 
@@ -171,7 +171,7 @@ class Job:
         self.optimizer.zero_grad()
 
     def output(self) -> torch.Tensor:
-        """The output for a fixed batch, the same on all ranks of dp."""
+        """Return the output for a fixed batch, the same on all ranks of dp."""
         size = (ROWS if self.model.kind in EXPERT_KINDS else SEQUENCE, BATCH, HIDDEN)
         batch = torch.randn(size, generator=torch.Generator().manual_seed(7))
         with torch.no_grad():
@@ -188,7 +188,7 @@ class Job:
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], **options)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Original tensors of weights and optimizer states, by ``full_tensor``, on all ranks."""
+        """Return original tensors of weights and optimizer states, by ``full_tensor``, on all ranks."""
         results: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
             results[name] = to_full(parameter)
@@ -230,12 +230,12 @@ def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def within_one_step(one: torch.Tensor, other: torch.Tensor, recipe: str) -> bool:
-    """Within one step of the format, next to the largest value: 32 of 448 in E4M3, 2 of 6 in E2M1."""
+    """Return whether values are within one step of the format at its maximum: 32 of 448 in E4M3, 2 of 6 in E2M1."""
     return bool((one - other).abs().max() <= one.abs().max() * (1 / 3 if recipe == "nvfp4" else 1 / 14))
 
 
 def unsharded(kind: str, recipe: str, seed: int) -> dict[str, torch.Tensor]:
-    """The tensors of stock TE's module in one process."""
+    """Return the tensors of stock TE's module in one process."""
     torch.manual_seed(seed)
     model = Model(kind, recipe, keep=True, device=str(harness.device()))
     return of_all_experts(kind, {name: to_full(p) for name, p in model.named_parameters()})

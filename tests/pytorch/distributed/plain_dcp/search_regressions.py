@@ -49,7 +49,7 @@ def saved_after_a_complete_backward(strategy: str) -> dict[str, Any]:
 
 
 def clipped_by_torch(dtype: torch.dtype, checks: str) -> dict[str, Any]:
-    """torch clips sharded gradients and those of a no_shard module over tp by the norm that te_fsdp computes."""
+    """Clip by torch sharded gradients and those of a no_shard module over tp, with the norm that te_fsdp computes."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -70,7 +70,7 @@ def clipped_by_torch(dtype: torch.dtype, checks: str) -> dict[str, Any]:
 
 
 def states_of_unused_optimizers(strategy: str, grads: torch.dtype | None) -> dict[str, Any]:
-    """torch initializes the states of an optimizer whose bf16 parameters take fp32 gradients, in reads and loads."""
+    """Let torch initialize the states of an optimizer whose bf16 parameters take fp32 gradients, in reads and loads."""
     import transformer_engine.pytorch as te
     from torch.distributed.checkpoint import state_dict
 
@@ -98,7 +98,7 @@ def states_of_unused_optimizers(strategy: str, grads: torch.dtype | None) -> dic
 
 
 def resumed_by_plain_dcp(sharder: str, weights: str, outer: str) -> dict[str, Any]:
-    """A new job's torch optimizer has main weights alone; plain DCP loads a trained one's states into it.
+    """Load a trained optimizer's states by plain DCP into a new job's optimizer with main weights only.
 
     The optimizers are built, and read, as scripts of plain FSDP2 do. Another mesh loads unless HFSDP saved.
     """

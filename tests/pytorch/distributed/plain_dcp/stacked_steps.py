@@ -33,7 +33,7 @@ def _batch(seed: int) -> torch.Tensor:
 
 
 def _train(name: str, foreach: bool, wrap: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-    """Three steps. Returns the weights."""
+    """Train three steps; return the weights."""
     import te_fsdp
 
     torch._dynamo.reset()
@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def compiled(name: str, foreach: bool, way: str) -> list[str]:
-    """The weights that differ from those of eager steps by more than rounding."""
+    """Return the weights that differ from those of eager steps by more than rounding."""
     expected = _train(name, foreach, lambda optimizer: optimizer.step)
     found = _train(name, foreach, WAYS[way])
     # Compiled steps of Adam compute bias corrections as tensors. Steps are of 1e-2.

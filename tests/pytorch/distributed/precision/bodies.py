@@ -41,7 +41,7 @@ class Pair(nn.Module):
 
 
 def dtypes(options: dict[str, Any]) -> dict[str, Any]:
-    """A policy's options from names that travel to the workers: ``"float32"`` for ``torch.float32``."""
+    """Return a policy's options from names that travel to the workers: ``"float32"`` for ``torch.float32``."""
     return {k: getattr(torch, v) if isinstance(v, str) else v for k, v in options.items()}
 
 
@@ -69,7 +69,7 @@ def sharded(
     exempt: str = "",
     **kwargs: Any,
 ) -> nn.Module:
-    """A pair on its meshes with a policy, its weights drawn with seed 3."""
+    """Return a pair on its meshes with a policy, its weights drawn with seed 3."""
     import te_fsdp
 
     torch.manual_seed(3)
@@ -83,7 +83,7 @@ def sharded(
 
 
 def values(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Two AdamW steps of three microbatches each; every gradient and weight equals one process', bit for bit.
+    """Compare two AdamW steps of three microbatches each with one process: every gradient and weight bit for bit.
 
     Args:
         cases: Name -> ``policy`` (options of the class), ``meta``, ``model`` (dtype), ``each`` (reduce each
@@ -142,7 +142,7 @@ def _values(
     oracle.optimizer = torch.optim.AdamW(oracle.main.values(), **ADAM)
     checks = harness.Comparisons()
     for name, parameter in subject.named_parameters():
-        checks.same_bits(f"initial {name}", parameter, oracle.main[name])
+        checks.bitwise_equal(f"initial {name}", parameter, oracle.main[name])
     ranks = dist.get_world_size()
     generator = torch.Generator().manual_seed(9)
     outcome: dict[str, Any] = {}
@@ -163,13 +163,13 @@ def _values(
         }
         for name, parameter in subject.named_parameters():
             assert parameter.grad is not None, name
-            checks.same_bits(f"step {step} gradient {name}", parameter.grad, expected[name])
+            checks.bitwise_equal(f"step {step} gradient {name}", parameter.grad, expected[name])
         outcome["gradients"] = sorted({str(p.grad.dtype) for p in subject.parameters()})
         optimizer.step()
         oracle.step(expected)
         for name, parameter in subject.named_parameters():
             assert parameter.grad.dtype == rule.grads, name  # the step has put main gradients back
-            checks.same_bits(f"step {step} weight {name}", parameter, oracle.main[name])
+            checks.bitwise_equal(f"step {step} weight {name}", parameter, oracle.main[name])
         optimizer.zero_grad()
     outcome["weights"] = sorted({str(p.dtype) for p in subject.parameters()})
     outcome["bytes"] = {f"{kind} {dtype}": size for (kind, dtype), size in communicated_bytes(calls).items()}
@@ -179,7 +179,7 @@ def _values(
 
 
 def _oracle(rule: Arithmetic, own: torch.dtype, meta: bool, exempt: str) -> Oracle:
-    """One process' model. From meta main weights are drawn in their own dtype; what is not sharded has none."""
+    """Return one process' model. From meta, main weights are drawn in their dtype; replicated ones have none."""
     torch.manual_seed(3)
     drawn = Pair(params_dtype=rule.main if meta else own)
     main = {}
@@ -190,7 +190,7 @@ def _oracle(rule: Arithmetic, own: torch.dtype, meta: bool, exempt: str) -> Orac
 
 
 def _schedule(model: nn.Module, last: bool, each: bool, outer_last: bool) -> None:
-    """FSDP2's own switches for one microbatch."""
+    """Set FSDP2's own switches for one microbatch."""
     if not each:
         model.set_is_last_backward(last)  # type: ignore[operator]
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
@@ -236,7 +236,7 @@ def _accumulated(
 
 
 def _one_linear(recipe: str, **kwargs: Any) -> nn.Module:
-    """A linear; with a quantized weight of full blocks, whose scales need no padding on two ranks."""
+    """Return a linear; with a quantized weight of full blocks, whose scales need no padding on two ranks."""
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
 
@@ -259,7 +259,7 @@ def _autocast(recipe: str) -> Any:
 
 
 def quantized_bytes(recipe: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """Forward and backward of a linear with a quantized weight, the second: bytes on the wire, and what they are of."""
+    """Run forward and backward of a linear with a quantized weight twice; return the sent bytes of the second."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -314,7 +314,7 @@ def dtypes_around_grad_comm(dtype: str) -> dict[str, Any]:
 
 
 def gradients_after_a_step() -> int:
-    """fp32 gradients of bf16 weights, which AdamW gets in bf16 for the step, are the same bits after it."""
+    """Check that fp32 gradients of bf16 weights, which AdamW gets in bf16 for the step, are unchanged after it."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -327,7 +327,7 @@ def gradients_after_a_step() -> int:
     before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
     optimizer.step()
     for name, parameter in model.named_parameters():
-        checks.same_bits(name, parameter.grad.to_local(), before[name])
+        checks.bitwise_equal(name, parameter.grad.to_local(), before[name])
         rounded += int((before[name] != before[name].to(BF16).float()).sum())
     assert rounded, "bf16 holds these gradients: nothing would show"
     return checks.require(4)

@@ -21,7 +21,7 @@ def communicated_bytes(calls: Iterable[Collective]) -> collections.Counter[tuple
 
 
 def padded_elements(model: torch.nn.Module, unit: str, ranks: int) -> int:
-    """Elements of a unit's parameters as FSDP2 sends them: rows filled up to a multiple of the ranks."""
+    """Return elements of a unit's parameters as FSDP2 sends them: rows filled up to a multiple of the ranks."""
     total = 0
     for parameter in model.get_submodule(unit).parameters():
         rows, rest = parameter.shape[0], parameter.shape[1:].numel()
@@ -30,7 +30,7 @@ def padded_elements(model: torch.nn.Module, unit: str, ranks: int) -> int:
 
 
 def fp16_averages(large: float) -> dict[str, list[list[float]]]:
-    """Averages over all ranks by way of fp16: of one value that all have, and of powers of two, one for each rank.
+    """Average in fp16 over all ranks: one value that all have, and powers of two, one for each rank.
 
     Args:
         large: The value.

@@ -41,7 +41,7 @@ class Arithmetic:
     outer_last: bool = False
 
     def reduced(self, microbatches: list[list[torch.Tensor]]) -> torch.Tensor:
-        """Accumulated gradient of one parameter from those of each microbatch and rank."""
+        """Return accumulated gradient of one parameter from those of each microbatch and rank."""
         if not self.each:
             microbatches = [
                 [self._added([m[rank] for m in microbatches]) for rank in range(len(microbatches[0]))]
@@ -71,7 +71,7 @@ class Arithmetic:
         return inner.to(self.grads if self.fp32_sum else self.wire).to(self.grads)
 
     def _outer(self, terms: list[torch.Tensor]) -> torch.Tensor:
-        """Over dp_replicate: rounded to the wire's dtype on the way there and, where they are summed here, back."""
+        """Reduce over dp_replicate: rounded to the sent dtype on the way there and, if they are summed here, back."""
         sent = [term.to(self.wire) for term in terms]
         mean = self._mean([s.float() for s in sent] if self.fp32_sum else sent)
         return mean.to(self.wire).to(self.grads)
@@ -110,7 +110,7 @@ class Oracle:
                 self.main[name] = nn.Parameter(parameter.detach().to(self.arithmetic.main).clone())
 
     def gradients(self, x: torch.Tensor, seed: torch.Tensor, fill: bool = True) -> dict[str, torch.Tensor]:
-        """Gradients of one rank's microbatch, as autograd gives them."""
+        """Return gradients of one rank's microbatch, as autograd gives them."""
         if fill:
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
@@ -120,7 +120,7 @@ class Oracle:
         return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def step(self, gradients: dict[str, torch.Tensor]) -> None:
-        """One optimizer step; gradients are rounded to the main weights' dtype once."""
+        """Run one optimizer step; gradients are rounded to the main weights' dtype once."""
         for name, parameter in self.main.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         self.optimizer.step()

@@ -28,7 +28,7 @@ KIND, TOKENS, MICROBATCHES, STEPS = "mlp_swiglu", 32, 2, 2
 
 
 def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
-    """Two AdamW steps of two microbatches with quantized weights and a policy, compared with one process.
+    """Compare two AdamW steps of two microbatches with quantized weights and a policy with one process.
 
     Gradients, main weights and the bytes of the quantized weights are equal, bit for bit.
 
@@ -66,12 +66,12 @@ def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
         checks = harness.Comparisons()
         for name, parameter in model.named_parameters():
             main[name].grad = rule.reduced([[rank[name] for rank in microbatch] for microbatch in results])
-            checks.same_bits(f"step {step} gradient {name}", parameter.grad, main[name].grad)
+            checks.bitwise_equal(f"step {step} gradient {name}", parameter.grad, main[name].grad)
         optimizer.step()
         twin.step()
         for name, module, own, parameter in named_weights(model):
             kept = optimizer.state[parameter]["master_param"]
-            checks.same_bits(f"step {step} main {name}", gathered(module, own, kept), main[name].detach())
+            checks.bitwise_equal(f"step {step} main {name}", gathered(module, own, kept), main[name].detach())
         fill(oracle, main)
         optimizer.zero_grad()
         counts["buffers"] += compare(model, oracle, f"step {step}")
@@ -80,7 +80,7 @@ def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
 
 
 def _drawn(oracle: nn.Module, meta: bool) -> dict[str, nn.Parameter]:
-    """Where main weights begin: unrounded fp32 draws, or the bf16 values that the model was built with."""
+    """Return the initial main weights: unrounded fp32 draws, or the bf16 values that the model was built with."""
     torch.manual_seed(SEED)
     dtype = torch.float32 if meta else torch.bfloat16
     plain = build(KIND, HIDDEN, harness.device(), params_dtype=dtype)
@@ -100,7 +100,7 @@ def fill(oracle: nn.Module, main: dict[str, nn.Parameter]) -> None:
 def _gradients(
     oracle: nn.Module, recipe: str, x: torch.Tensor, seed: torch.Tensor
 ) -> list[dict[str, torch.Tensor]]:
-    """One process' gradients of each rank's part of a microbatch."""
+    """Return one process' gradients of each rank's part of a microbatch."""
     import transformer_engine.pytorch as te
 
     results = []

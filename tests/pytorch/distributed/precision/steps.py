@@ -11,7 +11,7 @@ from precision.bodies import ADAM, BF16, FP32, HIDDEN, TOKENS, sharded
 
 
 def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str, int]) -> dict[str, Any]:
-    """bf16 weights, fp32 gradients, main weights in the optimizer: two steps equal torch's own on whole fp32 tensors.
+    """Compare two steps of bf16 weights with fp32 gradients and main weights with torch's own on fp32 tensors.
 
     Args:
         options: Of AdamW, for each case.
@@ -49,5 +49,5 @@ def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str,
                     "the same fp32 operations on parts of another length: two of 2^-24 where vector code ends"
                 )
                 checks.close(f"{kwargs} main weight of {name}", harness.full(main), full[name], 1e-6, why)
-                checks.same_bits(f"{kwargs} {name}", parameter.to_local(), main.to_local().to(BF16))
+                checks.bitwise_equal(f"{kwargs} {name}", parameter.to_local(), main.to_local().to(BF16))
     return checks.require(len(options) * 2 * 2 * 6)

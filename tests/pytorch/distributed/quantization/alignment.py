@@ -30,7 +30,7 @@ class Pair(nn.Module):
 
 
 def pair(recipe: str, hidden: int, middle: int, device: Any, **kwargs: Any) -> Pair:
-    """A pair with quantized weights, from the current random state unless on meta."""
+    """Return a pair with quantized weights, from the current random state unless on meta."""
     import transformer_engine.pytorch as te
 
     with te.quantized_model_init(enabled=True, recipe=recipe_of(recipe)):
@@ -91,14 +91,14 @@ def training(
 
 
 def _batch(hidden: int, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As many samples as data-parallel ranks; the same on every rank."""
+    """Return as many samples as data-parallel ranks; the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     data = torch.randn((2, SEQUENCE, copies, hidden), generator=generator).bfloat16().to(harness.device())
     return data[0], data[1]
 
 
 def _initial_weights_agree(model: nn.Module, reference: nn.Module) -> int:
-    """Every shard, if it is not empty, holds the values of stock TE's quantized weight, bit for bit.
+    """Compare every shard, if it is not empty, bit for bit with stock TE's quantized weight.
 
     Returns:
         Number of rectangles compared.
@@ -112,12 +112,12 @@ def _initial_weights_agree(model: nn.Module, reference: nn.Module) -> int:
         values = whole[names[id(parameter)]].dequantize(dtype=torch.float32)
         local = _torch.local_of(parameter).dequantize(dtype=torch.float32)
         for box in shard_info(module, name, parameter).boxes:
-            checks.same_bits(name, local[box.local_slices()], values[box.original_slices()])
+            checks.bitwise_equal(name, local[box.local_slices()], values[box.original_slices()])
     return checks.real
 
 
 def _gathered_weights_agree(model: Pair) -> int:
-    """Gathered weights have the same values, scale included, on all FSDP ranks, and contain each rank's shard.
+    """Check that unsharded weights have equal values and scales on all FSDP ranks, and contain each rank's shard.
 
     Returns:
         Number of weights compared.
@@ -145,9 +145,9 @@ def _gathered_weights_agree(model: Pair) -> int:
         pairs.append((name, gathered, first))
     for name, gathered, first in pairs:
         at, mine, _ = shards[name]
-        checks.same_bits(f"{name} on all ranks", gathered, first)
+        checks.bitwise_equal(f"{name} on all ranks", gathered, first)
         low, high = chunk_range(gathered.shape[at.fsdp_dim], at.fsdp_size, at.fsdp_rank)
-        checks.same_bits(f"{name} shard", gathered.narrow(at.fsdp_dim, low, high - low), mine)
+        checks.bitwise_equal(f"{name} shard", gathered.narrow(at.fsdp_dim, low, high - low), mine)
     model.reshard()  # type: ignore[operator]
     checks.require(len(owners))
     return len(owners)
@@ -241,7 +241,7 @@ def _shard(model: Pair, meshes: Any, route: str) -> None:
 
 
 def train_with_tp_only(recipe: str, hidden: int, middle: int) -> dict[str, Any]:
-    """:func:`training` on tensor parallelism without FSDP2."""
+    """Run :func:`training` on tensor parallelism without FSDP2."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(tp=dist.get_world_size(), device_type=harness.device_type())
@@ -265,7 +265,7 @@ def train_with_tp_only(recipe: str, hidden: int, middle: int) -> dict[str, Any]:
 
 
 def without_shared_scale() -> None:
-    """A rank without rows keeps the scale that it had: what stock TE's optimizer kernel leaves it."""
+    """Keep the scale of a rank without rows, as stock TE's optimizer kernel does."""
     import te_fsdp
     from te_fsdp.quantized import fsdp_hooks
     from te_fsdp.upstream import torch_dtensor as _torch
@@ -287,7 +287,7 @@ def without_shared_scale() -> None:
 
 
 def on_the_device(recipe: str) -> dict[str, Any]:
-    """The user's own ``fully_shard`` of quantized weights on the device."""
+    """Call the user's own ``fully_shard`` on quantized weights on the device."""
     from torch.distributed.fsdp import fully_shard
 
     import te_fsdp
@@ -342,7 +342,7 @@ def loaded(recipe: str, hidden: int, middle: int, directory: str, *, tp: int = 1
     expected, checks = torch.load(f"{directory}/state.pt"), harness.Comparisons()
     for name, value in logical_state(run).items():
         if name in expected and value.shape == expected[name].shape and value.numel() > 1:
-            checks.same_bits(name, value, expected[name])
+            checks.bitwise_equal(name, value, expected[name])
     checks.require(8)  # two weights and two biases, main weights and moments of the weights
     assert 0 < run(*_batch(hidden, run.meshes.size("dp_shard"))) < 10
     _gathered_weights_agree(run.model)

@@ -25,7 +25,7 @@ GEMMS = 4
 
 
 def tolerances(losses: list[float], hidden: int) -> list[float]:
-    """Bounds on the relative difference of two runs of the same quantized training that round differently.
+    """Return bounds on the relative difference of two runs of the same quantized training that round differently.
 
     Forward: losses are means of N squared differences of order one between outputs that carry independent
     relative errors e = sqrt(GEMMS) * E4M3_ERROR each; two such means differ by 2 e sqrt(2 / N), one standard
@@ -83,7 +83,7 @@ def training(
 
 
 def quantized_weights(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Owner, name and parameter of every quantized weight."""
+    """Return owner, name and parameter of every quantized weight."""
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     return [
@@ -126,7 +126,7 @@ def compare_with_reference(model: nn.Module, reference: nn.Module) -> int:
         values = whole[names[id(parameter)]].dequantize(dtype=torch.float32)
         local = _torch.local_of(parameter).dequantize(dtype=torch.float32)
         for box in info.boxes:
-            checks.same_bits(name, local[box.local_slices()], values[box.original_slices()])
+            checks.bitwise_equal(name, local[box.local_slices()], values[box.original_slices()])
         count += 1
     if count:
         checks.require(count)
@@ -158,7 +158,7 @@ class Stepper:
         )
 
     def evaluate(self, x: torch.Tensor) -> None:
-        """A forward without gradients."""
+        """Run a forward without gradients."""
         import transformer_engine.pytorch as te
 
         with torch.no_grad(), te.autocast(enabled=True, recipe=recipe_of(self.recipe)):
@@ -187,7 +187,7 @@ class Stepper:
         return float(total)
 
     def _mine(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a global batch: over data parallel by samples, under sequence parallelism by tokens."""
+        """Return this rank's part of a global batch: samples over data parallel, tokens with sequence parallel."""
         mesh, sizes = self.meshes.device_mesh, self.meshes.size
         rank = mesh.get_local_rank("dp_replicate") * sizes("dp_shard") + mesh.get_local_rank("dp_shard")
         x = x.chunk(sizes("dp_replicate") * sizes("dp_shard"), dim=1)[rank]
@@ -199,7 +199,7 @@ class Stepper:
 def losses_of_one_process(
     reference: nn.Module, recipe: Any, batch: tuple[torch.Tensor, torch.Tensor], steps: int = STEPS
 ) -> list[float]:
-    """Losses of stock TE on the full batch: rank 0 trains, and tells the others. Collective over the world."""
+    """Return losses of stock TE on the full batch, computed by rank 0. Collective over the world."""
     alone, told = dist.new_group([0]), [[]]
     if dist.get_rank() == 0:
         step = Stepper(reference, recipe, None, False, group=alone)
@@ -209,7 +209,7 @@ def losses_of_one_process(
 
 
 def batch_of(hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same global batch on every rank, to be fitted: input and target."""
+    """Return the same global batch on every rank, to be fitted: input and target."""
     generator = torch.Generator().manual_seed(5)
     data = torch.randn((2, SEQUENCE, BATCH, hidden), generator=generator).bfloat16().to(harness.device())
     return data[0], data[1]
@@ -235,7 +235,7 @@ def _forget_weight_mesh(model: nn.Module) -> None:
 
 
 def meshes_sliced_in_a_step(mended: bool) -> int:
-    """HSDP with quantized weights: how often a later step slices a mesh.
+    """Return how often a later step slices a mesh, for HSDP with quantized weights.
 
     Args:
         mended: With te_fsdp; else FSDP2 alone, which does it for each weight and gather up to torch 2.12.

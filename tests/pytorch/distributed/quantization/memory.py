@@ -120,7 +120,7 @@ def _compare(
 
 
 def _held(model: Pair, optimizer: Any) -> Iterator[torch.UntypedStorage]:
-    """Storages of parameters, buffer by buffer, and of the optimizer's state."""
+    """Yield storages of parameters, buffer by buffer, and of the optimizer's state."""
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     tensors = list(model.parameters())

@@ -20,7 +20,7 @@ PLAIN_NVFP4 = {"disable_rht": True, "disable_stochastic_rounding": True}
 
 
 def recipe_of(name: str) -> Any:
-    """TE's recipe object of a name."""
+    """Return TE's recipe object of a name."""
     from transformer_engine.common import recipe
 
     classes = {
@@ -37,7 +37,7 @@ def recipe_of(name: str) -> Any:
 
 
 def hybrid_recipe(rowwise: str, columnwise: str) -> Any:
-    """A custom recipe: forward reads weights and inputs in one format, backward in another.
+    """Return a custom recipe: forward reads weights and inputs in one format, backward in another.
 
     Args:
         rowwise: "e4m3", "e5m2" (current scaling), "block", "mxfp8" or "bf16".
@@ -49,7 +49,7 @@ def hybrid_recipe(rowwise: str, columnwise: str) -> Any:
 
 
 def _hybrid_factory(rowwise: str, columnwise: str, role: Any) -> Any:
-    """At the top level, as TE pickles a recipe with its factory."""
+    """Return a quantizer. At the top level, because TE pickles a recipe with its factory."""
     from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
     kind = role.tensor_type if role is not None else ""
@@ -66,7 +66,7 @@ def _hybrid_factory(rowwise: str, columnwise: str, role: Any) -> Any:
 
 
 def _quantizer(name: str, dims: int) -> Any:
-    """A quantizer of one format, as a user's factory makes it; ``dims`` of the blocks of block scaling."""
+    """Return a quantizer of one format, as a user's factory makes it; ``dims`` of the blocks of block scaling."""
     import transformer_engine.pytorch as te
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
@@ -128,7 +128,7 @@ class Experts(nn.Module):
 
 
 def build(kind: str, hidden: int, device: str | torch.device, **kwargs: Any) -> nn.Module:
-    """A model of one module kind with bf16 parameters, activations (sequence, batch, hidden) in and out.
+    """Return a model of one module kind with bf16 parameters, activations (sequence, batch, hidden) in and out.
 
     Args:
         kind: ``linear``, ``layernorm_linear``, ``mlp_gelu``, ``mlp_swiglu``, ``attention``, ``transformer``,
@@ -159,7 +159,7 @@ def build(kind: str, hidden: int, device: str | torch.device, **kwargs: Any) -> 
 
 
 def why_no_hybrid_linear() -> str:
-    """Why stock `te.Linear` cannot have hybrid weights here; empty where it can (`docs/upstream.md`).
+    """Return why stock `te.Linear` cannot have hybrid weights here; empty if it can (`docs/upstream.md`).
 
     On GPUs it asks torch whether its weight is a fake tensor. A hybrid weight names no tensors that it is made of, and
     of nothing torch 2.11 says that all and none of it is fake.

@@ -36,7 +36,7 @@ IMPLEMENTATIONS = {
 
 
 def prepare(recipe: str, dp_replicate: int, tp: int, *, seed: int = SEED) -> tuple[nn.Module, Stepper]:
-    """A sharded model with quantized weights, and its step, still with an optimizer of the stepper's own."""
+    """Return a sharded model with quantized weights, and its step, still with an optimizer of the stepper's own."""
     import te_fsdp
 
     meshes = meshes_of(dp_replicate, tp)
@@ -78,7 +78,7 @@ def adamw(implementation: str, recipe: str, dp_replicate: int, tp: int) -> dict[
 
 
 def compare_initial_main_weights(recipe: str) -> int:
-    """Main weights begin at the values drawn, also of replicated weights.
+    """Check that main weights start at the drawn values, also of replicated weights.
 
     Returns:
         Number of main weights compared.
@@ -95,19 +95,19 @@ def compare_initial_main_weights(recipe: str) -> int:
         results.append({name: harness.full(main) for name, main in mains.items() if main is not None})
     cut, whole = results
     for name, main in whole.items():
-        harness.assert_same_bits(name, main, cut[name])
+        harness.assert_bitwise_equal(name, main, cut[name])
     return len(whole)
 
 
 def initial_value(parameter: torch.Tensor) -> torch.Tensor:
-    """The local value that a parameter was drawn with, in fp32."""
+    """Return the local value that a parameter was drawn with, in fp32."""
     local = local_of(parameter)
     kept = getattr(local, "_high_precision_init_val", None)
     return (local if kept is None else kept).detach().to(harness.device()).float().clone()
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor."""
+    """Return the local tensor of a DTensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -119,7 +119,7 @@ def copy_gradients(model: nn.Module, plain: dict[str, nn.Parameter]) -> None:
 
 
 def same_main_weights(model: nn.Module, optimizer: Any, plain: dict[str, nn.Parameter]) -> int:
-    """Main weights are fp32, placed as their parameters, and equal to the plain ones bit for bit."""
+    """Check that main weights are fp32, placed as their parameters, and bitwise equal to the plain ones."""
     checks = harness.Comparisons()
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
@@ -128,14 +128,14 @@ def same_main_weights(model: nn.Module, optimizer: Any, plain: dict[str, nn.Para
             assert value.dtype == torch.float32 and value.shape == parameter.shape, (name, key)
             if isinstance(parameter, DTensor):
                 assert value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
-        checks.same_bits(name, local_of(state["master_param"]), plain[name])
+        checks.bitwise_equal(name, local_of(state["master_param"]), plain[name])
         if parameter.dtype == torch.bfloat16 and not hasattr(local_of(parameter), "_quantizer"):
-            checks.same_bits(f"{name} rounded", local_of(parameter), plain[name].bfloat16())
+            checks.bitwise_equal(f"{name} rounded", local_of(parameter), plain[name].bfloat16())
     return len(plain)
 
 
 def resumed(route: str, path: str, dp_replicate: int, tp: int) -> list[str]:
-    """Two more steps after a save and a load, against two more steps without. Returns names that differ."""
+    """Compare two more steps after a save and a load with two more without; return names that differ."""
     import te_fsdp
 
     def fresh(seed: int) -> tuple[nn.Module, Stepper]:
@@ -173,7 +173,7 @@ def saved(state: Any) -> io.BytesIO:
 
 
 def tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of this rank by name, dequantized."""
+    """Return weights and optimizer state of this rank by name, dequantized."""
     results = {}
     for name, parameter in model.named_parameters():
         local = local_of(parameter)
@@ -222,7 +222,7 @@ def error_of(case: str) -> None:
 
 
 def delayed_state_dict(dp_replicate: int, tp: int) -> int:
-    """Delayed scaling's state through a state dict, torch.save and torch.load(weights_only=True), into a fresh model.
+    """Load delayed scaling's state by a state dict, torch.save and torch.load(weights_only=True) into a fresh model.
 
     Returns:
         Number of modules whose state came back.
@@ -247,8 +247,8 @@ def delayed_state_dict(dp_replicate: int, tp: int) -> int:
     for (name, ours), theirs in zip(model.named_modules(), fresh.modules(), strict=True):
         states, others = _te.delayed_states(ours), _te.delayed_states(theirs)
         for key in states or {}:
-            checks.same_bits(f"{name} {key} scale", others[key].scale, states[key].scale)
-            checks.same_bits(f"{name} {key} history", others[key].amax_history, states[key].amax_history)
+            checks.bitwise_equal(f"{name} {key} scale", others[key].scale, states[key].scale)
+            checks.bitwise_equal(f"{name} {key} history", others[key].amax_history, states[key].amax_history)
         count += bool(states)
     for name, module, own, parameter in named_weights(fresh):
         same_history(checks, name, module, own, model.get_submodule(name.rpartition(".")[0]))

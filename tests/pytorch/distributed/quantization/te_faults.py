@@ -25,7 +25,7 @@ UNRELATED = 0.5
 
 
 def linear(recipe: Any, **kwargs: Any) -> nn.Module:
-    """A stock linear layer with a quantized weight."""
+    """Return a stock linear layer with a quantized weight."""
     import transformer_engine.pytorch as te
 
     with te.quantized_model_init(recipe=recipe):
@@ -34,7 +34,7 @@ def linear(recipe: Any, **kwargs: Any) -> nn.Module:
 
 
 def recipe_of(name: str) -> Any:
-    """Delayed scaling with a short history, or current scaling."""
+    """Return delayed scaling with a short history, or current scaling."""
     from transformer_engine.common import recipe
 
     if name == "delayed":
@@ -52,7 +52,7 @@ class Probe:
         )
 
     def __call__(self, weight: Any) -> float:
-        """Relative error of dx = dy @ weight, for the quantized weight that the layer holds."""
+        """Return relative error of dx = dy @ weight, for the quantized weight that the layer holds."""
         import transformer_engine.pytorch as te
 
         expected = self.dy.float() @ harness.full(weight).float().to(harness.device())
@@ -65,7 +65,7 @@ class Probe:
 
 
 def after_fused_adam(bound: bool) -> dict[str, Any]:
-    """The cached transpose of a delayed-scaling weight after a FusedAdam step, and the next backward's error."""
+    """Return the cached transpose of a delayed-scaling weight after a FusedAdam step, and the next backward's error."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp
@@ -84,7 +84,7 @@ def after_fused_adam(bound: bool) -> dict[str, Any]:
 
 
 def first_steps(bound: bool) -> list[float]:
-    """Error of the input's gradient in three steps under FSDP2 on two ranks that gathers once per step."""
+    """Return error of the input's gradient in three steps under FSDP2 on two ranks that gathers once per step."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -103,7 +103,7 @@ def first_steps(bound: bool) -> list[float]:
 
 @contextlib.contextmanager
 def stock_hooks() -> Iterator[None]:
-    """TE's own all-gather hooks, in a process where te_fsdp has bound a model before."""
+    """Restore TE's own all-gather hooks, in a process in which te_fsdp has bound a model before."""
     from te_fsdp.upstream import patches as _patches
 
     names = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -118,7 +118,7 @@ def stock_hooks() -> Iterator[None]:
 
 
 def as_strided() -> dict[str, bool]:
-    """The identity ``as_strided`` of a float8 tensor with a transpose."""
+    """Run the identity ``as_strided`` on a float8 tensor with a transpose."""
     weight = linear(recipe_of("current")).weight.detach()
     weight.update_usage(rowwise_usage=True, columnwise_usage=True)
     result = torch.as_strided(weight, weight.shape, weight.stride())
@@ -137,7 +137,7 @@ def clone_shares_scale() -> bool:
 
 
 def clones_that_change(recipes: list[str], strategy: str, meta: bool) -> list[str]:
-    """Recipes under which a clone of a model's weight, of its state dict or of a clone follows the next write."""
+    """Return recipes under which a clone of a weight, of its state dict or of a clone follows the next write."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

@@ -44,7 +44,7 @@ def build(recipe: str, device: Any) -> nn.Module:
 
 
 def train_tied(recipe: str, strategy: str, untie: bool = False) -> dict[str, float]:
-    """Body: three steps; gradients and weights are those of one process.
+    """Train three steps; gradients and weights are those of one process.
 
     Args:
         recipe: name of the recipe of the weights.
@@ -92,7 +92,7 @@ def train_tied(recipe: str, strategy: str, untie: bool = False) -> dict[str, flo
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded values of a parameter or a gradient."""
+    """Return the unsharded values of a parameter or a gradient."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
     local = local.dequantize() if hasattr(local, "_quantizer") else local.detach()
     if not isinstance(tensor, DTensor):

@@ -46,13 +46,13 @@ class TwoHeads(nn.Module):
 
 
 def batch(step: int, micro: int) -> torch.Tensor:
-    """The same tokens on every rank, so that means over ranks are exact."""
+    """Return the same tokens on every rank, so that means over ranks are exact."""
     generator = torch.Generator().manual_seed(10 * step + micro)
     return torch.randn(TOKENS, HIDDEN, generator=generator).to(harness.device(), torch.bfloat16)
 
 
 def loss_of(model: nn.Module, how: str, step: int, micro: int) -> torch.Tensor:
-    """A loss of the left head; of both heads in the second step, where the right one is left out of others."""
+    """Return a loss of the left head; of both heads in the second step, where the right one is left out of others."""
     left, right = model(batch(step, micro))
     both = how == "left out" and step == 1
     return (left + right if both else left).float().square().mean()
@@ -70,7 +70,7 @@ def training(
     zero_copy: bool | str = "auto",
     spoil: bool = False,
 ) -> dict[str, Any]:
-    """Gradients of three steps by value.
+    """Compare gradients of three steps by value.
 
     Args:
         recipe: Name of a recipe.

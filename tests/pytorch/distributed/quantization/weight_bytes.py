@@ -23,12 +23,12 @@ HIDDEN = 256
 
 
 def steps_of(recipe: str) -> int:
-    """How many steps show all of a recipe: the second has weights that the first has changed."""
+    """Return how many steps show all of a recipe: the second has weights that the first has changed."""
     return STEPS if recipe.startswith("delayed") else 2
 
 
 def width_of(recipe: str, shards: int) -> int:
-    """A small hidden size of which every rank of a mesh gets full blocks.
+    """Return a small hidden size of which every rank of a mesh gets full blocks.
 
     Args:
         recipe: Recipe name.
@@ -40,7 +40,7 @@ def width_of(recipe: str, shards: int) -> int:
 
 
 def recipe_of(name: str) -> Any:
-    """Recipes as the other bodies use them; delayed scaling with a history so short that scales change every step."""
+    """Return recipes as the other bodies use them; delayed scaling with a history of few steps."""
     from transformer_engine.common import recipe
 
     from quantization import models
@@ -53,7 +53,7 @@ def recipe_of(name: str) -> Any:
 
 
 def meshes_of(dp_replicate: int, tp: int) -> Any:
-    """The job's meshes."""
+    """Return the job's meshes."""
     import te_fsdp
 
     return te_fsdp.Meshes.build(dp_replicate=dp_replicate, tp=tp, device_type=harness.device_type())
@@ -69,7 +69,7 @@ def sharded(
     strategy: str | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """A model with quantized weights, sharded but still on meta; without ``fsdp`` only over tp."""
+    """Return a model with quantized weights, sharded but still on meta; without ``fsdp`` only over tp."""
     import te_fsdp
 
     model = stock(kind, recipe, "meta", **meshes.te_kwargs(), **kwargs)
@@ -81,7 +81,7 @@ def sharded(
 
 
 def stock(kind: str, recipe: str, device: Any = None, *, hidden: int = HIDDEN, **kwargs: Any) -> nn.Module:
-    """TE's own model with quantized weights; on the device, drawn from the seed, unless said otherwise."""
+    """Return TE's own model with quantized weights; on the device, drawn from the seed, unless said otherwise."""
     import transformer_engine.pytorch as te
 
     if device is None:
@@ -102,7 +102,7 @@ def training(
     strategy: str | None = None,
     steps: int | None = None,
 ) -> dict[str, int]:
-    """Bytes and scales at init and after each of some FusedAdam steps, against one process.
+    """Compare bytes and scales at init and after each of some FusedAdam steps with one process.
 
     Args:
         kind: Module kind.
@@ -150,7 +150,7 @@ def training(
 
 
 def trainings(kind: str, recipes: Sequence[str], **options: Any) -> dict[str, int]:
-    """:func:`training` under several recipes for two steps; how many buffers each compared in a step."""
+    """Run :func:`training` under several recipes for two steps; return how many buffers each compared in a step."""
     return {name: training(kind, name, steps=2, **options)["steps"] // 2 for name in recipes}
 
 
@@ -177,23 +177,25 @@ def same_outputs(model: nn.Module, oracle: nn.Module, recipe: str, x: torch.Tens
 
 
 def compare_initial_main_weights(model: nn.Module, optimizer: Any, oracle: nn.Module) -> None:
-    """Main weights begin at the values that the stock model was drawn with, and these are no longer kept."""
+    """Check that main weights start at the values that the stock model was drawn with, which are then dropped."""
     checks, drawn = harness.Comparisons(), dict(oracle.named_parameters())
     for name, module, own, parameter in named_weights(model):
         main = gathered(module, own, optimizer.state[parameter]["master_param"])
-        checks.same_bits(f"main weight of {name}", main, drawn[name].get_high_precision_init_val().float())
+        checks.bitwise_equal(
+            f"main weight of {name}", main, drawn[name].get_high_precision_init_val().float()
+        )
         assert not hasattr(parameter._local_tensor, "_high_precision_init_val")
     checks.require(2)
 
 
 def named_weights(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Full name, owner, name and parameter of every quantized weight."""
+    """Return full name, owner, name and parameter of every quantized weight."""
     names = {id(p): n for n, p in model.named_parameters()}
     return [(names[id(p)], module, name, p) for module, name, p in quantized_weights(model)]
 
 
 def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
-    """The unsharded original tensor of which every rank holds pieces, put together on each rank, bit for bit."""
+    """Return the unsharded original tensor of which every rank holds pieces, put together on each rank, bit for bit."""
     from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -239,14 +241,14 @@ def requantize(oracle: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 
 def forward_dtype(recipe: Any) -> Any:
-    """TE's name of the format of weights."""
+    """Return TE's name of the format of weights."""
     from transformer_engine.pytorch.quantization import get_fp8_te_dtype
 
     return get_fp8_te_dtype(recipe, True)
 
 
 def compare(model: nn.Module, oracle: nn.Module, when: str) -> int:
-    """Every buffer of every quantized weight, bit for bit; a difference raises on all ranks. Returns their number."""
+    """Compare every buffer of every quantized weight bit for bit; raise on all ranks; return their number."""
     whole = dict(oracle.named_parameters())
     checks = harness.Comparisons()
     count = 0
@@ -261,7 +263,7 @@ def compare(model: nn.Module, oracle: nn.Module, when: str) -> int:
 
 @contextmanager
 def raise_on_all_ranks(when: str) -> Iterator[None]:
-    """A difference that one rank finds is raised on all, so that none waits for it. Collective over the world."""
+    """Raise a difference that one rank finds on all ranks. Collective over the world."""
     found: AssertionError | None = None
     try:
         yield
@@ -277,7 +279,7 @@ def raise_on_all_ranks(when: str) -> Iterator[None]:
 def same_buffers(
     checks: harness.Comparisons, label: str, module: nn.Module, own: str, parameter: torch.Tensor, whole: Any
 ) -> int:
-    """The buffers of one weight: this rank's are its part of the whole one's."""
+    """Compare the buffers of one weight: this rank's are its part of the whole one's."""
     from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -287,18 +289,18 @@ def same_buffers(
     for component in result:
         other = expected[component.name]
         if component.block is None:
-            checks.same_bits(f"{label} {component.name}", component.tensor, other.tensor)
+            checks.bitwise_equal(f"{label} {component.name}", component.tensor, other.tensor)
             continue
         for box in component.boxes(info.boxes, label):
             actual, theirs = component.tensor[box.local_slices()], other.tensor[box.original_slices()]
-            checks.same_bits(f"{label} {component.name}", actual.contiguous(), theirs.contiguous())
+            checks.bitwise_equal(f"{label} {component.name}", actual.contiguous(), theirs.contiguous())
     if getattr(local, "_transpose", None) is not None and not local._transpose_invalid:
-        checks.same_bits(f"{label} transpose", local._transpose, local._data.t().contiguous())
+        checks.bitwise_equal(f"{label} transpose", local._transpose, local._data.t().contiguous())
     return len(result)
 
 
 def buffers_of(local: Any, label: str) -> list[Any]:
-    """The components of a quantized tensor; of a hybrid one those of both parts, by their own names."""
+    """Return the components of a quantized tensor; of a hybrid one those of both parts, by their own names."""
     from te_fsdp.quantized.components import Component, components_of
 
     if type(local).__name__ != "HybridQuantizedTensor":
@@ -315,16 +317,16 @@ def buffers_of(local: Any, label: str) -> list[Any]:
 def same_history(
     checks: harness.Comparisons, label: str, module: nn.Module, own: str, oracle: nn.Module
 ) -> None:
-    """Delayed scaling's scale and amax history of a weight equal one process's, on every rank."""
+    """Compare delayed scaling's scale and amax history of a weight with one process's, on every rank."""
     from te_fsdp.upstream import te as _te
 
     if _te.delayed_states(module) is None:
         return
     index = module.param_init_meta[own].fp8_meta_index
     actual, expected = module.fp8_meta["scaling_fwd"], oracle.fp8_meta["scaling_fwd"]
-    checks.same_bits(f"{label} scale", actual.scale[index], expected.scale[index])
+    checks.bitwise_equal(f"{label} scale", actual.scale[index], expected.scale[index])
     rows = len(expected.amax_history)
-    checks.same_bits(
+    checks.bitwise_equal(
         f"{label} amax history", actual.amax_history[:rows, index], expected.amax_history[:, index]
     )
     assert not actual.amax_history[rows:].any(), "a longer history, before training cuts it"

@@ -20,7 +20,7 @@ from quantization.weight_bytes import HIDDEN, STEPS, buffers_of, recipe_of, stoc
 def trained(
     recipe: str, optimizer: str, meshes: dict[str, int], together: bool, *, steps: int = STEPS, **options: Any
 ) -> tuple[nn.Module, Any, Counter[str]]:
-    """A sharded model after some steps.
+    """Return a sharded model after some steps.
 
     Args:
         recipe: Name of the recipe of its weights.
@@ -59,7 +59,7 @@ def trained(
 
 @contextlib.contextmanager
 def _one_by_one() -> Iterator[None]:
-    """TE's way: quantize_ of each weight, which FusedAdam calls for its own main weights itself."""
+    """Write weights as TE does: quantize_ of each, which FusedAdam calls for its own main weights itself."""
     from te_fsdp import lifecycle
     from te_fsdp.features import main_params
     from te_fsdp.features.hfsdp import optimizer_shards
@@ -128,7 +128,7 @@ def counted(counts: Counter[str], optimizer: torch.optim.Optimizer) -> Iterator[
 
 
 def compare_with_one_by_one(recipe: str, optimizer: str, meshes: dict[str, int], **options: Any) -> int:
-    """The same training with weights that are written together, and one by one: equal bits of all that is left.
+    """Compare trainings with weights written together and one by one, bit for bit.
 
     Returns:
         Number of quantized weights compared.
@@ -139,13 +139,13 @@ def compare_with_one_by_one(recipe: str, optimizer: str, meshes: dict[str, int],
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         for key, state in ours.state[one].items():
             if isinstance(state, torch.Tensor):
-                checks.same_bits(f"{name} {key}", _local(state), _local(expected.state[two][key]))
+                checks.bitwise_equal(f"{name} {key}", _local(state), _local(expected.state[two][key]))
         actual, their = _local(one), _local(two)
         if not hasattr(actual, "_quantizer"):
-            checks.same_bits(name, actual.detach(), their.detach())
+            checks.bitwise_equal(name, actual.detach(), their.detach())
             continue
         for component, twin in zip(buffers_of(actual, name), buffers_of(their, name), strict=True):
-            checks.same_bits(f"{name} {component.name}", component.tensor, twin.tensor)
+            checks.bitwise_equal(f"{name} {component.name}", component.tensor, twin.tensor)
         count += 1
     checks.require(2)
     return count
@@ -163,7 +163,7 @@ def cost(recipe: str, optimizer: str, meshes: dict[str, int], **options: Any) ->
 
 
 def mixed_gradients() -> dict[str, Any]:
-    """FusedAdam over an FP8 weight with a bf16 gradient and fp32 parameters: its kernel takes gradients of one dtype.
+    """Train with FusedAdam an FP8 weight with a bf16 gradient and fp32 parameters: one dtype per kernel call.
 
     Also: a step that raises leaves parameters, and their state, where they are looked for.
     """

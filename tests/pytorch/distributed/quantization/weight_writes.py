@@ -71,7 +71,7 @@ def writes(recipe: str, dp_replicate: int, tp: int) -> int:
 
 
 def new_values(oracle: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Other full values of each quantized weight; the largest one moves through the matrix."""
+    """Return other full values of each quantized weight; the largest one moves through the matrix."""
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for name, _, _, parameter in named_weights(oracle):
@@ -123,13 +123,13 @@ def assign_data(module: nn.Module, local: Any, value: torch.Tensor) -> None:
 
 
 def parts_of(local: Any) -> list[Any]:
-    """A quantized tensor, or the two that a hybrid one consists of."""
+    """Return a quantized tensor, or the two that a hybrid one consists of."""
     hybrid = type(local).__name__ == "HybridQuantizedTensor"
     return [local._rowwise_storage, local._columnwise_storage] if hybrid else [local]
 
 
 def local_shard(module: nn.Module, own: str, parameter: torch.Tensor, value: torch.Tensor) -> DTensor:
-    """This rank's part of a full value, placed as the parameter."""
+    """Return this rank's part of a full value, placed as the parameter."""
     from te_fsdp.shard_info import shard_info
 
     info = shard_info(module, own, parameter)
@@ -143,7 +143,7 @@ def local_shard(module: nn.Module, own: str, parameter: torch.Tensor, value: tor
 
 
 def copies(recipe: str, dp_replicate: int, tp: int) -> dict[str, Any]:
-    """After a step: copies of the weights can be made by every means, and lead to no process group."""
+    """Check that copies of the weights can be made after a step by every means, and lead to no process group."""
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
     import te_fsdp
@@ -175,7 +175,7 @@ def copies(recipe: str, dp_replicate: int, tp: int) -> dict[str, Any]:
 
 
 def group_ranks(tensor: torch.Tensor) -> list[int] | None:
-    """Ranks over which TE would reduce the amax of a write into this tensor."""
+    """Return ranks over which TE would reduce the amax of a write into this tensor."""
     import torch.distributed as dist
 
     from te_fsdp.quantized.amax import amax_group_name
@@ -190,7 +190,7 @@ def group_ranks(tensor: torch.Tensor) -> list[int] | None:
 
 
 def process_groups(root: Any) -> Iterator[Any]:
-    """Process groups that a walk through the attributes of an object meets, meshes aside."""
+    """Yield process groups that a walk through the attributes of an object finds, except those of meshes."""
     from torch.distributed import ProcessGroup
 
     seen, left = set(), [root]
@@ -210,7 +210,7 @@ def process_groups(root: Any) -> Iterator[Any]:
 
 
 def wrong_mesh(which: str) -> None:
-    """A user's own FSDP2, after ``set_device_mesh`` with a weight mesh that is not the one of the weights."""
+    """Call FSDP2 directly, after ``set_device_mesh`` with a weight mesh other than that of the weights."""
     from torch.distributed.fsdp import fully_shard
 
     import te_fsdp
@@ -230,7 +230,7 @@ def wrong_mesh(which: str) -> None:
 
 
 def incomplete_mesh_on_rank_3(right: DeviceMesh) -> DeviceMesh:
-    """The right mesh, but on rank 3 one that lacks ranks."""
+    """Pass the right mesh, but on rank 3 one that lacks ranks."""
     import torch.distributed as dist
 
     halves = DeviceMesh(harness.device_type(), torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
@@ -238,7 +238,7 @@ def incomplete_mesh_on_rank_3(right: DeviceMesh) -> DeviceMesh:
 
 
 def user_fully_shard(recipe: str, dp_replicate: int) -> int:
-    """A user's own FSDP2 without tp, and no weight mesh: FSDP2's shard axis is taken. Returns buffers compared."""
+    """Call FSDP2 directly without tp or weight mesh: its shard axis is used. Return the number of buffers."""
     from torch.distributed.fsdp import fully_shard
 
     import te_fsdp

@@ -47,7 +47,7 @@ def trained(
     fused: bool = False,
     broken: str = "",
 ) -> dict[str, Any]:
-    """Body: forward and backward, twice; outputs, gradients of the input and of every parameter.
+    """Run forward and backward twice; return outputs, gradients of the input and of every parameter.
 
     Args:
         strategy: of te_fsdp.fully_shard; "bound": set_device_mesh alone; "torch": with a tp mesh of one rank, so that
@@ -125,7 +125,7 @@ def _compare(
     strategy: str,
     broken: str,
 ) -> None:
-    """One forward and backward of both on this rank's data."""
+    """Compare one forward and backward of both on this rank's data."""
     import te_fsdp
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -165,14 +165,14 @@ def _compare(
 
 
 def _mean(gradient: torch.Tensor) -> torch.Tensor:
-    """Over data-parallel ranks. Collective over the world; ranks along tp have equal ones."""
+    """Average over data-parallel ranks. Collective over the world; ranks along tp have equal values."""
     total = gradient.double()
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
 
 def gathers(place: str = "", kind: str = "") -> list[list[int]]:
-    """Body: bytes of each all-gather of MXFP8 weights, in each of three rounds."""
+    """Return the bytes of each all-gather of MXFP8 weights, in each of three rounds."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())

@@ -40,11 +40,11 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(hidden, dtype=kwargs["params_dtype"], device=kwargs["device"]))
 
     def reset_parameters(self) -> None:
-        """For `materialize`."""
+        """Initialize for `materialize`."""
         nn.init.ones_(self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations (sequence, batch, hidden) in and out."""
+        """Map activations (sequence, batch, hidden) to the same shape."""
         call = self.way.run if self.way.place in ("inside", "nested") else _plainly
         x = x + call(partial(self._with_recipe, self.mlp), x)
         for _ in range(2 if self.way.twice == "module" else 1):
@@ -71,7 +71,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(way, recipe, group, hidden, **kwargs) for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations in and out."""
+        """Map activations to activations."""
         if self.way.place == "units":
             return self.way.run(self._all, x)
         return self._all(x)
@@ -96,7 +96,7 @@ class Way:
         self.place, self.kind, self.twice = place, kind, twice
 
     def run(self, call: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Through a checkpoint, or without."""
+        """Run through a checkpoint, or without."""
         import transformer_engine.pytorch as te
 
         if not self.kind:
@@ -113,7 +113,7 @@ class Way:
 
 
 def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Products of matrices that are no part of TE's own functions are kept."""
+    """Keep products of matrices that are not part of TE's own functions."""
     kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor)
     policy = of_torch.CheckpointPolicy
     return policy.MUST_SAVE if kept else policy.PREFER_RECOMPUTE

@@ -31,15 +31,15 @@ class Pair:
         self.steps = 0
 
     def inputs(self, microbatches: int = 3) -> torch.Tensor:
-        """Of the step to come, for all ranks."""
+        """Return the inputs of the next step, for all ranks."""
         return batch(self.steps, dist.get_world_size(), microbatches)
 
     def mine(self, microbatches: int = 3) -> torch.Tensor:
-        """Of the step to come, for this rank."""
+        """Return the inputs of the next step, for this rank."""
         return self.inputs(microbatches)[:, dist.get_rank()]
 
     def same_gradients(self, microbatches: int = 3, factor: float = 1.0) -> None:
-        """Backward in one process, and require the sharded model's gradients to be ``factor`` times its."""
+        """Run backward in one process, and require the sharded model's gradients to be ``factor`` times its."""
         run_one_process(self.reference, self.inputs(microbatches))
         for gradient in gradients(self.reference).values():
             gradient.mul_(factor)
@@ -55,7 +55,7 @@ class Pair:
         self.steps += 1
 
     def whole_step(self) -> None:
-        """A step by a plain loop, to show that all works again."""
+        """Run a step by a plain loop, to show that all works again."""
         run(self.model, self.mine(), "plain")
         self.same_gradients()
         self.same_step()
@@ -63,7 +63,7 @@ class Pair:
 
 @contextlib.contextmanager
 def refused(*words: str) -> Iterator[None]:
-    """An OrderError with these words must come."""
+    """Expect an OrderError with these words."""
     from te_fsdp.errors import OrderError
 
     with pytest.raises(OrderError) as caught:
@@ -73,7 +73,7 @@ def refused(*words: str) -> Iterator[None]:
 
 
 def errors_without_reduction(strategy: str, loop: str, dp_replicate: int = 1) -> dict[str, Any]:
-    """No loop marked the last microbatch: norm, scaling and step raise until gradients are reduced."""
+    """Check that norm, scaling and step raise until gradients are reduced, if no microbatch was marked as last."""
     import te_fsdp
 
     pair = Pair(strategy, dp_replicate)
@@ -98,7 +98,7 @@ def errors_without_reduction(strategy: str, loop: str, dp_replicate: int = 1) ->
 
 
 def weights_after_step(strategy: str, released: bool = True) -> dict[str, Any]:
-    """All gradients are reduced, weights still gathered: the step releases them.
+    """Check that a step releases weights that are still unsharded when all gradients are reduced.
 
     Args:
         strategy: One that reduces each time and keeps weights.
@@ -128,7 +128,7 @@ def weights_after_step(strategy: str, released: bool = True) -> dict[str, Any]:
 
 
 def errors_of_stale_weights(strategy: str, checked: bool = True) -> dict[str, Any]:
-    """Weights change while they are gathered, and no optimizer of torch has done it.
+    """Change unsharded weights other than by an optimizer of torch, and return the errors.
 
     Args:
         strategy: One that keeps weights.
@@ -146,7 +146,7 @@ def errors_of_stale_weights(strategy: str, checked: bool = True) -> dict[str, An
             theirs.mul_(1.5)
     x = pair.mine()[0]
     if checked:
-        with refused("weight: ", "forward with a gathered weight", "release_params"):
+        with refused("weight: ", "forward with an unsharded weight", "release_params"):
             pair.model(x)
         te_fsdp.release_params(pair.model)
     else:
@@ -169,7 +169,7 @@ def flags(model: nn.Module) -> list[tuple[bool, ...]]:
 
 
 def nesting(strategy: str) -> dict[str, Any]:
-    """Contexts restore what was before, whatever it was and however they end."""
+    """Check that contexts restore the previous setting, whatever it was and however they end."""
     import te_fsdp
 
     pair = Pair(strategy)
@@ -203,7 +203,7 @@ class Failure(Exception):
 
 @contextlib.contextmanager
 def _recovery_of_torch(raises: bool) -> Iterator[None]:
-    """Torch's own recovery (2.13 and later) raises, or drops every gradient, in any version as in 2.15."""
+    """Simulate torch's own recovery (2.13 and later): raise, or drop every gradient, in any version as in 2.15."""
     from torch.distributed.fsdp import FSDPModule
 
     from te_fsdp.upstream import fsdp2_units
@@ -222,7 +222,7 @@ def _recovery_of_torch(raises: bool) -> Iterator[None]:
 
 
 def failed_forward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> dict[str, Any]:
-    """The forward of the second microbatch raises: it is run again, and nothing is lost.
+    """Repeat a second microbatch whose forward raised; nothing is lost.
 
     Args:
         strategy: The strategy.
@@ -281,7 +281,7 @@ def _fail_once(register: Any) -> None:
 
 
 def reduce_by_hand(strategy: Any, dp_replicate: int = 1) -> dict[str, Any]:
-    """Automatic reduction off, and all at a place of one's own."""
+    """Turn automatic reduction off, and reduce at a chosen place."""
     import te_fsdp
 
     pair = Pair(strategy, dp_replicate)
@@ -302,7 +302,7 @@ def reduce_by_hand(strategy: Any, dp_replicate: int = 1) -> dict[str, Any]:
 
 
 def _nothing_to_wait_for(model: nn.Module) -> None:
-    """No stream has a reduction that the current one did not wait for; values would show it by chance, on GPUs."""
+    """Check that the current stream has waited for every reduction; values would show it only by chance, on GPUs."""
     from te_fsdp.sharded_model import get_sharded_model
     from te_fsdp.upstream import fsdp2_state as _fsdp2
 
@@ -365,7 +365,7 @@ def use_unsharded_parameters(strategy: str) -> dict[str, Any]:
     pair.same_gradients()
     expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9)
     pair.checks.close("norm", norm, expected, 1e-5, "fp32")
-    with refused("SGD.step", "gathered parameter"):
+    with refused("SGD.step", "unsharded parameter"):
         torch.optim.SGD(params, lr=1.0).step()
     pair.same_step()
     return pair.checks.require(15)

@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def refused(dp_replicate: int = 1) -> int:
-    """Each entry of :data:`REFUSED`, on one model, which stays usable."""
+    """Try each entry of :data:`REFUSED` on one model, which stays usable."""
     import te_fsdp
     from te_fsdp import errors
 
@@ -95,7 +95,7 @@ def quantized(recipe: str) -> dict[str, list[float]]:
 
 
 def _small_blocks() -> Any:
-    """Sizes that are full blocks of every format for two ranks."""
+    """Return sizes that are full blocks of every format for two ranks."""
     from strategies import models
     from strategies.bodies import patch_attributes
 

@@ -220,7 +220,7 @@ def clear_one_layer_of_hsdp() -> None:
 
 
 def read_unreduced_gradients(strategy: str) -> None:
-    """A gradient that waits is not read: torch's norm, a loss scaler, a copy."""
+    """Check that an unreduced gradient is not read by torch's norm, a loss scaler or a copy."""
     import te_fsdp
 
     pair = Pair(strategy)
@@ -245,7 +245,7 @@ def read_unreduced_gradients(strategy: str) -> None:
 
 
 def error_of_stale_weights(strategy: str) -> None:
-    """Weights change between forward and backward: an error by name, and all works again after it."""
+    """Change weights between forward and backward: an error by name, and all works again after it."""
     import te_fsdp
 
     pair = Pair(strategy)

@@ -22,7 +22,7 @@ WHY = "fp32 sums of at most 300 terms in another order: 300 * 2^-24 = 1.8e-5 at 
 
 
 def training(cases: list[dict[str, Any]], broken: str = "") -> list[dict[str, Any]]:
-    """Several cases one after the other; the first that fails is named.
+    """Run several cases one after the other; name the first that fails.
 
     Args:
         cases: Fields of :class:`Case`.
@@ -73,7 +73,7 @@ def _train(case: Case, broken: str) -> dict[str, Any]:
 
 
 def run(model: nn.Module, inputs: torch.Tensor, loop: str) -> None:
-    """Forward and backward of all microbatches of one rank.
+    """Run forward and backward of all microbatches of one rank.
 
     Args:
         model: Sharded.
@@ -97,14 +97,14 @@ def run(model: nn.Module, inputs: torch.Tensor, loop: str) -> None:
 
 
 def run_one_process(reference: nn.Module, inputs: torch.Tensor) -> None:
-    """The same for all ranks in one process."""
+    """Run the same for all ranks in one process."""
     for microbatch in inputs:
         for x in microbatch:
             (loss_of(reference, x) / inputs.shape[0] / inputs.shape[1]).backward()
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A mean over the rows."""
+    """Return a mean over the rows."""
     return model(x).square().mean()
 
 
@@ -140,7 +140,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def patch_attributes(owner: Any, **names: Callable[..., Any]) -> Iterator[None]:
-    """Other values for attributes of a module or class, for a while."""
+    """Set other values for attributes of a module or class in the context."""
     stock = {name: getattr(owner, name) for name in names}
     for name, value in names.items():
         setattr(owner, name, value)
@@ -153,7 +153,7 @@ def patch_attributes(owner: Any, **names: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unreduced() -> Iterator[None]:
-    """The check before a norm and a step is gone: what was not reduced goes unnoticed."""
+    """Remove the check before a norm and a step, so that unreduced gradients go unnoticed."""
     from te_fsdp.checks import gradients
     from te_fsdp.features import clip_grad_norm
 
@@ -166,7 +166,7 @@ def _unreduced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counted_twice() -> Iterator[None]:
-    """The last reduction adds up what earlier ones had reduced already: g1 + (g1 + g2)."""
+    """Let the last reduction add gradients that earlier ones had reduced already: g1 + (g1 + g2)."""
     from te_fsdp.checks import gradients
 
     stock = gradients.require_reduced

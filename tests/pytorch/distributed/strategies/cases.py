@@ -34,13 +34,13 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Processes that it takes."""
+        """Return the number of processes that it takes."""
         replicate, shard = MESHES[self.mesh]
         return replicate * shard * self.tp
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """For the wire: the fields."""
+        """Return the fields, for the worker."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -61,12 +61,12 @@ def allowed(case: dict[str, Any]) -> bool:
 
 
 def ranks_of(case: dict[str, Any]) -> int:
-    """Processes that a combination takes."""
+    """Return the number of processes that a combination takes."""
     return Case(**case).ranks
 
 
 def chosen(how: str) -> list[Case]:
-    """The combinations to run: ``"full"`` all, else every pair of values that 4 ranks can run."""
+    """Return the combinations to run: ``"full"`` all, else every pair of values that 4 ranks can run."""
     if how == "full":
         return [Case(**case) for case in all_cases(FACTORS, allowed)]
     result = covering(FACTORS, lambda case: allowed(case) and ranks_of(case) <= 4, ranks_of)

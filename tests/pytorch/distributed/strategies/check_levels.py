@@ -80,7 +80,7 @@ class _Training:
 
 
 def calls_of_checks(axes: dict[str, int], checks: str | None) -> list[tuple[str, int]]:
-    """Functions of te_fsdp.checks that set-up, three steps, accumulation, an evaluation and a report call."""
+    """Return functions of te_fsdp.checks that set-up, three steps, accumulation, an evaluation and a report call."""
     root = os.path.join(os.path.dirname(te_fsdp.__file__), "checks") + os.sep
     calls: Counter[str] = Counter()
 
@@ -110,7 +110,7 @@ def calls_of_checks(axes: dict[str, int], checks: str | None) -> list[tuple[str,
 
 
 def calls_of_step(axes: dict[str, int], checks: str, **options: Any) -> dict[str, int]:
-    """te_fsdp's own calls in the fourth step: in all of it, and in the call of the optimizer."""
+    """Return te_fsdp's own calls in the fourth step: in all of it, and in the call of the optimizer."""
     training = _Training(axes, checks, **options)
     root, calls = os.path.dirname(te_fsdp.__file__) + os.sep, 0
 
@@ -137,17 +137,17 @@ def calls_of_step(axes: dict[str, int], checks: str, **options: Any) -> dict[str
 
 
 def _values_by_rank(checks: Any) -> None:
-    """Data-parallel ranks build their models from different seeds."""
+    """Build the models of data-parallel ranks from different seeds."""
     _Training({"dp_shard": 2}, checks, device="device", seed=torch.distributed.get_rank())
 
 
 def _inputs_by_rank(checks: Any) -> None:
-    """Ranks of tp read different batches."""
+    """Read different batches on ranks of tp."""
     _Training({"dp_shard": 1, "tp": 2}, checks).step(torch.distributed.get_rank())
 
 
 def _stale_backward(checks: Any) -> None:
-    """A sharded weight is written to between forward and backward."""
+    """Write to a sharded weight between forward and backward."""
     training = _Training({"dp_shard": 2}, checks)
     training.step()
     loss = training.loss()
@@ -157,7 +157,7 @@ def _stale_backward(checks: Any) -> None:
 
 
 def _later_inputs_by_rank(checks: Any) -> None:
-    """Ranks of tp read different batches from the fourth step on, in shapes that were compared."""
+    """Read different batches on ranks of tp from the fourth step on, in shapes that were compared."""
     training = _Training({"dp_shard": 1, "tp": 2}, checks)
     for _ in range(3):
         training.step()
@@ -165,7 +165,7 @@ def _later_inputs_by_rank(checks: Any) -> None:
 
 
 def _later_copies_by_rank(checks: Any) -> None:
-    """Ranks of tp write different values to a weight that both replicate, after the first steps."""
+    """Write different values on ranks of tp to a weight that both replicate, after the first steps."""
     training = _Training({"dp_shard": 1, "tp": 2}, checks)
     for _ in range(3):
         training.step()
@@ -176,7 +176,7 @@ def _later_copies_by_rank(checks: Any) -> None:
 
 
 def _later_options_by_rank(checks: Any) -> None:
-    """Ranks step with different learning rates after the first steps."""
+    """Step with different learning rates after the first steps."""
     training = _Training({"dp_shard": 2}, checks)
     training.step()
     training.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + torch.distributed.get_rank())
@@ -184,7 +184,7 @@ def _later_options_by_rank(checks: Any) -> None:
 
 
 def _later_gradients_by_rank(checks: Any) -> None:
-    """One rank drops a gradient before a later step."""
+    """Drop a gradient on one rank before a later step."""
     training = _Training({"dp_shard": 2}, checks)
     training.step()
     training.backward()
@@ -205,12 +205,12 @@ MISTAKES: dict[str, Callable[[Any], None]] = {
 
 
 def found_without_inputs() -> dict[str, str]:
-    """:func:`found_at` of two mistakes with `check_inputs=False`."""
+    """Return :func:`found_at` of two mistakes with `check_inputs=False`."""
     return found_at(False, ["inputs", "stale backward"])
 
 
 def found_at(checks: Any, mistakes: Iterable[str] = MISTAKES) -> dict[str, str]:
-    """Mistake -> class of te_fsdp's error at a level, "" without an error."""
+    """Map each mistake to the class of te_fsdp's error at a level, "" without an error."""
     results = {}
     for name in mistakes:
         try:
@@ -233,7 +233,7 @@ def right_programs(checks: str) -> list[torch.Tensor]:
 
 
 def levels_by_rank() -> str:
-    """The error of `fully_shard` with a different level on each rank."""
+    """Return the error of `fully_shard` with a different level on each rank."""
     te_fsdp.set_collective_timeout(5)
     try:
         _Training({"dp_shard": 2}, ["off", "full"][torch.distributed.get_rank()])
@@ -245,7 +245,7 @@ def levels_by_rank() -> str:
 
 
 def alias(check_inputs: bool) -> dict[str, Any]:
-    """Warnings of `check_inputs`, and whether inputs that differ over tp are found with it."""
+    """Return warnings of `check_inputs`, and whether inputs that differ over tp are found with it."""
     import warnings
 
     import transformer_engine.pytorch as te
@@ -268,7 +268,7 @@ def alias(check_inputs: bool) -> dict[str, Any]:
 
 
 def costs() -> str:
-    """The table of docs/checks.md, measured now."""
+    """Measure the table of docs/checks.md."""
     spec = importlib.util.spec_from_file_location("check_costs", ROOT / "scripts" / "check_costs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -14,7 +14,7 @@ from strategies.models import batch, optimizer_of, sharded
 
 
 def trained(strategies: list[Any], axes: dict[str, int], backend: str, outer: str = "no_shard") -> list[int]:
-    """Two steps of two microbatches, compiled or not: the same losses and weights, bit for bit.
+    """Train two steps of two microbatches, compiled or not: the same losses and weights, bit for bit.
 
     Both run the same kernels: ``backend`` compiles nothing, and TE's modules are not traced.
 
@@ -34,14 +34,14 @@ def trained(strategies: list[Any], axes: dict[str, int], backend: str, outer: st
             plain, compiled = (_train(meshes, strategy, outer, how) for how in ("", backend))
         graphs.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
         for name, value in plain.items():
-            checks.same_bits(f"{strategy}: {name}", compiled[name], value)
+            checks.bitwise_equal(f"{strategy}: {name}", compiled[name], value)
     torch._dynamo.reset()
     checks.require(len(strategies) * 8)
     return graphs
 
 
 def _forward(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Without a loop, whose graph breaks would leave the whole of it uncompiled."""
+    """Run forward without a loop, whose graph breaks would leave all of it uncompiled."""
     x = x + model.blocks[0](x)
     x = torch.nn.functional.gelu(x + model.blocks[1](x))
     return model.head(x)

@@ -12,7 +12,7 @@ from strategies.models import batch, optimizer_of, sharded
 
 
 def updated(axes: dict[str, int], way: str, optimizer: str = "SGD", dtype: str = "float32") -> int:
-    """Three steps with an update that is compiled, or not. Returns the number of values compared."""
+    """Train three steps with a compiled update, or not; return the number of compared values."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
@@ -22,7 +22,7 @@ def updated(axes: dict[str, int], way: str, optimizer: str = "SGD", dtype: str =
     )
     torch._dynamo.reset()
     for name, value in plain.items():
-        checks.same_bits(name, compiled[name], value)
+        checks.bitwise_equal(name, compiled[name], value)
     checks.require(len(plain))
     return len(plain)
 
@@ -46,7 +46,7 @@ def _compiled_step(model: Any, optimizer: Any) -> Callable[[], None]:
 
 
 def _clipped(model: Any, optimizer: Any) -> Callable[[], None]:
-    """Everything between two backwards, in one function."""
+    """Run everything between two backwards, in one function."""
     import te_fsdp
 
     def update() -> None:

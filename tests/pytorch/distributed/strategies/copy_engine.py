@@ -80,7 +80,7 @@ def _values(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: int, by_hand: bool) -> None:
-    """Microbatches and evaluation; by hand writes to shards right behind it, shards that move, and an old state."""
+    """Train with microbatches, evaluation, writes to shards, moved shards and an old state."""
     import transformer_engine.pytorch as te
 
     def loss_of() -> torch.Tensor:
@@ -118,7 +118,7 @@ def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: i
 
 
 def _staged(model: Any) -> int:
-    """Bytes of shards that gathers have copied since the last question."""
+    """Return the bytes of shards that all-gathers have copied since the last call."""
     from te_fsdp.features.transports import transports_of
     from te_fsdp.sharded_model import require_sharded_model
 
@@ -146,7 +146,7 @@ def training(
     hidden: int = HIDDEN,
     **precision: Any,
 ) -> dict[str, Any]:
-    """Steps by both transports, of ``models`` models in turn.
+    """Compare steps by both transports, of ``models`` models in turn.
 
     Returns:
         By transport what all came to; of the copies the names of the units that they gather.
@@ -178,7 +178,7 @@ def training(
 
 
 def _stale(model: Any) -> None:
-    """A shard that has moved is taken to be where it was."""
+    """Read a moved shard at its previous address."""
     from te_fsdp.upstream import fsdp2_copy_engine as _fsdp2_copies
 
     _fsdp2_copies.CopyEngineGathers._stage = lambda self, targets, sources: None
@@ -205,7 +205,7 @@ BREAKS = {"stale": _stale, "early": _early}
 
 
 def gathered(recipe: str) -> dict[str, list[str]]:
-    """Units that are gathered in a backward, also after a step, and when gathers wait for computation ("waits")."""
+    """Return the units that are all-gathered in a backward, also after a step, and when gathers wait ("waits")."""
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
 
@@ -271,7 +271,7 @@ _PLAIN: tuple[Any, ...] = ("optim_grads_params", {}, 0)
 
 
 def error_of_absent_rank() -> tuple[str, float]:
-    """A forward without a matching one on the other rank: rank 0's error, and its seconds."""
+    """Run a forward without one on the other rank; return rank 0's error, and its seconds."""
     from te_fsdp.collectives.rendezvous import DEFAULT_TIMEOUT
 
     model, _ = _build(None, DP2, "optim_grads_params", {}, 0, "copy_engine")
@@ -294,7 +294,7 @@ def error_of_absent_rank() -> tuple[str, float]:
 
 
 def losses_with_late_rank(when: str) -> dict[str, Any]:
-    """Losses of forwards between which shards are written to, while a rank is late with its copies, or its writes."""
+    """Return losses of forwards with writes to shards between them, while a rank is late with its copies or writes."""
     from te_fsdp.upstream import fsdp2_copy_engine as _fsdp2_copies
 
     stock = _fsdp2_copies.CopyEngineGathers._copy

@@ -41,18 +41,18 @@ class Net(nn.Module):
         return self.head(self.first(x))
 
     def again(self, x: torch.Tensor, side: bool) -> torch.Tensor:
-        """As forward."""
+        """Run forward again."""
         return self.forward(x, side)
 
 
 def inputs(step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Of this rank."""
+    """Return the inputs of this rank."""
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     return torch.randn(ROWS, WIDTH, generator=generator).to(harness.device(), dtype)
 
 
 def shard(net: nn.Module, dp_replicate: int = 1, **options: Any) -> Any:
-    """On all ranks, each linear module a unit."""
+    """Shard on all ranks, each linear module a unit."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, device_type=harness.device_type())
@@ -60,12 +60,12 @@ def shard(net: nn.Module, dp_replicate: int = 1, **options: Any) -> Any:
 
 
 def train_step(model: nn.Module, step: int = 0, dtype: torch.dtype = torch.float32) -> None:
-    """One forward and backward."""
+    """Run one forward and backward."""
     model(inputs(step, dtype)).float().square().mean().backward()
 
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's parts of all parameters, copied."""
+    """Return this rank's parts of all parameters, copied."""
     from te_fsdp.upstream import torch_dtensor as _torch
 
     return [_torch.local_of(p.detach()).clone() for p in parameters(model).values()]
@@ -157,7 +157,7 @@ def by_method() -> None:
 
 
 def generate() -> None:
-    """A method that gathers and calls forward: no forward was interrupted, and all is as without the method."""
+    """Call a method that all-gathers and calls forward; nothing else changes."""
     import te_fsdp
 
     messages: list[str] = []
@@ -177,7 +177,7 @@ def generate() -> None:
 
 
 def move_model() -> None:
-    """Attributes of te_fsdp, TE and users on parameters survive ``model.to``."""
+    """Check that attributes of te_fsdp, TE and users on parameters survive ``model.to``."""
     import te_fsdp
 
     policy = te_fsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
@@ -200,7 +200,7 @@ def move_model() -> None:
 
 
 def failed_step() -> None:
-    """An optimizer's kernel raises while main weights replace parameters: the next step must restart."""
+    """Raise in an optimizer's kernel while main weights replace parameters; the next step must restart."""
     import te_fsdp
 
     models = [shard(Net(0, torch.bfloat16)) for _ in range(2)]
@@ -288,7 +288,7 @@ def broadcast(cases: list[dict[str, Any]]) -> None:
 
 
 def keep_graph() -> None:
-    """A step does not touch parameters without gradients: a graph that waits for its backward still needs them."""
+    """Check that a step leaves parameters without gradients alone: a pending backward still needs them."""
     model = shard(Net(), strategy="no_shard")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     output = model(inputs())
@@ -298,7 +298,7 @@ def keep_graph() -> None:
 
 
 def cleared_after_norm() -> None:
-    """Gradients that were averaged over the outer axis for a norm, and then filled with zeros, are new ones."""
+    """Check that gradients averaged over the outer axis for a norm, then filled with zeros, are new ones."""
     import te_fsdp
 
     models = [shard(Net(), dp_replicate=2, outer_strategy="optim") for _ in range(2)]
@@ -314,7 +314,7 @@ def cleared_after_norm() -> None:
 
 
 def clipped_and_kept() -> None:
-    """Gradients that were clipped, scaled and stepped with are not cleared: the next backward adds to clipped ones."""
+    """Check that gradients that were clipped and stepped with stay: the next backward adds to clipped ones."""
     import te_fsdp
 
     results = []
@@ -337,7 +337,7 @@ def clipped_and_kept() -> None:
 
 
 def errors_of_different_units() -> None:
-    """Ranks that were given other units or strategies would wait for each other: all raise instead."""
+    """Check that all ranks raise if some pass other units or strategies, instead of waiting for each other."""
     from te_fsdp.errors import MeshError
 
     odd = dist.get_rank() % 2
@@ -351,7 +351,7 @@ def errors_of_different_units() -> None:
 
 
 def double_precision() -> None:
-    """The norm of fp64 gradients."""
+    """Compute the norm of fp64 gradients."""
     import te_fsdp
 
     model, reference = shard(Net(0, torch.float64)), Net(0, torch.float64)

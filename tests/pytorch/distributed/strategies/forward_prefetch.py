@@ -41,7 +41,7 @@ class Layers(nn.Module):
 
 
 def _write_next(layer: Any, is_late: bool, module: nn.Module, args: Any, output: Any) -> None:
-    """Double a later unit's weights while a forward runs, optionally after all gathers that have begun."""
+    """Double a later unit's weights while a forward runs, optionally after all started gathers."""
     from te_fsdp.sharded_model import shard_of
 
     if is_late and harness.device_type() == "cuda":

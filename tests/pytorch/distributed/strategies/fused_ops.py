@@ -18,7 +18,7 @@ def build(device: Any) -> nn.Module:
 
 
 def train_from_meta(strategy: str) -> dict[str, float]:
-    """Body: built on meta, bits of one process at first, and its values after three steps."""
+    """Build on meta and compare bits with one process at first, and values after three steps."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
@@ -49,7 +49,7 @@ def _distance(model: nn.Module, reference: nn.Module) -> list[float]:
 
 
 def error_of_quantized_ops(device: str, strategy: str) -> None:
-    """Body that raises on every rank, but for `no_shard`."""
+    """Raise on every rank, except for `no_shard`."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 

@@ -33,7 +33,7 @@ class Model(nn.Module):
         return self.head(x)
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        """A further method, as a library defines it."""
+        """Run a further method, as a library defines it."""
         return self(x)
 
 
@@ -46,7 +46,7 @@ def sharded(
     transport: str = "auto",
     zero_copy: bool | str = "auto",
 ) -> nn.Module:
-    """The model on its meshes."""
+    """Return the model on its meshes."""
     import te_fsdp
 
     kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.size("tp") > 1 else {})
@@ -57,13 +57,13 @@ def sharded(
 
 
 def one_process() -> nn.Module:
-    """The same in one process."""
+    """Return the same in one process."""
     torch.manual_seed(SEED)
     return Model(harness.device())
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """In two groups.
+    """Return the optimizer with two groups.
 
     Adam divides by the gradient's own size, which makes rounding of a gradient near zero as large as the gradient of
     others: a large eps keeps what is compared proportional to gradients.
@@ -80,7 +80,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(step: int, copies: int, microbatches: int) -> torch.Tensor:
-    """Inputs: microbatches x data-parallel ranks x rows x hidden."""
+    """Return inputs: microbatches x data-parallel ranks x rows x hidden."""
     generator = torch.Generator().manual_seed(100 + step)
     shape = (microbatches, copies, ROWS, HIDDEN)
     return torch.randn(shape, generator=generator).to(harness.device())

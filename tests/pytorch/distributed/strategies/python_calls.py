@@ -82,7 +82,7 @@ def _fused_adam(model: nn.Module) -> Any:
 
 
 def _by_te_fsdp(case: str, **options: Any) -> tuple[nn.Module, Any]:
-    """``options`` are arguments of ``te_fsdp.fully_shard``."""
+    """Train by te_fsdp; ``options`` are arguments of ``te_fsdp.fully_shard``."""
     axes, is_fp8, outer = CASES[case]
     sizes = {name: size for name, size in axes.items() if name != "dp_shard" or "ep" not in axes}
     meshes = te_fsdp.Meshes.build(**sizes)
@@ -99,7 +99,7 @@ def _by_te_fsdp(case: str, **options: Any) -> tuple[nn.Module, Any]:
 
 
 def _by_fsdp2(case: str) -> tuple[nn.Module, Any]:
-    """Each layer a unit, experts of ep one of their own; HSDP for HFSDP, which FSDP2 does not have."""
+    """Train by FSDP2: each layer a unit, experts of ep one of their own; HSDP for HFSDP, which FSDP2 does not have."""
     from torch.distributed.fsdp import fully_shard
 
     axes, is_fp8, _ = CASES[case]
@@ -122,7 +122,7 @@ def _by_fsdp2(case: str) -> tuple[nn.Module, Any]:
 
 
 def _by_none(case: str) -> tuple[nn.Module, Any]:
-    """The same compute on one rank's unsharded weights."""
+    """Train the same on one rank's unsharded weights."""
     axes, is_fp8, _ = CASES[case]
     ep, tp = axes.get("ep", 1), axes.get("tp", 1)
     of_tp: dict[str, Any] = {}
@@ -141,7 +141,7 @@ BUILDERS: dict[str, Callable[..., tuple[nn.Module, Any]]] = {
 
 
 def counted(case: str, **options: Any) -> dict[str, int]:
-    """Calls of Python functions in the fourth step of a training, those of the emulation left out, by library.
+    """Return calls of Python functions in the fourth step of a training, those of the emulation left out, by library.
 
     ``options`` are arguments of ``te_fsdp.fully_shard``.
     """

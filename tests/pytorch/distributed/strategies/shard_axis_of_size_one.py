@@ -25,7 +25,7 @@ def _buffers(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _copied(arrange: Any, *args: Any) -> Any:
-    """Copies of a shard's buffers instead of these."""
+    """Return copies of a shard's buffers instead of these."""
     inputs, metadata = arrange(*args)
     return inputs, metadata._replace(buffers=tuple(map(torch.clone, metadata.buffers)))
 
@@ -33,7 +33,7 @@ def _copied(arrange: Any, *args: Any) -> Any:
 def _losses(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, made: Any, handle: Any
 ) -> list[torch.Tensor]:
-    """Of each microbatch of three steps. The first one takes the hook off, and moves weights that are not quantized."""
+    """Return losses of each microbatch of three steps. The first removes the hook and moves high-precision weights."""
     import transformer_engine.pytorch as te
 
     losses = []
@@ -173,8 +173,8 @@ def reused_gradients(strategy: str) -> list[str]:
             continue
         gradient = _torch.local_of(parameter.grad)
         if name == "product.weight":
-            checks.same_bits(name, gradient, reference.get_parameter(name).grad)
+            checks.bitwise_equal(name, gradient, reference.get_parameter(name).grad)
         else:  # torch itself adds to memory that two parameters share, twice
-            checks.same_bits(name, gradient.view(-1), sums)
+            checks.bitwise_equal(name, gradient.view(-1), sums)
     checks.require(3)
     return passed

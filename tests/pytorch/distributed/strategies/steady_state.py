@@ -43,7 +43,7 @@ def _step(model: torch.nn.Module, optimizer: Any, seed: int = 0) -> torch.Tensor
 
 
 def attributes_after_changes(transport: str) -> dict[str, Any]:
-    """An attribute given to a shard, and freezing, after some steps."""
+    """Return an attribute given to a shard, and freezing, after some steps."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     model, _ = _model({"dp_shard": 2}, transport=transport)
@@ -74,7 +74,7 @@ def attributes_after_changes(transport: str) -> dict[str, Any]:
 
 
 def unsharded_bytes(keeps: bool) -> list[int]:
-    """Bytes of the memory of the first layer's gathered parameters after a later step."""
+    """Return bytes of the memory of the first layer's gathered parameters after a later step."""
     model, _ = _model({"dp_shard": 2})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(3):
@@ -87,7 +87,7 @@ def unsharded_bytes(keeps: bool) -> list[int]:
 
 
 def count_tp_reductions() -> list[int]:
-    """All-reduces of tp in a settled backward; how many gradients of norms they sum."""
+    """Count all-reduces of tp in a later backward; return how many gradients of norms they sum."""
     model, meshes = _model({"dp_shard": 1, "tp": 2})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(3):
@@ -109,7 +109,7 @@ def count_tp_reductions() -> list[int]:
 
 
 def microbatches_over_tp(together: bool) -> list[torch.Tensor]:
-    """Gradients of norms after microbatches that do not reduce and one that does; summed together, or by DTensor."""
+    """Return gradients of norms after microbatches without reduction and one with; summed together, or by DTensor."""
     from te_fsdp import tp_gradients
 
     stock = tp_gradients._sum
@@ -128,7 +128,7 @@ def microbatches_over_tp(together: bool) -> list[torch.Tensor]:
 
 
 def steps_of_fused_adam(axes: dict[str, int], is_fp8: bool, local: bool, state: str) -> dict[str, Any]:
-    """Weights, states and losses of five steps; with local tensors in the groups, or with DTensors as TE takes them."""
+    """Return weights, states and losses of five steps, with local tensors in the groups or with DTensors."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
     from transformer_engine.pytorch.optimizers import FusedAdam
@@ -168,7 +168,7 @@ def steps_of_fused_adam(axes: dict[str, int], is_fp8: bool, local: bool, state: 
 
 
 def state_after_failed_step() -> dict[str, Any]:
-    """After a step that raised while local tensors were in the groups: what the user finds, and the next steps."""
+    """Return the user's view after a step that raised with local tensors in the groups, and run the next steps."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     results: dict[str, Any] = {}
@@ -217,7 +217,7 @@ class NestedInputs(torch.nn.Module):
 
 
 def gradients_by_inputs(form: str) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
-    """Gradients of weights and inputs of a unit and of the same layer alone; whether ranges are in a profile."""
+    """Return gradients of weights and inputs of a unit and of the same layer alone; whether ranges are in a profile."""
     meshes = te_fsdp.Meshes.build(dp_shard=2)
     torch.manual_seed(0)
     alone = torch.nn.Sequential(NestedInputs()).to(harness.device())

@@ -21,7 +21,7 @@ LOOPS = ("plain", "microbatch", "no_sync")
 
 
 def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, dict[str, int]]:
-    """Collectives of one optimizer step, the first one aside: ``"strategy loop"`` -> kind -> calls.
+    """Return collectives of one optimizer step, the first one aside: ``"strategy loop"`` -> kind -> calls.
 
     Collectives that only send integers, on the CPU, are a separate kind.
 
@@ -55,7 +55,7 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
 
 
 def two_forwards(axes: dict[str, int], sharder: str) -> dict[str, int]:
-    """Reduce-scatters of a backward through one and through two forwards of units. ``sharder``: torch or te_fsdp.
+    """Count reduce-scatters of a backward through one and two forwards of units. ``sharder``: torch or te_fsdp.
 
     The gradients of the latter are those of two backwards with one forward each, up to the order of fp32 sums.
     """
@@ -125,7 +125,7 @@ def _nodes_after_steps(model: nn.Sequential, x: torch.Tensor) -> int:
 
 
 def interleaved() -> None:
-    """Two forwards before two backwards, as pipelines do: each backward reduces. Raise AssertionError otherwise."""
+    """Check that each backward reduces, in two forwards before two backwards, as pipelines do."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -149,7 +149,7 @@ def interleaved() -> None:
 
 
 def gathers_without_root(microbatches: int) -> dict[str, int]:
-    """All-gathers of one step of a model whose two units hold all parameters: ``"strategy loop"`` -> calls."""
+    """Return all-gathers of one step of a model whose two units hold all parameters: ``"strategy loop"`` -> calls."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -234,7 +234,7 @@ def _memory(strategy: str) -> dict[str, tuple[int, int]]:
 
 
 def _elements(model: nn.Module, ranks: int) -> tuple[int, int, int]:
-    """Of all parameters: elements, those of a rank with rows filled up, and those of this rank's own rows."""
+    """Return numbers of elements of all parameters: unsharded, of a rank with padded rows, and of this rank's rows."""
     from te_fsdp.upstream import torch_dtensor as _torch
 
     whole = sum(p.numel() for p in model.parameters())

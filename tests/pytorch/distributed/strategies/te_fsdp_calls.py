@@ -24,7 +24,7 @@ OPTIONS = {
 
 
 def _model(meshes: te_fsdp.Meshes, recipe: Any) -> torch.nn.Module:
-    """Two TransformerLayers with quantized weights, fully sharded."""
+    """Return two TransformerLayers with quantized weights, fully sharded."""
     import transformer_engine.pytorch as te
 
     options = {**OPTIONS, "device": "meta", "params_dtype": torch.bfloat16, **meshes.te_kwargs()}
@@ -37,7 +37,7 @@ def _model(meshes: te_fsdp.Meshes, recipe: Any) -> torch.nn.Module:
 
 
 def calls_per_step(axes: dict[str, int]) -> list[tuple[str, int]]:
-    """Functions of te_fsdp that the third step of a training calls, and how often, most calls first.
+    """Return functions of te_fsdp that the third step of a training calls, and how often, most calls first.
 
     Two TransformerLayers with FP8 weights (current scaling, 24 parameters), fully sharded, AdamW with main weights;
     with ``dp_replicate`` its state is sharded over the replicas too.
@@ -75,7 +75,7 @@ def calls_per_step(axes: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def user_hooks(fused: bool) -> dict[str, Any]:
-    """How many hooks of all optimizers te_fsdp has, and whether those of the user's see parameters around a step.
+    """Return the number of te_fsdp's optimizer hooks, and whether the user's hooks see parameters around a step.
 
     Args:
         fused: Whether main weights are those of TE's FusedAdam, which stand in from its first step on.

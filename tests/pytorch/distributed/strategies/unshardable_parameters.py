@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 def train_as_one_process(kind: str, strategy: str) -> dict[str, float]:
-    """Body: three steps of SGD, as one process; gradients and parameters by value."""
+    """Train three steps of SGD, as one process; compare gradients and parameters by value."""
     import te_fsdp
 
     torch.manual_seed(1)
@@ -73,7 +73,7 @@ def _distance(model: nn.Module, reference: nn.Module, what: Any) -> list[float]:
 
 
 def learnable_softmax(strategy: str) -> int:
-    """Body: TE's fp32 `softmax_offset` in a bf16 model gets a gradient and is trained."""
+    """Train TE's fp32 `softmax_offset` in a bf16 model, which gets a gradient."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -106,7 +106,7 @@ class Large(nn.Module):
 
 
 def error_of_large_parameter() -> None:
-    """Body that raises on every rank."""
+    """Raise on every rank."""
     import te_fsdp
 
     te_fsdp.fully_shard(Large(), te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type()))
@@ -121,7 +121,7 @@ class Cached(nn.Linear):
 
 
 def error_of_meta_attribute() -> None:
-    """Body that raises on every rank."""
+    """Raise on every rank."""
     import te_fsdp
 
     model = nn.Sequential(Cached())

@@ -44,7 +44,7 @@ def training(
     names: dict[str, str | None] | None = None,
     sliced: bool = False,
 ) -> int:
-    """Two steps of this rank's stage, on torch's mesh, against the same stage in one process.
+    """Compare two steps of this rank's stage, on torch's mesh, with the same stage in one process.
 
     Args:
         axes: Name -> size, in the mesh's order; the first one may be stages, the last one may be ``"tp"``.
@@ -100,14 +100,14 @@ def training(
 
 
 def _norm_of_one(model: nn.Module) -> torch.Tensor:
-    """The norm of a stage alone; gradients are left as they are."""
+    """Compute the norm of a stage alone; leave gradients as they are."""
     import te_fsdp
 
     return te_fsdp.clip_grad_norm_(model, math.inf, pp_mesh=False)
 
 
 def groups_created_by_ranks() -> int:
-    """Process groups that the ranks of a stage make for themselves are of these ranks, in every stage."""
+    """Check that process groups which the ranks of a stage create consist of these ranks, in every stage."""
     import te_fsdp
     from te_fsdp.collectives.groups import separate_group
 
@@ -120,7 +120,7 @@ def groups_created_by_ranks() -> int:
 
 
 def checkpoint_of_a_stage(directory: str) -> list[str]:
-    """Saving a model of some ranks as if it were the whole job's is refused on all ranks, and nothing appears."""
+    """Check that saving a model of some ranks as the whole job's is refused on all ranks, and nothing appears."""
     import te_fsdp
 
     mesh = _mesh({"models": 2, "dp_shard": dist.get_world_size() // 2})
@@ -136,7 +136,7 @@ def checkpoint_of_a_stage(directory: str) -> list[str]:
 
 
 def error_of_mismatched_submeshes() -> None:
-    """Each rank has a mesh of a part of the ranks, of another shape than the others have."""
+    """Return the error of meshes that cover a part of the ranks, one of a different shape than the others."""
     import te_fsdp
 
     mesh = _mesh({"pp": 2, "dp_shard": 2})
@@ -145,7 +145,7 @@ def error_of_mismatched_submeshes() -> None:
 
 
 def forward_before_materialize(strategy: str, how: str) -> dict[str, str]:
-    """A forward of the model, of a unit or of a method before ``materialize``; afterwards all is well.
+    """Run a forward of the model, of a unit or of a method before ``materialize``; afterwards all works.
 
     Args:
         strategy: Of all units.

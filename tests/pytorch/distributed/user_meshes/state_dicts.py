@@ -60,7 +60,7 @@ def use_all_entries(case: Case, axes: dict[str, int], directory: str) -> dict[st
 def round_trip_of_offloaded(
     case: Case, axes: dict[str, int], directory: str, other: dict[str, int] | None
 ) -> int:
-    """``get_model_state_dict`` to the CPU, plain DCP, and back, onto another mesh too.
+    """Save ``get_model_state_dict`` on the CPU by plain DCP, and load it, onto another mesh too.
 
     Returns:
         Number of tensors compared.
@@ -82,7 +82,7 @@ def round_trip_of_offloaded(
 
 
 def call_hooks_by_hand(recipe: str, tp: int) -> dict[str, int]:
-    """Operations of TE scripts on shards: hooks called without a module; a manual gather for comparison."""
+    """Run operations of TE scripts on shards: hooks called without a module; a manual gather for comparison."""
     from te_fsdp.upstream import te as _te
 
     case = Case(optimizer="fused", recipe=recipe, quantized=True)
