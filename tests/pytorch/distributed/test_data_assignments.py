@@ -1,4 +1,4 @@
-"""Assignments to ``.data`` of gradients, states and main weights, which torch drops for DTensors without an error."""
+"""Assignments to ``.data`` of DTensors that are not parameters, which torch drops without an error."""
 
 from __future__ import annotations
 
