@@ -64,6 +64,7 @@ from te_fsdp.records import (
 )
 from te_fsdp.state_dict_wrappers import place_full_tensors
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_gradients import add_unsharded_inputs
 from te_fsdp.upstream.patches import pickle_element_types_by_value
 from te_fsdp.upstream.torch_data import count_writes_to_data
 from te_fsdp.upstream.torch_functions import unscale_over_all_meshes
@@ -259,6 +260,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     watch_loading(model)
     place_full_tensors(PARAMETER)
     count_writes_to_data(PARAMETER)
+    add_unsharded_inputs()
     unscale_over_all_meshes()
     patch_loading()
     patch_expert_loading()

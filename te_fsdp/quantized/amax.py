@@ -25,6 +25,7 @@ from te_fsdp.quantized.quantizer_record import (
     GROUP_ATTRIBUTE,
     QUANTIZER_RECORD,
     change_quantizer_record,
+    count_write,
     quantizer_record,
 )
 from te_fsdp.records import ParameterRecord
@@ -195,6 +196,7 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     writes: list[tuple[Any, Any, torch.Tensor]] = []
     for local, value in pairs:
         quantizer: Any = getattr(local, _te.QUANTIZER, None)
+        count_write(local)  # another optimizer with main weights of it compares the numbers
         if hasattr(local, "experts"):  # a grouped weight
             weight: Any = local
             weight.mark_experts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, record_of_group
+from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, iter_fsdp_params, record_of_group
 from te_fsdp.upstream.torch_dtensor import dtensor, spec_of, with_dtype
 
 
@@ -97,6 +98,29 @@ def leaves_of(groups: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tenso
                 if unsharded is not None:
                     yield sharded, unsharded
                 yield sharded, sharded
+
+
+# [Note: inputs of backward] The leaf of a resharded unit's forward is the unsharded parameter. Of
+# ``loss.backward(inputs=list(model.parameters()))``, torch ignores the sharded ones, so that nothing was trained.
+@functools.cache
+def add_unsharded_inputs() -> None:
+    """Let ``backward(inputs=...)`` of sharded parameters reach the unsharded ones; once per process."""
+    stock = torch.autograd.backward
+
+    @functools.wraps(stock)
+    def backward(*args: Any, **options: Any) -> None:
+        if options.get("inputs") is not None and not torch.compiler.is_compiling():
+            inputs = options["inputs"]
+            inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+            given = set(map(id, inputs))
+            managed = [one for _, one in iter_fsdp_params() if id(one.sharded_param) in given]
+            leaves = [one.__dict__.get("_unsharded_param") for one in managed]
+            options["inputs"] = inputs + [
+                leaf for leaf in leaves if leaf is not None and id(leaf) not in given
+            ]
+        stock(*args, **options)
+
+    torch.autograd.backward = backward
 
 
 class _Edge(torch.autograd.Function):

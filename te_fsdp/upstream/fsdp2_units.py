@@ -202,7 +202,7 @@ def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
 
 def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
     """Return whether FSDP2 manages a module's parameters, and the divide factor. With one, sum first, then divide."""
-    for group, managed in _iter_fsdp_params():
+    for group, managed in iter_fsdp_params():
         if any(owner is module for owner, _ in owners_of(managed)):
             if group.gradient_divide_factor is not None and group.mesh_info.shard_mesh_size > 1:
                 group.force_sum_reduction_for_comms = True
@@ -212,7 +212,7 @@ def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
 
 def find_fsdp_param(module: nn.Module, name: str) -> Any | None:
     """Return FSDP2's record of a parameter; ``None`` if FSDP2 does not manage it."""
-    for _, managed in _iter_fsdp_params():
+    for _, managed in iter_fsdp_params():
         if any(owner is module and attr == name for owner, attr in owners_of(managed)):
             return managed
     return None
@@ -245,7 +245,7 @@ def retie_parameters(module: nn.Module, before: dict[str, nn.Parameter | None]) 
                     owner._parameters[attr] = new
 
 
-def _iter_fsdp_params() -> Iterator[tuple[Any, Any]]:
+def iter_fsdp_params() -> Iterator[tuple[Any, Any]]:
     """Yield parameter group and record of each parameter that FSDP2 manages in this process."""
     for unit in list(_module_state_mapping):
         for group in fsdp_parameter_groups(unit) if is_fsdp_module(unit) else ():

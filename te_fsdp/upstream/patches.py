@@ -64,6 +64,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
             "torch 2.11",
         ),
     ),
+    "module `torch.autograd`": (("backward", "`inputs=` of sharded parameters reach the unsharded ones"),),
     "`DTensor`, `torch.utils`": (
         (
             "data.fget, data.fset, detach, to_local, __setitem__, swap_tensors",

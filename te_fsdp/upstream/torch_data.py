@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
-from te_fsdp.upstream.torch_dtensor import memory_id
+from te_fsdp.upstream.torch_dtensor import BOXES, count_writes, memory_id, version_of
 from te_fsdp.upstream.torch_rows import DETACHED
 
 #: Number of assignments to ``.data`` of parameters with a record since :func:`count_writes_to_data`.
@@ -41,11 +41,27 @@ def count_writes_to_data(record: str) -> None:
                 raise assigned_data(_name(found, self), 1)
             assignments[0] += 1
         stock.__set__(self, value)
+        if found is None and isinstance(value, DTensor) and not torch.compiler.is_compiling():
+            _assign_local(self, value)
 
     DTensor._stock_data = stock  # type: ignore[missing-attribute]
     DTensor.data = property(get, set_)  # type: ignore[assignment]
     _count_writes_to_views(record)
     _refuse_swaps(record)
+
+
+# [Note: assigned data] ``gradient.data = value`` makes a tensor use the memory of ``value``. Of a DTensor, torch
+# replaces only the outer tensor, which has no values. A record marks parameters, whose local tensors FSDP2 owns.
+# Gradients, optimizer states and averages have none.
+def _assign_local(tensor: DTensor, value: DTensor) -> None:
+    """Make a DTensor use the local tensor and placements of another one. Count a write. Local operation."""
+    before = version_of(tensor)
+    tensor.__class__, tensor._local_tensor, tensor._spec = type(value), value._local_tensor, value._spec
+    tensor.__dict__[BOXES] = value.__dict__.get(BOXES)
+    if tensor.__dict__[BOXES] is None:
+        del tensor.__dict__[BOXES]
+    while version_of(tensor) <= before:  # the new local tensor has a version of its own
+        count_writes([tensor])
 
 
 def assigned_data(what: str, count: int) -> OrderError:

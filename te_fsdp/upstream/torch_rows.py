@@ -61,6 +61,10 @@ def after_copies(record: str, call: Callable[[Sequence[DTensor], bool], None]) -
         return results
 
     def assign(self: DTensor, index: Any, value: Any) -> None:
+        is_mask = isinstance(index, DTensor) and index.dtype == torch.bool and index.shape == self.shape
+        if is_mask and isinstance(value, (int, float)):
+            self.masked_fill_(index, value)  # torch's DTensor refuses ``index_put_`` of sharded tensors
+            return
         before, _assigning.now = getattr(_assigning, "now", False), not torch.compiler.is_compiling()
         try:
             stock(self, index, value)

@@ -182,8 +182,8 @@ TE_NAMES = """
 TE_CLASSES = {row.tensor for row in FORMATS.values() if row.tensor} | set(SCALE_SOURCES)
 # Attributes that te_fsdp replaces: the tables of patches have all of them.
 PATCHED_NAMES = {row.attribute for row in (*_patches.PATCHES.values(), *_patches.FSDP2)}
-# Optimizers and Hugging Face's models have these names, too.
-PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
+# Optimizers, Hugging Face's models and records of te_fsdp have these names, too.
+PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy", "backward"}
 
 
 def names_of(names: set[str], text: str) -> list[str]:

@@ -38,6 +38,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "clone": lambda t: t[3].clone().zero_(),
     "column": lambda t: t[:, 1].zero_(),
     "set a column": lambda t: operator.setitem(t, (slice(None), 1), t[:, 2] * 2),
+    "set masked elements": lambda t: operator.setitem(t, t.abs() < 0.1, 0.5),
     "columns": lambda t: t.split(3, dim=1)[1].mul_(2),
     "repeated": lambda t: t.copy_(t[:1].expand(t.shape)).mul_(2),
     "turned": lambda t: t.copy_(torch.cat([t[1:], t[:1]])).mul_(2),
