@@ -57,9 +57,9 @@ def _assign_local(tensor: DTensor, value: DTensor) -> None:
     """Make a DTensor use the local tensor and placements of another one. Count a write. Local operation."""
     before = version_of(tensor)
     tensor.__class__, tensor._local_tensor, tensor._spec = type(value), value._local_tensor, value._spec
-    tensor.__dict__[BOXES] = value.__dict__.get(BOXES)
-    if tensor.__dict__[BOXES] is None:
-        del tensor.__dict__[BOXES]
+    tensor.__dict__.pop(BOXES, None)
+    if BOXES in value.__dict__:
+        tensor.__dict__[BOXES] = value.__dict__[BOXES]
     while version_of(tensor) <= before:  # the new local tensor has a version of its own
         count_writes([tensor])
 
