@@ -108,6 +108,9 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
     shape, replicated = _without_fsdp(parameter), plan.storage.is_replicated
     dtype = precision.compute.get(plan.unit) if precision is not None else None
     full, compute = math.prod(shape), (dtype or parameter.dtype).itemsize
+    # One parameter of all experts is sharded over ep, of which its elements are those of all ranks.
+    axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    parts = state.meshes.size("ep") if plan.experts and "ep" not in (axes or ()) else 1
     kind, derived, early, copied = None, 0, 0, 0
     if quantizer is None:
         gathered = gathered_again = full * compute
@@ -143,7 +146,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         experts=plan.experts,
         format=kind,
         itemsize=parameter.element_size(),
-        logical=parameter.numel() * (state.meshes.size("ep") if plan.experts else 1),
+        logical=parameter.numel() * parts,
         elements=local.numel(),
         unsharded=full,
         sharded=resident,
