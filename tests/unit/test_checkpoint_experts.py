@@ -225,3 +225,16 @@ def test_weights_only_load_resolves_enum_members_by_name_only(te: Any, tmp_path:
     torch.save({"a": _ByName(torch.Tensor, "__init__")}, tmp_path / "b.pt")
     with pytest.raises(CheckpointError, match="cannot be read weights-only"):
         load_weights_only(tmp_path / "b.pt", "b")
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"], indirect=True)
+def test_single_quantized_expert_of_a_plain_directory_is_dequantized(
+    te: Any, recipe: str, tmp_path: Path
+) -> None:
+    """A module with one parameter for all experts has one, which DCP writes as one piece."""
+    weight = Run(te, recipe, seed=0).model.experts.weight0.detach()
+    dcp.save({"experts.weight": weight.view(1, FFN, HIDDEN)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert main(["ckpt", "convert", str(tmp_path / "dcp"), str(tmp_path / "c"), "--to", "checkpoint"]) == 0
+    assert main(["ckpt", "verify", str(tmp_path / "c")]) == 0
+    full = open_any(tmp_path / "c").value("experts.weight").full()
+    assert full.shape == (1, FFN, HIDDEN) and torch.equal(full[0], weight.dequantize())
