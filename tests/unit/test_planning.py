@@ -126,28 +126,6 @@ def test_expert_parallel_plan_matches_closed_forms(te):
     assert result.activations == 64 * (LAYERS * (attention + experts) + outside)
 
 
-def test_one_parameter_of_all_experts_is_counted_once(te, monkeypatch):
-    """The parameter of ``single_grouped_weight=True`` has the elements of all ranks of ``ep``."""
-    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-
-    def plan_of(recipe="none", **options):
-        def build(meshes):
-            sizes = {"bias": False, "params_dtype": torch.bfloat16, "device": "meta"}
-            return nn.Sequential(te.GroupedLinear(4 // meshes.size("ep"), HIDDEN, FFN, **sizes, **options))
-
-        job = Job(build, units=("0",), sequence=64, recipe=recipe, quantized_weights=recipe != "none")
-        return plan(job, Sizes(dp_shard=2, ep=2))
-
-    each, one = plan_of(), plan_of(single_grouped_weight=True, use_grouped_tensor=True)
-    assert one.parameters == each.parameters == 4 * HIDDEN * FFN
-    assert (
-        one.checkpoint == each.checkpoint == {"model": 2 * each.parameters, "optimizer": 12 * each.parameters}
-    )
-    assert one.held == each.held and one.traffic == each.traffic
-    (row,) = plan_of("mxfp8", single_grouped_weight=True, use_grouped_tensor=True).report
-    assert (row.shape, row.local_shape) == ((4, FFN, HIDDEN), (1, FFN, HIDDEN))
-
-
 def test_context_parallel_plan_matches_closed_forms(te):
     """A rank has half of each sequence. Keys and values are sent once in forward, twice in backward."""
     sizes = Sizes(dp_shard=2), Sizes(dp_shard=1, cp=2)
