@@ -195,8 +195,9 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
             plain.add((piece.shape, piece.length))
     if all(isinstance(part, Lazy) for _, part in parts):
         return tensor
+    is_stacked = len(tensor.shape) != 2
     # A single piece is the complete weight: its rows are in its own order, and no scales must be compared.
-    if len(parts) == 1:
+    if len(parts) == 1 and not is_stacked:
         return as_lazy(parts[0][1], key)
     if scrambled:
         raise CheckpointError(
@@ -206,7 +207,6 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
     try:
-        is_stacked = len(tensor.shape) != 2
         return _stack(key, tensor, parts) if is_stacked else _join(key, tensor, tensor.shape, parts)
     except PlacementError as error:
         raise CheckpointError(str(error)) from error

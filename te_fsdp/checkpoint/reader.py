@@ -18,7 +18,14 @@ from te_fsdp.checkpoint.index import described_tensors, problems_of_tensors, rea
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, Stack, dequantized, mapped, total_bytes
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import Quantized, tensors_of
-from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
+from te_fsdp.checkpoint.tensor_entries import (
+    GROUPED,
+    ExpertPlace,
+    join_experts,
+    of_all_experts,
+    per_expert,
+    stacked_name,
+)
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
 from te_fsdp.version import VERSION
@@ -280,20 +287,10 @@ def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, lis
 
 
 def split_experts(contents: Contents) -> Contents:
-    """Return the same contents with a weight for each expert, under TransformerEngine's names.
-
-    Raise CheckpointError for stacked optimizer state, which has no place under these names.
-    """
+    """Return the same contents with weights and optimizer state for each expert, under TransformerEngine's names."""
     totals = {n: d["shape"][0] for n, d in contents.manifest.parameters.items() if d.get("layout") == GROUPED}
     if not totals:
         return contents
-    if contents.manifest.optimizer is not None:
-        raise CheckpointError(
-            f"{contents.source}: the optimizer's state of {', '.join(totals)}",
-            expected="weights and states of one expert each",
-            got="those of all experts in one tensor",
-            fix="leave the optimizer (no --everything), or write a checkpoint or safetensors",
-        )
     manifest = replace(contents.manifest, parameters={})
     split = Contents(contents.source, contents.kind, manifest, dict(contents.tensors), list(contents.notes))
     for name, described in contents.manifest.parameters.items():
@@ -305,6 +302,31 @@ def split_experts(contents: Contents) -> Contents:
             split.tensors |= {f"model.{name}{i}{suffix}": weights.select(i) for i in range(totals[name])}
         for index in range(totals[name]):
             manifest.parameters[f"{name}{index}"] = {**described, "shape": described["shape"][1:]}
+    if (optimizer := manifest.optimizer) is None:
+        return split
+    states = {name: own for name, own in optimizer["state"].items() if name not in totals}
+    for name in totals.keys() & optimizer["state"].keys():
+        for key, described in optimizer["state"][name].items():
+            stacked = split.tensors.pop(f"optimizer.state.{name}.{key}", None)
+            for index in range(totals[name]):
+                if (own := per_expert(described, ExpertPlace(index, totals[name]))) is None:
+                    continue
+                states.setdefault(f"{name}{index}", {})[key] = own
+                if stacked is not None:
+                    tensor = stacked.select(index) if own["expert"] is not None else stacked
+                    split.tensors[f"optimizer.state.{name}{index}.{key}"] = tensor
+    groups = []
+    for group in optimizer["groups"]:
+        # TE registers the weight and the bias of one expert after the other.
+        first, names = dict[str, int](), list[tuple[int, int, str]]()
+        for number, name in enumerate(group["parameters"]):
+            if name not in totals:
+                names.append((number, 0, name))
+                continue
+            number = first.setdefault(name.rpartition(".")[0], number)
+            names += [(number, index, f"{name}{index}") for index in range(totals[name])]
+        groups.append({**group, "parameters": [name for *_, name in sorted(names, key=lambda n: n[:2])]})
+    manifest.optimizer = {**optimizer, "state": states, "groups": groups}
     return split
 
 

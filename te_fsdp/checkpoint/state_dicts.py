@@ -44,6 +44,7 @@ from te_fsdp.checkpoint.reader import (
     with_other_experts,
 )
 from te_fsdp.checkpoint.storage import is_remote
+from te_fsdp.checkpoint.tensor_entries import GROUPED
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.extra_state import (
     DELAYED,
@@ -238,7 +239,8 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             # TE's float8 tensor does not record the origin of its scale; the module's state does.
             is_delayed = name.rpartition(".")[0] in manifest.delayed
             format_ = value.format.replace(" current ", " delayed ") if is_delayed else value.format
-            quantized = {"format": format_, "components": sorted(value.components)}
+            layout = None if len(value.shape) == 2 else GROUPED  # each expert has its own scales
+            quantized = {"format": format_, "components": sorted(value.components), "layout": layout}
             manifest.parameters[name] = describe(value) | quantized
             contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in value.components.items()}
         elif isinstance(value, Lazy):

@@ -285,12 +285,14 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
 
 def format_options(optimizer: Optimizer) -> list[dict[str, str]]:
     """Return the options of each group as text. Local operation; tensors on a device are read."""
-    # Numbers are compared by value, objects by their class.
+    # Numbers are compared by value, objects by their class. Names of experts (``param_names``) differ between ep ranks.
     plain = (bool, int, float, str, tuple, list, type(None))
     options = []
     for group in optimizer.param_groups:
         values = {
-            k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"
+            k: v.tolist() if isinstance(v, torch.Tensor) else v
+            for k, v in group.items()
+            if k not in ("params", "param_names")
         }
         options.append({k: repr(v) if isinstance(v, plain) else type(v).__name__ for k, v in values.items()})
     return options

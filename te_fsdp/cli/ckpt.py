@@ -17,9 +17,9 @@ from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.directory import damaged, in_place_of, refused_files
 from te_fsdp.checkpoint.extra import decode
-from te_fsdp.checkpoint.lazy_tensors import check_zip
+from te_fsdp.checkpoint.lazy_tensors import check_zip, total_bytes
 from te_fsdp.checkpoint.load_source import problems_of
-from te_fsdp.checkpoint.manifest import check_files, read_manifest, unreadable
+from te_fsdp.checkpoint.manifest import check_files, dtype_name, read_manifest, unreadable
 from te_fsdp.checkpoint.portable.convert import (
     check_apart,
     check_written,
@@ -192,9 +192,9 @@ def export(
     destination.resolve_kind("safetensors")
     config = config_contents(like) if like is not None else {}
     # the second key is that of transformers before 5
-    dtype_name = dtype or config.get("dtype", config.get("torch_dtype"))
-    dtype_name = dtype_name if dtype_name in get_args(_DType) else "bfloat16"
-    values = {"dtype": getattr(torch, dtype_name), "dequantize": True, "weights": weights}
+    chosen = dtype or config.get("dtype", config.get("torch_dtype"))
+    chosen = chosen if chosen in get_args(_DType) else "bfloat16"
+    values = {"dtype": getattr(torch, chosen), "dequantize": True, "weights": weights}
     options = {"check": check, "everything": False, "table": True, "as_json": as_json}
     return _transform_and_write(open_any(source), destination, te, **options, **values)
 
@@ -248,13 +248,17 @@ def _transform_and_write(
         check_apart(read, path)
     if check == "checksums":  # a copy of damaged data would get valid checksums
         _verify_source(source, as_json)
-    into, sources = transformed(source, **form)
+    # Values of a Hugging Face model are rounded once, after norms are shifted.
+    into, sources = transformed(source, **form if target.like is None else {**form, "dtype": None})
     if target.kind == "torch" or (target.kind != "checkpoint" and not everything):
         into = weights_only(into, optimizer=everything)
+    values = into.tensors
+    if target.like is not None:
+        values = values_for_huggingface(into, target.like, te.layers, te.names, form["dtype"])
+    size = total_bytes(values)
     replacing = in_place_of(path) if target.force and path.exists() else nullcontext(path)
-    with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick, replacing as temporary:
+    with bytes_bar(f"writing {path.name}", size, _show_bar(as_json)) as tick, replacing as temporary:
         if target.like is not None:
-            values = values_for_huggingface(into, target.like, te.layers, te.names)
             files = write_huggingface(temporary, values, target.like, tick, **shards)
         elif target.kind == "checkpoint":
             files = write_checkpoint(temporary, into, tick)
@@ -266,18 +270,21 @@ def _transform_and_write(
         if target.like is None:
             check_written(temporary, weights_only(into) if target.kind == "torch" else into)
     columns = ("name", "from", "dtype")
-    rows = [(name, origin, into.manifest.tensor(name)["dtype"]) for name, origin in sources.items()]
+    dtypes = {name: into.manifest.tensor(name)["dtype"] for name in sources}
+    if target.like is not None:
+        dtypes |= dict.fromkeys(into.manifest.parameters, dtype_name(form["dtype"]))
+    rows = [(name, origin, dtypes[name]) for name, origin in sources.items()]
     if as_json:
         tensors: Any = [dict(zip(columns, row, strict=True)) for row in rows]
         answer = {"ok": True, "source": str(source.source), "target": str(path), "kind": target.kind}
-        print_json(answer | {"files": files, "bytes": into.bytes, "tensors": tensors, "notes": into.notes})
+        print_json(answer | {"files": files, "bytes": size, "tensors": tensors, "notes": into.notes})
         return 0
     if table:
         print_table("weights", columns, rows)
     counts = ", ".join(f"{n} {origin}" for origin, n in Counter(sources.values()).items())
     print(f"{source.source} ({source.kind}) -> {path} ({target.kind})")
     print(f"weights and buffers: {counts}", *(f"note: {note}" for note in into.notes), sep="\n")
-    print(f"{counted(len(files), 'file')}, {human_bytes(into.bytes)}")
+    print(f"{counted(len(files), 'file')}, {human_bytes(size)}")
     return 0
 
 

@@ -189,7 +189,7 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, sett
         tuple(parameter.shape),
         "plain" if rule is None else str(rule.layout),
         _placements(parameter),
-        tuple(local.shape),
+        tuple(_torch.local_of(parameter).shape),
         f"{dtype}, on meta" if is_empty else dtype,
         0 if is_empty else bytes_of(local),
         _note(module, name, parameter, fmt),

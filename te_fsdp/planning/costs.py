@@ -108,6 +108,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
     shape, replicated = _without_fsdp(parameter), plan.storage.is_replicated
     dtype = precision.compute.get(plan.unit) if precision is not None else None
     full, compute = math.prod(shape), (dtype or parameter.dtype).itemsize
+    has_all_experts = isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
     kind, derived, early, copied = None, 0, 0, 0
     if quantizer is None:
         gathered = gathered_again = full * compute
@@ -143,7 +144,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         experts=plan.experts,
         format=kind,
         itemsize=parameter.element_size(),
-        logical=parameter.numel() * (state.meshes.size("ep") if plan.experts else 1),
+        logical=parameter.numel() * (1 if has_all_experts or not plan.experts else state.meshes.size("ep")),
         elements=local.numel(),
         unsharded=full,
         sharded=resident,

@@ -22,6 +22,11 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import (
+    _clear_fast_path_sharding_prop_cache,
+    _clear_python_sharding_prop_cache,
+)
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -362,14 +367,25 @@ default_store: Callable[[], torch.distributed.Store] = _get_default_store
 
 @contextlib.contextmanager
 def simulated_world(size: int) -> Iterator[None]:
-    """Run as rank 0 of ``size`` simulated ranks, whose values equal its own (``FakeStore``)."""
+    """Run as rank 0 of ``size`` simulated ranks, whose values equal its own (``FakeStore``).
+
+    DTensor caches results with their mesh (``_clear_python_sharding_prop_cache`` and others). An equal mesh of a
+    different world has the same key, but different groups and coordinates.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    def forget_meshes() -> None:
+        _clear_python_sharding_prop_cache()
+        _clear_fast_path_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()
+
+    forget_meshes()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         yield
     finally:
         torch.distributed.destroy_process_group()
+        forget_meshes()
 
 
 #: Process group by torch's internal name (``_resolve_process_group``). Every write to a weight calls it.

@@ -184,3 +184,30 @@ def test_convert_verifies_written_files(
         one, other = (open_any(tmp_path / name) for name in ("a.pt", target))
         assert one.names == other.names
         assert all(torch.equal(one.value(name).full(), other.value(name).full()) for name in one.names)
+
+
+def test_diff_compares_a_tied_weight_that_the_other_stores_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies in a ``torch.save`` file, or in a plain DCP directory, do not show that they were tied."""
+    model = Tied(seed=0)
+    checkpoint.save(tmp_path / "tied", model)
+    for name, change in (("same", 0.0), ("other", 1.0)):
+        state = copies(model)
+        state["head.weight"] += change
+        torch.save(state, tmp_path / f"{name}.pt")
+        convert = [
+            "ckpt",
+            "convert",
+            str(tmp_path / f"{name}.pt"),
+            str(tmp_path / name),
+            "--to",
+            "checkpoint",
+        ]
+        assert main(convert) == 0
+        for pair in (("tied", name), (name, "tied")):
+            paths = [str(tmp_path / one) for one in pair]
+            capsys.readouterr()
+            assert main(["ckpt", "diff", *paths, "--weights-only", "--strict"]) == int(change)
+            printed = capsys.readouterr().out
+            assert f"{6 if not change else 5} of 6 tensors equal" in printed and "only in" not in printed

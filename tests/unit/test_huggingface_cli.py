@@ -107,6 +107,26 @@ def test_export_uses_the_dtype_of_config_json(
     assert {config.get("dtype"), config.get("torch_dtype")} - {None} == {str(expected)[6:]}
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_export_rounds_shifted_norms_once(
+    te: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, zero_centered: bool
+) -> None:
+    """Gemma's files have norms minus one. Small differences from one need more bits than their sum with one."""
+    config = {**CONFIG, "model_type": "gemma", "head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}
+    folder = write_model(tmp_path / "model", config)
+    model = TeModel(te, hf.read_config(config), zero_centered_gamma=zero_centered)
+    gamma = 1 + torch.arange(1, 33) * 2.0**-12
+    with torch.no_grad():
+        model.norm.weight.copy_(gamma - 1 if zero_centered else gamma)
+    checkpoint.save(tmp_path / "step-0", model)
+    hf.save_huggingface(tmp_path / "saved", model, config=folder, dtype=torch.bfloat16)
+    assert ckpt("export", tmp_path / "step-0", tmp_path / "back", "--like", folder) == 0
+    saved, exported = (open_safetensors(tmp_path / name)[0] for name in ("saved", "back"))
+    assert all(torch.equal(exported[name].full(), saved[name].full()) for name in saved)
+    assert torch.equal(exported["model.norm.weight"].full(), (gamma - 1).bfloat16())
+    assert not [record for record in caplog.records if "zero-centering rounded" in record.message]
+
+
 def test_huggingface_page_command_runs(
     te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

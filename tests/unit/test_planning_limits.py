@@ -1,16 +1,18 @@
-"""Test limits of `te-fsdp plan`: device support, memory sizes, plan files."""
+"""Test limits of `te-fsdp plan`: device support, memory sizes, plan files, experts in one parameter."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from te_fsdp import emulation
 from te_fsdp.cli import bytes_of, main
 from te_fsdp.errors import CheckpointError, PrecisionError
 from te_fsdp.planning import RECIPES, Job, Plan, Sizes, plan, search
-from tests.unit.test_planning import CONFIG
+from tests.unit.test_planning import CONFIG, FFN, HIDDEN
 
 
 @pytest.fixture
@@ -76,3 +78,25 @@ def test_plan_command_rejects_unsupported_recipes(te, folder, capsys):
     assert main([*args, "--arch", "9.0"]) == 1
     assert "compute capability 9.0" in " ".join(capsys.readouterr().err.split())
     assert main([*args, "--arch", "10.0"]) == 0
+
+
+def test_one_parameter_of_all_experts_is_counted_once(te, monkeypatch):
+    """The parameter of ``single_grouped_weight=True`` has the elements of all ranks of ``ep``."""
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+
+    def plan_of(recipe="none", **options):
+        def build(meshes):
+            sizes = {"bias": False, "params_dtype": torch.bfloat16, "device": "meta"}
+            return nn.Sequential(te.GroupedLinear(4 // meshes.size("ep"), HIDDEN, FFN, **sizes, **options))
+
+        job = Job(build, units=("0",), sequence=64, recipe=recipe, quantized_weights=recipe != "none")
+        return plan(job, Sizes(dp_shard=2, ep=2))
+
+    each, one = plan_of(), plan_of(single_grouped_weight=True, use_grouped_tensor=True)
+    assert one.parameters == each.parameters == 4 * HIDDEN * FFN
+    assert (
+        one.checkpoint == each.checkpoint == {"model": 2 * each.parameters, "optimizer": 12 * each.parameters}
+    )
+    assert one.held == each.held and one.traffic == each.traffic
+    (row,) = plan_of("mxfp8", single_grouped_weight=True, use_grouped_tensor=True).report
+    assert (row.shape, row.local_shape) == ((4, FFN, HIDDEN), (1, FFN, HIDDEN))

@@ -375,7 +375,9 @@ def compare_contents(
     report = Report()
     # Weights and buffers by logical value, then the other tensors as they are stored.
     kinds: list[tuple[set[str], set[str], Callable[[Contents, str], Lazy]]]
-    kinds = [({*a.names}, {*b.names}, Contents.value)]
+    # The other checkpoint may store a tied weight under each of its names.
+    in_a, in_b = ({*c.names, *c.manifest.tied} & {*a.names, *b.names} for c in (a, b))
+    kinds = [(in_a, in_b, lambda contents, name: contents.value(contents.manifest.tied.get(name, name)))]
     if not weights_only:
         in_a, in_b = ({key for key in c.tensors if not key.startswith("model.")} for c in (a, b))
         kinds.append((in_a, in_b, lambda contents, key: contents.tensors[key]))
@@ -385,7 +387,8 @@ def compare_contents(
             if (name in in_a) != (name in in_b):
                 report.differences.append(Difference(name, "only in A" if name in in_a else "only in B"))
                 continue
-            formats = [c.manifest.parameters.get(name, {}).get("format") or "high precision" for c in (a, b)]
+            described = (c.manifest.parameters.get(c.manifest.tied.get(name, name), {}) for c in (a, b))
+            formats = [own.get("format") or "high precision" for own in described]
             if formats[0] != formats[1]:
                 report.differences.append(Difference(name, "format", " / ".join(formats)))
             _compare(report, name, value(a, name), value(b, name), tick, rtol, atol)

@@ -197,9 +197,9 @@ def _model_loader(
 
 
 def values_for_huggingface(
-    contents: Contents, like: Path, blocks: TeBlocks, names: TeNames
+    contents: Contents, like: Path, blocks: TeBlocks, names: TeNames, dtype: torch.dtype
 ) -> dict[str, Lazy]:
-    """Return a checkpoint's weights as tensors of the Hugging Face model in a folder, converted on demand. Local.
+    """Return a checkpoint's weights as ``dtype`` tensors of the Hugging Face model in a folder, on demand. Local.
 
     The settings of its modules are in its manifest; ``blocks`` are options of layers that it lacks. Raise
     CheckpointError for tensors that do not fit, or layers that compute a different function.
@@ -222,7 +222,7 @@ def values_for_huggingface(
             why="Nothing was written",
             fix="take the config.json of this model; if options were given, those of its layers",
         )
-    return weights.lazily({name: contents.value(name) for name in contents.names}, to_te=False)
+    return weights.lazily({n: contents.value(n) for n in contents.names}, to_te=False, dtype=dtype)
 
 
 def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tensors, Any, Path]:

@@ -64,3 +64,18 @@ def test_full_state_dict_of_uneven_shards(pool):
     found = pool.run(experts.uneven_rows, 4)
     assert {row for one in found for row in one.pop("rows")} == {40, 41}
     assert found == [{"weights": [], "moments": []}] * 4
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("experts", "none"), ("one parameter", "mxfp8"), ("one parameter", "current")]
+)
+def test_plain_directory_of_a_mesh_converts_to_a_checkpoint(pool, tmp_path, kind, recipe):
+    """Check quantized experts in one tensor, whose scales are those of each expert, and named optimizer groups."""
+    pool.arch = "10.0"
+    directory = str(tmp_path)
+    first, *others = pool.run(
+        experts.converted, 4, env=ENVIRONMENT, kind=kind, recipe=recipe, directory=directory
+    )
+    assert first == {"codes": [0, 0], "wrong": [], "loaded": []}
+    assert others == [{"loaded": []}] * 3

@@ -258,3 +258,35 @@ def test_peak_memory_of_hsdp(pool):
     found, _ = pool.run(peaks, 2, init_group=False, cases=["fp32 main weights"])
     real, planned = found["fp32 main weights"]
     assert planned == pytest.approx(real, rel=0.01), (real, planned)
+
+
+# --- a plan before training, in the same processes
+
+
+def planned_then_trained(sizes: dict, plans: bool) -> list[torch.Tensor]:
+    """Train a step, after a plan of the same mesh if ``plans``; return the unsharded weights."""
+    if plans:
+        plan(Job(Products, units=("layers.*",), sequence=4, vocabulary=0), Sizes(**sizes))
+    dist.init_process_group(harness.backend())
+    meshes = te_fsdp.Meshes.build(**sizes, device_type=harness.device_type())
+    model = Products(meshes)
+    te_fsdp.fully_shard(model, meshes, units=("layers.*",), check_inputs=False)
+    te_fsdp.materialize(model, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.ones(4, FFN, dtype=torch.bfloat16, device=harness.device())
+    model(x).float().square().sum().backward()
+    optimizer.step()
+    weights = [p.full_tensor().detach().cpu() for p in model.parameters()]
+    dist.destroy_process_group()
+    return weights
+
+
+@pytest.mark.ranks(2)
+def test_training_after_a_plan_of_the_same_mesh(pool):
+    """A plan is rank 0's. DTensor's cached results would bring its coordinates into the job's equal mesh."""
+    results = [
+        pool.run(planned_then_trained, 2, init_group=False, sizes={"dp_shard": 2}, plans=plans)
+        for plans in (False, True)
+    ]
+    (expected, _), (first, second) = results
+    assert all(map(torch.equal, first, expected)) and all(map(torch.equal, second, expected))

@@ -168,3 +168,36 @@ def uneven_rows() -> dict[str, Any]:
     moments = {name: to_full(optimizer.state[p]["exp_avg"]) / 2 for name, p in model.named_parameters()}
     sizes = sorted({int(p.to_local().shape[0]) for p in model.parameters()})
     return {"weights": differing(results, values), "moments": differing(moments, values), "rows": sizes}
+
+
+def converted(kind: str, recipe: str, directory: str) -> dict[str, Any]:
+    """Convert a plain directory of a mesh by the command line; compare it with a checkpoint and the weights."""
+    from pathlib import Path
+
+    import te_fsdp
+    from te_fsdp.checkpoint.portable.convert import open_any
+    from te_fsdp.cli import main
+
+    job = Job(kind, recipe, AXES, "te_fsdp", True, seed=3)
+    if recipe == "none":  # the param groups have names, which are those of each rank's experts
+        job.optimizer = torch.optim.AdamW(job.model.named_parameters(), lr=1e-2)
+    job.step(0)
+    te_fsdp.checkpoint.save(f"{directory}/c", job.model, job.optimizer)
+    dcp.save(job.state(), checkpoint_id=f"{directory}/dcp")
+    values = {name: value for name, value in job.values().items() if name.count(".") == 1}
+    outcome: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        plain, target = f"{directory}/dcp", f"{directory}/converted"
+        outcome["codes"] = [
+            main(["ckpt", "convert", plain, target, "--to", "checkpoint"]),
+            main(["ckpt", "diff", f"{directory}/c", target, "--weights-only", "--strict"]),
+        ]
+        stacked = open_any(Path(target)).value("inner.weight").full()
+        outcome["wrong"] = differing(
+            of_all_experts("one parameter", {"inner.weight": stacked.float()}), values
+        )
+    dist.barrier()
+    other = Job(kind, recipe, {"dp_shard": 4}, "te_fsdp", True, seed=4)
+    te_fsdp.checkpoint.load(f"{directory}/converted", other.model, strict=False)
+    loaded = {name: value for name, value in other.values().items() if name.count(".") == 1}
+    return outcome | {"loaded": differing(loaded, values)}
