@@ -269,6 +269,16 @@ def all_supported(strategy: str) -> dict[str, bool]:
     return {make.__name__: make(strategy) for make in WORKS}
 
 
+class ComparedScaler(torch.amp.GradScaler):
+    """Raises on all ranks if only some of them skip the step, in which the others would wait for them."""
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, any(v.item() for v in optimizer_state["found_inf_per_device"].values()))
+        assert len(set(found)) == 1, f"ranks that skip the step: {found}"
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+
 def scaled_losses(axes: dict[str, int], mixed: bool | None, infinite: bool) -> tuple[bool, float]:
     """Compare a step with ``GradScaler`` over parameters of several meshes with one without; return its scale too.
 
@@ -289,7 +299,7 @@ def scaled_losses(axes: dict[str, int], mixed: bool | None, infinite: bool) -> t
         made.append(te_fsdp.materialize(model, seed=0))
     scaled, plain = made
     before = [full(p.detach()).clone() for p in scaled.parameters()]
-    scaler = torch.amp.GradScaler(harness.device_type(), init_scale=4.0)
+    scaler = ComparedScaler(harness.device_type(), init_scale=4.0)
     optimizers = make_sgd(scaled), make_sgd(plain)
     scaler.scale(scaled(draw_batch(meshes.data_rank)).square().mean()).backward()
     if infinite and dist.get_rank() == dist.get_world_size() - 1:

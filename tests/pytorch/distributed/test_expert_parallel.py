@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from experts import binding, bodies
 from experts.cases import MESHES, allowed, parametrize, ranks
-from experts.model import ROUTES
+from experts.model import DROPPED, ROUTES
 from harness import BodyFailed
 from matrix.covering import all_cases, covering
 
@@ -131,6 +131,24 @@ def test_training_with_units_and_strategies(pool, mesh, recipe, weights, how):
         weights=weights,
         **options,
         **how,
+    ):
+        assert max(outcome["shares"].values()) <= 1
+
+
+@pytest.mark.covering(always=[{"mesh": "ep2_dp2", "recipe": "none", "weights": "fp32"}], strength=0)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=pytest.mark.ranks(ranks(mesh)))
+        for mesh in ("ep2", "ep4", "ep2_dp2", "dp4", "hsdp_ep2", "ep2_tp2")
+    ],
+)
+@pytest.mark.parametrize(("recipe", "weights"), [("none", "fp32"), ("none", "bf16"), ("mxfp8", "quantized")])
+def test_dropped_tokens_weigh_as_in_one_process(pool, mesh, recipe, weights):
+    """Check ranks whose tokens are all dropped. Gradients of experts are divided as those of dense weights."""
+    options = {"experts": 7, "bias": "tp" not in mesh, "route": DROPPED}
+    for outcome in pool.run(
+        bodies.training, ranks(mesh), axes=MESHES[mesh], recipe=recipe, weights=weights, **options
     ):
         assert max(outcome["shares"].values()) <= 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from parity import frozen_after_forward
 from quantization import user_writes
 
@@ -24,3 +25,14 @@ def test_step_uses_written_weights_of_bound_models(pool, strategy, optimizer, re
 def test_weight_frozen_before_backward_gets_no_gradient(pool, name, axes):
     # Each of the 2 blocks has 6 parameters. The head's weight is trained, its bias is not.
     assert pool.run(frozen_after_forward.count_gradients_after_freezing, 2, name=name, **axes) == [12, 12]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["torch", "optim"])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_evaluation_uses_values_written_to_local_tensors(pool, recipe, strategy):
+    """Check quantized weights that an evaluation left unsharded. Their local tensors have versions of their own."""
+    for outputs in pool.run(user_writes.outputs_after_evaluation, 2, recipe=recipe, strategy=strategy):
+        expected, before = outputs.pop("copy_"), outputs.pop("nothing")
+        assert not torch.equal(expected, before)
+        assert [way for way, output in outputs.items() if not torch.equal(output, expected)] == []

@@ -21,6 +21,8 @@ ROWS = {"none": 1, "mxfp8": 32, "block": 128}
 TOKENS = 256
 #: How tokens choose experts: uniformly, only the first half of the experts, or the first one most often.
 ROUTES = ("every", "some", "uneven")
+#: As "uneven", but the experts get no token of the second half of the batch, and two thirds of the others.
+DROPPED = "dropped"
 
 
 def routes(name: str, experts: int, step: int) -> torch.Tensor:
@@ -31,7 +33,10 @@ def routes(name: str, experts: int, step: int) -> torch.Tensor:
     if name == "some":
         return torch.randint(max(1, experts // 2), (TOKENS,), generator=generator)
     share = torch.rand(TOKENS, generator=generator) ** 3  # most of them small
-    return (share * experts).long().clamp(max=experts - 1)
+    chosen = (share * experts).long().clamp(max=experts - 1)
+    if name == DROPPED:
+        chosen[TOKENS // 2 :] = chosen[::3] = -1
+    return chosen
 
 
 class _AllToAll(torch.autograd.Function):
@@ -71,15 +76,18 @@ class Mixture(nn.Module):
         assert not single or self.up.single_grouped_weight, "one parameter for each expert"
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Run the experts; `chosen` has each token's expert, in any order."""
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=self.experts)
+        """Run the experts.
+
+        `chosen` has each token's expert, in any order; -1 for a dropped token, whose result is zero.
+        """
+        order = chosen.argsort(stable=True)[int((chosen < 0).sum()) :]
+        counts = torch.bincount(chosen[chosen >= 0], minlength=self.experts)
         rows = x[order]
         if self.ep is None:
             out = self._own(rows, [counts.tolist()])
         else:
             out = self._elsewhere(rows, counts)
-        return torch.empty_like(out).index_copy(0, order, out)
+        return torch.zeros_like(x, dtype=out.dtype).index_copy(0, order, out)
 
     def _elsewhere(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send each token to the rank of its expert, and its result back."""

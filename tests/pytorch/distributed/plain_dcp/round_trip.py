@@ -48,12 +48,21 @@ class Model(nn.Module):
     """One TE module, as recipes have it: ``state_dict`` may drop ``_extra_state``."""
 
     def __init__(
-        self, kind: str, recipe: Any, *, keep: bool, device: str, experts: int = EXPERTS, **tp: Any
+        self,
+        kind: str,
+        recipe: Any,
+        *,
+        keep: bool,
+        device: str,
+        experts: int = EXPERTS,
+        dtype: Any = None,
+        **tp: Any,
     ) -> None:
         super().__init__()
         import transformer_engine.pytorch as te
 
-        dtype, recipe = torch.float32 if recipe == "none" else torch.bfloat16, recipe_of(recipe)
+        dtype = dtype or (torch.float32 if recipe == "none" else torch.bfloat16)
+        recipe = recipe_of(recipe)
         size = {"device": device, "params_dtype": dtype}
         column, both = {"parallel_mode": "column"}, {"set_parallel_mode": True}
         # Under tp=4, half as many keys are 64 rows. A scale of block scaling is for 128.

@@ -257,3 +257,42 @@ def trained_without_updates(**options: Any) -> dict[str, Any]:
 
     with mock.patch.object(written_weights, "_update_main_weight", lambda *unused: None):
         return trained(**options)
+
+
+#: Writes of one value to a weight. All but the first write through its local tensor.
+OF_ONE_VALUE: dict[str, Callable[[Any, Any], Any]] = {
+    "copy_": lambda p, value: p.copy_(value),
+    "data.to_local": lambda p, value: _local(p.data).copy_(_local(value)),
+    "data._local_tensor": lambda p, value: p.data._local_tensor.copy_(_local(value)),
+    "state dict": lambda p, value: _local(p.module.state_dict()["weight"]).copy_(_local(value)),
+}
+
+
+def outputs_after_evaluation(recipe: str, strategy: str) -> dict[str, torch.Tensor]:
+    """Evaluate a trained model, write to its weights, and evaluate again: return the outputs for each write."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
+    results = {}
+    for way, write in ({"nothing": lambda p, value: None} | OF_ONE_VALUE).items():
+        model = Model(recipe)
+        if strategy == "torch":
+            te_fsdp.set_device_mesh(model, weight_mesh=meshes.weight)
+            fully_shard(model, mesh=meshes.fsdp, reshard_after_forward=False)
+        else:
+            te_fsdp.fully_shard(model, meshes, strategy=strategy, checks="setup")
+        te_fsdp.materialize(model, seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        te_fsdp.main_weights(model, optimizer)
+        _train(model, optimizer, 0, readable=True)
+        rows = torch.ones(32, model.width, dtype=torch.bfloat16, device=harness.device())
+        with torch.no_grad():
+            model(rows)
+            for layer in model.layers:
+                p = layer.weight
+                p.module = layer
+                generator = torch.Generator().manual_seed(3)
+                value = torch.randn(p.shape, generator=generator).to(harness.device(), torch.bfloat16)
+                write(p, _like(p, value))
+            results[way] = model(rows).float().cpu()
+    return results
