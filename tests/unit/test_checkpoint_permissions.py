@@ -33,6 +33,8 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     monkeypatch.setattr(io, "open", refuse(io.open))
     monkeypatch.setattr("builtins.open", refuse(open))
     monkeypatch.setattr(os, "open", refuse(os.open))
+    # Path.open of Python 3.10 keeps the io.open that it found when pathlib was imported.
+    monkeypatch.setattr(Path, "open", refuse(Path.open))
     return results
 
 

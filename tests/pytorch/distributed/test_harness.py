@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 
 import harness
@@ -236,6 +237,21 @@ def test_dead_process_is_reported(plain_pool, short_grace):
     with pytest.raises(BodyFailed, match=r"rank 0: the process died \(exit code -9"):
         plain_pool.run(die, 2, dying=0)
     assert plain_pool.run(die, 2, dying=-1) == [0, 0]
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+def test_ctrl_c_ends_the_run_and_not_the_fork_server(plain_pool):
+    """A terminal sends the signal to pytest and the server. Without a server all later tests would fail."""
+    plain_pool.run(hang, 2, stuck=-1)
+    server = plain_pool._processes._server
+    interrupt = threading.Timer(
+        0.5, lambda: [os.kill(pid, signal.SIGINT) for pid in (server.pid, os.getpid())]
+    )
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        plain_pool.run(hang, 2, stuck=1)
+    assert plain_pool.run(hang, 2, stuck=-1) == [0, 1]
 
 
 def test_base_exceptions_are_reported(plain_pool):

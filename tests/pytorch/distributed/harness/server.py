@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from . import shared_memory, state, wire, worker
 
 def main(options: dict[str, Any]) -> None:
     """Preload, report, then fork a worker for each ("fork", rank) until the pool goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends when the pool does, also on a Ctrl-C
     started = time.perf_counter()
     control = Client(options["address"], family="AF_UNIX")
     try:
