@@ -157,7 +157,7 @@ class QuantizedParameter(QuantizedDTensor):
     def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # Copies have the newest values. A detached parameter shares pending values.
         newest = self if name == "detach" else _pending_or_same(self)
-        copied = getattr(torch.Tensor, name)(newest, *args, **kwargs)
+        copied = getattr(DTensor, name)(newest, *args, **kwargs)
         if type(copied) is DTensor:
             kind = _DetachedParameter if name == "detach" else QuantizedDTensor
             copied.__class__, copied.__dict__[_torch.BOXES] = kind, self.__dict__[_torch.BOXES]

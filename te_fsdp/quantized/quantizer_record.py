@@ -169,7 +169,7 @@ def patch_clone_of_scales(tensor: torch.Tensor) -> None:
 # columns. te_fsdp stores rowwise data only and derives the columnwise data from it, which would then be wrong too.
 # In the reverse direction the weight would keep its previous columnwise data.
 def patch_block_copies() -> None:
-    """Quantize values in ``copy_`` between blocks of different shapes, for te_fsdp's weights; once per process."""
+    """Quantize in ``copy_`` between blocks of different shapes, and let a te_fsdp weight be copied to itself."""
 
     def wrap_dispatch(stock: Any) -> Any:
         @classmethod
@@ -179,6 +179,8 @@ def patch_block_copies() -> None:
                 target, source = args[:2]
                 quantizer = _te.quantizer_of(target)
                 is_ours = quantizer is not None and quantizer_record(quantizer).clones_scales
+                if is_ours and target is source:  # TE would take the buffers of both first
+                    return target
                 if is_ours and _te.format_of(target) is not _te.format_of(source):
                     target.quantize_(source.dequantize(dtype=torch.float32))
                     return target

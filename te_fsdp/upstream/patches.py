@@ -189,8 +189,8 @@ _TE: dict[str, dict[str, tuple[str, ...]]] = {
         "clone": ("clone", "copies the scales"),
         "count": ("quantize_", "counts writes that `_version` does not count"),
     },
-    "`MXFP8Tensor`, `NVFP4Tensor`": {
-        "copy blocks": ("__torch_dispatch__", "quantizes in `copy_` between blocks of different shapes")
+    "`MXFP8Tensor`, `NVFP4Tensor`, `Float8BlockwiseQTensor`": {
+        "copy blocks": ("__torch_dispatch__", "`copy_` quantizes between different blocks, and accepts itself")
     },
     "`Float8Quantizer`": {
         "delayed": ("update_quantized", "reduces the newest amax at once, over the weight mesh")
@@ -270,7 +270,7 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "deepcopy": functools.partial(_te.quantizer_classes, "amax"),
     "group": _amax_tensors,
     "clone": lambda: [cls for cls in _tensors() if "clone" in cls.__dict__],
-    "copy blocks": lambda: [c for c in _tensors() if c.__name__ in ("MXFP8Tensor", "NVFP4Tensor")],
+    "copy blocks": lambda: [c for c in _tensors() if c.__name__ != "Float8Tensor"],
     "count": _tensors,
     # Delayed quantizers refer to tensors of the module, which deepcopy would copy.
     "delayed": functools.partial(_te.quantizer_classes, "history"),

@@ -19,8 +19,7 @@ assignments: list[int] = [0]
 
 # [Note: writes through data] ``p.data.clamp_()`` changes the values of ``p``, but torch gives ``p.data`` a version of
 # its own. Weights that are kept for further forwards, main weights and checks compare versions of ``p``. A detached
-# tensor has the same values, and the version of ``p``. Of DTensors, ``detach`` copies the local tensor with a new
-# version, so the result gets that of ``p``. It is the same object, so writes to a quantized weight take effect at once.
+# tensor has the same values, and the version of ``p``.
 @functools.cache
 def count_writes_to_data(record: str) -> None:
     """Count writes through ``.data`` of DTensors with the attribute ``record``; once per process. Local operation."""
@@ -30,9 +29,7 @@ def count_writes_to_data(record: str) -> None:
         # Dynamo traces this: it reads no ``__dict__``, and would find this property again in ``stock``.
         if getattr(self, record, None) is None:
             return self._stock_data  # type: ignore[missing-attribute]
-        data: Any = self.detach()
-        data._local_tensor = self._local_tensor
-        return data
+        return self.detach()
 
     def set_(self: DTensor, value: torch.Tensor) -> None:
         found = self.__dict__.get(record)
@@ -104,16 +101,22 @@ def _refuse_swaps(record: str) -> None:
 
 # [Note: writes to local tensors of views] Of ``p.detach()``, the entries of ``state_dict()`` and views such as ``p.T``,
 # the DTensors have the version of ``p``. Their local tensors have versions of their own, because DTensor computes them
-# below autograd. Views of the local tensor of ``p`` replace them.
+# below autograd. Views of the local tensor of ``p`` replace them. A quantized local tensor is shared: TE's ``detach``
+# makes a tensor whose derived data, such as transposes, a write to the other one does not invalidate.
 def _count_writes_to_views(record: str) -> None:
     to_local = DTensor.to_local
 
     def detach(self: DTensor) -> Any:
         result: Any = self._stock_detach()  # type: ignore[missing-attribute]
-        if not torch.compiler.is_compiling() and type(self._local_tensor) is torch.Tensor:
+        if torch.compiler.is_compiling():
+            return result
+        is_ours = record in self.__dict__ or DETACHED in self.__dict__
+        if type(self._local_tensor) is torch.Tensor:
             result._local_tensor = _counted(self, self._local_tensor).detach()
-            if record in self.__dict__ or DETACHED in self.__dict__:
-                result.__dict__[DETACHED] = True
+        elif is_ours:
+            result._local_tensor = self._local_tensor
+        if is_ours:
+            result.__dict__[DETACHED] = True
         return result
 
     @functools.wraps(to_local)

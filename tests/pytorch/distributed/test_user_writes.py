@@ -29,7 +29,7 @@ def test_weight_frozen_before_backward_gets_no_gradient(pool, name, axes):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["torch", "optim"])
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_evaluation_uses_values_written_to_local_tensors(pool, recipe, strategy):
     """Check quantized weights that an evaluation left unsharded. Their local tensors have versions of their own."""
     for outputs in pool.run(user_writes.outputs_after_evaluation, 2, recipe=recipe, strategy=strategy):

@@ -263,6 +263,7 @@ def trained_without_updates(**options: Any) -> dict[str, Any]:
 OF_ONE_VALUE: dict[str, Callable[[Any, Any], Any]] = {
     "copy_": lambda p, value: p.copy_(value),
     "data.to_local": lambda p, value: _local(p.data).copy_(_local(value)),
+    "detach.to_local": lambda p, value: _local(p.detach()).copy_(_local(value)),
     "data._local_tensor": lambda p, value: p.data._local_tensor.copy_(_local(value)),
     "state dict": lambda p, value: _local(p.module.state_dict()["weight"]).copy_(_local(value)),
 }
