@@ -190,7 +190,10 @@ _TE: dict[str, dict[str, tuple[str, ...]]] = {
         "count": ("quantize_", "counts writes that `_version` does not count"),
     },
     "`MXFP8Tensor`, `NVFP4Tensor`, `Float8BlockwiseQTensor`": {
-        "copy blocks": ("__torch_dispatch__", "`copy_` quantizes between different blocks, and accepts itself")
+        "copy blocks": (
+            "__torch_dispatch__",
+            "`copy_` quantizes between different blocks, and accepts itself",
+        )
     },
     "`Float8Quantizer`": {
         "delayed": ("update_quantized", "reduces the newest amax at once, over the weight mesh")

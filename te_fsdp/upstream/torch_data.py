@@ -20,6 +20,10 @@ assignments: list[int] = [0]
 # [Note: writes through data] ``p.data.clamp_()`` changes the values of ``p``, but torch gives ``p.data`` a version of
 # its own. Weights that are kept for further forwards, main weights and checks compare versions of ``p``. A detached
 # tensor has the same values, and the version of ``p``.
+#
+# [Note: assigned data] ``gradient.data = value`` makes a tensor use the memory of ``value``. Of a DTensor, torch
+# replaces only the outer tensor, which has no values. A record marks parameters, whose local tensors FSDP2 owns.
+# Gradients, optimizer states and averages have none.
 @functools.cache
 def count_writes_to_data(record: str) -> None:
     """Count writes through ``.data`` of DTensors with the attribute ``record``; once per process. Local operation."""
@@ -38,27 +42,21 @@ def count_writes_to_data(record: str) -> None:
                 raise assigned_data(_name(found, self), 1)
             assignments[0] += 1
         stock.__set__(self, value)
-        if found is None and isinstance(value, DTensor) and not torch.compiler.is_compiling():
-            _assign_local(self, value)
+        if found is not None or not isinstance(value, DTensor) or torch.compiler.is_compiling():
+            return
+        # [Note: assigned data]
+        before = version_of(self)
+        self.__class__, self._local_tensor, self._spec = type(value), value._local_tensor, value._spec
+        self.__dict__.pop(BOXES, None)
+        if BOXES in value.__dict__:
+            self.__dict__[BOXES] = value.__dict__[BOXES]
+        while version_of(self) <= before:  # the new local tensor has a version of its own
+            count_writes([self])
 
     DTensor._stock_data = stock  # type: ignore[missing-attribute]
     DTensor.data = property(get, set_)  # type: ignore[assignment]
     _count_writes_to_views(record)
     _refuse_swaps(record)
-
-
-# [Note: assigned data] ``gradient.data = value`` makes a tensor use the memory of ``value``. Of a DTensor, torch
-# replaces only the outer tensor, which has no values. A record marks parameters, whose local tensors FSDP2 owns.
-# Gradients, optimizer states and averages have none.
-def _assign_local(tensor: DTensor, value: DTensor) -> None:
-    """Make a DTensor use the local tensor and placements of another one. Count a write. Local operation."""
-    before = version_of(tensor)
-    tensor.__class__, tensor._local_tensor, tensor._spec = type(value), value._local_tensor, value._spec
-    tensor.__dict__.pop(BOXES, None)
-    if BOXES in value.__dict__:
-        tensor.__dict__[BOXES] = value.__dict__[BOXES]
-    while version_of(tensor) <= before:  # the new local tensor has a version of its own
-        count_writes([tensor])
 
 
 def assigned_data(what: str, count: int) -> OrderError:
