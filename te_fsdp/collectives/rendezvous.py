@@ -324,9 +324,9 @@ class Rendezvous:
                 self.store.set(f"{self.number}/interrupted", text)
                 _job().interrupted = text, (_job().send or len)(text)
 
-    def raise_if_interrupted(self, store: Any) -> None:
-        """Raise CollectiveError if the call was interrupted on another rank. ``store`` is a client of its store."""
-        key = f"{self.number}/interrupted"
+    def raise_if_interrupted(self, client: Any = None) -> None:
+        """Raise CollectiveError if the call was interrupted on another rank. ``client``: other client of the store."""
+        store, key = client or self.store, f"{self.number}/interrupted"
         if store.check([key]):
             text = store.get(key).decode()
             _job().interrupted = text, None
