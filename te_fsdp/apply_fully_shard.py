@@ -37,6 +37,7 @@ from te_fsdp.records import (
 from te_fsdp.sharded_model import ShardedModel, attach_state_to_params
 from te_fsdp.tp_gradients import sum_at_once
 from te_fsdp.upstream import (
+    fsdp2_gather as _fsdp2_gather,
     fsdp2_hooks as _fsdp2_hooks,
     fsdp2_patches as _fsdp2_patches,
     fsdp2_settled as _fsdp2_settled,
@@ -249,6 +250,7 @@ def prepare_units(setup: Setup) -> None:
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             _fsdp2_settled.swap_in_one_loop(group, pair_of, PARAMETER)
             _fsdp2_settled.shorten_fsdp_calls(group, replay_gather)
+            _fsdp2_gather.repeat_gathers(group)
             if plan.meshes.tp is not None and plan.meshes.tp.size() > 1:
                 sum_at_once(group)
     for binding in filter(None, map(binding_of, state.model.modules())):

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from te_fsdp.upstream.fsdp2_fixed_memory import FixedMemory
-from te_fsdp.upstream.fsdp2_hooks import profiler_range
+from te_fsdp.upstream.fsdp2_hooks import current_stream, on_stream, profiler_range
 from te_fsdp.upstream.fsdp2_patches import has_all_gather_hooks, set_gather_methods
 from te_fsdp.upstream.fsdp2_settled import sent_tensors
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, owners_of
@@ -224,7 +224,7 @@ class CopyEngineGathers:
         """Run in place of ``FSDPParamGroup.unshard``. Collective over the ranks."""
         if group._all_gather_result is not None or group.is_unsharded:
             return
-        phase, device = group._training_state.name, group.device_handle
+        phase = group._training_state._name_
         if phase == "PRE_BACKWARD" and not group.unshard_in_backward:
             return
         fixed = self._fixed.get(id(group))
@@ -244,9 +244,9 @@ class CopyEngineGathers:
             return
         in_pass = phase in ("FORWARD", "PRE_BACKWARD")
         # After an explicit call the user may write to shards. Work on the current stream must therefore wait.
-        stream = group.comm_ctx.all_gather_stream if in_pass else device.current_stream()
+        stream = group.comm_ctx.all_gather_stream if in_pass else current_stream(group)
         shown = profiler_range(group._with_fqn("FSDP::all_gather"))
-        with shown, torch.no_grad(), device.stream(stream):
+        with shown, torch.no_grad(), on_stream(stream):
             _wait(stream, self._last)  # the previous all-gather may have used a different stream
             _wait(stream, released and released.event)
             del released  # not earlier, because other buffers could reuse the memory
@@ -271,7 +271,7 @@ class CopyEngineGathers:
         if not isinstance(group._all_gather_result, _PendingCopy):
             stock()
             return
-        current, event = _current_stream(group), group._all_gather_result.all_gather_event
+        current, event = current_stream(group), group._all_gather_result.all_gather_event
         if group.post_forward_mesh_info is None and group._training_state._name_ == "FORWARD":
             # These weights stay unsharded after an evaluation. A write to their shards comes after no `to_sharded`.
             event = self._read[id(group)]
@@ -293,7 +293,7 @@ class CopyEngineGathers:
         if group.is_sharded:
             return
         stock()
-        current = _current_stream(group)
+        current = current_stream(group)
         # The next write to shards is on this stream.
         _wait(current, self._read.pop(id(group), None))
         gather = self._cached_plan(group)
@@ -468,11 +468,6 @@ def _wait(stream: Any, event: Any) -> None:
     """Let a stream wait for an event; ``None`` on the CPU."""
     if event is not None:
         stream.wait_event(event)
-
-
-def _current_stream(group: Any) -> Any:
-    """Return the current stream of a group's device. Without an index torch searches the current device in Python."""
-    return group.device_handle.current_stream(group.device.index)
 
 
 def _join(managed: Any, parts: list[torch.Tensor]) -> None:

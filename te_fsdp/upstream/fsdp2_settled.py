@@ -23,6 +23,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.upstream.fsdp2_hooks import current_stream
 from te_fsdp.upstream.fsdp2_units import GROUP, ShardedUnshardedPair, owners_of, record_of_group
 from te_fsdp.upstream.torch_dtensor import DTENSOR_ATTRIBUTES, new_dtensor
 
@@ -158,82 +159,13 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     record_of_group(group).replay = replay
     for managed in group.fsdp_params:
         managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)
-    single_rank = group.mesh_info.shard_mesh_size == 1
-    wait = _wait_alone if single_rank else _wait_for_unshard
-    group.wait_for_unshard = functools.partial(wait, group, group.wait_for_unshard)
-    if not single_rank:
-        group.unshard = functools.partial(_unshard, group, group.unshard)
+    if group.mesh_info.shard_mesh_size == 1:
+        group.wait_for_unshard = functools.partial(_wait_alone, group, group.wait_for_unshard)
 
 
 #: Replaces a method of a record. Does nothing, without a Python call.
 _nothing: Callable[[], Any] = tuple
 _shape, _flat = operator.attrgetter("shape"), operator.methodcaller("view", -1)
-
-
-def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) -> None:
-    """Run in place of ``FSDPParamGroup.unshard``, without a call per plain shard. Same collective."""
-    if group._all_gather_result is not None or group._sharded_state is _UNSHARDED:
-        return
-    replay, now = group.__dict__[GROUP].replay, pass_of(group)
-    for managed in group.fsdp_params:
-        if managed.sharded_state is not _SHARDED:
-            continue
-        local = managed.sharded_param._local_tensor
-        if type(local) is not torch.Tensor:
-            mesh, module = managed.shard_mesh_from_root, managed._module_info.module
-            replayed = replay(local, mesh, managed._orig_size, module, now)
-            if replayed is not None:
-                tensors, managed._extensions_data.all_gather_metadata = replayed
-                managed._extensions_data.all_gather_input_sizes = list(map(_shape, tensors))
-                managed.__dict__["all_gather_inputs"] = list(map(_flat, tensors))
-        elif managed.param_dtype is None:
-            # For a plain shard the property would return just this, after several calls.
-            managed.__dict__["all_gather_inputs"] = [managed._sharded_param_data]
-    try:
-        stock(async_op)
-    finally:
-        for managed in group.fsdp_params:
-            managed.__dict__.pop("all_gather_inputs", None)
-
-
-def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
-    """Run in place of ``FSDPParamGroup.wait_for_unshard``, allocating all memory in one loop. Local operation."""
-    if group._all_gather_result is None:
-        return
-    for managed in group.fsdp_params:
-        attrs, outputs, local = (
-            managed.__dict__,
-            managed.all_gather_outputs,
-            managed.sharded_param._local_tensor,
-        )
-        views, extensions = attrs.get("gathered_views"), attrs.get("_extensions_data")
-        if "_unsharded_param" in attrs and type(local) is torch.Tensor:
-            # The unsharded parameter is a view of the outputs, whose memory is allocated below: nothing is
-            # left to do.
-            attrs["init_unsharded_param"] = _nothing
-        elif (
-            views is not None and views[0] is outputs and views[1] == tuple(extensions.all_gather_input_sizes)
-        ):
-            attrs["init_unsharded_param"] = functools.partial(
-                local.fsdp_post_all_gather,
-                views[2],
-                extensions.all_gather_metadata,
-                managed.param_dtype or managed.orig_dtype,
-                out=attrs["_unsharded_param"],
-            )
-        for tensor in (*outputs, *managed._unsharded_inner_tensors):
-            storage, size = tensor.untyped_storage(), tensor.nbytes
-            if storage.nbytes() != size:
-                storage.resize_(size)
-        if outputs:  # the first all-gather creates them
-            attrs["alloc_all_gather_outputs"] = _nothing
-    try:
-        stock()
-    finally:
-        for managed in group.fsdp_params:
-            if managed.__dict__.pop("init_unsharded_param", _nothing) is not _nothing:
-                managed._extensions_data.clear()
-            managed.__dict__.pop("alloc_all_gather_outputs", None)
 
 
 def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
@@ -281,12 +213,14 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
     group._to_unsharded()
     group._all_gather_result = None
     if has_copied:
-        event = group.device_handle.Event()
-        event.record()
-        if hasattr(group, "_wait_all_gather_streams_on_event"):  # torch before 2.15
-            group._wait_all_gather_streams_on_event(event)
-        else:
-            group.comm_ctx.wait_all_gather_streams_on_event(event)
+        wait_before_gathers(group, current_stream(group).record_event())
+
+
+def wait_before_gathers(group: Any, event: Any) -> None:
+    """Let the streams of all-gathers wait for an event; ``None`` on the CPU."""
+    # a method of the group before torch 2.15
+    wait = getattr(group, "_wait_all_gather_streams_on_event", None)
+    (wait or group.comm_ctx.wait_all_gather_streams_on_event)(event)
 
 
 def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:

@@ -44,7 +44,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
         ("finalize_backward", "no gradient for parameters that no rank used"),
         ("_to_unsharded, _to_sharded", "one loop per unit while parameters are unchanged"),
         ("_register_post_backward_hook", "one loop over flat arguments"),
-        ("unshard, wait_for_unshard", "fewer calls for plain shards"),
+        ("unshard, wait_for_unshard", "all-gathers with the sizes and views of the previous one"),
         ("mesh_info", "te_fsdp's process group for the all-reduce of HSDP"),
         (
             "pre_backward",

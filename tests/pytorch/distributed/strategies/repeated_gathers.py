@@ -1,0 +1,91 @@
+"""Trainings whose all-gathers are te_fsdp's from the second one on, or FSDP2's throughout."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import harness
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import te_fsdp
+from te_fsdp.upstream import fsdp2_gather
+from te_fsdp.upstream.torch_dtensor import local_of
+
+HIDDEN, TOKENS, STEPS = 256, 32, 5
+
+
+def _model(recipe: str, policy: Any) -> tuple[torch.nn.Module, Any]:
+    """Return the sharded model and its recipe."""
+    import transformer_engine.pytorch as te
+    from quantization.models import recipe_of
+
+    options = {"bias": True, "device": "meta", "params_dtype": torch.float32}
+    made = None if recipe == "none" else recipe_of(recipe)
+    with te.quantized_model_init(enabled=made is not None, recipe=made):
+        model = torch.nn.Sequential(*[te.LayerNormLinear(HIDDEN, HIDDEN, **options) for _ in range(3)])
+    units = [te.LayerNormLinear]
+    te_fsdp.fully_shard(
+        model, te_fsdp.Meshes.build(dp_shard=2), units=units, mp_policy=policy, transport="nccl"
+    )
+    te_fsdp.materialize(model, seed=0)
+    return model, made
+
+
+def _between(model: torch.nn.Module, x: torch.Tensor, step: int) -> None:
+    """Evaluate, or move shards to other memory, as a loop does between two steps."""
+    if step == 1:
+        with torch.inference_mode():
+            model(x)
+    if step == 3:
+        with torch.no_grad():
+            model(x)
+        model.to(harness.device())
+        local_of(model[0].layer_norm_weight).mul_(0.5)
+
+
+def train(recipe: str, casts: bool, stock: bool) -> dict[str, Any]:
+    """Return losses, weights and the number of te_fsdp's all-gathers of five steps."""
+    import transformer_engine.pytorch as te
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if casts else None)
+    (model, made), losses, seen = _model(recipe, policy), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    te_fsdp.main_weights(model, optimizer)
+    dtype = torch.bfloat16 if casts else torch.float32
+    stop = mock.patch.object(fsdp2_gather, "_can_repeat", lambda *_: False)
+    copy_in = fsdp2_gather._Plan.copy_in
+
+    def counted(plan: Any, *args: Any) -> None:
+        seen.append(len(plan.sizes))
+        copy_in(plan, *args)
+
+    with stop if stock else mock.patch.object(fsdp2_gather._Plan, "copy_in", counted):
+        for step in range(STEPS):
+            torch.manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(TOKENS, HIDDEN, dtype=dtype, device=harness.device())
+            with te.autocast(enabled=made is not None, recipe=made):
+                _between(model, x, step)
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    weights = [harness.full(parameter).float() for parameter in model.parameters()]
+    return {"losses": losses, "weights": weights, "gathers": len(seen)}
+
+
+def freed_shards() -> list[bool]:
+    """Return whether the memory of shards that were moved elsewhere is freed before the next all-gather."""
+    model, _ = _model("none", MixedPrecisionPolicy())
+    x = torch.randn(TOKENS, HIDDEN, device=harness.device())
+    for _ in range(3):
+        model(x).sum().backward()
+    before = [weakref.ref(local_of(parameter).untyped_storage()) for parameter in model.parameters()]
+    model._apply(lambda tensor: tensor.clone())
+    gc.collect()
+    return [reference() is None for reference in before]
