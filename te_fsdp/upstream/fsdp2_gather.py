@@ -7,7 +7,8 @@
 #     collective    FSDP2's (``AllGather``), on the streams that FSDP2 chooses
 #     copies out    one kernel, into views that share no version counter with the parameters
 #
-# Units with shards on the CPU or along other dimensions than 0 use FSDP2's functions, as do function transforms.
+# Units with shards on the CPU or along other dimensions than 0 use FSDP2's functions, as do inference mode and function
+# transforms.
 # Private names of FSDP2 (``FSDPParamGroup.unshard``, ``wait_for_unshard``, ``foreach_all_gather``,
 # ``foreach_all_gather_copy_out``), checked with torch 2.11 to 2.15.
 
@@ -42,7 +43,8 @@ class _Plan(NamedTuple):
     sizes: list[int]  #: Number of elements of ``dtype`` of each sent tensor
     #: Indices of sent tensors that are cast before they are copied as bytes, and their new dtype
     cast_first: tuple[list[int], torch.dtype | None]
-    targets: list[torch.Tensor]  #: Views of the gathered tensors: (ranks, size of one rank's part)
+    #: Views of the gathered tensors: (ranks, size of one rank's part); empty until their memory is allocated
+    targets: list[torch.Tensor]
     storages: list[
         tuple[torch.UntypedStorage, int]
     ]  #: Memory of the gathered tensors, with their sizes in bytes
@@ -95,13 +97,13 @@ def repeat_gathers(group: Any) -> None:
 def _unshard(
     group: Any,
     stock: Callable[[bool], None],
-    plans: dict[tuple[bool, bool], _Plan],
+    plans: dict[tuple[bool, bool, int], _Plan],
     async_op: bool = False,
 ) -> None:
     """Run in place of ``FSDPParamGroup.unshard``. Same collective over the ranks of the group's shards."""
     if group._all_gather_result is not None or group._sharded_state is ShardedState.UNSHARDED:
         return
-    now, ranks = pass_of(group), group._all_gather_process_group
+    now, ranks = (*pass_of(group), len(group.fsdp_params)), group._all_gather_process_group
     if now[0] and not group.unshard_in_backward:
         return
     if not _can_repeat(group, now in plans):
@@ -134,6 +136,7 @@ def _can_repeat(group: Any, is_planned: bool) -> bool:
         and group._reshard_after_forward_event is None
         and hasattr(group.comm_ctx, "all_gather_stream")  # set by the first forward
         and getattr(group, "_all_gather_output_fn", None) is _STOCK_COPY_OUT
+        and not torch.is_inference_mode_enabled()  # which would create inference tensors for later steps
         and not torch._C._are_functorch_transforms_active()
         and (is_planned or all(map(_is_ready, group.fsdp_params)))
     )
@@ -141,13 +144,11 @@ def _can_repeat(group: Any, is_planned: bool) -> bool:
 
 def _is_ready(managed: Any) -> bool:
     """Return whether a record has been all-gathered before, along dimension 0."""
-    outputs = managed.all_gather_outputs
     return (
-        bool(outputs)
-        and "_unsharded_param" in managed.__dict__
+        "_unsharded_param" in managed.__dict__
         and managed.fsdp_placement.dim == 0
         and not managed.offload_to_cpu
-        and not any(output.is_inference() for output in outputs)
+        and not any(output.is_inference() for output in managed.all_gather_outputs)
     )
 
 
@@ -157,8 +158,11 @@ def _make_plan(group: Any, sent: list[Sequence[torch.Tensor]]) -> _Plan:
     before, after, hooked = list[torch.dtype](), list[torch.dtype](), []
     for record, tensors in zip(records, sent, strict=True):
         is_plain = type(record.sharded_param._local_tensor) is torch.Tensor
+        dtypes = [(is_plain and record.param_dtype) or tensor.dtype for tensor in tensors]
         before += [tensor.dtype for tensor in tensors]
-        after += [(is_plain and record.param_dtype) or tensor.dtype for tensor in tensors]
+        after += dtypes
+        # A hook may have dropped them, because it sends tensors of other sizes.
+        record.init_all_gather_outputs([tensor.numel() for tensor in tensors], dtypes, ranks, group.device)
         if not is_plain:
             hooked.append(record)
     dtype = after[0] if len(set(after)) == 1 else torch.uint8
@@ -166,21 +170,18 @@ def _make_plan(group: Any, sent: list[Sequence[torch.Tensor]]) -> _Plan:
     cast_first = [
         index for index, source in enumerate(before) if dtype == torch.uint8 and source != after[index]
     ]
+    numels = [tensor.numel() for tensors in sent for tensor in tensors]
     outputs = [record.all_gather_outputs for record in records]
-    gathered = [tensor for several in outputs for tensor in several]
-    # `data` has no version. Autograd would take a new version for a change of saved tensors.
-    views = [tensor.data.view(ranks, -1) for tensor in gathered]
-    targets = [view.view(dtype) for view in views] if dtype == torch.uint8 else views
     return _Plan(
         dtypes=before,
-        numels=[tensor.numel() for tensors in sent for tensor in tensors],
+        numels=numels,
         casts=[record.param_dtype for record in records],
         outputs=outputs,
         dtype=dtype,
-        sizes=[target.shape[1] for target in targets],
+        sizes=[n * sent_as.itemsize // dtype.itemsize for n, sent_as in zip(numels, after, strict=True)],
         cast_first=(cast_first, after[cast_first[0]] if cast_first else None),
-        targets=targets,
-        storages=[(tensor.untyped_storage(), tensor.nbytes) for tensor in gathered],
+        targets=[],
+        storages=[(tensor.untyped_storage(), tensor.nbytes) for several in outputs for tensor in several],
         hooked=hooked,
     )
 
@@ -204,6 +205,10 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
     for storage, size in plan.storages:
         if storage.nbytes() != size:
             storage.resize_(size)
+    if not plan.targets:
+        # `data` has no version. Autograd would take a new version for a change of saved tensors.
+        views = [tensor.data.view(output.shape[0], -1) for several in plan.outputs for tensor in several]
+        plan.targets.extend([view.view(plan.dtype) for view in views] if plan.dtype == torch.uint8 else views)
     with profiler_range(group._with_fqn("FSDP::all_gather_copy_out")), torch.no_grad():
         torch.split_with_sizes_copy(output, plan.sizes, dim=1, out=plan.targets)
     for record in plan.hooked:
