@@ -233,12 +233,10 @@ class BoxedDTensor(DTensor):
     ) -> DTensor:
         """Return an ordinary DTensor of the original tensor. Collective over the mesh, unless nothing changes."""
         mesh = device_mesh or self.device_mesh
-        if (
-            placements is None
-            or not self._needs_values()
-            or (mesh == self.device_mesh and tuple(placements) == tuple(self.placements))
-        ):
+        if placements is None or not self._needs_values():
             return super().redistribute(device_mesh, placements, **options)
+        if mesh == self.device_mesh and tuple(placements) == tuple(self.placements):
+            return boxed_like(super().redistribute(device_mesh, placements, **options), self)
         full = self._original()
         # DTensor's own redistribution takes local tensors for contiguous parts of the tensor. Rows of stacked
         # weights are not, so they are put in order first.

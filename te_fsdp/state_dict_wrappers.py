@@ -22,7 +22,7 @@ from te_fsdp.layout import slices
 from te_fsdp.row_order import refuse_writes_to_copies
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.patches import replace_once
-from te_fsdp.upstream.torch_redistribution import move_strided_shards
+from te_fsdp.upstream.torch_redistribution import gather_uneven_by_axis, move_strided_shards
 from te_fsdp.upstream.torch_rows import after_copies
 
 
@@ -65,9 +65,8 @@ def place_full_tensors(record: str) -> None:
         @functools.wraps(stock)
         def split(self: Any, storage_plan: dict[str, int] | None, items: Any) -> dict[int, list[Any]]:
             # A file of safetensors has one tensor of a name, and torch would drop all pieces but the last one.
-            buckets = stock(self, storage_plan, items)
             last, files = max(storage_plan.values()) if storage_plan else 1, dict[int, list[Any]]()
-            for number, bucket in buckets.items():
+            for number, bucket in stock(self, storage_plan, items).items():
                 count = Counter[str]()
                 for item in bucket:
                     files.setdefault(number + count[item.index.fqn] * last, []).append(item)
@@ -85,6 +84,7 @@ def place_full_tensors(record: str) -> None:
     ):
         replace_once(owner, name, wrap)
     move_strided_shards()
+    gather_uneven_by_axis()
     after_copies(record, refuse_writes_to_copies)
 
 

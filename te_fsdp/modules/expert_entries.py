@@ -23,7 +23,7 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
 from te_fsdp.modules.full_experts import has_other_experts, with_all_experts, wrap_optimizer_loading
-from te_fsdp.modules.state_loading import wrap_verification
+from te_fsdp.modules.state_loading import entries_of_second_names, wrap_verification
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
@@ -105,8 +105,8 @@ def patch_expert_loading() -> None:
             states_of = {key: plain_entry(value) for key, value in _in_model_form(model, state_dict).items()}
             if info.broadcast_from_rank0:
                 # torch broadcasts the values of rank 0's quantized tensors. All ranks quantize them, with one scale.
-                quantized = {k: v for k, v in states_of.items() if _te.is_quantized(v)}
-                states_of |= {key: value.dequantize() for key, value in quantized.items()}
+                values = {k: v.dequantize() for k, v in states_of.items() if _te.is_quantized(v)}
+                states_of = {**entries_of_second_names(model), **states_of, **values}
             if info.broadcast_from_rank0 and has_other_experts(model):
                 # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
                 info = replace(info, cpu_offload=False)

@@ -38,6 +38,8 @@ def _before_load(
     module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *unused: Any
 ) -> None:
     """Check all modules below the loaded module before anything changes."""
+    # torch has a placeholder for each entry that is missing, which TE's modules without parameters cannot read.
+    state_dict.update({key: None for key, value in state_dict.items() if _torch.is_absent_extra_state(value)})
     assign = bool(metadata.get(_ASSIGN))
     # Pending values must be in the weights, because `load_state_dict` copies their data.
     quantize_pending(module, state_dict, prefix)
@@ -54,6 +56,16 @@ def _before_load(
     for name, target in module._parameters.items():
         if target is not None and target.is_meta and prefix + name in state_dict:
             state_dict[prefix + name] = rows_for(target, state_dict[prefix + name])
+
+
+def entries_of_second_names(model: nn.Module) -> dict[str, None]:
+    """Return absent entries ``_extra_state`` of modules with two names: torch broadcasts one. Local operation."""
+    first = {name for name, _ in model.named_modules()}
+    return {
+        f"{_torch.without_wrappers(name)}._extra_state": None
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name not in first and type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def wrap_verification(stock: Any) -> Any:

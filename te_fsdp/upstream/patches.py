@@ -64,6 +64,9 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
             "torch 2.11",
         ),
     ),
+    "module `tensor._redistribute`": (
+        ("_optimize_transform_infos", "all-gathers shards of different sizes over one axis at a time"),
+    ),
     "module `torch.autograd`": (("backward", "`inputs=` of sharded parameters reach the unsharded ones"),),
     "`DTensor`, `torch.utils`": (
         (

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, _redistribute
 from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree
 
+from te_fsdp.upstream.patches import replace_once
 from te_fsdp.upstream.torch_dtensor import shard_dim_of, shifted, strided_shard
 
 _watched = threading.local()
@@ -93,6 +94,26 @@ def move_strided_shards() -> None:
     rules[transposed] = after_transpose
     _tensor_ops.shift_shard_dims_after_insert = after_insert  # type: ignore[assignment]
     _tensor_ops.shift_shard_dims_after_remove = after_remove  # type: ignore[assignment]
+
+
+def gather_uneven_by_axis() -> None:
+    """Let torch all-gather shards of different sizes over one mesh axis at a time. Local, once per process."""
+
+    # torch merges all-gathers if the mesh was flattened, e.g. to a weight mesh. Rows of uneven shards are then wrong.
+    def wrap(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def optimize(transforms: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+            merged = stock(transforms, *args, **kwargs)
+            for item in merged:
+                dim = shard_dim_of(item.src_dst_placements[0])
+                is_merged = hasattr(item, "original_mesh_dims") and dim is not None
+                if is_merged and item.logical_shape[dim] % item.mesh.size():
+                    return transforms
+            return merged
+
+        return optimize
+
+    replace_once(_redistribute, "_optimize_transform_infos", wrap)
 
 
 def _moved(placement: Placement, move: Callable[[int], int]) -> Placement:
