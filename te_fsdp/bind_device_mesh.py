@@ -357,19 +357,20 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)
         module._parameters[name] = replaced[id(parameter)]
-    for hook in _torch.weight_hooks(module):
-        use_local_parameters(hook)
+    use_local_parameters(module)
 
 
-def use_local_parameters(hook: Any) -> None:
-    """Let a hook that computes a weight (``prune``) read local tensors. Its buffers are plain tensors."""
-    stock = type(hook)
+def use_local_parameters(owner: nn.Module) -> None:
+    """Let hooks that compute a weight (``prune``) read local tensors. Their buffers are plain tensors."""
+    for hook in _torch.weight_hooks(owner):
+        stock = type(hook)
 
-    def __call__(self: Any, module: nn.Module, *args: Any) -> Any:
-        with local_parameters(module, module.__dict__[BINDING], is_foreign=True):
-            return stock.__call__(self, module, *args)
+        def __call__(self: Any, module: nn.Module, *args: Any, stock: Any = stock) -> Any:
+            with local_parameters(module, module.__dict__[BINDING], is_foreign=True):
+                return stock.__call__(self, module, *args)
 
-    hook.__class__ = type(stock.__name__, (stock,), {"__call__": __call__, "__module__": stock.__module__})
+        members = {"__call__": __call__, "__module__": stock.__module__}
+        hook.__class__ = type(stock.__name__, (stock,), members)
 
 
 def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
