@@ -39,7 +39,13 @@ from te_fsdp.mesh_checks import check_1d
 from te_fsdp.modules.expert_entries import patch_expert_loading
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
-from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, ResettableModule
+from te_fsdp.modules.mixin import (
+    ForeignModule,
+    MeshModule,
+    OpMeshModule,
+    ResettableModule,
+    local_parameters,
+)
 from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules
 from te_fsdp.modules.state_loading import watch_loading
@@ -351,6 +357,20 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)
         module._parameters[name] = replaced[id(parameter)]
+    use_local_parameters(module)
+
+
+def use_local_parameters(owner: nn.Module) -> None:
+    """Let hooks that compute a weight (``prune``) read local tensors. Their buffers are plain tensors."""
+    for hook in _torch.weight_hooks(owner):
+        stock = type(hook)
+
+        def __call__(self: Any, module: nn.Module, *args: Any, stock: Any = stock) -> Any:
+            with local_parameters(module, module.__dict__[BINDING], is_foreign=True):
+                return stock.__call__(self, module, *args)
+
+        members = {"__call__": __call__, "__module__": stock.__module__}
+        hook.__class__ = type(stock.__name__, (stock,), members)
 
 
 def _register_globally(module: nn.Module, experts: ExpertRange) -> None:

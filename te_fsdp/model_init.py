@@ -382,7 +382,7 @@ def refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
     for name, module in pending:
         if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
             computed.append(f"{name} ({', '.join(type(step).__name__ for step in module)})")
-        computed += [f"{name} ({kind})" for kind in _torch.weight_hook_classes(module)]
+        computed += [f"{name} ({type(hook).__name__})" for hook in _torch.weight_hooks(module)]
     if computed:
         raise InitError(
             f"materialize: {shorten(computed, 3)}: a parametrization on meta",

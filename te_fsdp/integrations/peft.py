@@ -196,8 +196,9 @@ class LoraLinear(nn.Module, _LoraLayer):
             linear: Any = _te.module_class("Linear")
             # TE divides the given size by tp, so pass the global one.
             uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # as nn.Linear and LoRA do
-            a = a or linear(base.in_features * base.tp_size, r, init_method=uniform, **parallel)
-            b = b or linear(r, base.out_features * base.tp_size, init_method=nn.init.zeros_, **parallel)
+            with _te.te().quantized_model_init(enabled=False):  # the base may be built under it
+                a = a or linear(base.in_features * base.tp_size, r, init_method=uniform, **parallel)
+                b = b or linear(r, base.out_features * base.tp_size, init_method=nn.init.zeros_, **parallel)
         self.lora_A[adapter_name], self.lora_B[adapter_name] = a, b
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)

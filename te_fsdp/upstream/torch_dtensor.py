@@ -416,10 +416,10 @@ def is_absent_extra_state(value: object) -> bool:
     return type(value).__name__ == "_EXTRA_STATE"
 
 
-def weight_hook_classes(module: nn.Module) -> list[str]:
-    """Return the classes of hooks that compute a module's weights before its forward: ``weight_norm``, ``prune``."""
-    hooks = map(type, module._forward_pre_hooks.values())
-    return [hook.__name__ for hook in hooks if hook.__module__.startswith("torch.nn.utils.")]
+def weight_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that compute a module's weights before its forward: ``weight_norm``, ``prune``."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
 
 
 # --- optimizers

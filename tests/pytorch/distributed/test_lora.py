@@ -154,6 +154,28 @@ def test_quantized_base_loads_into_a_lora_model(pool, tmp_path):
         assert alike == [True, False, True]
 
 
+def dtypes_of_adapters() -> set[str]:
+    """Return the kinds and dtypes of adapters that are added where the quantized base is built."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    import te_fsdp
+    from te_fsdp.integrations.peft import add_adapters
+
+    meshes = te_fsdp.Meshes.build(tp=2)
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        model = add_adapters(layer(meshes, params_dtype=torch.bfloat16), config())
+    te_fsdp.materialize(te_fsdp.fully_shard(model, meshes), seed=0)
+    adapters = [p.to_local() for n, p in model.named_parameters() if "lora_" in n]
+    return {f"{type(p.detach()).__name__} {p.dtype}" for p in adapters}
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_a_quantized_base_are_not_quantized(pool):
+    for found in pool.run(dtypes_of_adapters, 2):
+        assert found == {"Tensor torch.float32"}
+
+
 def refusals() -> dict[str, str]:
     """Map each case to the error that it raised."""
     import transformer_engine.pytorch as te

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import harness
 import pytest
 import torch
+from strategies.models import CLASSES, HIDDEN, SEED, Model as Blocks, batch
 from torch import nn
+from torch.nn.utils import prune
 
 
 class Scale(nn.Module):
@@ -87,3 +90,44 @@ def _input_of_norm(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("sharded", [False, True], ids=["bound", "sharded"])
 def test_gradients_of_non_te_modules(pool, sharded):
     pool.run(body, 2, sharded=sharded)
+
+
+#: Functions with hooks that compute a module's weight before its forward.
+COMPUTED: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda head: prune.l1_unstructured(head, "weight", 0.5),
+}
+
+
+def error_of_computed_weights(name: str) -> float:
+    """Train three steps under tp and in one process. Return the largest relative error of a tensor of the head."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, tp=2, device_type=harness.device_type())
+    torch.manual_seed(SEED)
+    models = [Blocks("meta", set_parallel_mode=True, **meshes.te_kwargs()), Blocks(harness.device())]
+    for model in models:
+        torch.manual_seed(SEED)
+        model.head = COMPUTED[name](nn.Linear(HIDDEN, CLASSES, device=harness.device()))
+    te_fsdp.materialize(te_fsdp.fully_shard(models[0], meshes, units="blocks.*"), seed=SEED)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for step in range(3):
+        x = batch(step, meshes.data_size, 1)[0]
+        for model, optimizer, data in zip(
+            models, optimizers, (x[meshes.data_rank], x.flatten(0, 1)), strict=True
+        ):
+            model(data).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    mine, wanted = ([*model.head.parameters(), *model.head.buffers()] for model in models)
+    return max(
+        float((harness.full(a.detach()) - b).norm() / b.norm()) for a, b in zip(mine, wanted, strict=True)
+    )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_computed_weights_equal_one_process(pool, name):
+    # fp32: sums in another order
+    assert max(pool.run(error_of_computed_weights, 4, name=name)) < 1e-5
