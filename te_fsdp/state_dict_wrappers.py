@@ -22,7 +22,7 @@ from te_fsdp.layout import slices
 from te_fsdp.row_order import refuse_writes_to_copies
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.patches import replace_once
-from te_fsdp.upstream.torch_redistribution import move_strided_shards
+from te_fsdp.upstream.torch_redistribution import communicate_all_dtypes, move_strided_shards
 from te_fsdp.upstream.torch_rows import after_copies
 
 
@@ -85,6 +85,7 @@ def place_full_tensors(record: str) -> None:
     ):
         replace_once(owner, name, wrap)
     move_strided_shards()
+    communicate_all_dtypes()
     after_copies(record, refuse_writes_to_copies)
 
 

@@ -108,6 +108,12 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
             "the same code with shorter profiler ranges, `_dynamo.disable` and `_spmd_no_typecheck` (torch 2.14)",
         ),
     ),
+    "modules of `torch.distributed.tensor`, `_state_dict_utils`": (
+        (
+            "redistribute_local_tensor, mesh_scatter, mesh_broadcast, _broadcast_tensors",
+            "communicate dtypes that Gloo and NCCL lack (int16) by their bits",
+        ),
+    ),
     "unit that stays gathered": (("unshard", "restores gathered weights after an evaluation"),),
     "modules `_state_dict_utils`, `checkpoint.state_dict`": (
         (

@@ -161,11 +161,9 @@ class Group:
         if self.huggingface.zero_centered == self.te.zero_centered:
             return False
         source, target = next(iter(tensors.values())), next(iter(converted.values()))
-        back, given = (
-            ((target.double() + shift).to(target.dtype) for shift in (1.0, -1.0)),
-            source.to(target.dtype),
-        )
-        return not bool(reduce(torch.logical_or, (value == given for value in back)).all())
+        given = source.to(target.dtype)
+        up, down = ((target.double() + shift).to(target.dtype) == given for shift in (1.0, -1.0))
+        return not bool((up | down).all())
 
 
 @dataclass(frozen=True)
