@@ -172,6 +172,7 @@ def test_zero_centered_gammas_are_converted(caplog):
         )
         assert torch.equal(converted["norm.weight"], source["model.norm.weight"] - 1)
         assert same(dict(to_huggingface(weights, converted)), source)
+        dict(to_huggingface(weights, converted, dtype=torch.bfloat16))  # rounds to the dtype, once
     assert not caplog.records
     source[norm][0] = 0.1  # of which 0.1 - 1 has fewer bits left
     with caplog.at_level(logging.WARNING, "te_fsdp"):

@@ -162,9 +162,11 @@ class Group:
         if self.huggingface.zero_centered == self.te.zero_centered:
             return False
         source, target = next(iter(tensors.values())), next(iter(converted.values()))
-        given = source.to(target.dtype)
-        up, down = ((target.double() + shift).to(target.dtype) == given for shift in (1.0, -1.0))
-        return not bool((up | down).all())
+        # The rounding of values to a narrower dtype is not one of zero-centering.
+        dtype = torch.promote_types(source.dtype, target.dtype)
+        sums = (source.double() + shift for shift in (1.0, -1.0))
+        exact = (value for value in sums if torch.equal(value.to(dtype).double(), value))
+        return not any(torch.equal(value.to(target.dtype), target) for value in exact)
 
 
 @dataclass(frozen=True)
