@@ -250,7 +250,9 @@ def test_components_of_experts_are_written_by_torch_save(
     run(capsys, "convert", tmp_path / "c", tmp_path / "x.pt", "--quantized", "keep")
     written = torch.load(tmp_path / "x.pt", weights_only=True)
     for index in range(2):
-        data = getattr(getattr(experts, f"weight{index}"), "_data" if recipe == "current" else "_rowwise_data")
+        data = getattr(
+            getattr(experts, f"weight{index}"), "_data" if recipe == "current" else "_rowwise_data"
+        )
         assert torch.equal(written[f"weight{index}:{'' if recipe == 'current' else 'rowwise_'}data"], data)
 
 

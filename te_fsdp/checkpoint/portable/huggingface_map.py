@@ -364,7 +364,9 @@ class WeightMap:
             )
         expected, result, cache = self.shapes(te=not to_te), {}, []
         both = ([group.names(te=not to_te, tied=tied) for tied in (False, True)] for group in self.groups)
-        required = [name for one, every in both for name in one if source.keys().isdisjoint({*every} - {*one})]
+        required = [
+            name for one, every in both for name in one if source.keys().isdisjoint({*every} - {*one})
+        ]
         _check(source, expected, required, re.compile(_IGNORED_HUGGINGFACE if to_te else self.ignored_te))
         warned = False
 
