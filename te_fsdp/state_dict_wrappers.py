@@ -18,11 +18,16 @@ from torch.distributed.checkpoint import (
 )
 
 from te_fsdp.boxed_dtensor import BoxedDTensor, order_states
+from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import slices
 from te_fsdp.row_order import refuse_writes_to_copies
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.patches import replace_once
-from te_fsdp.upstream.torch_redistribution import gather_uneven_by_axis, move_strided_shards
+from te_fsdp.upstream.torch_redistribution import (
+    communicate_all_dtypes,
+    gather_uneven_by_axis,
+    move_strided_shards,
+)
 from te_fsdp.upstream.torch_rows import after_copies
 
 
@@ -33,6 +38,8 @@ def place_full_tensors(record: str) -> None:
         @functools.wraps(stock)
         def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             targets = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
+            for key, target in targets.items():
+                _require_same_form(key, full[key].dtype, target)
             boxes = {k: t for k, t in targets.items() if isinstance(t, BoxedDTensor) and t._map is not None}
             uneven: dict[str, Any] = {
                 key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
@@ -55,11 +62,40 @@ def place_full_tensors(record: str) -> None:
         def distribute(local_state_dict: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
             for key in keys:
                 pair = local_state_dict.get(key)
+                if isinstance(pair, tuple):
+                    _require_same_form(key, pair[1].dtype, pair[0])
                 if isinstance(pair, tuple) and isinstance(pair[0], BoxedDTensor) and pair[0]._map is not None:
                     local_state_dict[key] = pair[0].fill(pair[1])
             stock(local_state_dict, keys, *args, **kwargs)
 
         return distribute
+
+    # torch computes one rectangle from the placements. Tensors without a mapping take torch's own way.
+    for owner, name, wrap in (
+        (_state_dict_utils, "_distribute_tensors", place_pairs),
+        (state_dict, "_distribute_state_dict", place_states),
+        (torch.optim.Optimizer, "load_state_dict", _order_loaded),
+    ):
+        replace_once(owner, name, wrap)
+    wrap_plans()
+    move_strided_shards()
+    gather_uneven_by_axis()
+    communicate_all_dtypes()
+    after_copies(record, refuse_writes_to_copies)
+
+
+def wrap_plans() -> None:
+    """Let DCP compare main weights before it loads, and write all pieces into safetensors; once per process."""
+
+    def compare_forms(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def plan(state_dict: dict[str, Any], metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            for key, stored in metadata.state_dict_metadata.items():
+                if (properties := getattr(stored, "properties", None)) is not None:
+                    _require_same_form(key, properties.dtype, state_dict.get(key))
+            return stock(state_dict, metadata, *args, **kwargs)
+
+        return plan
 
     def split_pieces(stock: Any) -> Any:
         @functools.wraps(stock)
@@ -75,17 +111,21 @@ def place_full_tensors(record: str) -> None:
 
         return split
 
-    # torch computes one rectangle from the placements. Tensors without a mapping take torch's own way.
-    for owner, name, wrap in (
-        (_state_dict_utils, "_distribute_tensors", place_pairs),
-        (state_dict, "_distribute_state_dict", place_states),
-        (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", split_pieces),
-        (torch.optim.Optimizer, "load_state_dict", _order_loaded),
-    ):
-        replace_once(owner, name, wrap)
-    move_strided_shards()
-    gather_uneven_by_axis()
-    after_copies(record, refuse_writes_to_copies)
+    replace_once(default_planner, "create_default_local_load_plan", compare_forms)
+    replace_once(hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", split_pieces)
+
+
+def _require_same_form(key: str, saved: torch.dtype, target: Any) -> None:
+    """Raise CheckpointError for remainders of main weights (int16) in place of main weights, or the reverse."""
+    # torch would convert the numbers, and te_fsdp would then begin with the rounded weights, without an error.
+    is_main = key.endswith("master_param") and isinstance(target, torch.Tensor)
+    if is_main and (saved == torch.int16) != (target.dtype == torch.int16):
+        raise CheckpointError(
+            f"{key}: saved {str(saved)[6:]}, this optimizer keeps {str(target.dtype)[6:]}",
+            expected="main weights in one form",
+            why="FusedAdam(store_param_remainders=True) stores 16 bits of each, te_fsdp.shard_optimizer all 32",
+            fix="use the optimizer that saved them",
+        )
 
 
 def _order_loaded(stock: Any) -> Any:

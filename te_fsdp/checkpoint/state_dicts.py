@@ -125,6 +125,13 @@ def _is_extra(name: Any) -> bool:
 
 
 def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
+    # The keys of a checkpoint of te_fsdp, as torch's dcp_to_torch_save writes them.
+    if isinstance(tree, dict) and any(str(key).startswith("optimizer.state.") for key in tree):
+        parts: dict[str, dict[str, Any]] = {}
+        for key, value in tree.items():
+            part, _, name = str(key).partition(".")
+            parts.setdefault(part, {})[name] = value
+        tree = parts
     inner = [*tree.values()] if isinstance(tree, dict) and choices.key is None else []
     if len(inner) == 1 and isinstance(inner[0], dict) and inner[0].keys() & {*_MODEL_KEYS}:
         # One object under its own name, such as {"app": AppState(...)} in torch's tutorials.

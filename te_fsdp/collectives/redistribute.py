@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from te_fsdp.collectives.async_work import Pending, current_stream
 from te_fsdp.errors import PrecisionError
 from te_fsdp.upstream.torch_dtensor import copy_all_
+from te_fsdp.upstream.torch_redistribution import as_bits
 
 
 @dataclass(frozen=True)
@@ -353,7 +354,7 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
     elements. All ranks pass tensors in the same order and with the same shapes.
     """
     small: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor in map(as_bits, tensors):
         # Large tensors are sent alone: packing would copy them twice. Small ones are packed, because each
         # collective has a fixed cost.
         if tensor.numel() > LARGE and tensor.is_contiguous():

@@ -21,6 +21,7 @@ from te_fsdp.collectives.agreement import gather, rank, world_size
 from te_fsdp.modules.extra_state import ExpertEntry
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.torch_redistribution import as_bits
 
 #: Whether torch loads an optimizer, for which it compares the names with those of the rank's parameters.
 _loads: ContextVar[bool] = ContextVar("loads", default=False)
@@ -126,7 +127,7 @@ def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
                 full = _unsharded(local[path], device) if is_mine else None
                 if full is None:
                     full = torch.empty(value.shape, dtype=value.dtype, device=device)
-                dist.broadcast(full, group=group, group_src=source)
+                dist.broadcast(as_bits(full), group=group, group_src=source)
                 value = full.cpu() if to_cpu and keeps else full
             if keeps:
                 _holder(state, path)[path[-1]] = value
@@ -192,7 +193,7 @@ def wrap_optimizer_loading(stock: Any) -> Any:
                     full = torch.empty(value.shape, dtype=value.dtype, device=device)
                     if rank() == 0:
                         full.copy_(flat[path])
-                    dist.broadcast(full, src=0)
+                    dist.broadcast(as_bits(full), src=0)
                     value = full.cpu()
                 if others.isdisjoint(path) and not path[0].startswith(heads):
                     _holder(loaded, path)[path[-1]] = value

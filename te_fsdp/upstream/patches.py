@@ -111,6 +111,12 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
             "the same code with shorter profiler ranges, `_dynamo.disable` and `_spmd_no_typecheck` (torch 2.14)",
         ),
     ),
+    "modules of `torch.distributed.tensor`, `_state_dict_utils`": (
+        (
+            "redistribute_local_tensor, mesh_scatter, mesh_broadcast, _broadcast_tensors",
+            "communicate dtypes that Gloo and NCCL lack (int16) by their bits",
+        ),
+    ),
     "unit that stays gathered": (("unshard", "restores gathered weights after an evaluation"),),
     "modules `_state_dict_utils`, `checkpoint.state_dict`": (
         (
@@ -124,6 +130,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`, `checkpoint.default_planner`": (
         ("_load_state_dict, narrow_tensor_by_index", "quantizes weights read from a different mesh"),
+        ("create_default_local_load_plan", "refuses main weights in another form"),
     ),
     "module `checkpoint.state_dict`": (
         (

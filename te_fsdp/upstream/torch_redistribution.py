@@ -1,4 +1,4 @@
-"""Placements in functions on DTensors: implicit redistribution, ``_StridedShard``.
+"""Redistribution of DTensors: of arguments of functions, of ``_StridedShard``, of dtypes without collectives.
 
 Checked with torch 2.11 to 2.14.
 """
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, _redistribute
+from torch.distributed.tensor import DTensor, Partial, _api, _dispatch, _redistribute, placement_types
 from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree
@@ -22,6 +23,16 @@ from te_fsdp.upstream.patches import replace_once
 from te_fsdp.upstream.torch_dtensor import shard_dim_of, shifted, strided_shard
 
 _watched = threading.local()
+#: Dtypes that Gloo and NCCL do not communicate, such as the remainders of FusedAdam, and dtypes of their sizes
+_BITS = {
+    torch.int16: torch.bfloat16,
+    torch.uint16: torch.bfloat16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+}
 
 
 class MixedOrder(Exception):
@@ -119,3 +130,46 @@ def gather_uneven_by_axis() -> None:
 def _moved(placement: Placement, move: Callable[[int], int]) -> Placement:
     dim = shard_dim_of(placement)
     return placement if dim is None else shifted(placement, move(dim) - dim)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or its view in a dtype of its size that Gloo and NCCL communicate. Local operation."""
+    return tensor.view(_BITS[tensor.dtype]) if tensor.dtype in _BITS else tensor
+
+
+def communicate_all_dtypes() -> None:
+    """Let DTensors and full state dicts communicate all dtypes, by their bits. Local, once per process."""
+
+    def of_bits(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def communicate(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.dtype not in _BITS:
+                return stock(tensor, *args, **kwargs)
+            args = _pytree.tree_map_only(torch.Tensor, as_bits, args)
+            result = stock(as_bits(tensor), *args, **kwargs)
+            return result.view(tensor.dtype) if isinstance(result, torch.Tensor) else result
+
+        return communicate
+
+    def broadcast_bits(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def broadcast(full: dict[str, Any], local: dict[str, Any], keys: Any, *args: Any) -> None:
+            for key in keys:
+                dtype, received = full[key].dtype, local
+                if bits := _BITS.get(dtype):
+                    value, received = full[key], {key: torch.empty(0)}
+                    is_info = isinstance(value, _state_dict_utils._TensorInfo)
+                    full[key] = type(value)(value.size, bits) if is_info else value.view(bits)
+                stock(full, received, [key], *args)
+                if bits and (target := local.get(key)) is not None:
+                    value = received[key].view(dtype)
+                    local[key] = (target, value) if isinstance(target, DTensor) else value
+                    _state_dict_utils._distribute_tensors(local, [key], *args)
+
+        return broadcast
+
+    for owner in (_api, _dispatch, _redistribute):
+        replace_once(owner, "redistribute_local_tensor", of_bits)
+    for name in ("mesh_scatter", "mesh_broadcast"):
+        replace_once(placement_types, name, of_bits)
+    replace_once(_state_dict_utils, "_broadcast_tensors", broadcast_bits)

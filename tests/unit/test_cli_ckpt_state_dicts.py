@@ -26,6 +26,11 @@ TAKEN: dict[str, dict[str, Any]] = {
         **WEIGHTS,
         "optimizers": {"adam": {"state": {0: {"a": torch.ones(40_000)}}, "param_groups": []}},
     },
+    "keys of a checkpoint by dcp_to_torch_save": {
+        **{f"model.{name}": value for name, value in WEIGHTS.items()},
+        "optimizer.state.weight.exp_avg": torch.ones(9000),
+        "delayed.layer:scale_fwd.scale": torch.ones(3),
+    },
     "an optimizer's states": {**WEIGHTS, "optimizer": {0: {"a": torch.ones(40_000)}}},
     "an optimizer next to the weights": {
         **WEIGHTS,

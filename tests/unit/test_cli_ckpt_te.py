@@ -239,6 +239,23 @@ def test_quantized_components_without_formats_are_rejected(
         assert not (tmp_path / target).exists()
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"], indirect=True)
+def test_components_of_experts_are_written_by_torch_save(
+    te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names of the weights of single experts counted as differences from the source."""
+    with te.quantized_model_init(recipe=recipe_of(recipe)):
+        experts = te.GroupedLinear(2, 256, 128, params_dtype=torch.bfloat16)
+    checkpoint.save(tmp_path / "c", experts)
+    run(capsys, "convert", tmp_path / "c", tmp_path / "x.pt", "--quantized", "keep")
+    written = torch.load(tmp_path / "x.pt", weights_only=True)
+    for index in range(2):
+        data = getattr(
+            getattr(experts, f"weight{index}"), "_data" if recipe == "current" else "_rowwise_data"
+        )
+        assert torch.equal(written[f"weight{index}:{'' if recipe == 'current' else 'rowwise_'}data"], data)
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 def test_export_uses_main_weights(
     te: Any, remainders: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

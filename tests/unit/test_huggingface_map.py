@@ -172,6 +172,7 @@ def test_zero_centered_gammas_are_converted(caplog):
         )
         assert torch.equal(converted["norm.weight"], source["model.norm.weight"] - 1)
         assert same(dict(to_huggingface(weights, converted)), source)
+        dict(to_huggingface(weights, converted, dtype=torch.bfloat16))  # rounds to the dtype, once
     assert not caplog.records
     source[norm][0] = 0.1  # of which 0.1 - 1 has fewer bits left
     with caplog.at_level(logging.WARNING, "te_fsdp"):
@@ -253,8 +254,23 @@ def test_tied_weights_that_differ_are_rejected():
         dict(to_huggingface(weights, ours))
     ours["head.weight"] = ours["embedding.weight"].clone()
     assert "lm_head.weight" not in dict(to_huggingface(weights, ours))
-    del ours["head.weight"]
+    embedding = ours.pop("head.weight")
     assert "model.embed_tokens.weight" in dict(to_huggingface(weights, ours))
+    del ours["embedding.weight"]
+    with pytest.raises(CheckpointError, match=r"missing: embedding\.weight\. "):
+        to_huggingface(weights, ours)
+    converted = dict(to_huggingface(weights, {**ours, "head.weight": embedding}))
+    assert torch.equal(converted["model.embed_tokens.weight"], embedding)
+
+
+@pytest.mark.parametrize("config", [GPT2, {**LLAMA, "tie_word_embeddings": True}], ids=["gpt2", "llama"])
+def test_tied_weight_stored_as_the_head_alone_loads(config):
+    weights = hf.WeightMap.build(config)
+    source = tensors(weights, te=False)
+    del source["lm_head.weight"]
+    expected = dict(to_te(weights, source))
+    source["lm_head.weight"] = source.pop(next(iter(source)))
+    assert same(dict(to_te(weights, source)), expected)
 
 
 @pytest.mark.parametrize(

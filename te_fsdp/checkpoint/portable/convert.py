@@ -162,7 +162,8 @@ def check_written(target: Path, contents: Contents) -> None:
     """
 
     def tensors_of(contents: Contents) -> dict[str, str]:
-        tensors = {key: t for key, t in contents.tensors.items() if math.prod(t.shape)}
+        # A file of torch.save has a weight for each expert.
+        tensors = {key: t for key, t in split_experts(contents).tensors.items() if math.prod(t.shape)}
         return {key: f"{dtype_name(t.dtype)} {tuple(t.shape)}" for key, t in tensors.items()}
 
     try:

@@ -61,8 +61,8 @@ ROUNDED = "%s: zero-centering rounded this weight, and perhaps others; it is exa
 class Form:
     """Storage of the parts of a group on one side.
 
-    A name for each part; or one name for all, one below the other; or several names for one part, of which all but the
-    first may be absent (a tied weight).
+    A name for each part; or one name for all, one below the other; or several names for one part, of which all but one
+    may be absent (a tied weight).
     """
 
     names: tuple[str, ...]
@@ -82,13 +82,14 @@ class Form:
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Shape]) -> list[torch.Tensor]:
         """Return the parts, as views if possible; all names of one part must have the same value."""
-        stored = [tensors[name] for name in self.names[: len(parts)]]
-        for name in (name for name in self.names[len(parts) :] if name in tensors):
+        names = [name for name in self.names if name in tensors]
+        stored = [tensors[name] for name in names[: len(parts)]]
+        for name in names[len(parts) :]:
             copies = tensors[name], stored[0]
             bits = (tensor.contiguous().view(torch.uint8) for tensor in copies)  # NaN equals NaN
             if copies[0].dtype != copies[1].dtype or not torch.equal(*bits):
                 raise CheckpointError(
-                    f"{name}: differs from {self.names[0]}",
+                    f"{name}: differs from {names[0]}",
                     expected="the same values, since the Hugging Face model ties the two",
                     fix='untie them in config.json ("tie_word_embeddings": false), or tie them in the model',
                 )
@@ -120,7 +121,7 @@ class Group:
     zeros: Mapping[str, Shape] = field(default_factory=dict)
 
     def names(self, *, te: bool, tied: bool) -> tuple[str, ...]:
-        """Return the names on one side; ``tied``: with the further names of a tied weight, which may be absent."""
+        """Return the names on one side; ``tied``: with the further names of a tied weight."""
         names = (self.te if te else self.huggingface).names
         return (*(names if tied else names[: len(self.parts)]), *(self.zeros if te else ()))
 
@@ -161,11 +162,11 @@ class Group:
         if self.huggingface.zero_centered == self.te.zero_centered:
             return False
         source, target = next(iter(tensors.values())), next(iter(converted.values()))
-        back, given = (
-            ((target.double() + shift).to(target.dtype) for shift in (1.0, -1.0)),
-            source.to(target.dtype),
-        )
-        return not bool(reduce(torch.logical_or, (value == given for value in back)).all())
+        # The rounding of values to a narrower dtype is not one of zero-centering.
+        dtype = torch.promote_types(source.dtype, target.dtype)
+        sums = (source.double() + shift for shift in (1.0, -1.0))
+        exact = (value for value in sums if torch.equal(value.to(dtype).double(), value))
+        return not any(torch.equal(value.to(target.dtype), target) for value in exact)
 
 
 @dataclass(frozen=True)
@@ -362,7 +363,10 @@ class WeightMap:
                 why="Values in fewer bits need scales, which would not be stored",
             )
         expected, result, cache = self.shapes(te=not to_te), {}, []
-        required = [name for group in self.groups for name in group.names(te=not to_te, tied=False)]
+        both = ([group.names(te=not to_te, tied=tied) for tied in (False, True)] for group in self.groups)
+        required = [
+            name for one, every in both for name in one if source.keys().isdisjoint({*every} - {*one})
+        ]
         _check(source, expected, required, re.compile(_IGNORED_HUGGINGFACE if to_te else self.ignored_te))
         warned = False
 

@@ -47,6 +47,7 @@ QUANTIZED = [kind for kind in KINDS if kind != "attention"]
 # One step of AdamW from the same state, with gradients summed in another order: ten chained sums of up to 512 products
 # in fp32, on updates of at most the learning rate.
 NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}  # bf16: a unit in the last place of weights below 1
+NEXT_STEP["remainders"] = 2**16  # all values of remainders, whose weights in bf16 may differ by such a unit
 # Quantized: activations, whose scales belong to other parts of the batch, move a weight by one step of its format; of
 # weights below 1/8 that is 1/64 in E4M3 and 1/24 in E2M1.
 NEXT_STEP |= {"delayed": 1 / 64, "current": 1 / 64, "block": 1 / 64, "mxfp8": 1 / 64, "nvfp4": 1 / 24}
@@ -69,13 +70,13 @@ def skip_one_parameter(pool, recipe):
     if recipe in ("none", "delayed"):
         pytest.skip("TransformerEngine has no grouped kernels for it")
     pool.arch = "9.0" if recipe == "block" else "10.0"  # GPUs have one
-    name = "none" if recipe == "bf16" else recipe
+    name = "none" if recipe in round_trip.BF16 else recipe
     (problem,) = pool.run(bodies.single_grouped_problem, 1, recipe=name, init_group=False)
     if problem:
         pytest.skip(problem)
 
 
-def check_chain(pool, tmp_path, kinds, recipe, sharder, keep, chain):
+def check_chain(pool, tmp_path, kinds, recipe, sharder, keep, chain, **options):
     pool.arch = "9.0" if recipe == "block" else "10.0"  # GPUs have one
     where = {"recipe": recipe, "sharder": sharder, "keep": keep, "directory": str(tmp_path)}
     kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -85,9 +86,8 @@ def check_chain(pool, tmp_path, kinds, recipe, sharder, keep, chain):
     assert first[0]["exported"] == [] and first[0]["trained"] > 0
     for place, axes in enumerate(chain[1:], 1):
         ranks, kind = math.prod(axes.values()), kinds[place % len(kinds)]
-        for found in pool.run(
-            round_trip.load_and_continue, ranks, kind=kind, axes=axes, place=place, env=ENVIRONMENT, **where
-        ):
+        case = {"kind": kind, "axes": axes, "place": place, **where, **options}
+        for found in pool.run(round_trip.load_and_continue, ranks, env=ENVIRONMENT, **case):
             assert found["control"] > 0 and found["wrong"] == [] and found["full"] == [], (axes, found)
             assert found["after"] <= NEXT_STEP[recipe], (axes, found)
 
@@ -108,6 +108,14 @@ def test_high_precision_weights_through_a_chain_of_meshes(pool, tmp_path, kind, 
 def test_fused_adam_state_through_a_chain_of_meshes(pool, tmp_path, sharder):
     """Check the row order of main weights and moments of bf16 weights."""
     check_chain(pool, tmp_path, "gated MLP", "bf16", sharder, False, [{"dp_shard": 2, "tp": 2}, {"tp": 4}])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("broadcast", [False, True], ids=["each", "broadcast"])
+def test_fused_adam_remainders_through_a_chain_of_meshes(pool, tmp_path, broadcast):
+    """Check main weights in int16, which Gloo and NCCL do not communicate."""
+    chain = [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4}, {"tp": 4}]
+    check_chain(pool, tmp_path, "gated MLP", "remainders", "te_fsdp", False, chain, broadcast=broadcast)
 
 
 @pytest.mark.ranks(4)

@@ -16,7 +16,13 @@ ENVIRONMENT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 @pytest.mark.parametrize(
     ("kind", "recipe"),
-    [("experts", "none"), ("experts", "delayed"), ("experts", "mxfp8"), ("one parameter", "mxfp8")],
+    [
+        ("experts", "none"),
+        ("experts", "remainders"),
+        ("experts", "delayed"),
+        ("experts", "mxfp8"),
+        ("one parameter", "mxfp8"),
+    ],
 )
 def test_full_state_dicts_have_all_experts(pool, kind, recipe, sharder):
     """Check that ``full_state_dict=True`` has the experts of all ranks, where rank 0 exported its own experts only."""

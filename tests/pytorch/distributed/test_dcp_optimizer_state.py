@@ -47,3 +47,17 @@ def test_load_after_a_failed_load(pool, kind):
     results = pool.run(optimizer_state.refused_and_loaded, 2, outer="optim", kind=kind)
     expected = {"text": "loaded state dict has a different number of parameter groups"}
     assert all(r == EQUAL | expected | {"groups": True, "unchanged": True} for r in results), results
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("saved", "loaded"), [("remainders", "bf16"), ("bf16", "remainders")])
+def test_main_weights_in_the_other_form_raise(pool, tmp_path, saved, loaded):
+    """Check ``store_param_remainders`` of save and load. The numbers were converted, and the weights used instead."""
+    forms = {"remainders": "int16", "bf16": "float32"}
+    text = f"master_param: saved {forms[saved]}, this optimizer keeps {forms[loaded]}"
+    for found in pool.run(
+        optimizer_state.in_the_other_form, 2, saved=saved, loaded=loaded, directory=str(tmp_path)
+    ):
+        assert found.pop("changed") == []
+        assert set(found) == {"dcp", "full", "broadcast"}
+        assert all(text in error for error in found.values()), found

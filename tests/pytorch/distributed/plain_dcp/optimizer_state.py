@@ -6,8 +6,15 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from plain_dcp.partial_optimizer_state import _equal_after_a_step, _error_of_own_state, _job, _step
+from plain_dcp.round_trip import WHOLE, Job, differing
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -114,3 +121,31 @@ def _values(optimizer: Any) -> list[torch.Tensor]:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
+
+
+def in_the_other_form(saved: str, loaded: str, directory: str) -> dict[str, Any]:
+    """Load main weights as remainders or the reverse, which another optimizer has saved: errors, and changed values."""
+    job, other = (Job("gated MLP", recipe, {"tp": 2}, "te_fsdp", False, 3) for recipe in (saved, loaded))
+    job.step(0)
+    other.step(0)
+    dcp.save({"o": get_optimizer_state_dict(job.model, job.optimizer)}, checkpoint_id=directory)
+    full = get_optimizer_state_dict(job.model, job.optimizer, options=WHOLE)
+    before, outcome = other.values(), {}
+
+    def load_files() -> None:
+        state = {"o": get_optimizer_state_dict(other.model, other.optimizer)}
+        dcp.load(state, checkpoint_id=directory)
+        set_optimizer_state_dict(other.model, other.optimizer, state["o"])
+
+    def load_full(broadcast: bool) -> None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_optimizer_state_dict(other.model, other.optimizer, full, options=options)
+
+    loads = {"dcp": load_files, "full": lambda: load_full(False), "broadcast": lambda: load_full(True)}
+    for name, load in loads.items():
+        outcome[name] = ""
+        try:
+            load()
+        except BaseException as error:  # CheckpointException does not derive from Exception
+            outcome[name] = str(error)
+    return outcome | {"changed": differing(before, other.values())}

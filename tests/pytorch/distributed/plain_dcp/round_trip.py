@@ -25,11 +25,13 @@ HIDDEN, FFN, HEADS, BATCH, SEQUENCE, EXPERTS = 512, 512, 16, 4, 32, 4
 #: Rows of each expert in a rank's part of the batch, of which all formats take full blocks.
 ROWS = 128
 WHOLE = StateDictOptions(full_state_dict=True)
+#: Main weights in fp32, and as the 16 bits that bf16 weights lack (int16, which Gloo and NCCL do not communicate).
+BF16 = ("bf16", "remainders")
 
 
 def recipe_of(name: str) -> Any:
-    """Return the recipe; ``bf16`` is high precision with TE's optimizer."""
-    return None if name == "bf16" else models.recipe_of(name)
+    """Return the recipe; those of :data:`BF16` are high precision with TE's optimizer."""
+    return None if name in BF16 else models.recipe_of(name)
 
 
 EXPERT_KINDS = ("experts", "one parameter")
@@ -140,7 +142,8 @@ class Job:
         else:
             from transformer_engine.pytorch.optimizers import FusedAdam
 
-            self.optimizer = FusedAdam(self.model.parameters(), lr=1e-2, eps=1e-3, master_weights=True)
+            main = {"master_weights": True, "store_param_remainders": recipe == "remainders"}
+            self.optimizer = FusedAdam(self.model.parameters(), lr=1e-2, eps=1e-3, **main)
 
     def _shard_with_torch(self, seed: int) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -279,7 +282,14 @@ def train_and_save(
 
 
 def load_and_continue(
-    kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, directory: str, place: int
+    kind: str,
+    recipe: str,
+    axes: dict[str, int],
+    sharder: str,
+    keep: bool,
+    directory: str,
+    place: int,
+    broadcast: bool = False,
 ) -> dict[str, Any]:
     """Load what the mesh before has saved, compare, save again, and compare the next step."""
     oracle = torch.load(f"{directory}/oracle.pt", weights_only=True)
@@ -295,13 +305,15 @@ def load_and_continue(
         "optimizer": get_optimizer_state_dict(job.model, job.optimizer, options=WHOLE),
     }
     other = Job(kind, recipe, axes, sharder, keep, seed=5)
-    other.take(copy.deepcopy(full), options=WHOLE)  # torch hands on the very step counters
+    # torch hands on the very step counters.
+    given = copy.deepcopy(full) if not broadcast or dist.get_rank() == 0 else {"model": {}, "optimizer": {}}
+    other.take(given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast))
     # High-precision exports are quantized once.
     again = other.values()
     outcome["full"] = [
         k
         for k in differing(values, again)
-        if recipe in ("none", "bf16") or not within_one_step(values[k], again[k], recipe)
+        if recipe in ("none", *BF16) or not within_one_step(values[k], again[k], recipe)
     ]
     job.step(2)
     other.step(2)
