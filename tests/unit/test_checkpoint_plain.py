@@ -85,7 +85,7 @@ def test_invalid_state_dicts_raise_with_a_fix(tmp_path: Path) -> None:
     unclear = {"models": [model], "others": []}, {"optimizer": optimizer}, {"average": model}
     for number, state in enumerate(unclear):
         dcp.save(state, checkpoint_id=tmp_path / f"{number}")
-        with pytest.raises(CheckpointError, match="no state dict found.*te-fsdp ckpt convert has --key"):
+        with pytest.raises(CheckpointError, match="no state dict found.*use te-fsdp ckpt convert --key"):
             checkpoint.load(tmp_path / f"{number}", trained(1)[0])
 
 

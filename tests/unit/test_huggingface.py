@@ -209,9 +209,9 @@ def test_different_layer_option_is_rejected(
 ) -> None:
     config = originals[name].config
     model = TeModel(te, hf.read_config(config), **option)
-    with pytest.raises(CheckpointError, match=rf"something else: .*{text} \(layers\.0"):
+    with pytest.raises(CheckpointError, match=rf"a different function: .*{text} \(layers\.0"):
         hf.load_huggingface(originals[name].state_dict(), model, config=config)
-    with pytest.raises(CheckpointError, match=rf"something else: .*{text} \(layers\.0"):
+    with pytest.raises(CheckpointError, match=rf"a different function: .*{text} \(layers\.0"):
         hf.save_huggingface("nowhere", model, config=config)
 
 

@@ -160,9 +160,9 @@ def test_quantizing_main_weights_gives_the_saved_bytes(pool, arch):
 def test_unfit_delayed_scaling_state(pool, tmp_path):
     outcome = pool.run(format_cases.unfit_delayed_scaling_state, 1, directory=str(tmp_path))[0]
     assert (
-        "4 with another recipe (attention.qkv: fp8_format: saved HYBRID, model has E4M3" in outcome["refused"]
+        "4 with a different recipe (attention.qkv: fp8_format: saved HYBRID, model has E4M3" in outcome["refused"]
     )
-    assert '"mlp": "with another recipe' in outcome["left"]
+    assert '"mlp": "with a different recipe' in outcome["left"]
     assert outcome["wrong"] == []
     (note,) = outcome["notes"]
     assert "delayed-scaling state of 3 module(s) not in the checkpoint: histories start again" in note

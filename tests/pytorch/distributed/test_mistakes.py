@@ -145,7 +145,7 @@ ARGUMENTS = {
         "PlacementError",
         "clip_grad_norm_: parameters: expected a model, or its parameters",
     ),
-    "a_path_for_each_rank": ("CheckpointError", "save: the ranks were given different paths"),
+    "a_path_for_each_rank": ("CheckpointError", "save: the ranks passed different paths"),
     "arguments_of_save_in_another_order": ("CheckpointError", "Fix: pass the path first"),
     "a_state_dict_to_save": (
         "CheckpointError",
@@ -158,7 +158,7 @@ ARGUMENTS = {
     ),
     "a_file_to_load": (
         "CheckpointError",
-        "TARGET --to checkpoint makes one of torch.save or safetensors files",
+        "convert torch.save or safetensors files with te-fsdp ckpt convert",
     ),
     "a_huggingface_folder_to_load": (
         "CheckpointError",

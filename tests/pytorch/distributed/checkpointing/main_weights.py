@@ -79,7 +79,7 @@ def load_without_optimizer(cases: list[tuple[str, str, int, int]], directory: st
         one_step(*batch_of(HIDDEN))
         for other in (model, one):
             loaded = te_fsdp.checkpoint.load(path, other)
-            assert any("its main weights are those of the loaded weights" in note for note in loaded.notes)
+            assert any("its main weights are set to the loaded weights" in note for note in loaded.notes)
         compare(model, one, f"{recipe} {kind}: as loaded")
         for each in (step, one_step):
             _set_zero_learning_rate(each.optimizer)
