@@ -106,7 +106,7 @@ def views_of(
 def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str | None) -> None:
     """Raise CheckpointError for several tensors of one name. Local operation.
 
-    ``shared`` are patterns of names that are allowed. ``stages`` says which stages have the names; ``None``: one model.
+    ``shared`` are patterns of allowed names. ``stages`` describes the stages in the error; ``None``: one model.
     """
     patterns, counts = tuple(shared), Counter(names)
     repeated = [name for name, count in counts.items() if count > 1]

@@ -194,7 +194,7 @@ class _Shared:
         """Let the counts of forwards start from zero when the running backward has ended."""
         if self._backward_id != _torch.backward_id():
             self._backward_id = _torch.backward_id()
-            # A later backward may contain pending forwards, and other ones of their units.
+            # A later backward may contain pending forwards, and further forwards of their units.
             _autograd.at_end_of_backward(lambda: None if self.pending() else self.forwards.clear())
 
     def is_recording(self) -> bool:
@@ -244,7 +244,7 @@ class _Pending:
                 if self.waits
                 else "a second backward of this unit",
                 why="Graphs of units share memory, so that the values of this forward may be overwritten",
-                fix="leave the unit out of te_fsdp.graphed_units(model, units=...)",
+                fix="omit the unit from te_fsdp.graphed_units(model, units=...)",
             )
         if self._shared.last_backward != self.recording.order + 1:
             # [Note: gradients of weights] expects the unit in between
@@ -302,7 +302,7 @@ class _Unit:
         pending = self.shared.pending()
         last = pending[-1].recording if pending else None
         alive = [node.recording for node in pending]
-        # A recorded forward whose backward never ran is of no use.
+        # A recorded forward whose backward never ran cannot be used.
         self.recordings = [r for r in self.recordings if r.is_complete or r in alive]
         for recording in self.recordings:
             # [Note: order of replays]: only later recordings of the generation that is pending.
@@ -417,8 +417,8 @@ class GraphedUnits:
             self._shared.why_eager[name] = 'strategy="no_shard", so that it is not an FSDP2 unit'
             _log.warning("graphed_units: %s runs eagerly: %s", name, self._shared.why_eager[name])
         if recorder is None:
-            self._shared.why_eager |= dict.fromkeys(names, f"there are no CUDA graphs on {device.type}")
-            _log.warning("graphed_units: units run eagerly: there are no CUDA graphs on %s", device.type)
+            self._shared.why_eager |= dict.fromkeys(names, f"CUDA graphs are not available on {device.type}")
+            _log.warning("graphed_units: units run eagerly: CUDA graphs are not available on %s", device.type)
             return
         for name in names:
             graphed = _Unit(self._shared, name, state.modules[name])

@@ -136,8 +136,8 @@ class UnreducedGradients(Component):
         self, parameter: torch.Tensor, source: Any, group: Any = None, owner: Component | None = None
     ) -> None:
         """Mark a parameter with an unreduced gradient. Local operation."""
-        # A later microbatch of the same step: `seen` stays the `.grad` of the first one, by which clearing is
-        # noticed.
+        # A later microbatch of the same step: `seen` stays the `.grad` of the first one, which shows whether it was
+        # cleared.
         if id(parameter) in self._marked:
             return
         self._marked[id(parameter)] = _Marked(parameter, source, group, owner, self._set_marker(parameter))

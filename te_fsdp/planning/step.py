@@ -318,7 +318,7 @@ def traffic_of(
     for weight in weights:
         shards = sizes.dp_shard * sizes.cp * (1 if weight.experts else sizes.ep)
         storage, times = weight.storage, 1 if weight.storage.reduce == "last" else job.microbatches
-        gradient = weight.unsharded * weight.wire
+        gradient = weight.unsharded * weight.sent_itemsize
         if storage.is_replicated:
             ranks = shards * replicas
             # An all-reduce receives each element twice: in its reduce-scatter and in its all-gather.

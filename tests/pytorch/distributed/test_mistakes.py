@@ -208,7 +208,7 @@ RANKS = {
     ),
     "frozen_on_one_rank": (
         "MeshError",
-        "other parameters are trained on some ranks: expected the same requires_grad on all ranks of the "
+        "different parameters are trained on some ranks: expected the same requires_grad on all ranks of the "
         "model, got "
         "head.weight trained on rank 1, frozen on rank 0",
     ),
@@ -263,7 +263,7 @@ def test_change_on_one_rank_raises(pool):
     found, other = pool.run(ranks.change_on_one_rank, 2, timeout=60)
     assert other == {}
     words = {
-        "recipe": "te_fsdp.forward under another recipe than before: rank 1 has not called it",
+        "recipe": "te_fsdp.forward under a different recipe than before: rank 1 has not called it",
         "frozen": "On this rank: head.weight was frozen.",
         "evaluation": "te_fsdp.forward in evaluation: rank 1 has not called it",
     }
