@@ -25,7 +25,7 @@ RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-train:  ## set up, train the example, save, resume on another mesh
+train:  ## set up, train the example, save, resume on a different mesh
 	@scripts/setup.sh example
 	@scripts/train.sh $(PY) $(ARGS)
 

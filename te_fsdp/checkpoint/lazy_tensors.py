@@ -430,9 +430,7 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         metadata = file.metadata() or {}
         # torch's HuggingFaceStorageWriter writes one such file for each rank.
         if "DCP_SHARDING_INFO" in metadata and path.name.startswith("shard-"):
-            raise CheckpointError(
-                f"{path}: has one rank's parts of tensors", expected="full tensors", fix=_JOIN
-            )
+            raise CheckpointError(f"{path}: one rank's parts of tensors", expected="full tensors", fix=_JOIN)
         # In the order of the file, so that reading all of them is sequential.
         return {key: InMemory(file.get_tensor(key)) for key in file.offset_keys()}, metadata
 

@@ -204,9 +204,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         if verify:
             _verify_together(path, manifest)
         elif manifest.format_version < SUMS_PIECES and rank() == 0:
-            text = (
-                "%s: format without checksums of pieces: only load(..., verify=True) detects damaged tensors"
-            )
+            text = "%s: a format without piece checksums: only load(..., verify=True) detects damaged tensors"
             _log.info(text, path)
         source = _own_source(path, manifest, model, is_verified=verify)
         _name_rows(source)

@@ -174,7 +174,6 @@ def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[
 
 
 def _refuse(source: Source, diff: Differences) -> None:
-    """Raise if there are differences."""
     # No agreement is needed: ``over_all_ranks`` has given all ranks the same differences.
     if not diff:
         return

@@ -58,8 +58,6 @@ InputDescriptions = dict[str, tuple[str, int]]
 
 @dataclass
 class _InputCheck:
-    """A root's check."""
-
     tp_mesh: DeviceMesh | None  #: Inputs are compared over its ranks
     cp_mesh: DeviceMesh | None = None  #: Inputs must be parts of the same sequences on its ranks
     every: bool = False  #: Whether every forward compares, not only new shapes

@@ -200,7 +200,7 @@ class GraphedStep:
         self._drop()
         self._recorder = recorder_for(self._device, generators)
         if self._recorder is None:
-            self._run_eagerly(f"CUDA graphs are not available on {self._device.type}")
+            self._run_eagerly(f"there are no CUDA graphs on {self._device.type}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Run one step with the arguments of ``forward_backward``. Same collectives as the eager step.

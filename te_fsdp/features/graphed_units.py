@@ -164,8 +164,6 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
 # generation may be replayed, and backwards run in reverse order. Other forwards run eagerly, which is always correct.
 # A pending unit whose autograd graph is freed is not pending any more.
 class _Shared:
-    """State that the units of a model share."""
-
     def __init__(
         self, device: torch.device, recorder: CudaRecorder, memory: list[FixedMemory], warmup: int
     ) -> None:
@@ -260,8 +258,6 @@ class _Pending:
 
 
 class _Unit:
-    """A unit and its recordings."""
-
     def __init__(self, shared: _Shared, name: str, unit: nn.Module) -> None:
         self.name, self.module, self.forward = name, unit, unit.forward
         self.shared, self.why = shared, ""
@@ -417,8 +413,8 @@ class GraphedUnits:
             self._shared.why_eager[name] = 'strategy="no_shard", so that it is not an FSDP2 unit'
             _log.warning("graphed_units: %s runs eagerly: %s", name, self._shared.why_eager[name])
         if recorder is None:
-            self._shared.why_eager |= dict.fromkeys(names, f"CUDA graphs are not available on {device.type}")
-            _log.warning("graphed_units: units run eagerly: CUDA graphs are not available on %s", device.type)
+            self._shared.why_eager |= dict.fromkeys(names, f"there are no CUDA graphs on {device.type}")
+            _log.warning("graphed_units: units run eagerly: there are no CUDA graphs on %s", device.type)
             return
         for name in names:
             graphed = _Unit(self._shared, name, state.modules[name])

@@ -102,8 +102,6 @@ def is_marker(gradient: torch.Tensor | None) -> bool:
 
 
 class _Marked(NamedTuple):
-    """A parameter with an unreduced gradient."""
-
     parameter: torch.Tensor
     source: Any  #: ``FSDPParam``, or ``Slot`` of ``replicated_gradients.py``
     group: Any  #: ``FSDPParamGroup``, or ``None``
@@ -173,7 +171,6 @@ class UnreducedGradients(Component):
         return state.names()
 
     def _name(self, key: int) -> str:
-        """Return the name of a parameter by its ``id``."""
         return self.names().get(key, "a parameter")
 
     def unmark(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -47,8 +47,6 @@ class Peak:
 
 @dataclass(frozen=True)
 class _Unit:
-    """One FSDP2 unit with its weights."""
-
     name: str  #: FQN; empty for the root
     weights: Sequence[Weight]  #: Its own weights, without those of nested units
     saved: int = 0  #: Bytes that all modules in it save for backward, including nested units

@@ -229,7 +229,7 @@ def test_format_2_checkpoints_load_without_tensor_checksums(
     with caplog.at_level("INFO", "te_fsdp"):
         checkpoint.load(path, model, optimizer)
     assert [r.message for r in caplog.records].count(
-        f"{path}: format without checksums of pieces: only load(..., verify=True) detects damaged tensors"
+        f"{path}: a format without piece checksums: only load(..., verify=True) detects damaged tensors"
     ) == 1
     expected, want_optimizer = training(0)
     assert digest(model, optimizer) == digest(expected, want_optimizer)
@@ -339,7 +339,7 @@ def test_delayed_scaling_state_of_wrong_shape_is_rejected_before_changes(
     )
     model = build(1)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(CheckpointError, match="a history of 8 steps of as many tensors"):
+    with pytest.raises(CheckpointError, match="a history of 8 steps for as many tensors"):
         checkpoint.load(tmp_path / "a", model)
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 

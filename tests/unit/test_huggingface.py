@@ -286,7 +286,7 @@ def test_export_of_a_state_dict_requires_layer_options(
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     sharded["norm.weight"] = DTensor.from_local(sharded["norm.weight"], mesh, run_check=False)
     with pytest.raises(
-        CheckpointError, match=r"unknown options.*Fix: te_fsdp\.checkpoint\.save_huggingface\(path, model"
+        CheckpointError, match=r"unknown options.*Fix: use te_fsdp\.checkpoint\.save_huggingface\(path, model"
     ):
         hf.export_huggingface(sharded, tmp_path / "x", config=config)
     with pytest.raises(CheckpointError, match=r"norm.weight is a DTensor.*save_huggingface\(path, model"):

@@ -236,9 +236,6 @@ def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tens
     if not isinstance(source, Mapping) or not all(
         isinstance(t, torch.Tensor | Lazy) for t in source.values()
     ):
-        fix = (
-            "pass model.state_dict(); for a sharded model, use te_fsdp.checkpoint.save_huggingface(path, model, "
-            "config=...)"
-        )
+        fix = "pass model.state_dict(); if sharded, use te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
         raise CheckpointError(f"Hugging Face model: {type(source).__name__}, not tensors by name", fix=fix)
     return source, config, Path("tensors in memory")

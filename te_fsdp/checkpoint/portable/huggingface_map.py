@@ -414,7 +414,7 @@ def _check(
     problems += [f"unexpected: {shorten(unexpected, 20)}"] if unexpected else []
     fix = "compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) with the model"
     of_model = (
-        "for a sharded or quantized model, use te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
+        "use te_fsdp.checkpoint.save_huggingface(path, model, config=...) for a sharded or quantized one"
     )
     for name in source.keys() & shapes.keys():
         tensor, shape = source[name], tuple(source[name].shape)

@@ -224,7 +224,6 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         return [rename(name) for name in group.names(te=False, tied=False) for rename in named]
 
     def _bytes(self, group: Group) -> int:
-        """Return the bytes that are sent for a group."""
         return sum(self._plan.described[name].bytes for name in tensors_of(group, self._plan))
 
     @torch.no_grad()
@@ -308,7 +307,7 @@ def _check_options(format: object, receiver: object, bucket_bytes: object, since
     for name, given, fits, expected in (
         ("format", format, format in formats, " or ".join(map(repr, formats))),
         ("receiver", receiver, is_known, f"None, or ranks below {most}"),
-        ("bucket_bytes", bucket_bytes, is_count, "a number of bytes above 0"),
+        ("bucket_bytes", bucket_bytes, is_count, "a positive byte count"),
     ):
         if not fits:
             raise CheckpointError(f"iter_weights: {name}", expected=expected, got=repr(given))
@@ -414,9 +413,7 @@ def save_folder(
 def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: int) -> None:
     """Write all tensors of a stream that has not started. Collective over the world."""
     if type(max_file_bytes) is not int or max_file_bytes < 1:
-        raise CheckpointError(
-            "max_file_bytes", expected="a number of bytes above 0", got=repr(max_file_bytes)
-        )
+        raise CheckpointError("max_file_bytes", expected="a positive byte count", got=repr(max_file_bytes))
     stream.start()
     ranks, tensors = world_size(), stream.tensors
     # More files than max_file_bytes requires, so that all ranks write, unless files would become small.

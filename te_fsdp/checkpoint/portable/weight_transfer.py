@@ -95,7 +95,6 @@ class _Dequantized(Lazy):
         self._local, self._box = local, box
 
     def on_device(self) -> torch.Tensor:
-        """See :meth:`Lazy.on_device`."""
         return self._local.dequantize()[self._box.local_slices()]
 
 
@@ -295,9 +294,7 @@ def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[s
         and owned.info.coordinates.tp_size > 1
     ]
     if weights.differences:
-        problems.append(
-            f"layers that would compute a different function: {shorten([*weights.differences], 20)}"
-        )
+        problems.append(f"layers with a different function: {shorten([*weights.differences], 20)}")
     if cut:
         problem = "gate above up, sharded by tensor parallelism as one block (use expert parallelism)"
         problems.append(f"{problem}: {shorten(cut, 20)}")

@@ -178,7 +178,7 @@ def layer_with_parallel_mode() -> bool:
     for name in ("up", "down", "plain"):
         whole = nn.functional.linear(whole, weights[f"{name}.weight"], weights[f"{name}.bias"])
     whole.square().sum().backward()
-    # Sums of up to 32 fp32 products in another order; gradients around 1.
+    # Sums of up to 32 fp32 products in a different order; gradients around 1.
     return all(torch.allclose(results[name], w.grad, rtol=1e-4, atol=1e-4) for name, w in weights.items())
 
 

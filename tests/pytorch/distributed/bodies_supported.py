@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-#: Sums of fp32 in another order, of values near 1: seen 2e-7.
+#: Sums of fp32 in a different order, of values near 1: seen 2e-7.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 

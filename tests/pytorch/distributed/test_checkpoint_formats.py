@@ -49,8 +49,8 @@ def saved(tmp_path_factory) -> Saved:
     return Saved(str(tmp_path_factory.mktemp("formats")))
 
 
-# Losses of the meshes are losses of bf16 activations, quantized to 8 or 4 bits: sums in another order move a loss by
-# a few units in the last place of bf16.
+# Losses of the meshes are losses of bf16 activations, quantized to 8 or 4 bits: sums in a different order move a loss
+# by a few units in the last place of bf16.
 TOLERANCE = 2**-6
 ORIGINS = {"one": ["dp2xtp2"], "dp4": ["tp4", "one"], "tp2": ["dp4"], "tp4": ["dp4", "hsdp2x2"]}
 ORIGINS |= {
@@ -160,7 +160,8 @@ def test_quantizing_main_weights_gives_the_saved_bytes(pool, arch):
 def test_unfit_delayed_scaling_state(pool, tmp_path):
     outcome = pool.run(format_cases.unfit_delayed_scaling_state, 1, directory=str(tmp_path))[0]
     assert (
-        "4 with a different recipe (attention.qkv: fp8_format: saved HYBRID, model has E4M3" in outcome["refused"]
+        "4 with a different recipe (attention.qkv: fp8_format: saved HYBRID, model has E4M3"
+        in outcome["refused"]
     )
     assert '"mlp": "with a different recipe' in outcome["left"]
     assert outcome["wrong"] == []

@@ -15,7 +15,7 @@ from te_fsdp.cli import main
 
 DP2_TP2 = {"dp_shard": 2, "tp": 2}
 ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-# fp32: as in the parity tests, ten chained sums of up to 256 products in another order. bf16: activations are
+# fp32: as in the parity tests, ten chained sums of up to 256 products in a different order. bf16: activations are
 # rounded to 8 bits, so that a loss may move by a unit in the last place.
 TOLERANCE = {"adamw": 1e-5, "fused": 2**-8}
 

@@ -23,7 +23,7 @@ from tests.unit.documented import ROOT
 
 #: (page, number of its block) -> words that it prints.
 PRINTED = {
-    ("README.md", 0): ["train: done; a run resumed on another mesh"],
+    ("README.md", 0): ["train: done; a run resumed on a different mesh"],
     ("docs/emulation.md", 0): ["emulated Linear (4, 16)"],
     ("docs/install.md", 0): ["Versions", "transformer_engine"],
     ("docs/install.md", 1): ["Versions", "transformer_engine"],

@@ -112,7 +112,7 @@ def test_resume_on_a_different_mesh_is_close(setting, pool, single_process, tmp_
     assert list(other) == list(range(HALF, STEPS))
     for step, loss in other.items():
         assert abs(loss - found[step]) < TOLERANCE, (step, other, found)
-    assert other != {step: found[step] for step in other}, "bit-equal: was it really another mesh?"
+    assert other != {step: found[step] for step in other}, "bit-equal: was it really a different mesh?"
 
 
 @pytest.mark.parametrize("setting", [adamw])

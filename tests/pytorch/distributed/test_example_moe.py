@@ -165,7 +165,7 @@ def compare(found: list[float], expected: list[float]) -> None:
 def test_losses_on_expert_parallel_ranks(single_process):
     one, parted, _ = single_process
     compare(parted, one)
-    assert parted != one, "bit-equal: was it really another mesh?"
+    assert parted != one, "bit-equal: was it really a different mesh?"
     assert one[-1] < one[0] - 0.3
 
 

@@ -115,5 +115,5 @@ def test_capacity_limits_and_rounding(meshes):
     assert (route.rows == route.unused).tolist() == [[False, True], [False, False], [False, True]]
     with pytest.raises(te_fsdp.InputError, match="flatten the batch dims"):
         dispatcher.dispatch(torch.zeros(2, 3, 4), torch.zeros(2, 3, 1, dtype=torch.long))
-    with pytest.raises(te_fsdp.PlacementError, match="capacity must be a number of at least 1"):
+    with pytest.raises(te_fsdp.PlacementError, match="capacity: expected an integer of at least 1"):
         kind(meshes, 2, 0)

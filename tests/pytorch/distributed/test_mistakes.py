@@ -162,7 +162,7 @@ ARGUMENTS = {
     ),
     "a_huggingface_folder_to_load": (
         "CheckpointError",
-        "Fix: te_fsdp.checkpoint.load_huggingface reads folders",
+        "Fix: use te_fsdp.checkpoint.load_huggingface for folders",
     ),
     "weight_norm_on_meta": (
         "InitError",

@@ -190,7 +190,7 @@ def both_forms(
         _compare(checks, f"gradient {step}", *(by_expert(model, "gradient") for model in models))
         norms = [te_fsdp.clip_grad_norm_(model.parameters(), 1e9) for model in models]  # scales nothing
         # fp32 sums of at most 2^17 squares, in at least 64 lanes: 2^11 roundings of 2^-24 each, halved by the root.
-        checks.close(f"norm {step}", *norms, rtol=2**-14, why="fp32 sums in another order")
+        checks.close(f"norm {step}", *norms, rtol=2**-14, why="fp32 sums in a different order")
         for item in optimizers:
             item.step()
             item.zero_grad()

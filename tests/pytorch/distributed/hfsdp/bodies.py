@@ -17,8 +17,8 @@ from hfsdp.models import ADAM, Case, Run
 from hfsdp.quantized_transfers import large_from
 
 STEPS = 2  # the second with the state that the first has made
-#: fp32 sums in another order over 24 x 8 tokens, through two optimizer steps (Adam with eps 1e-3).
-CLOSE = {"rtol": 1e-5, "why": "fp32, sums in another order, two steps"}
+#: fp32 sums in a different order over 24 x 8 tokens, through two optimizer steps (Adam with eps 1e-3).
+CLOSE = {"rtol": 1e-5, "why": "fp32, sums in a different order, two steps"}
 
 
 def parity_with_large_tensors(axes: dict[str, int], cases: list[dict[str, Any]]) -> list[int]:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Partial
 
 from hfsdp.quantized_transfers import logged
 
-#: SGD steps of 0.1 with fp32 gradients, added up over ranks in another order.
-CLOSE = {"rtol": 1e-5, "why": "fp32: sums over 2 ranks and 3 rows in another order, a few SGD steps"}
+#: SGD steps of 0.1 with fp32 gradients, added up over ranks in a different order.
+CLOSE = {"rtol": 1e-5, "why": "fp32: sums over 2 ranks and 3 rows in a different order, a few SGD steps"}
 SGD = {"lr": 0.1, "momentum": 0.9}
 
 

@@ -43,7 +43,7 @@ GEMMS = {
     "transformer": 4,
     "grouped": 2,
 }
-#: fp32: ten chained sums of up to 1024 products added in another order, sqrt(1024) * 2^-24 = 2e-6 each.
+#: fp32: ten chained sums of up to 1024 products added in a different order, sqrt(1024) * 2^-24 = 2e-6 each.
 FP32 = 1e-5
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 WIDTH, ROWS = 16, 8
-# fp64: some hundred sums of up to 512 products of size 1, added in another order (2^-53 each).
+# fp64: some hundred sums of up to 512 products of size 1, added in a different order (2^-53 each).
 FP64 = 1e-12
-WHY_FP64 = "fp64: sums added in another order, through three evaluations of a step"
+WHY_FP64 = "fp64: sums added in a different order, through three evaluations of a step"
 
 
 class Net(nn.Module):

@@ -80,7 +80,9 @@ def trained(strategy: str | None, form: str, marked: bool) -> list[float]:
             float(te_fsdp.clip_grad_norm_(model, 0.5)),
             float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5)),
         ]
-        assert abs(norms[0] - norms[1]) < 1e-5 * norms[1], norms  # fp32 sums of few terms in another order
+        assert abs(norms[0] - norms[1]) < 1e-5 * norms[1], (
+            norms
+        )  # fp32 sums of few terms in a different order
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

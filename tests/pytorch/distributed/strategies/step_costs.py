@@ -101,7 +101,7 @@ def two_forwards(axes: dict[str, int], sharder: str) -> dict[str, int]:
     del first
     counts["nodes"] = _nodes_after_steps(model, x)
     for name, gradient in both.items():
-        checks.close(name, gradient, apart[name], 1e-5, "fp32: sums of a few products in another order")
+        checks.close(name, gradient, apart[name], 1e-5, "fp32: sums of a few products in a different order")
     checks.require(18)
     return counts
 
