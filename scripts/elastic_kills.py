@@ -89,7 +89,7 @@ class Options:
 
 @dataclass
 class Kill:
-    """One of them, and what came of it."""
+    """One of them, and its result."""
 
     phase: str
     hit: str
@@ -220,7 +220,7 @@ class Killer:
     def __init__(self, job: Job) -> None:
         self.job, self.draw = job, random.Random(job.options.seed)
         self.kills: list[Kill] = []
-        self.back_at: list[float] = []  # when nodes come back
+        self.back_at: list[float] = []  # when nodes return
 
     def wait(self, what: str, ready: Callable[[], bool], most: float | None = None) -> bool:
         """Wait until it is ready; False where the job has ended before."""

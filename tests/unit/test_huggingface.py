@@ -435,7 +435,7 @@ def test_huggingface_page_runs(
 
 
 def test_tied_weights_that_differ_in_the_files_are_rejected(te: Any, originals: dict[str, nn.Module]) -> None:
-    # Only reading the values tells.
+    # Only reading the values shows it.
     model = TeModel(te, hf.read_config(originals["llama-tied-biased"].config))
     before = {key: value.clone() for key, value in model.named_parameters()}
     broken = dict(originals["llama-tied-biased"].state_dict())

@@ -265,7 +265,7 @@ def optimizers_that_step_in_backward() -> bool:
 
 
 def parameters_after_an_evaluation() -> bool:
-    """Read, written to, clipped and given to an optimizer while weights stay gathered: as where none do (ZeRO-3)."""
+    """Read, written to, clipped and passed to an optimizer while weights stay gathered: as where none do (ZeRO-3)."""
     results = []
     for strategy in ("optim_grads_params", "optim", "optim_grads"):
         model, losses = make_sharded(strategy), []

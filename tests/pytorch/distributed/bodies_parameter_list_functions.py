@@ -112,7 +112,7 @@ def clip_by_norm_of_a_different_mesh(axes: dict[str, int], strategy: str) -> dic
     saved, before = [t.clone() for t in locals_of], [full(p.grad).clone() for p in parameters]
     sharded = [p.grad for p in parameters if isinstance(p, DTensor)]
     wrong, control = [], []
-    # A set's order would differ between ranks: each rank's tensor-parallel mesh has another hash.
+    # A set's order would differ between ranks: each rank's tensor-parallel mesh has a different hash.
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in sharded):
         norm = utils.get_total_norm([gradient for gradient in sharded if gradient.device_mesh == mesh])
         limit = 0.5 * float(full(norm))

@@ -49,7 +49,7 @@ def gradients_are_equal(sharded: nn.Module, plain: nn.Module) -> bool:
         actual, own = parameter.grad, wanted[name].grad
         if actual is None or own is None or not own.any() or not torch.allclose(full(actual), own, **CLOSE):
             return False
-        # The negative control: this rank's own gradient, or twice the mean, would be noticed.
+        # The negative control: this rank's own gradient, or twice the mean, would be detected.
         assert not torch.allclose(2 * full(actual), own, **CLOSE)
     return True
 

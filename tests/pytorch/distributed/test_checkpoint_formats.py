@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 )
 def test_same_format_on_a_different_mesh(pool, saved, mesh, recipe, request):
     origins = list(ORIGINS[mesh])
-    if mesh == "one":  # loads also what uneven shards hold, and eight ranks
+    if mesh == "one":  # also loads uneven shards, on eight ranks
         origins += LARGE if is_full(request.config) else LARGE[1:] if recipe == "current" else ()
     fits = [name for name in origins if recipe in ("current", "delayed") or name not in UNEVEN]
     names = [name for name in fits if ranks(name) <= pool.max_ranks]
@@ -126,7 +126,7 @@ def test_load_into_a_different_format(pool, saved, origin, mesh, master, arch, r
     pairs = PLAIN + BETWEEN
     if not is_full(request.config):
         pairs = pairs[matrix_seed % 2 :: 2]
-        if not master:  # what stands in for the main weights, and how it is quantized, is the same for all
+        if not master:  # replacement for the main weights, and how it is quantized, is the same for all
             pairs = pairs[matrix_seed // 2 % 2 :: 2]
     pairs = [pair for pair in pairs if on(arch, list(pair)) == list(pair)]
     where = {"directory": saved.directory, "name": origin, "pairs": pairs, "master": master}

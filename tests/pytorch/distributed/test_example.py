@@ -95,7 +95,7 @@ def test_example_trains(setting, single_process):
 def test_resume_on_the_same_mesh_is_bitwise_equal(setting, pool, single_process, tmp_path):
     found, checkpoint = single_process
     options, ranks, mesh = setting
-    # Named by their folder: the newest whole one is taken, not what is left of a save that did not end.
+    # Named by their folder: the newest complete one is used, not the rest of a save that did not end.
     folder = tmp_path / "checkpoints"
     shutil.copytree(checkpoint, folder / checkpoint.name)
     (folder / f"step-{STEPS}").mkdir()

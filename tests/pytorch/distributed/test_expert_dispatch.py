@@ -51,7 +51,7 @@ def test_a_large_capacity_drops_nothing(pool):
 
 @pytest.mark.ranks(2)
 def test_dispatch_in_graphed_steps(pool, device_type):
-    """Replays send tokens where the routing of their own step says: bits of the plain loop, values of one process.
+    """Replays send tokens according to the routing of their own step: bits of the plain loop, values of one process.
 
     On the CPU a replay runs the captured operations without their Python, on GPUs a CUDA graph. Negative controls: a
     capacity for the tokens of both ranks; and steps that drop different numbers of copies.

@@ -1,6 +1,6 @@
 """Examples of other frameworks, compared with the native training loop.
 
-Losses are equal to the bit. Runs are resumed on the same mesh and on another one.
+Losses are equal to the bit. Runs are resumed on the same mesh and on a different one.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import bodies_mistakes as bodies
 import bodies_wrong_arguments as arguments
 import pytest
 
-# mistake -> class, what its text must say
+# mistake -> class, required part of its text
 ERRORS = {
     "a_new_head_after_sharding": (
         "OrderError",

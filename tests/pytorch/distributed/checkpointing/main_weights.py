@@ -1,4 +1,4 @@
-"""Bodies: loads into optimizers that are not given, or have no main weights of their own."""
+"""Bodies: loads into optimizers that are not passed, or have no separate main weights."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Block(nn.Module):
         options = {"params_dtype": torch.bfloat16, "device": device, "bias": bias}
         options |= {"single_grouped_weight": single, "single_grouped_bias": single and bias, **te_kwargs}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # experimental, says TE
+            warnings.simplefilter("ignore")  # experimental according to TE
             self.fc1 = te.GroupedLinear(experts, HIDDEN, 2 * HIDDEN, parallel_mode="column", **options)
             self.fc2 = te.GroupedLinear(experts, 2 * HIDDEN, HIDDEN, parallel_mode="row", **options)
 
@@ -263,7 +263,7 @@ def bytes_per_rank(mesh: dict[str, int], experts: int, *, single: bool) -> list[
 
 
 def placed(*, flat: bool) -> int:
-    """Bind device tensors, and look whether the DTensors say where the values are.
+    """Bind device tensors, and check that the DTensors describe where the values are.
 
     Args:
         flat: Reuse the placements of a 2-D weight on the stack of all experts, as if the leading dim were not there.

@@ -338,7 +338,7 @@ def decoupled_gradients() -> list[tuple[str, str]]:
     adam = FusedAdam(model.parameters(), lr=1e-3, master_weights=True, use_decoupled_grad=True)
     optimizer = te_fsdp.shard_optimizer(adam)
     for parameter in model.parameters():
-        # Of both ranks together 1 + 2^-12, which bf16 cannot hold.
+        # Over both ranks 1 + 2^-12, which bf16 cannot represent.
         local = torch.full_like(local_of(parameter), 1 + dist.get_rank() * 2**-11, dtype=torch.float32)
         parameter.decoupled_grad = DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, run_check=False

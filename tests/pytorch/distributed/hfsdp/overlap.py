@@ -337,7 +337,7 @@ def marked_on_some_ranks(marked: list[list[bool]], lines: int = 1) -> list[tuple
 
     Args:
         marked: For each step, the ranks that mark the last microbatch.
-        lines: How often the log says that averages wait.
+        lines: How often the log reports that averages wait.
     """
     from te_fsdp.features.hfsdp import overlap
 

@@ -52,7 +52,7 @@ class Model(nn.Module):
             FFN,
             HEADS,
             num_gqa_groups=GROUPS,
-            kv_channels=CHANNELS,  # more rows of queries than columns: another learning rate than for keys
+            kv_channels=CHANNELS,  # more rows of queries than columns: a different learning rate than for keys
             activation="swiglu",
             hidden_dropout=0.0,
             attention_dropout=0.0,

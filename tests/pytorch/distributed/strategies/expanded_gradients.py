@@ -51,7 +51,7 @@ class Model(nn.Module):
 def trained(strategy: str | None, form: str, marked: bool) -> list[float]:
     """Return how far the hand-written module's parameters are from those of one process, after two steps.
 
-    Two microbatches a step, and clipping. Marked ones see another half of the rows on each rank of tp.
+    Two microbatches a step, and clipping. Marked ones see a different half of the rows on each rank of tp.
 
     Args:
         strategy: Of ``fully_shard``; ``None`` for ``set_device_mesh`` alone.

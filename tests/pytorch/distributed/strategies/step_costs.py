@@ -35,7 +35,7 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
     meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, device_type=harness.device_type())
     results = {}
     inputs = batch(0, dist.get_world_size(), microbatches)[:, dist.get_rank()]
-    # The first one of a model warms up: there HFSDP agrees on the order of units, if its loop tells its last backward.
+    # The first one of a model warms up: there HFSDP agrees on the order of units, if its loop marks its last backward.
     loops = (("plain", "plain", "no_sync"), ("microbatch", "microbatch"))
     for strategy, kinds in itertools.product(STRATEGIES, loops):
         if outer == "optim" and strategy == "no_shard":
