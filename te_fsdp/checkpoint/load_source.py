@@ -50,7 +50,7 @@ from te_fsdp.checkpoint.reading import (
     reading_threads,
     rectangle_of,
 )
-from te_fsdp.checkpoint.shard_files import crc32_of
+from te_fsdp.checkpoint.shard_files import crc32
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.storage import absolute, is_remote
 from te_fsdp.checkpoint.tensor_entries import TensorEntry, stacked_name
@@ -164,7 +164,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
     def checksum_of(manifest: Manifest | None) -> int | str | None:
         file = path / (DCP_METADATA if manifest is None else FILE_NAME)
         try:
-            return crc32_of(file) if file.is_file() else None
+            return crc32(file.read_bytes()) if file.is_file() else None
         except OSError as error:  # other ranks may see it
             return str(error)
 

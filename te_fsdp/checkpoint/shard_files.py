@@ -126,15 +126,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def crc32_of(path: Path) -> int:
-    """Return the CRC-32 of a file. Plain DCP's metadata can be too large to be read at once."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            crc = crc32(block, crc)
-    return crc
-
-
 # A piece is a ``torch.save`` file, as in DCP, which takes torch 0.1 ms. The bytes around the elements are
 # therefore made once for all pieces of one dtype and shape.
 class Frame(NamedTuple):
