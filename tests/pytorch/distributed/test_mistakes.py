@@ -268,7 +268,7 @@ def test_change_on_one_rank_raises(pool):
         "evaluation": "te_fsdp.forward in evaluation: rank 1 has not called it",
     }
     assert set(found) == set(words) and all(words[what] in found[what] for what in words), found
-    assert "On this rank: te.autocast of Float8CurrentScaling in place of no te.autocast." in found["recipe"]
+    assert "On this rank: te.autocast of Float8CurrentScaling instead of no te.autocast." in found["recipe"]
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""Record the `torch.distributed` collectives of a body by kind, dtype and size."""
+"""Record the `torch.distributed` collectives of a body with kind, dtype, size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`WorkerPool`: rank processes that are started once and run all test bodies."""
+"""`WorkerPool`: rank processes that are started once for all test bodies."""
 
 from __future__ import annotations
 

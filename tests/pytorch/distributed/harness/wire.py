@@ -1,4 +1,4 @@
-"""Messages between the pool and its workers: plain pickles over a socket, tensors always by value."""
+"""Messages of the pool to or from its workers: plain pickles over a socket, tensors always by value."""
 
 from __future__ import annotations
 

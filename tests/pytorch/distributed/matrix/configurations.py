@@ -1,4 +1,4 @@
-"""Draw training configurations at random, for `matrix.search`. Imports no torch and no TE."""
+"""Draw training configurations at random, for `matrix.search`. Imports neither torch nor TE."""
 
 from __future__ import annotations
 
