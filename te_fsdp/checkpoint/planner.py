@@ -262,7 +262,7 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
             deviations = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
             formatted.append(f"{name} ({', '.join(deviations[:2])}{', ...' if len(deviations) > 2 else ''})")
         raise CheckpointError(
-            f"save: {len(formatted)} tensor(s) differ between ranks that must have equal ones: {shorten(formatted)}",
+            f"save: {len(formatted)} tensor(s) differ between ranks that must have the same: {shorten(formatted)}",
             expected="equal values on all ranks",
             got="different values",
             why="The files contain one copy, and the others would be lost",
