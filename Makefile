@@ -1,7 +1,7 @@
 # `make help` lists the targets. Each one sets up what it needs first (see scripts/setup.sh) and is quick when that is done.
 #
 #   PYTHON=python3.11   the interpreter to build the environment from (default: the first that fits)
-#   VENV=.venv          where the environment lies
+#   VENV=.venv          path of the environment
 #   SETUP=none          no environment, no pip: use PYTHON (default python3) with the packages it has
 #   ARGS="..."          more options for pytest (make test) or for the example (make train, make train-moe)
 
@@ -25,7 +25,7 @@ RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-train:  ## set up, train the example, save, resume on another mesh
+train:  ## set up, train the example, save, resume on a different mesh
 	@scripts/setup.sh example
 	@scripts/train.sh $(PY) $(ARGS)
 
@@ -45,7 +45,7 @@ mutants:  ## apply each mutant and check that its tests fail (some 25 minutes; A
 	@scripts/setup.sh test
 	$(RUN) scripts/mutants.py $(ARGS)
 
-same-bits:  ## do this tree and another commit train alike, bit for bit? (some 10 minutes; ARGS="--before COMMIT")
+same-bits:  ## compare training of this tree and another commit bit for bit (about 10 minutes; ARGS="--before COMMIT")
 	@scripts/setup.sh test
 	$(PY) scripts/same_bits $(ARGS)
 
@@ -96,7 +96,7 @@ coverage:  ## run the tests and report the coverage of te_fsdp (the emulation as
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report
 
-clean:  ## remove what the other targets made, except the environment
+clean:  ## remove the results of the other targets, except the environment
 	rm -rf out build dist docs/_build .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

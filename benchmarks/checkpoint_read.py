@@ -2,9 +2,10 @@
 
     PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/checkpoint_read.py --replicate 2 --gib 0.5 --rate 200
 
-Every rank reads, or one rank reads and sends to the others, from a local disk or from slow storage. The slow storage
-is local files behind one wire that all ranks share: a transfer begins when the one before has ended, at this rate in
-MB/s. Ways take turns; medians of the slowest rank's seconds, and CPU seconds of the busiest rank.
+Every rank reads, or one rank reads and sends to the others, from a local disk or from slow storage. The slow storage is
+local files behind one simulated link that all ranks share: a transfer begins when the previous one has ended, at this
+rate in MB/s. The variants take turns. Results are medians of the slowest rank's seconds, and CPU seconds of the busiest
+rank.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
     again = min(timed(lambda: planner.signature_of(own) == signature)[0] for _ in range(3))
     results: dict[str, Any] = {"measured on ranks": measured, "manifest bytes": manifest_bytes(shapes)}
     for ranks in all_ranks:
-        # Steps are written once, by some rank; but each rank tells of them.
+        # Steps are written once, by one rank, but every rank reports them.
         all_stored = sum(3 * pieces_of(shape, ranks) + 1 for shape in shapes.values())
         scale = all_stored / stored
         results[f"{ranks} ranks"] = {

@@ -10,7 +10,7 @@ TransformerEngine in one process, without te_fsdp, in bf16 and with the recipe, 
 weights. Sharded runs start from the same weights as seed 0. "zero3" shards over all ranks, "tp" over half of them and
 a tensor-parallel axis of 2 with sequence parallelism, "HFSDP" over half of them with two replicas. "weights" has
 weights in the recipe's format with fp32 main weights. "resumed" loads the checkpoint that "zero3, weights" saves after
-half of the steps, on another mesh.
+half of the steps, on a different mesh.
 
 Runs of one process are trained next to each other, one on each rank. Sharded runs follow one after the other and use
 CUDA graphs (`te_fsdp.graphed_step`), which changes no bit. Finished runs in OUT/losses.jsonl are not repeated, so the

@@ -4,7 +4,7 @@
 
 Plans are made first, in this process; then ranks of a torchrun train each configuration for a few steps. ``held`` is
 the bytes between two steps, ``peak`` is ``torch.cuda.max_memory_allocated`` over a later step, both of
-rank 0 and over what was there before the model; ``report`` is what ``te_fsdp.report`` says. ``difference`` is the
+rank 0 and over what was there before the model; ``report`` is the result of ``te_fsdp.report``. ``difference`` is the
 plan's number over the measured one, minus 1. ``--measured FILE`` plans again for an earlier run's results:
 that needs no GPU. Under emulation the script runs as a check of itself.
 """

@@ -15,7 +15,7 @@ the update of one rank's shard of the parameters, with the communication of tp a
 megatron-fsdp do not sum the gradients of norms over tp, as te_fsdp does.
 
 Rows are measured one after the other: each is built, warmed up, timed and freed. te_fsdp, FSDP2 and megatron-fsdp run
-in processes of their own, because te_fsdp replaces methods of DTensor and megatron-fsdp does not free all of its
+in separate processes, because te_fsdp replaces methods of DTensor and megatron-fsdp does not free all of its
 memory. Every second round runs in reverse order, because a machine's speed drifts. Steps follow each other without
 waiting for the device: `ms` is the median over all steps of the slowest rank, `best_ms` the fastest. `host_ms` is the
 time to issue a step from an idle device, `peak_gib` the peak of allocated memory above the memory allocated before. A
@@ -26,7 +26,7 @@ On two ranks hsdp is 2 x 1, where FSDP2 copies each weight in every all-gather, 
 
 Model FLOPs of a token: 6 for each weight of a product that it meets, and 6 * sequence * heads * channels a layer for
 causal attention.
-Under emulation the script runs as a check of itself: its times then say nothing.
+Under emulation the script runs as a check of itself: its times then have no meaning.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ class Run:
     def _follow(
         self, process: subprocess.Popen[bytes], file: Path, queue: list[int], progress: Progress, task: Any
     ) -> int:
-        """Take rows as they come, until the processes end or a row takes too long."""
+        """Take rows as they arrive, until the processes end or a row takes too long."""
         seen, begun, since = 0, -1, time.time()
         while True:
             ended = process.poll() is not None

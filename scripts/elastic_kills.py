@@ -36,7 +36,7 @@ import te_fsdp
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples/fsdp2_tp/train_elastic.py"
 TINY = "--layers 1 --hidden 64 --ffn 64 --heads 2 --seq 32 --batch 8 --micro 2 --megabytes 0.3 --lr 3e-3"
-# In the environment of all processes of a node, by which they are found.
+# In the environment of all processes of a node, to find them.
 MARK = "TE_FSDP_ELASTIC_NODE"
 
 Phase = Literal["start", "load", "train", "save"]
@@ -89,7 +89,7 @@ class Options:
 
 @dataclass
 class Kill:
-    """One of them, and what came of it."""
+    """One of them, and its result."""
 
     phase: str
     hit: str
@@ -220,7 +220,7 @@ class Killer:
     def __init__(self, job: Job) -> None:
         self.job, self.draw = job, random.Random(job.options.seed)
         self.kills: list[Kill] = []
-        self.back_at: list[float] = []  # when nodes come back
+        self.back_at: list[float] = []  # when nodes return
 
     def wait(self, what: str, ready: Callable[[], bool], most: float | None = None) -> bool:
         """Wait until it is ready; False where the job has ended before."""

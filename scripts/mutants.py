@@ -162,7 +162,7 @@ def _is_here(needed: Requirement) -> bool:
     except PackageNotFoundError:
         return (
             importlib.util.find_spec(needed.name) is not None
-        )  # imported under another name than it is installed
+        )  # imported under a different name than it is installed under
 
 
 def _areas(folder: Path) -> list[str]:
@@ -283,7 +283,7 @@ def judge(mutant: Mutant, tree: Path, forked: Forked | None = None) -> Result:
 
 
 def _reason(output: str) -> str:
-    """Return the line of pytest's output that says why a test failed, to see that it did for the fault's sake."""
+    """Return the line of pytest's output with the reason of a failure, to see that the fault caused it."""
     lines = [line.strip() for line in output.splitlines()]
     return next(
         (line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1] if lines else ""
@@ -309,7 +309,7 @@ class Options:
 
 
 def main(options: Options) -> int:
-    """Run what the options say; the exit status."""
+    """Run the options; return the exit status."""
     chosen = [m for m in rows(options.tables) if options.k.lower() in f"{m.fault} {m.file}".lower()]
     console = Console()
     if options.list:

@@ -127,7 +127,7 @@ AREAS = (
 
 
 def page() -> str:
-    """Return the whole text of docs/support.md."""
+    """Return the full text of docs/support.md."""
     notes: dict[Refusal, int] = {}
     rows = [_row(recipe, weights, notes) for recipe, weights in FORMATS]
     columns: dict[tuple[str, ...], list[str]] = {}  # modules with the same cells share a column

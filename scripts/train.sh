@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on one mesh, save in the middle, resume on another mesh, compare with the uninterrupted run. Run by `make train`.
+# Train on one mesh, save in the middle, resume on a different mesh, compare with the uninterrupted run. Run by `make train`.
 #
 #   usage: scripts/train.sh PYTHON [example options...]
 #
@@ -59,4 +59,4 @@ mkdir -p "$out"
 run $first $common --out "$out/uninterrupted" --save "$out/checkpoints" --save-every "$steps" "$@"
 # shellcheck disable=SC2086
 run $second $common --out "$out" --resume "$out/checkpoints/step-$steps" --reference "$out/uninterrupted" "$@"
-echo "train: done; a run resumed on another mesh next to the uninterrupted one: $out/loss.png"
+echo "train: done; a run resumed on a different mesh next to the uninterrupted one: $out/loss.png"

@@ -109,7 +109,7 @@ def boxed(tensor: torch.Tensor | None, rule: ParameterRule | None, *, has_tp: bo
 
 
 def is_reordered(tensor: DTensor, rule: ParameterRule) -> bool:
-    """Return whether the rows of a tensor-parallel DTensor are in another order than its placements describe."""
+    """Return whether the rows of a tensor-parallel DTensor are in a different order than its placements describe."""
     return rule.layout.is_stacked and tensor.device_mesh.size(tensor.device_mesh.ndim - 1) > 1
 
 
@@ -124,7 +124,7 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
 def rows_of_shards(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return, for each row of the original parameter, its row in the concatenated shards of tp. Local operation.
 
-    ``None`` if they are the same, or if tp shards another dim than the rows.
+    ``None`` if they are the same, or if tp shards a different dim than the rows.
     """
     if not isinstance(parameter, BoxedDTensor):
         return None
@@ -305,7 +305,7 @@ class BoxedDTensor(DTensor):
     def __tensor_unflatten__(
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> Any:
-        # torch.compile checks that its arguments have the class with which it has traced.
+        # torch.compile checks that its arguments have the class that it has traced.
         tensor = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         return _with_map(tensor, *flatten_spec.mapping)
 

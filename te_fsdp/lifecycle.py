@@ -179,7 +179,7 @@ def broadcast_tp_gradients(
 
     Collective over tp if there are such gradients: one broadcast per dtype, and one for each large tensor. Parameters
     without a record are skipped. The others must have gradients for the same parameters, in the same order, on all
-    tp ranks. ``main_parameters`` maps the ``id`` of a parameter to the tensor with its gradient, if it is another.
+    tp ranks. ``main_parameters`` maps the ``id`` of a parameter to a different tensor that has its gradient.
     """
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     groups: dict[int, dist.ProcessGroup | None] = {}

@@ -131,7 +131,7 @@ def release_weights(step: Step) -> None:
         for _, unit in state.gathered():
             unit.reshard()
         if state.unsharded.versions:
-            # Versions of units that were resharded say nothing about the next all-gather.
+            # Versions of units that were resharded do not apply to the next all-gather.
             gathered = dict(state.gathered())
             for name in state.unsharded.versions.keys() - gathered.keys():
                 del state.unsharded.versions[name]

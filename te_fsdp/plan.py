@@ -176,7 +176,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
             raise PlacementError(
                 f"fully_shard: reshard_after_forward={reshard!r} with strategy={strategy!r}",
                 expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
-                fix="leave reshard_after_forward out",
+                fix="omit reshard_after_forward",
             )
         strategy = equivalent
     strategies = find_units(model, request.units, DEFAULT_STRATEGY if strategy is None else strategy)
@@ -187,7 +187,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
             "fully_shard: zero_copy_gradients",
             expected="True, False or 'auto'",
             got=repr(request.zero_copy_gradients),
-            fix="leave zero_copy_gradients out",
+            fix="omit zero_copy_gradients",
         )
     if meshes.ep is not None:
         # Experts cannot share a unit with parameters on other meshes. They have the strategy of the unit around them.
@@ -200,7 +200,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
             "fully_shard: strategy='no_shard' with outer_strategy='optim'",
             expected="a strategy that shards the optimizer's state over dp_shard",
             got="a strategy that shards nothing",
-            fix="use strategy='optim', or leave outer_strategy out",
+            fix="use strategy='optim', or omit outer_strategy",
         )
     return units
 
@@ -285,7 +285,7 @@ def _check_tied(entries: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
             expected="all owners of a tied parameter in one unit",
             got=", ".join(f"{label} in {unit or 'the root'}" for label, unit in others.items()),
             why="FSDP2 would shard it once per unit, and train separate copies",
-            fix="leave these owners out of units, so that the root all-gathers it, or make one unit of a module that "
+            fix="omit these owners from units, so that the root all-gathers it, or make one unit of a module that "
             "contains them all, or exempt it: te_fsdp.fsdp_no_shard(parameter)",
         )
 
@@ -354,7 +354,7 @@ def check_option(option: str, value: Any) -> str:
         f"fully_shard: {option}",
         expected=f"one of {options}",
         got=repr(value),
-        fix=fix if guess is not None else f"use one of these, or leave {option} out",
+        fix=fix if guess is not None else f"use one of these, or omit {option}",
     )
 
 
@@ -462,7 +462,7 @@ def _check_policies(request: ShardRequest) -> None:
             expected="only one of them",
             got="both",
             why="Each of them sets the dtypes of compute and reduction",
-            fix="leave mp_policy out",
+            fix="omit mp_policy",
         )
     for argument, value, kind in (
         ("precision", request.precision, MixedPrecisionPolicy),
@@ -484,6 +484,6 @@ def _check_policies(request: ShardRequest) -> None:
             got=policy,
             why="Quantization, TE's optimizers, gradient norms and checks over ranks read shards on the device, and "
             "TE cannot quantize on the CPU",
-            fix="leave it out; to save device memory, use strategy='optim_grads_params', a larger dp_shard, "
+            fix="omit it; to save device memory, use strategy='optim_grads_params', a larger dp_shard, "
             "outer_strategy='optim' or bf16 moments of FusedAdam",
         )

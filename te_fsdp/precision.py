@@ -70,13 +70,13 @@ class MixedPrecisionPolicy:
                 allowed = "None or one of " + ", ".join(map(str, COMM_DTYPES))
                 _require(value in COMM_DTYPES, option.name, allowed, value)
         # NCCL adds in the dtype that it sends, except that te_fsdp can add in fp32 after an all-to-all.
-        reduce, wire = self.grad_reduce_dtype, self.grad_comm_dtype or self.main_grads_dtype
+        reduce, sent_dtype = self.grad_reduce_dtype, self.grad_comm_dtype or self.main_grads_dtype
         _require(
-            reduce in (None, torch.float32) or reduce == wire,
+            reduce in (None, torch.float32) or reduce == sent_dtype,
             "grad_reduce_dtype",
             "None, torch.float32 or the communication dtype",
             reduce,
-            why=f"Gradients are sent in {wire}, and only an fp32 sum is more accurate",
+            why=f"Gradients are sent in {sent_dtype}, and only an fp32 sum is more accurate",
         )
 
     @property

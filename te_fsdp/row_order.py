@@ -228,7 +228,7 @@ def _write_error(func: Any) -> PlacementError:
         f"{func.__name__}: a write to some rows of a stacked weight under tensor parallelism",
         expected="a write to all rows, or to columns",
         got="a function that depends on the order of rows, which is different in the shards",
-        why="It would change a copy, or other rows",
+        why="It would change a copy, or different rows",
         fix="write to full = weight.full_tensor(), then call weight.copy_(torch.distributed.tensor.distribute_tensor("
         "full, weight.device_mesh, weight.placements))",
     )

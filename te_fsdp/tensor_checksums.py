@@ -1,4 +1,4 @@
-"""Summaries of a tensor's values, by which ranks or files are compared."""
+"""Checksums of a tensor's values, which are compared between ranks or files."""
 
 from __future__ import annotations
 

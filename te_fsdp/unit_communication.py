@@ -61,8 +61,8 @@ class OuterGroup(dist.ProcessGroup):
 
 def input_dtype(comm: GradComm, dtype: torch.dtype, device: str) -> torch.dtype:
     """Return the input dtype of a reduction over several ranks that FSDP2 runs in ``dtype``."""
-    wire = comm.wire(dtype)
-    return wire if _fsdp2.can_copy_gradients_into(wire, device) else dtype
+    sent_dtype = comm.sent_dtype(dtype)
+    return sent_dtype if _fsdp2.can_copy_gradients_into(sent_dtype, device) else dtype
 
 
 # [Note: buffers of a reduction] FSDP2 calls ``allocate`` for the input, copies gradients to it (the copy also
@@ -100,15 +100,15 @@ class UnitReduceScatter(_torch.ReduceScatter):
             if filled is not None:  # FSDP2 has filled it
                 for part in filled.sent if isinstance(filled, _symmetric_memory.ZeroCopyInput) else [filled]:
                     self.observe(part)
-            wire = self.comm.wire(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
+            sent = self.comm.sent_dtype(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
-            wire = input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
+            sent = input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
             (group,) = fsdp2_units.fsdp_parameter_groups(unit)
-            one_by_one = self.comm.fp32_sum and wire != torch.float32  # all-to-alls, which are not coalesced
-            buffer = _symmetric_memory.zero_copy_input_of(group, numel, wire, packs_small=one_by_one)
+            one_by_one = self.comm.fp32_sum and sent != torch.float32  # all-to-alls, which are not coalesced
+            buffer = _symmetric_memory.zero_copy_input_of(group, numel, sent, packs_small=one_by_one)
         if buffer is None:
-            buffer = torch.empty(*size, dtype=wire, device=device)
+            buffer = torch.empty(*size, dtype=sent, device=device)
         if self._input is not None and self.comm.observer is not None:
             self._buffer = buffer
         return buffer

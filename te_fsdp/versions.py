@@ -1,4 +1,4 @@
-"""Versions of te_fsdp's requirements with which it was tested."""
+"""Tested versions of te_fsdp's requirements."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Train a byte-level language model of TransformerEngine layers on FSDP2, also with tensor parallelism.
 
-Train on 2 x FSDP, 2 x TP, save, and resume on 4 x FSDP. With NVIDIA GPUs run it as it is. On the CPU set
+Train on 2 x FSDP, 2 x TP, save, and resume on 4 x FSDP. With NVIDIA GPUs run it unchanged. On the CPU set
 `TE_FSDP_EMULATION=10.0 OMP_NUM_THREADS=1` first: TransformerEngine (TE) is emulated, losses are real, speed is not.
 
     torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp/train.py --tp 2 --steps 20 --save out/ckpt

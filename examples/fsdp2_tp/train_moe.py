@@ -1,4 +1,4 @@
-"""Train the byte-level language model of train.py with experts in place of MLPs, on FSDP2 x EP x TP.
+"""Train the byte-level language model of train.py with experts instead of MLPs, on FSDP2 x EP x TP.
 
 Train on 2 x FSDP, 2 x EP, save, and resume on 4 x FSDP, where every rank has all experts. Without GPUs, first
 `export TE_FSDP_EMULATION=10.0 OMP_NUM_THREADS=1` (TransformerEngine is emulated: losses are meaningful, speed is not):

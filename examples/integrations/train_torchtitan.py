@@ -34,7 +34,7 @@ class Model(torchtitan.TeModel):
 
     @dataclass(kw_only=True, slots=True)
     class Config(torchtitan.TeModel.Config):
-        """No sizes of its own."""
+        """No further sizes."""
 
         def get_nparams_and_flops(self, model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
             """For the trainer's metrics."""
@@ -128,7 +128,7 @@ class Losses(MetricsProcessor):
 
 
 class Training(Trainer):
-    """torchtitan's trainer, whose data goes on where the checkpoint ended, on any mesh."""
+    """torchtitan's trainer, whose data continues where the checkpoint ended, on any mesh."""
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         """After the checkpoint was loaded."""

@@ -127,7 +127,7 @@ def _strategies() -> Iterator[Case]:
 
 
 def _loops() -> Iterator[Case]:
-    """Return every way to tell of microbatches, under every strategy and with sharded replicas."""
+    """Return every way to mark microbatches, under every strategy and with sharded replicas."""
     for loop, strategy in itertools.product(LOOPS, STRATEGIES):
         for how in _formats("none/bf16", "delayed/quantized"):
             yield Case(loop=loop, strategy=strategy, **how)

@@ -77,7 +77,7 @@ class Differences:
         return {name for _, name in self.tensors}
 
     def without(self, allow: str | Iterable[str], *, strict: bool) -> Differences:
-        """Return the differences that ``allow`` does not name. Not ``strict``: only settings of effect ``"error"``."""
+        """Return differences that ``allow`` does not name; if not ``strict``, only settings of effect ``"error"``."""
         patterns = [allow] if isinstance(allow, str) else list(allow)
 
         def is_open(*names: str, always: bool = False) -> bool:
@@ -163,7 +163,7 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
         for key in ("num_gemms", "fp8_format"):
             if saved[key] != current[key]:
                 detail = f"{key}: {_saved_and_current(saved[key], current[key])}"
-                result.tensors["with another recipe", name] = detail
+                result.tensors["with a different recipe", name] = detail
     return result
 
 
@@ -209,16 +209,16 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
             experts = [d["shape"][:1] if d.get("layout") == GROUPED else [] for d in pair]
             texts = [f" of {count[0]} experts" if count else "" for count in experts]
             shapes = [f"{tuple(d['shape'])}{text}" for d, text in zip(pair, texts, strict=True)]
-            result.tensors["with another shape", name] = _saved_and_current(*shapes)
+            result.tensors["with a different shape", name] = _saved_and_current(*shapes)
         # Converted files and foreign modules may not record their layouts.
         elif layouts[0] != layouts[1] and None not in layouts:
-            result.tensors["with another layout", name] = _saved_and_current(*layouts)
+            result.tensors["with a different layout", name] = _saved_and_current(*layouts)
         # Integers and bools are not rounded or quantized: a difference that no conversion removes.
         elif kinds[0] != kinds[1] and not all(
             d.get("format") or getattr(torch, d["dtype"]).is_floating_point for d in pair
         ):
             property_name, values = ("dtype", kinds) if formats == (None, None) else ("format", formats)
-            result.tensors[f"with another {property_name}", name] = _saved_and_current(*values)
+            result.tensors[f"with a different {property_name}", name] = _saved_and_current(*values)
         elif kinds[0] != kinds[1]:
             result.converted[name] = f"{kinds[0]} -> {kinds[1]}"
         elif lacking:
@@ -244,15 +244,15 @@ def compare_stacked(differences: Differences, source: Source, described: dict[st
             continue
         # Without te_fsdp's manifest only TE's extra state, or pieces of columns, show the order of the rows.
         if f"model.{name}" in cut:
-            differences.tensors["whose rows tensor parallelism has put in another order", name] = ""
+            differences.tensors["with rows in a different order (tensor parallelism)", name] = ""
         elif name.rpartition(".")[0] not in source.manifest.extra_states:
             unconfirmed.append(name)
     if unconfirmed and not has_original_order(source.tensors):
         source.notes.append(
             f"{len(unconfirmed)} fused or gated weight(s) taken with the rows of the unsharded module "
             f"({shorten(unconfirmed, 3)}), "
-            "which nothing in the directory confirms: were they saved with tensor parallelism? Then these rows are "
-            "scrambled; load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save"
+            "although the directory does not record their order. If they were saved with tensor parallelism, their "
+            "rows are scrambled: load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save"
         )
 
 
@@ -266,10 +266,10 @@ def check_spans_world(model: nn.Module, stage: Stage | None) -> None:
             raise CheckpointError(
                 f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
                 expected="one model on all ranks",
-                got="the mesh of one stage, a slice of a mesh with another axis",
+                got="the mesh of one stage: a slice of a mesh with a further axis",
                 why="Stages are different models, and a checkpoint of te_fsdp contains one",
-                fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages; "
-                'for stages of one model, Meshes.build(pp=...) or from_device_mesh(mesh, pp=full_mesh["pp"])',
+                fix="use plain torch.distributed.checkpoint with get_state_dict and names that differ between stages; "
+                'for stages of one model, use Meshes.build(pp=...) or from_device_mesh(mesh, pp=full_mesh["pp"])',
             )
 
 
@@ -286,7 +286,7 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
     paths = [os.fsdecode(seen.pop("path")) for seen in digests]
     if differing := [f"{path} on rank {r}" for r, path in enumerate(paths) if path != paths[0]]:
         raise CheckpointError(
-            "save: the ranks were given different paths",
+            "save: the ranks passed different paths",
             expected="one path",
             got=f"{paths[0]} on rank 0, {differing[0]}",
             why="A checkpoint contains the parts of all ranks",

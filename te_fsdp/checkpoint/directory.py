@@ -49,7 +49,7 @@ _SAVING, _REMOVING = ".te_fsdp-saving", ".te_fsdp-removing"
 _HIDDEN = re.compile(rf"(?s)\..*(?:{_SAVING}|{_REMOVING}|\.te_fsdp-lock)(?:\.(.+))?")
 #: Prefix of folder names on object storage, and the object in a folder that is being written.
 _DATA, _BEGUN = "te_fsdp-data.", "writing"
-#: Seconds without a write after which the folder of another machine's process counts as left.
+#: Seconds without a write after which the folder of another machine's process counts as abandoned.
 _ABANDONED = 24 * 3600
 #: Bytes of the target's name in a hidden name. File systems allow 255 bytes for both together.
 _NAME_BYTES = 100
@@ -92,8 +92,8 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
 def _remove_abandoned(folder: Path, owner: Owner, created: Path) -> None:
     """Remove a folder whose process is gone, or is unknown and has not written for a day.
 
-    ``created`` was just created. Its time is the present by the clock of the storage, because clocks of machines may
-    differ by days.
+    ``created`` was just created. Its time is the current time of the storage. The clocks of machines may differ by
+    days.
     """
     is_alive = owner.is_alive()
     # A process has one save at a time, so its other folders are those of failed saves.
@@ -181,8 +181,8 @@ def new_directory(
             f"{target}: cannot be written on object storage",
             expected="a checkpoint of te_fsdp",
             got="files without a manifest",
-            why="Without renaming, only a manifest makes files appear in one step",
-            fix="write to a local path, and copy that",
+            why="Object storage cannot rename, so only a manifest can make files appear in one step",
+            fix="write to a local path, and copy the result",
         )
     with explain_os_errors(target, needed):
         temporary = begin(target, is_file=is_file)
@@ -280,7 +280,7 @@ class Owner(NamedTuple):
 
 
 def _machine() -> str:
-    """Return where a process id has its meaning: hosts may share a name, and containers may share a host."""
+    """Return the scope of a process id: hosts may have equal names, and containers may share a host."""
     parts = [os.uname().sysname, "", ""]  # empty except on Linux
     with suppress(OSError):
         parts[1] = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -362,8 +362,8 @@ def next_number(directory: Path) -> int:
 def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
     """Rename all but the last ``keep_last`` checkpoints of a directory to hidden names; return these for removal.
 
-    Checkpoints that another job has saved since are newer, and stay. Rank 0 calls this once ``newest``, which counts,
-    is visible.
+    Checkpoints that another job has saved since then are newer, and stay. Rank 0 calls this once ``newest``, which is
+    one of the ``keep_last``, is visible.
     """
     # Symbolic links are further names of other entries, or point elsewhere.
     others = in_order(p for p in visible(newest.parent) if p != newest and not os.path.islink(str(p)))
@@ -440,13 +440,13 @@ def refuse_text(path: Path) -> None:
     with unreadable(path, "file"), path.open("rb") as file:
         start = file.read(512)
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # of which the last character may be cut
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # the last character may be cut
     except UnicodeDecodeError:
         return
     if b"\0" in start:
         return
     folder = path.absolute().parent
-    fix = "give the folder or the file that contains the weights"
+    fix = "pass the folder or the file that contains the weights"
     if start.startswith(b"version https://git-lfs"):
         got, fix = (
             "a pointer of Git LFS",
@@ -455,7 +455,7 @@ def refuse_text(path: Path) -> None:
     else:
         got = "JSON" if start.lstrip()[:1] in (b"{", b"[") else "text" if start else "an empty file"
         if has_manifest(folder) or (folder / DCP_METADATA).is_file() or any(folder.glob("*.safetensors")):
-            fix = f"give its folder, {folder}"
+            fix = f"pass its folder, {folder}"
     raise CheckpointError(f"{path}: no weights in this file", expected="a checkpoint", got=got, fix=fix)
 
 
@@ -466,8 +466,8 @@ def why_no_checkpoint(path: Path) -> CheckpointError:
         return CheckpointError(
             f"{path}: {FILE_NAME} is missing next to its {DCP_METADATA}",
             expected="a checkpoint of te_fsdp, or a plain one whose metadata records the nested dict (planner_data)",
-            got="neither for certain",
-            why="A checkpoint of te_fsdp that has lost its manifest is not complete",
+            got="a directory that may be neither",
+            why="A checkpoint of te_fsdp that has lost its manifest is incomplete",
             fix="load an earlier checkpoint or copy this one again; if torch.distributed.checkpoint wrote it without "
             "flattening, read it with te-fsdp ckpt convert",
         )
@@ -475,13 +475,13 @@ def why_no_checkpoint(path: Path) -> CheckpointError:
     fix, checkpoints = "check the path; no checkpoint is in it or next to it", visible(path)
     files = [path] if not path.is_dir() or checkpoints else path.iterdir()
     if (path / "config.json").is_file():
-        fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"
+        fix = "use te_fsdp.checkpoint.load_huggingface for folders of Hugging Face models"
     elif path.is_file() or any(file.suffix == ".safetensors" for file in files):
         fix = (
-            f"te-fsdp ckpt convert {path} TARGET --to checkpoint makes one of torch.save or safetensors files"
+            f"convert torch.save or safetensors files with te-fsdp ckpt convert {path} TARGET --to checkpoint"
         )
     elif nearby := checkpoints or visible(path.parent):
         names = ", ".join(checkpoint.name for checkpoint in nearby[-5:])
-        fix = f"in {nearby[0].parent} there is {names}; te_fsdp.checkpoint.latest(directory) finds the newest"
+        fix = f"{nearby[0].parent} contains {names}; te_fsdp.checkpoint.latest(directory) returns the newest"
     reason = "a directory of checkpoints" if checkpoints else "no such checkpoint"
     return CheckpointError(f"{path}: {reason}", expected=f"a directory with {FILE_NAME}", got=got, fix=fix)

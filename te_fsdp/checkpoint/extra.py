@@ -9,8 +9,8 @@ with one key::
     {"te_fsdp.value": ["Counter", [[2, 1], [5, 1]]]}    dicts with keys of any kind, bytes, sets, numbers of NumPy
     {"te_fsdp.value": ["torch.save", {"te_fsdp.tensor": ...}]}    the bytes of a file: sparse tensors and others
 
-A DTensor is stored in shards, each element once, and is loaded as a whole tensor on the CPU, because the mesh of the
-load may be another one.
+A DTensor is stored in shards, each element once, and is loaded as a full tensor on the CPU, because the mesh of the
+load may be different.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _TUPLE, _TENSOR, _PER_RANK, _VALUE = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp
 _MARKS = (_TUPLE, _TENSOR, _PER_RANK, _VALUE)
 #: Accepted values, for error messages.
 _KNOWN = (
-    "what torch.load(weights_only=True) reads, a number of NumPy, a tensor or DTensor in high precision, or a dict, "
-    "Counter, list, tuple or set of these"
+    "a value that torch.load(weights_only=True) reads, a NumPy number, a tensor or DTensor in high precision, or a "
+    "dict, Counter, list, tuple or set of these"
 )
 #: Types that JSON lacks -> their content, which is encoded like any value, and the inverse.
 _FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -66,7 +66,7 @@ _FACTORIES = {str(f and f.__name__): f for f in (None, bool, int, float, str, tu
 class PerRank:
     """A value in ``extra`` that differs between ranks, of any kind, such as the state of random generators.
 
-    On the mesh that saved it, each rank gets its own value back. On another mesh ``load`` warns and returns ``None``.
+    On the mesh that saved it, each rank gets its own value back. On other meshes ``load`` warns and returns ``None``.
     """
 
     value: Any
@@ -151,7 +151,7 @@ def encode(
             f"{where}: nested containers",
             expected="a finite number of levels",
             got="a value that contains itself, or too many levels for Python",
-            fix="store its parts under names of their own",
+            fix="store its parts under separate names",
         ) from error
 
 
@@ -188,7 +188,7 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
             if name is None:
                 raise CheckpointError(
                     f"{where}: a defaultdict",
-                    expected=f"a factory out of {', '.join(_FACTORIES)}",
+                    expected=f"one of the factories {', '.join(_FACTORIES)}",
                     got=repr(value.default_factory),
                     fix="store dict(value), and convert it to a defaultdict after the load",
                 )
@@ -297,8 +297,8 @@ def _insert(encoded: Any, where: str, mark: dict[str, Any], rank: int) -> None:
         found = found.setdefault(key, mark if index == len(keys) - 1 else {})
     if found is not mark:
         raise CheckpointError(
-            f"{where}: a DTensor that rank {rank} has and rank 0 has not",
-            expected="dicts around it that rank 0 has as dicts or not at all, without another value at its place",
+            f"{where}: a DTensor that rank {rank} has and rank 0 does not have",
+            expected="the same dicts around it on rank 0, or none, and no other value at its place",
             fix="give extra the same containers on all ranks",
         )
 
@@ -316,7 +316,7 @@ def for_rank(encoded: Any, saved: dict[str, int], mesh: dict[str, int], rank: in
     def pick(values: list[Any], where: str) -> Any:
         if len(values) != ranks:
             label = f"{where}: values of {len(values)} ranks"
-            raise damaged_value(label, f"of {ranks}, which saved the checkpoint")
+            raise damaged_value(label, f"values of the {ranks} ranks that saved the checkpoint")
         if not is_same:
             unavailable.append(where)
         return values[rank] if is_same else None
@@ -335,7 +335,7 @@ def tensor_slots(encoded: Any) -> dict[str, TensorEntry]:
     """Return new CPU tensors to load the tensors of an encoded value into, by key."""
     slots = {}
     for described in references(encoded):
-        # On the CPU, wherever the tensor was at the save: the load may have fewer or other devices.
+        # On the CPU, wherever the tensor was at the save: the load may have fewer or different devices.
         dtype = getattr(torch, described["dtype"].removeprefix("torch."))
         slots[described["key"]] = replicated_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))
     return slots
@@ -368,7 +368,7 @@ def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
         if form.__name__ == kind and is_name:
             return value_of(content)
     raise CheckpointError(
-        f"extra: a value of the kind {kind!r}",
+        f"extra: a value of kind {kind!r}",
         expected="a kind that this version of te_fsdp supports",
         fix="load it with the version of te_fsdp that saved it, or a newer one",
     )
@@ -411,12 +411,13 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
     """Restore the result of :func:`rng_state` on this rank, as ``load`` returned it. Local operation.
 
     Raises:
-        CheckpointError: No state, because it was saved on another mesh, or none of a generator that is in use.
+        CheckpointError: ``state`` is ``None``, because it was saved on a different mesh, or only one of ``tracker``
+            and the tracker's state is given.
     """
     if state is None:
         raise CheckpointError(
             "set_rng_state: no state",
-            why="States of ranks of another mesh do not belong to these ranks",
+            why="The states of a different mesh's ranks do not belong to these ranks",
             fix="seed the ranks again, for example torch.manual_seed(seed + step) with a seed per rank",
         )
     if not isinstance(state, Mapping) or "python" not in state:
@@ -429,7 +430,7 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
     if (tracker is None) != ("tracker" not in state):
         raise CheckpointError(
             "set_rng_state: tracker",
-            expected="a tracker here if rng_state was given one at the save, else None",
+            expected="a tracker if rng_state got one at the save, else None",
             got="None" if tracker is None else "a tracker",
             fix="pass the same tracker to rng_state and to set_rng_state, or to neither",
         )

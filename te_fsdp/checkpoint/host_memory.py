@@ -24,9 +24,9 @@ K = TypeVar("K")
 _SLAB = 1 << 28
 #: Copies begin at multiples of this, so that any dtype is aligned.
 _ALIGNMENT = 64
-#: Bytes of a tensor that is stacked with others, or read into memory of its own; and of a stack.
+#: Most bytes of a tensor that is stacked with others, or read into separate memory; bytes of a full stack.
 _SMALL, _STACK = 1 << 16, 1 << 23
-#: Bytes from which memory is in large pages; and size of a stretch of memory that is handed out in parts.
+#: Least bytes of memory in large pages; bytes of a stretch of memory that is handed out in parts.
 _LARGE, _STRETCH = 1 << 21, 1 << 25
 
 
@@ -91,7 +91,7 @@ def host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
     if pinned or count < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system that has none gives small ones
+    with suppress(OSError):  # the system has small pages only
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
 

@@ -51,7 +51,7 @@ from te_fsdp.upstream import torch_dtensor as _torch
 
 #: Numbers in a row of the index before those of the dims: file, first byte, bytes.
 FIXED = 3
-#: Pieces from which on a block is full.
+#: Number of pieces at which a block is full.
 _ROWS = 1 << 16
 #: Key, shape, dtype and number of pieces of a tensor.
 _Head = tuple[str, tuple[int, ...], torch.dtype, int]
@@ -223,7 +223,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                         continue
                     # A negative number would select a file from the end of the list, without an error.
                     if len(table) and not 0 <= table[:, 0].min() <= table[:, 0].max() < len(files):
-                        raise DamagedFileError(f"{key} is in a file that it does not name")
+                        raise DamagedFileError(f"{key} is in a file that it does not list")
                     yield key, table
 
     if INDEX not in manifest.files:
@@ -261,7 +261,7 @@ def files_in(path: Path) -> Callable[[str], Path]:
             raise CheckpointError(
                 f"{path}: its {DCP_METADATA} refers to {name}",
                 expected="files in the directory",
-                fix="do not use it: no program that writes checkpoints does that",
+                fix="do not use it: no program that writes checkpoints does this",
             )
         return path / name
 
@@ -271,7 +271,7 @@ def files_in(path: Path) -> Callable[[str], Path]:
 def problems_of_tensors(
     manifest: Manifest, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> list[str]:
-    """Return the manifest's tensors that ``tensors`` lacks, or has with another shape or dtype. Local operation."""
+    """Return the manifest's tensors that ``tensors`` lacks, or has with a different shape or dtype. Local."""
     problems = []
     for key, shape, dtype in described_tensors(manifest):
         if shape is not None and not math.prod(shape):
@@ -325,7 +325,7 @@ _ENUMS = {v for v in vars(dcp).values() if isinstance(v, type) and issubclass(v,
 
 
 class _Properties(TensorProperties):
-    """Properties written by another torch: 2.15 added strides at the end, on which earlier versions fail."""
+    """Properties written by a different torch: 2.15 added strides at the end, on which earlier versions fail."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         properties: Any = self

@@ -35,7 +35,7 @@ from te_fsdp.upstream import te as _te
 
 #: Bytes of a tensor that are in memory at a time (at least one row).
 BLOCK_BYTES = 8 << 20
-_COPY = "the file is damaged or truncated, copy it again"
+_COPY = "the file is damaged or truncated; copy it again"
 _JOIN = "torch's HuggingFaceStorageWriter joins ranks' parts with enable_consolidation=True"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -189,10 +189,10 @@ class DcpRecord(Lazy):
     def tensor_in(self, data: torch.Tensor, *, check: bool) -> torch.Tensor:
         """Return the tensor in the bytes of the record, uint8 on the host; a view if possible. Thread-safe.
 
-        Raise CheckpointError for another shape or dtype than the metadata has, and for damage that ``check`` finds.
+        Raise CheckpointError if shape or dtype differs from the metadata, and for damage that ``check`` finds.
         """
         value: Any = elements_of(data, self.dtype, self.shape, check=check)
-        if value is None:  # written by another release of torch, or a view of a larger tensor
+        if value is None:  # written by a different release of torch, or a view of a larger tensor
             value = self._unpickled(data, check=check)
         actual = (
             (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -267,7 +267,7 @@ def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
             f"{label}: cannot be read weights-only ({type(cause).__name__})",
             expected="tensors, TransformerEngine's quantized tensors and plain containers",
             got=f"an object of {shorten(names)}",
-            why="Anything else in a pickle may run code. TransformerEngine's tensors need TransformerEngine",
+            why="Other objects in a pickle may run code. TransformerEngine's tensors need TransformerEngine",
             fix="load it with torch, and save a plain state_dict() with torch.save, or te_fsdp.checkpoint.save",
         ) from cause
 
@@ -397,14 +397,14 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         weight_files = [f.name for f in sorted(path.iterdir()) if f.suffix in (".bin", ".pt", ".pth")]
         raise CheckpointError(
             f"{path}: a folder without weights",
-            expected=f"*.safetensors files, of several {INDEX} too",
+            expected=f"*.safetensors files, with {INDEX} if there are several",
             got=f"no *.safetensors file{f', but {shorten(weight_files, 3)}' if weight_files else ''}",
             fix="download the weights into it (hf download NAME --local-dir FOLDER), or name the folder that contains "
-            "them; te-fsdp ckpt convert makes safetensors of torch.save files",
+            "them; convert torch.save files with te-fsdp ckpt convert",
         )
     if len(files) == 1:
         return _open_file(files[0])
-    # Other files are the same weights in another form. An adapter changes the model.
+    # Other files are the same weights in a different form. An adapter changes the model.
     if path / _SINGLE in files and not any(file.name.startswith("adapter_") for file in files):
         return _open_file(path / _SINGLE)
     raise CheckpointError(
@@ -419,7 +419,7 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     from safetensors import safe_open
 
     if not path.is_file():
-        fix = "check the path; of a model on the Hugging Face hub: hf download NAME --local-dir FOLDER"
+        fix = "check the path; for a model on the Hugging Face hub, run hf download NAME --local-dir FOLDER"
         raise CheckpointError(f"{path}: no such file", fix=fix)
     # Open the file first: safetensors calls a file that this user may not read missing.
     with (
@@ -453,10 +453,10 @@ def write_header(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str,
         dtype, end = _DTYPES.get(tensor.dtype), begin + tensor.bytes
         if dtype is None:
             raise CheckpointError(
-                f"{key}: safetensors has no such dtype",
+                f"{key}: safetensors does not support its dtype",
                 expected=", ".join(_DTYPES.values()),
                 got=tensor.dtype,
-                fix="convert it (te-fsdp ckpt convert has --dtype), or write another format",
+                fix="convert it (te-fsdp ckpt convert has --dtype), or write a different format",
             )
         header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end

@@ -50,7 +50,7 @@ from te_fsdp.checkpoint.reading import (
     reading_threads,
     rectangle_of,
 )
-from te_fsdp.checkpoint.shard_files import crc32_of
+from te_fsdp.checkpoint.shard_files import crc32
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.storage import absolute, is_remote
 from te_fsdp.checkpoint.tensor_entries import TensorEntry, stacked_name
@@ -81,7 +81,7 @@ _Change = tuple[str, str | None]
 class Source(Contents):
     """A checkpoint that is being loaded. For a stage of a pipeline, the manifest has the contents of the stage."""
 
-    index: Index | None = None  #: Locations of pieces, by which they are read; ``None``: read ``tensors``
+    index: Index | None = None  #: Locations of the pieces to read; ``None``: read ``tensors``
     staged: Staged = field(default_factory=Staged, repr=False)  #: Data that were read and not copied yet
     #: The world, if data for several ranks are read once; otherwise each rank reads its own.
     ranks: RankMessenger | None = None
@@ -99,7 +99,7 @@ class Source(Contents):
         rank failed. A rank reads only stored pieces that contain its own rows.
         """
         pieces = [rectangle_of(key, piece) for key, entry in entries.items() for piece in entry.pieces]
-        # The same rectangle may be wanted twice, by a weight and as the source of a main weight.
+        # The same rectangle may be needed twice, by a weight and as the source of a main weight.
         required = [area for area in dict.fromkeys([*pieces, *rectangles]) if math.prod(area[2])]
         self.staged.parts.update({area: [] for area in required})
         if self.ranks is None:
@@ -164,7 +164,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
     def checksum_of(manifest: Manifest | None) -> int | str | None:
         file = path / (DCP_METADATA if manifest is None else FILE_NAME)
         try:
-            return crc32_of(file) if file.is_file() else None
+            return crc32(file.read_bytes()) if file.is_file() else None
         except OSError as error:  # other ranks may see it
             return str(error)
 
@@ -184,9 +184,9 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
             f"{path_on_0}: the ranks see different checkpoints",
             expected="the same on all ranks",
             got=", ".join([f"{path_on_0} on rank 0", *list(filter(None, differing))[:3]]),
-            why="Weights of two moments would be mixed. Nothing was loaded",
-            fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
-            "same path, mount one file system on all nodes",
+            why="Weights of two checkpoints would be mixed. Nothing was loaded",
+            fix="find the path on rank 0, for example by te_fsdp.checkpoint.latest, and broadcast it; if the paths are "
+            "equal, mount one file system on all nodes",
         )
     if manifest is None:
         plain = all_agree(lambda: open_dcp(path, needs_paths=True))
@@ -196,7 +196,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         contents = all_agree(lambda: open_dcp_contents(path, plain, choices))
         _fit(contents, _changes(contents.manifest, model))
         if contents.manifest.optimizer is not None and not optimizer:
-            contents.notes.append("optimizer: left, since none was given to load")
+            contents.notes.append("optimizer: left, since none was passed to load")
         count = f"{len(contents.manifest.parameters)} tensors of a state dict"
         contents.notes.insert(0, f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken")
         source = Source(**vars(contents))
@@ -204,7 +204,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         if verify:
             _verify_together(path, manifest)
         elif manifest.format_version < SUMS_PIECES and rank() == 0:
-            text = "%s: format without checksums of pieces: only load(..., verify=True) finds damaged tensors"
+            text = "%s: a format without piece checksums: only load(..., verify=True) detects damaged tensors"
             _log.info(text, path)
         source = _own_source(path, manifest, model, is_verified=verify)
         _name_rows(source)
@@ -340,7 +340,7 @@ def tie(contents: Contents, name: str, first: str, *, is_equal: bool) -> None:
             assigned |= names.keys()
     manifest.tied.pop(first, None)
     manifest.tied |= {n: first for n, other in manifest.tied.items() if other == name} | {name: first}
-    reason = "stored under this name alone" if is_absent else "and equal to it"
+    reason = "stored under this name only" if is_absent else "and equal to it"
     contents.notes.append(f"{name}: tied to {first} here, {reason}")
 
 

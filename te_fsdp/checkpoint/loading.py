@@ -98,7 +98,7 @@ def load(
 ) -> Loaded:
     """Load a checkpoint into a model and its optimizer, in place, independent of the mesh that saved it.
 
-    First compares the checkpoint with model and optimizer. On any difference nothing is changed. Weights of another
+    First compares the checkpoint with model and optimizer. On any difference nothing is changed. Weights of a different
     dtype or quantization format are converted from saved main weights if there are any, else from the (dequantized)
     values: rounded or quantized once, with the amax of the unsharded weight. Missing optimizer state is allocated.
     Collective over the world: call on all ranks. All ranks must reach the directory.
@@ -116,7 +116,7 @@ def load(
         allow: Names of deliberate differences, as shell patterns (``"head.*"``), that may be left: a parameter with its
             optimizer state, ``"optimizer"`` for the entire optimizer, ``"*.eps"`` for a setting of modules,
             ``"settings"`` for all in a checkpoint that records none.
-        convert: Whether weights and state of another dtype or format are converted. ``False``: they are differences.
+        convert: Whether weights and state of a different dtype or format are converted. ``False``: these differ.
         verify: Compare all files with their checksums first, each on one rank. Otherwise manifest, DCP's metadata,
             sizes of the files and (from format 3 on) the data that are read are checked.
         read: ``"each"``: every rank reads its own data. ``"once"``: data for several ranks (HSDP's replicas) are read
@@ -124,7 +124,7 @@ def load(
 
     Returns:
         The saved ``extra``, with tensors on the CPU and this rank's values of ``PerRank`` (``None`` with a warning on
-        another mesh). Its attributes list everything that was not simply copied.
+        a different mesh). Its attributes list everything that was not simply copied.
 
     Raises:
         CheckpointError: No checkpoint, a damaged one, or one that differs: all differences in one text, on all ranks.
@@ -174,7 +174,6 @@ def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[
 
 
 def _refuse(source: Source, diff: Differences) -> None:
-    """Raise if there are differences."""
     # No agreement is needed: ``over_all_ranks`` has given all ranks the same differences.
     if not diff:
         return
@@ -185,7 +184,7 @@ def _refuse(source: Source, diff: Differences) -> None:
     else:
         fix = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
     if all(setting.effect == "strict" for setting in diff.settings.values()):
-        fix += ", or load(..., strict=False) to take what fits"
+        fix += ", or load(..., strict=False) to load the parts that fit"
     raise CheckpointError(
         f"{source.source} does not fit: {'; '.join(diff.texts())}",
         why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
@@ -270,11 +269,11 @@ class ModelLoader:
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
         for name in sorted({type(other).__name__ for other in self.others}):
             self.notes.append(
-                f"{name}, which was not given to load: its main weights are those of the loaded weights, its other "
-                "state is as it was"
+                f"{name}, which was not passed to load: its main weights are set to the loaded weights, its other "
+                "state is unchanged"
             )
         if lost:
-            text = "values per rank were saved on another mesh, so they are None"
+            text = "values per rank were saved on a different mesh, so they are None"
             self.notes.append(f"{text}: {shorten(lost)}")
         return decode(extra, slots)
 
@@ -344,7 +343,7 @@ class ModelLoader:
     def _delayed(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
         """Return the delayed-scaling state that this model takes, by module, and host memory for all of it.
 
-        It is small. It is assigned after reading. Modules whose weights have another format here take none.
+        It is small. It is assigned after reading. Modules whose weights have a different format here take none.
         """
         modules, differing, stored = modules_of(self.model), self.diff.names(), self.source.described()
         taken: dict[str, Any] = {}
@@ -364,14 +363,14 @@ class ModelLoader:
                 (scales, _), (history, _) = kinds = [stored.get(key, ((), torch.float32)) for key in keys]
                 if len(scales) != 1 or tuple(history) != (recipe["amax_history_len"], *scales):
                     steps = recipe["amax_history_len"]
-                    expected = f"a history of {steps} steps of as many tensors as have a scale"
+                    expected = f"a history of {steps} steps for as many tensors as there are scales"
                     raise damaged_value(f"{self.source.source}: {keys[1]}", expected, f"shape {history}")
                 for key, (shape, dtype) in zip(keys, kinds, strict=True):
                     slots[key] = replicated_entry(torch.empty(shape, dtype=dtype, device="cpu"))
         if foreign:
             self.notes.append(
-                f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have another format here"
-                f" ({shorten(foreign)})"
+                f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have a different format "
+                f"here ({shorten(foreign)})"
             )
         return taken, slots
 
@@ -379,7 +378,7 @@ class ModelLoader:
         """Reset delayed-scaling state that was not loaded to that of a new module, with the loaded weights' scales."""
         keep, restarted = loaded.keys() | self.diff.names(), []
         for name, (_, states) in delayed_modules(self.model).items():
-            # Includes modules of another format, whose saved state has no meaning for these scales.
+            # Includes modules of a different format, whose saved state has no meaning for these scales.
             if name not in keep:
                 restarted.append(name)
                 for state in states.values():

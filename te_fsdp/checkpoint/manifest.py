@@ -102,7 +102,7 @@ def _encodes(value: Any) -> bool:
 
 def _integer(low: int = 0, high: int = 2**63 - 1) -> Kind:
     # type() and not isinstance(): bool is a subclass of int.
-    return Kind(f"a whole number from {low}", lambda value: type(value) is int and low <= value <= high)
+    return Kind(f"an integer of at least {low}", lambda value: type(value) is int and low <= value <= high)
 
 
 def _or_null(rule: Any) -> Callable[[Any], Any]:
@@ -153,7 +153,7 @@ _ID = Kind("32 hexadecimal digits, or none", lambda value: bool(re.fullmatch("([
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
 _PLAIN = Kind("a plain value", lambda value: type(value) in (NoneType, bool, int, float) or _encodes(value))
 _FILE = Kind(
-    "bytes, CRC-32 and perhaps where the table begins",
+    "bytes, CRC-32 and perhaps the offset of the table",
     lambda value: (
         type(value) is list
         and len(value) in (2, 3)
@@ -264,7 +264,7 @@ def is_ours(mark: Any) -> bool:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest, synced to disk; raise CheckpointError if it could not be read back. Local operation."""
     path = directory / FILE_NAME
-    with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options"):
+    with unreadable(path, "manifest", "use plain values in extra and in the optimizer's options"):
         body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
         lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
         encoded = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
@@ -285,13 +285,13 @@ def read_manifest(directory: Path) -> Manifest:
         encoded = path.read_bytes()
         body = json.loads(encoded)
         if type(body) is not dict or type(body.get("format_version")) is not int:
-            raise DamagedFileError("no object with a format_version")
+            raise DamagedFileError("not an object with a format_version")
         if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
             raise CheckpointError(
                 f"{path}: written by a different version of te_fsdp, {body.get('versions')!a:.200}",
                 expected=f"format version {FIRST_FORMAT} to {HAS_FOLDER}",
                 got=str(body["format_version"])[:40],
-                fix="update te_fsdp; of an older format, load it with the te_fsdp that wrote it",
+                fix="update te_fsdp; load a checkpoint of an older format with the te_fsdp that wrote it",
             )
         # A digest of the text: "1e-5" and "1E-5" are one number, and one of them is damage.
         digest = str(body.pop("digest", None))
@@ -305,7 +305,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
         if unlisted and manifest.save_id:
             raise DamagedFileError(
-                f"files.{unlisted[0]}: expected where its table of checksums begins, got none"
+                f"files.{unlisted[0]}: expected the offset of its table of checksums, got none"
             )
         return manifest
 
@@ -362,7 +362,7 @@ def check_files(
     checksums: bool = False,
     tick: Tick = no_progress,
 ) -> list[str]:
-    """Return the problems of listed files: missing, of another size or, with ``checksums``, changed. Local operation.
+    """Return the problems of listed files: missing, of a wrong size or, with ``checksums``, changed. Local operation.
 
     ``names`` selects some of them.
     """

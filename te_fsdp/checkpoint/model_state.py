@@ -98,8 +98,8 @@ def joined_model(models: Any) -> nn.Module:
                 "checkpoint: model",
                 expected="a module, a dict of modules by name, or a rank's stages",
                 got=type(model).__name__,
-                fix="checkpoint.save(path, model, optimizer) and load(path, model, optimizer) take the objects "
-                "themselves, no state dicts",
+                fix="pass the objects themselves, not state dicts: checkpoint.save(path, model, optimizer), "
+                "load(path, model, optimizer)",
             )
         parts += [(name, stage) for stage in stages]
     return parts[0][1] if len(parts) == 1 and not is_named else JoinedModules(parts)
@@ -111,7 +111,7 @@ def check_names(given: Mapping[Any, Any], noun: str) -> None:
     if invalid or not given:
         raise CheckpointError(
             f"checkpoint: {noun}s by name",
-            expected=f'a dict of {noun}s, whose names have none of . = , / in them, such as {{"actor": ...}}',
+            expected=f'a dict of {noun}s whose names contain none of . = , / such as {{"actor": ...}}',
             got=", ".join(map(repr, invalid)) or "an empty dict",
             fix="give each a short name, the same at each save and load",
         )

@@ -122,7 +122,7 @@ def optimizer_state(
                     f"save: {key} is in two optimizers, {holders[key]!r} and {name!r}",
                     expected="one optimizer for each parameter",
                     why="The files store the state of a parameter under its name",
-                    fix="give the parameter, or all experts of a layer, to one of them",
+                    fix="pass the parameter, or all experts of a layer, to one of them",
                 )
         for parameter, state in optimizer.state.items():
             target = owned.get(id(parameter))
@@ -130,7 +130,7 @@ def optimizer_state(
                 raise CheckpointError(
                     f"{type(optimizer).__name__}: state of a parameter that the model does not have",
                     expected="state of the model's parameters",
-                    got=f"state of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
+                    got=f"state of one of shape {tuple(getattr(parameter, 'shape', ()))} that is in no group",
                     why="The files store parameters under their names in the model",
                     fix="remove its entry from optimizer.state together with the parameter from its group",
                 )
@@ -169,7 +169,7 @@ def describe_groups(optimizers: Optimizers, names: dict[int, str]) -> list[dict[
                     f"optimizer: experts of {divided[0]} in the groups {group_of[divided[0]]} and {index}",
                     expected="all experts of a layer in one group",
                     why="A checkpoint stores the weights of all experts as one tensor",
-                    fix="give them one group",
+                    fix="put them in one group",
                 )
             groups.append(
                 {"parameters": parameters, "options": encoded} | ({"optimizer": label} if label else {})
@@ -196,7 +196,7 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
             f"{key}: state without a known place in the parameter",
             expected=f"a scalar, or high precision of shape {tuple(full_shape)}",
             got=f"shape {tuple(value.shape)}{format_}",
-            fix="use an optimizer whose state is element by element (AdamW, SGD, FusedAdam without uint8)",
+            fix="use an optimizer with elementwise state (AdamW, SGD, FusedAdam without uint8)",
         )
     info = owned.info
     shape, boxes = info.local_shape, info.boxes

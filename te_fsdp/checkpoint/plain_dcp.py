@@ -180,7 +180,7 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
         return tensor
     # Replace each record of a quantized tensor by the tensor. Plain records are not read.
     parts: list[_WeightChunk] = []
-    plain = set[tuple[Any, int]]()  # records of another release of torch: one of each length is read
+    plain = set[tuple[Any, int]]()  # records of a different release of torch: one of each length is read
     for offsets, piece in tensor.chunks:
         parts.append((offsets, piece))
         if not isinstance(piece, DcpRecord) or (piece.shape, piece.length) in plain:

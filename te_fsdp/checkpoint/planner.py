@@ -234,7 +234,7 @@ def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointEr
     return CheckpointError(
         f"{path}: save failed {error}",
         why=why,
-        fix="see the cause above; check that all ranks reach the directory, and the space left",
+        fix="see the cause above; check that all ranks reach the directory, and its free space",
     )
 
 
@@ -242,7 +242,7 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
     """Raise CheckpointError on all ranks unless replicated pieces have the same bytes on all of their ranks.
 
     It names the tensors and the ranks. Collective over the ranks: one round with a checksum of each set of replicas,
-    and another with a checksum of each piece if they differ.
+    and a second one with a checksum of each piece if they differ.
     """
     if ranks.size == 1:
         return
@@ -265,7 +265,7 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
             f"save: {len(formatted)} tensor(s) differ between ranks that must have the same: {shorten(formatted)}",
             expected="equal values on all ranks",
             got="different values",
-            why="The files contain one of them, and the others would be lost",
+            why="The files contain one copy, and the others would be lost",
             fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
             "te_fsdp.broadcast_params(model, optimizer) makes differing copies of a sharded model equal again; buffers "
             "that each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts "

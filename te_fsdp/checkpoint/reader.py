@@ -116,7 +116,7 @@ def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
 
 
 def rounded(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a floating-point tensor in another dtype, each value rounded once. Local operation.
+    """Cast a floating-point tensor to a dtype, rounding each value once. Local operation.
 
     Raise CheckpointError for a finite value beyond the range of a ``dtype`` with fewer exponents (FP16), which would
     become infinite. Reads the extremes on the host then.
@@ -133,7 +133,7 @@ def rounded(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor
             expected=f"at most {torch.finfo(dtype).max:.6g}",
             got=f"{tensor[tensor.isfinite()].abs().max():.6g}",
             why="They would become infinite",
-            fix="another dtype, such as bfloat16",
+            fix="use a different dtype, such as bfloat16",
         )
     return result
 

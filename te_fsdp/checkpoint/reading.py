@@ -1,6 +1,6 @@
 """Data that a load reads: checked rectangles of the files' tensors, kept on the host until they are copied.
 
-A weight of another dtype or format is converted through high precision (:class:`Conversion`).
+A weight of a different dtype or format is converted through high precision (:class:`Conversion`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def read_stored(
                         # A read that has begun still writes into its buffer after another one has failed.
                         wait(read for read in reads if not read.cancel())
             except (OSError, DamagedFileError) as error:
-                # An error of the file has the damaged piece's offset, by which the message names its tensor.
+                # An error of the file has the damaged piece's offset, which identifies its tensor for the message.
                 begin = getattr(error, "begin", None)
                 keys = [f", of {piece.key}" for piece, _ in pieces if piece.offset == begin]
                 damaged(path, [f"{name}: {error}{''.join(keys)}"])
@@ -146,7 +146,7 @@ def pieces_to_read(
     # The index is read in blocks of tensors, so all keys are requested together.
     for key, rows in index.rows([*unread]):
         covered, (shape, dtype) = 0, index.tensors[key]
-        # A rectangle of another number of dims overlaps nothing, and stays in the count of missing elements.
+        # A rectangle with a different number of dims overlaps nothing, and stays in the count of missing elements.
         for rectangle in (rectangle for rectangle in unread[key] if len(rectangle[1]) == len(shape)):
             for (number, begin, length), sizes, part in _overlapping(rows, rectangle):
                 in_file = by_file.setdefault(index.files[number], {})

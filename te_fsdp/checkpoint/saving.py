@@ -377,7 +377,7 @@ def _prepare(
     def collect(before: _SaveCache | None) -> _RankMessage:
         background().raise_unretrieved()
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            expected = "None (keep all) or a whole number from 1"
+            expected = "None (keep all) or an integer of at least 1"
             raise CheckpointError("save: keep_last", expected=expected, got=repr(keep_last))
         attempt[:] = [_Collected(model, optimizers, extra, before, shared)]
         return attempt[0].seen(target)

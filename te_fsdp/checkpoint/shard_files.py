@@ -126,15 +126,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def crc32_of(path: Path) -> int:
-    """Return the CRC-32 of a file. Plain DCP's metadata can be too large to be read at once."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            crc = crc32(block, crc)
-    return crc
-
-
 # A piece is a ``torch.save`` file, as in DCP, which takes torch 0.1 ms. The bytes around the elements are
 # therefore made once for all pieces of one dtype and shape.
 class Frame(NamedTuple):
@@ -168,7 +159,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     with torch.serialization.skip_data():  # of this thread alone
         # Its memory is never touched, so the system allocates none.
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
-    assert len(file.found) == 1 or not size, "torch leaves the elements out in one place"
+    assert len(file.found) == 1 or not size, "torch omits the elements in one place"
     begin, frame = [*file.found, 0][0], file.getvalue()
     return Frame(frame[:begin], size, frame[begin:], len(frame) + size)
 
@@ -176,7 +167,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 def elements_of(
     data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, check: bool = False
 ) -> torch.Tensor | None:
-    """Return a view of the tensor in a stored piece (uint8, on the host); ``None`` for bytes of another frame.
+    """Return a view of the tensor in a stored piece (uint8, on the host); ``None`` for bytes of a different frame.
 
     ``check`` compares the elements with the checksum of ``torch.save``, if it wrote one; raise DamagedFileError.
     """
@@ -199,7 +190,7 @@ def elements_of(
 
 
 # The manifest has each file's size, its table's CRC-32 and the offset of the table. A piece is therefore
-# checked when it is read, and a file of another save or under another name is refused.
+# checked when it is read, and a file of a different save or under a different name is refused.
 class SummedFile:
     """A file of pieces, open for writing. Only small tensors are written under the interpreter lock."""
 
@@ -281,11 +272,11 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
         tail = torch.empty(size - listed[2], dtype=torch.uint8, device="cpu")
         table, name = bytes(view_of(unchecked.read(listed[2], [], tail))), path.name.encode()
         head = _HEAD.size + len(name)
-        # Before the checksum: the file of another save is intact, and its error names the cause.
+        # Before the checksum: the file of a different save is intact, and its error names the cause.
         if table.startswith(_MARK) and table[8:40] != save_id.encode():
-            raise DamagedFileError(f"a file of another save, {table[8:40]!r}")
+            raise DamagedFileError(f"a file of a different save, {table[8:40]!r}")
         if table.startswith(_MARK) and table[_HEAD.size : head] != name:
-            raise DamagedFileError("another file of the same save")
+            raise DamagedFileError("a different file of the same save")
         if crc32(table) != listed[1] or (len(table) - head) % _ROW.size:
             raise DamagedFileError("its table of checksums has changed (CRC-32)")
         pieces, offset = {}, 0

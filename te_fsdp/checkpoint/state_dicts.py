@@ -1,7 +1,7 @@
 """State dicts of one process as a checkpoint's contents.
 
 Their tensors are those of the unsharded module, so names and rows are canonical. Modules whose rows or blocks are in
-another order (stacked for tp, quantized for several shards) record that in their ``_extra_state`` entry, and are
+a different order (stacked for tp, quantized for several shards) record that in their ``_extra_state`` entry, and are
 refused. Optimizer state is read from DCP directories only.
 """
 
@@ -78,7 +78,7 @@ def refuse_other_files(path: Path) -> None:
 
 def open_torch_contents(path: Path, choices: Choices) -> Contents:
     """Return the model's state dict in a ``torch.save`` file, which is mapped; raise CheckpointError for others."""
-    with unreadable(path, "file of torch.save", "the file is damaged, truncated or of another kind"):
+    with unreadable(path, "file of torch.save", "the file is damaged, truncated or of a different kind"):
         # An object that contains itself raises RecursionError here.
         tree = with_leaves(load_weights_only(path, str(path)), as_lazy)
     return _from_tree(path, "torch.save", tree, choices)
@@ -185,10 +185,10 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
             return None, state
     if len(model_keys) != 1 or nested:
         raise CheckpointError(
-            f"{path}: no state dict found in it",
+            f"{path}: no state dict found",
             expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
             got="the state of an optimizer" if "param_groups" in entries else _keys(tree),
-            fix="pass a file with one of these; te-fsdp ckpt convert has --key for other keys",
+            fix="pass a file with one of these; use te-fsdp ckpt convert --key for other keys",
         )
     return model_keys[0], entries[model_keys[0]]
 
@@ -237,7 +237,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             # An empty tensor has no address of its own, so two of them would look tied.
             identity = (value.tensor.data_ptr(), value.shape, value.tensor.stride(), value.dtype)
         if not isinstance(name, str):
-            unread.append(f"{name!r}, a name that is not text")
+            unread.append(f"{name!r}, a name that is not a string")
         elif first.setdefault(identity, name) != name:
             # Tied weights are one tensor under several names. A checkpoint stores it under the first.
             contents.notes.append(f"{name}: tied to {first[identity]}, stored once")
@@ -259,14 +259,14 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
         raise CheckpointError(
             f"{contents.source}: {len(unread)} value(s) of the state dict are not plain tensors: "
             f"{', '.join(unread[:5])}",
-            fix="omit them; te-fsdp ckpt convert has --key for the key of the model's state dict",
+            fix="omit them, or select the model's state dict with te-fsdp ckpt convert --key",
         )
     if not contents.tensors:
         raise CheckpointError(
             f"{contents.source}: a state dict without tensors",
             expected="the model's weights",
             got=_keys(dict(state)),
-            fix="check the saved keys; te-fsdp ckpt convert has --key for the key of the model's state dict",
+            fix="check the saved keys, or select the model's state dict with te-fsdp ckpt convert --key",
         )
     if read := len(manifest.delayed):
         note = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
@@ -314,7 +314,7 @@ def _delayed_state(value: Lazy, key: str) -> dict[str, Any]:
         own_entry, data = unpack(entry), bytes_of(entry)
     except DamagedEntryError as error:
         raise CheckpointError(
-            f"{key}: no state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}"
+            f"{key}: not a state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}"
         ) from error
     if own_entry is not None:
         state = own_entry[1] or {}

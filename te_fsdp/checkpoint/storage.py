@@ -22,7 +22,7 @@ from te_fsdp.errors import CheckpointError
 
 #: ``scheme://...``, or ``scheme:/...``, which ``Path`` makes of it. A scheme has at least two letters.
 _URL = re.compile(r"([a-z][a-z0-9+.\-]+)://?(.*)", re.DOTALL)
-#: Errors of the system by which a path does not exist.
+#: System errors of a path that does not exist.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 #: Keys of the modification time in listings of several kinds of storage.
 _WRITTEN = ("LastModified", "mtime", "created")
@@ -49,9 +49,9 @@ def resolve_path(path: str | os.PathLike[str] | Path) -> Path:
         if expanded.startswith("~"):
             raise CheckpointError(
                 f"checkpoint: path {given}",
-                expected="a user that this machine has, after ~",
+                expected="a user of this machine after ~",
                 got=f"{given.split('/')[0]}, whose home directory is unknown",
-                fix=f"write the home directory itself, or ./{given} for a directory of this name",
+                fix=f"pass the home directory's path, or ./{given} for a directory of this name",
             )
         return LocalPath(expanded)
     scheme, remainder = match.groups()

@@ -106,7 +106,7 @@ def views_of(
 def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str | None) -> None:
     """Raise CheckpointError for several tensors of one name. Local operation.
 
-    ``shared`` are patterns of names that are allowed. ``stages`` says which stages have the names; ``None``: one model.
+    ``shared`` are patterns of allowed names. ``stages`` describes the stages in the error; ``None``: one model.
     """
     patterns, counts = tuple(shared), Counter(names)
     repeated = [name for name, count in counts.items() if count > 1]
@@ -120,7 +120,7 @@ def refuse_equal_names(names: Iterable[str], shared: Iterable[str], stages: str 
             expected="a separate name for each, without the parts that torch.compile and activation checkpointing "
             "insert",
             why=why,
-            fix="rename a module: leave out dots, _orig_mod and _checkpoint_wrapped_module",
+            fix="rename a module: omit dots, _orig_mod and _checkpoint_wrapped_module",
         )
     raise CheckpointError(
         f"save: {len(repeated)} tensor name(s) are repeated in {stages}: {shorten(repeated)}",
@@ -321,7 +321,7 @@ def of_all_experts(described: dict[str, Any], expert: ExpertPlace, weight: Seque
 def join_experts(states: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]], label: str) -> None:
     """Add the descriptions of further experts' states to ``states``, by name of the state.
 
-    Raise CheckpointError for the same state with another shape, dtype or value. ``label`` is the stacked tensor's name.
+    Raise CheckpointError for a state that differs in shape, dtype or value. ``label`` is the stacked tensor's name.
     """
     for key, described in new.items():
         present = states.setdefault(key, described)
@@ -334,6 +334,6 @@ def join_experts(states: dict[str, dict[str, Any]], new: dict[str, dict[str, Any
                 f"optimizer.state.{label}.{key}: experts {experts[0]} and {experts[1]}",
                 expected="the same kind of state for all experts of a layer",
                 got=" and ".join(formatted),
-                fix="give all experts of a layer to one optimizer, with the same options",
+                fix="pass all experts of a layer to one optimizer, with the same options",
             )
         states[key] = {**present, "experts": sorted({*experts[0], *experts[1]})}

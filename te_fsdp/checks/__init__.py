@@ -63,7 +63,7 @@ CHECKS: tuple[Check, ...] = (
     Check("partial gradients", "sharded", "tp", gradients.compare_gradients, GradientError),
     Check("losses of a part of the logits", "sharded", "tp", gradients.watch_head_gradients, GradientError),
     Check("shared memory", "sharded", "", model.refuse_shared_memory, OrderError),
-    Check("states of another optimizer", "sharded", "", optimizer.explain_failed_loads, CheckpointError),
+    Check("states of a different optimizer", "sharded", "", optimizer.explain_failed_loads, CheckpointError),
     Check("split backward", "sharded", "", backward.refuse_split_backward, OrderError),
     Check("steps of all ranks", "sharded", "model", progress.watch_progress, OrderError),
     Check("writes in forward", "sharded", "", model.refuse_writes_in_forward, OrderError),
@@ -127,10 +127,10 @@ CHECKS: tuple[Check, ...] = (
         InitError,
         "full",
     ),
-    Check("states of another optimizer", "states", "", optimizer.refuse_unknown_state, CheckpointError),
+    Check("states of a different optimizer", "states", "", optimizer.refuse_unknown_state, CheckpointError),
     Check("closures", "closure", "model", weights.check_closure, MeshError),
 )
-#: Checks that ``check_inputs=False`` leaves out.
+#: Checks that ``check_inputs=False`` disables.
 _OF_INPUTS = (
     inputs.watch_model_inputs,
     inputs.watch_for_copies,

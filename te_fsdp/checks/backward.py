@@ -157,7 +157,7 @@ def refuse_split_backward(state: ShardedModel) -> None:
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _torch.flatten(output)[0]:
             nodes = graph_nodes(tensor.grad_fn) if isinstance(tensor, torch.Tensor) else ()
-            # The nearest parameter is enough: a split backward leaves out all of them.
+            # The nearest parameter is enough: a split backward omits all of them.
             leaf = next(
                 (n for n in nodes if isinstance(getattr(n, "variable", None), torch.nn.Parameter)), None
             )
@@ -187,5 +187,5 @@ def refuse_second_derivatives_of_te(state: ShardedModel) -> None:
             expected="first derivatives",
             got="a graph for second derivatives, as for a gradient penalty or a Hessian",
             why="TransformerEngine's kernels have no second derivatives, so that terms would be missing",
-            fix="use torch's own layers where the penalty reaches",
+            fix="use torch's own layers in the part that the penalty reaches",
         )

@@ -150,7 +150,7 @@ def compare_computation(state: ShardedModel) -> None:
     """Compare, before a forward of the model, its mode, recipe and trained parameters over ranks.
 
     Local operation in steady state. After a change it is collective over the ranks that all-gather or split layers with
-    this one, and in training over all ranks of the model. They meet in the store, then all-reduce two numbers per axis.
+    this one, and in training over all ranks of the model: a rendezvous in the store, then two numbers per axis.
     At level "full" every forward compares.
     """
     compared, every = state.computed, state.checks.level == "full"
@@ -334,8 +334,8 @@ def _compare(
                 expected="the same te.autocast, and torch.autocast, on all ranks of the model",
                 got=shorten(shown, 4, "; "),
                 why="They compute one forward together, and wait for each other's amax if a recipe needs that",
-                fix="enter te.autocast(enabled=..., recipe=...) on all ranks in the same way: by numbers that all "
-                "have, such as the step or an all-reduced loss, not by the rank",
+                fix="enter te.autocast(enabled=..., recipe=...) on all ranks in the same way: by numbers that are "
+                "equal on all ranks, such as the step or an all-reduced loss, not by the rank",
             )
         if not same[1]:
             raise _different_parameters_error(where, flags, mesh)
@@ -346,7 +346,7 @@ def _rendezvous(label: str, mesh: DeviceMesh) -> Iterator[None]:
     """Begin the context when all ranks have arrived. Ranks that time out report their changes."""
     call, _, point = label.partition(": ")
     arrived = False
-    # The ranks that do not raise would not join the all-reduce with which te.autocast ends.
+    # The ranks that do not raise would not join the all-reduce at the end of te.autocast.
     with _te.skip_amax_reduction_after_errors():
         try:
             with collective_call(call, mesh):
@@ -367,13 +367,13 @@ def _describe_change(state: ShardedModel, mine: str, trained: list[bool] | None,
             for (name, _, _), before, now in zip(compared.places, compared.trained, trained, strict=False)
             if before != now
         ]
-        return f"forward with other trained parameters than before: {shorten(changed, 3)}"
+        return f"forward with different trained parameters than before: {shorten(changed, 3)}"
     if unit is not None or compared.under is None:
-        return f"forward under another recipe than before: {mine}"
-    # If the class of the recipe differs, its options say nothing more.
+        return f"forward under a different recipe than before: {mine}"
+    # If the class of the recipe differs, its options add no information.
     recipes = mine.split(", "), _format_recipe(*compared.under).split(", ")
     now, before = (recipe[:1] if recipes[0][0] != recipes[1][0] else recipe for recipe in recipes)
-    return f"forward under another recipe than before: {', '.join(now)} in place of {', '.join(before)}"
+    return f"forward under a different recipe than before: {', '.join(now)} instead of {', '.join(before)}"
 
 
 def _format_recipe(recipe: Any, dtype: torch.dtype | None) -> str:
@@ -392,7 +392,7 @@ def _different_parameters_error(where: str, mine: dict[str, bool], mesh: DeviceM
         if trained and frozen:
             lines.append(f"{name} trained on {format_ranks(trained)}, frozen on {format_ranks(frozen)}")
     return MeshError(
-        f"{where}: other parameters are trained on some ranks",
+        f"{where}: different parameters are trained on some ranks",
         expected="the same requires_grad on all ranks of the model",
         got=shorten(lines, 3, "; ") or f"{sum(mine.values())} trained parameters here",
         why="Their gradients are reduced together: each rank would wait for others",

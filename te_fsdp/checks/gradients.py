@@ -264,8 +264,8 @@ def compare_replicated_gradients(step: Step) -> None:
                 why="Each rank has computed them from different tokens or features, as under sequence parallelism, "
                 "and they are not summed: those of the first rank would be used",
                 fix="set parameter.sequence_parallel = True on the parameters of layers that see a part of the "
-                "tokens, before te_fsdp.fully_shard or set_device_mesh; or give these layers all tokens. Where "
-                "gradients must differ, pass checks='setup' (before: check_inputs=False) to fully_shard, or "
+                "tokens, before te_fsdp.fully_shard or set_device_mesh; or pass all tokens to these layers. If "
+                "gradients must differ, pass checks='setup' (formerly check_inputs=False) to fully_shard, or "
                 "check_inputs=False to set_device_mesh",
             )
     for _, record in scheduled:
@@ -330,7 +330,7 @@ def compare_gradient_shapes(step: Step) -> None:
             expected="gradients of the same parameters, shapes and dtypes on all ranks of the model",
             got=shorten(lines, 3, "; "),
             why="The ranks update the shards of each weight together",
-            fix="run the same layers on all ranks, and do not assign .grad on some of them",
+            fix="run the same layers on all ranks, and do not assign .grad on some ranks only",
         )
 
 

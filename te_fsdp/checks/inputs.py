@@ -12,7 +12,7 @@
 #   inputs of sequence-parallel modules      must differ: each rank has its part of the tokens. Compared at the first
 #                                            call of each with tokens that differ from each other
 #   DTensors, other wrappers, meta, sparse   not compared
-#   random numbers of dropout                compared in the way of floating inputs, in training: dropout masks that
+#   random numbers of dropout                compared like floating inputs, in training: dropout masks that
 #                                            differ over tp are inputs that differ
 #
 # Ranks of ``cp`` compute parts of the same sequences: their inputs must have the same shapes and different
@@ -58,8 +58,6 @@ InputDescriptions = dict[str, tuple[str, int]]
 
 @dataclass
 class _InputCheck:
-    """A root's check."""
-
     tp_mesh: DeviceMesh | None  #: Inputs are compared over its ranks
     cp_mesh: DeviceMesh | None = None  #: Inputs must be parts of the same sequences on its ranks
     every: bool = False  #: Whether every forward compares, not only new shapes
@@ -167,7 +165,7 @@ def check_inputs(
 ) -> None:
     """Compare a root's inputs over ``tp`` and ``cp``, if they have new shapes.
 
-    Collective over both in that case: one object gather of a checksum per tensor. Where floating values differ over
+    Collective over both in that case: one object gather of a checksum per tensor. If floating values differ over
     ``tp``, also a broadcast of the first rank's. Skipped in backward, where forwards are recomputed, and in the capture
     of a CUDA graph. It raises before any all-gather or computation.
 
@@ -251,9 +249,9 @@ def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, m
             f"{where}: inputs over cp",
             expected="a different part of the same sequences on each rank of a cp group, with equally many tokens",
             got="; ".join((shapes_differ or same)[:3]),
-            why="Attention puts the sequences together out of these parts",
-            fix="te_fsdp.context_parallel_shard(batch, meshes) of the batch that all these ranks have "
-            "(docs/context_parallel.md). Where inputs must not be sharded, pass checks='setup' (before: "
+            why="Attention assembles the sequences from these parts",
+            fix="pass te_fsdp.context_parallel_shard(batch, meshes) of the batch that all these ranks have "
+            "(docs/context_parallel.md). If inputs must not be sharded, pass checks='setup' (formerly "
             "check_inputs=False) to fully_shard",
         )
 
@@ -308,7 +306,7 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
                     why="The module concatenates the parts of all ranks: each token would occur several times",
                     fix="shard the sequence along its first dim: "
                     "x.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]; or build TE modules without "
-                    "sequence_parallel. Where parts must be the same, pass checks='setup' (before: "
+                    "sequence_parallel. If parts must be the same, pass checks='setup' (formerly "
                     "check_inputs=False) to fully_shard, or check_inputs=False to set_device_mesh",
                 )
     elif check.left:
@@ -446,9 +444,9 @@ def _check_equal(
             got=shorten(differences, 3, "; "),
             why="These ranks compute one forward together: each would contribute its part of a different batch",
             fix="shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size, with seeds that depend on "
-            "these numbers, not on the global rank (docs/data.md). Where tp ranks get parts of the sequence, build TE "
+            "these numbers, not on the global rank (docs/data.md). If tp ranks get parts of the sequence, build TE "
             "modules with sequence_parallel=True and mark the parameters of your own modules "
-            "sequence_parallel = True. Where inputs must differ, pass checks='setup' (before: check_inputs=False) to "
+            "sequence_parallel = True. If inputs must differ, pass checks='setup' (formerly check_inputs=False) to "
             "fully_shard, or check_inputs=False to set_device_mesh",
         )
 

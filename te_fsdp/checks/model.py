@@ -203,7 +203,7 @@ def _refuse_use(label: str, use: str, *_: Any) -> Any:
             expected="a state dict or a checkpoint",
             got="modules with process groups and hooks",
             fix="call te_fsdp.checkpoint.save(path, model, optimizer) on all ranks; for a second model, "
-            "build and shard one more",
+            "build and shard it separately",
         )
     raise OrderError(
         f"{label}: deepcopy of a model after fully_shard, as by torch.optim.swa_utils.AveragedModel",

@@ -1,4 +1,4 @@
-"""Checks of an optimizer: parameters that the model has now, the same on all ranks, state of this rank."""
+"""Checks of an optimizer: current parameters of the model, the same on all ranks, state of this rank."""
 
 # [Note: replaced and copied parameters] **Replaced parameters.** Binding, sharding and materializing replace
 # parameters. A step on the old ones would be lost:
@@ -101,17 +101,17 @@ def refuse_replaced(step: Step) -> None:
         name, by = fqn or _sharded_kinds().get(_kind(parameter)) or label_of(parameter), COPIED
     count = sum(len(group["params"]) for group in step.optimizer.param_groups)
     more = f", and {len(marked) - 1} more of its {count}" if len(marked) > 1 else ""
-    got = f"one from before {by}, which has replaced it"
+    got = f"one from before {by}, which replaced it"
     expected_owner = "new"
     fix = "build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()"
     if by == COPIED:
-        got, expected_owner = "a copy, as copy.deepcopy or a pickle of an optimizer makes them", "model's"
-        fix = "build another optimizer from model.parameters(), and let it load_state_dict(optimizer.state_dict())"
+        got, expected_owner = "a copy, as copy.deepcopy or a pickle of an optimizer creates", "model's"
+        fix = "build a new optimizer from model.parameters(), and call load_state_dict(optimizer.state_dict()) on it"
     raise OrderError(
         f"{step.where}: {name}{more}",
-        expected="parameters that the model has now",
+        expected="current parameters of the model",
         got=got,
-        why=f"Gradients go to the {expected_owner} parameter: the step would change nothing",
+        why=f"Gradients are assigned to the {expected_owner} parameter: the step would change nothing",
         fix=fix,
     )
 
@@ -159,7 +159,7 @@ def _gathered(step: Step, parameter: torch.Tensor, when: str, fix: str) -> Order
     return OrderError(
         f"{step.where}: an unsharded parameter of shape {tuple(parameter.shape)}",
         expected="sharded parameters",
-        got=f"one of those that the model has {when}",
+        got=f"a parameter that the model has {when}",
         why="Its update would be lost",
         fix=f"build the optimizer {fix}",
     )
@@ -206,7 +206,7 @@ def check_first_step(step: Step) -> None:
                     raise _another_class(
                         f"{step.where}: states of {step.names[id(parameter)]}",
                         needed,
-                        f"{', '.join(sorted(state_keys))}, as of an optimizer of another class",
+                        f"{', '.join(sorted(state_keys))}, as of an optimizer of a different class",
                     )
             _refuse_state_of_other_ranks(step, parameters)
             refuse_unsupported_optimizer(step.optimizer, parameters)
@@ -303,12 +303,12 @@ def refuse_unknown_state(optimizer: Any, parameter: torch.Tensor, name: str) -> 
     raise _another_class(
         f"{type(optimizer).__name__}.load_state_dict: {name} of {label_of(parameter)}",
         optimizer.name_to_dtype_map,
-        "a state of another class, such as torch.optim.AdamW",
+        "a state of a different class, such as torch.optim.AdamW",
     )
 
 
 def explain_failed_loads(state: ShardedModel) -> None:
-    """Name states of another class that torch's optimizers cannot load from now on. Local operation."""
+    """Name states of a different class that torch's optimizers cannot load from now on. Local operation."""
     # One function of the module: each function that is passed is called once more.
     after_failed_load(_refuse_failed_load)
 
@@ -321,7 +321,7 @@ def _refuse_failed_load(optimizer: Optimizer) -> None:
             raise _another_class(
                 f"{type(optimizer).__name__}.load_state_dict: states of {state.names().get(id(parameter))}",
                 needed,
-                f"{', '.join(sorted(param_state))}, as of an optimizer of another class",
+                f"{', '.join(sorted(param_state))}, as of an optimizer of a different class",
             )
 
 

@@ -1,7 +1,7 @@
 """Comparison of the ranks' progress in training."""
 
 # [Note: progress] A rank that skips a step, or has one microbatch less, runs the same collectives as the others: its
-# forward meets that of a different step, without an error. So ranks compare their progress in the first steps and then
+# forward joins that of a different step, without an error. So ranks compare their progress in the first steps and then
 # regularly. A collective does not help, because they reach a step at different times. So each rank writes its number of
 # backwards to the store before such a step, without waiting, with a digest of values that must be equal. Before a later
 # step it counts the ranks that have written the same. In between it has run a backward, and no rank joins the
@@ -205,7 +205,7 @@ def watch_progress(state: ShardedModel) -> None:
 def compare_progress(step: Step) -> None:
     """Compare the ranks' numbers of backwards and steps, by requests to the store before some steps.
 
-    At level "full" the ranks of the model meet in the store before every step instead.
+    At level "full" the ranks of the model rendezvous in the store before every step instead.
     """
     for state, parameters in step.models:
         component: Any = state.components.by_class[UnreducedGradients]

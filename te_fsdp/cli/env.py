@@ -273,7 +273,7 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
         if "undefined symbol" in error:
             package = "flash-attn" if "flash_attn" in error else package
             part = "flash-attn's kernels" if "flash_attn" in error else "its bindings"
-            why = f"{part} were compiled against a torch other than {facts.torch}"
+            why = f"{part} were compiled against a different torch than {facts.torch}"
         elif "signal" in error:
             why = "it aborts the importing process, most often because of mixed library versions"
         fix = cure + package if facts.te_bindings else "pip install 'te-fsdp[emulation]'"

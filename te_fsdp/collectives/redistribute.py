@@ -138,7 +138,7 @@ class GradComm:
     #: Called with each buffer right before its reduction and the name of its unit (``None`` without a unit)
     observer: Callable[[str | None, torch.Tensor], None] | None = None
 
-    def wire(self, dtype: torch.dtype) -> torch.dtype:
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the communication dtype of a buffer of ``dtype``. Local operation."""
         return dtype if self.dtype is None else self.dtype
 
@@ -196,11 +196,11 @@ def _all_reduce(
     if ranks == 1 or buffer.numel() == 0:
         return Pending(lambda: buffer, None, stream)
     dtype, shape = buffer.dtype, buffer.shape
-    wire = dtype if comm is None else comm.wire(dtype)
-    if comm is not None and comm.fp32_sum and wire != torch.float32:
+    sent_dtype = dtype if comm is None else comm.sent_dtype(dtype)
+    if comm is not None and comm.fp32_sum and sent_dtype != torch.float32:
         # An all-to-all needs parts of one size, so the buffer is padded to a multiple of the ranks.
         padded = -(-buffer.numel() // ranks)
-        sent = buffer.new_zeros(padded * ranks, dtype=wire)
+        sent = buffer.new_zeros(padded * ranks, dtype=sent_dtype)
         sent[: buffer.numel()].copy_(buffer.view(-1))
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
@@ -208,12 +208,12 @@ def _all_reduce(
         def gather_sums() -> torch.Tensor:
             # The all-to-all has read `sent`, so its memory is free for the result.
             gather = _first_available(dist, "all_gather_single", "all_gather_into_tensor")
-            gather(sent, _add_in_fp32(received, group, op).to(wire), group=group)
+            gather(sent, _add_in_fp32(received, group, op).to(sent_dtype), group=group)
             return sent[: shape.numel()].to(dtype).view(shape)
 
         return Pending(gather_sums, work, stream)
-    (buffer,), op, divisor = _prescale_fp16([buffer], wire, ranks, op)
-    sent = buffer.to(wire)
+    (buffer,), op, divisor = _prescale_fp16([buffer], sent_dtype, ranks, op)
+    sent = buffer.to(sent_dtype)
     work = dist.all_reduce(sent, op=op, group=group, async_op=True)
 
     def cast() -> torch.Tensor:
@@ -250,23 +250,23 @@ def reduce_scatter(
         return torch.no_grad()(reduce_scatter)(output, source, group, comm, op=op, async_op=async_op)
     sources = [source] if isinstance(source, torch.Tensor) else list(source)
     assert len(sources) == 1 or not async_op
-    wire = sources[0].dtype if comm is None else comm.wire(sources[0].dtype)
+    sent_dtype = sources[0].dtype if comm is None else comm.sent_dtype(sources[0].dtype)
     stream = current_stream(output.device) if async_op else None
     shard_sizes = [part.numel() // group.size() for part in sources] if len(sources) > 1 else []
-    if comm is not None and comm.fp32_sum and wire != torch.float32:
+    if comm is not None and comm.fp32_sum and sent_dtype != torch.float32:
         if len(sources) > 1:
             for part, out in zip(sources, output.split(shard_sizes), strict=True):
                 reduce_scatter(out, part, group, comm, op=op)
             return Pending(lambda: output, None, stream)
-        sent = sources[0].to(wire)
+        sent = sources[0].to(sent_dtype)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=async_op)
         # Keeps the sent buffers alive until then.
         pending = Pending(lambda sent=sent: _add_in_fp32(received, group, op, output), work, stream)
     else:
-        sources, op, divisor = _prescale_fp16(sources, wire, group.size(), op)
-        parts = [part.to(wire) for part in sources]
-        received = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
+        sources, op, divisor = _prescale_fp16(sources, sent_dtype, group.size(), op)
+        parts = [part.to(sent_dtype) for part in sources]
+        received = output if output.dtype == sent_dtype else torch.empty_like(output, dtype=sent_dtype)
         if len(parts) > 1:
             work = _reduce_scatter_all(list(received.split(shard_sizes)), parts, op, group)
         else:
@@ -304,13 +304,13 @@ def _add_in_fp32(
 
 
 def _prescale_fp16(
-    sources: list[torch.Tensor], wire: torch.dtype, ranks: int, op: Any
+    sources: list[torch.Tensor], sent_dtype: torch.dtype, ranks: int, op: Any
 ) -> tuple[list[torch.Tensor], Any, float]:
     """Return the buffers to send, the operation, and the divisor of the result. Only averages in fp16 are changed.
 
     They overflow early, so they are divided by about the square root of the number of ranks before and after.
     """
-    if wire != torch.float16 or op != dist.ReduceOp.AVG:
+    if sent_dtype != torch.float16 or op != dist.ReduceOp.AVG:
         return sources, op, 1
     before = 1
     while before * before < ranks:

@@ -71,8 +71,6 @@ class _Job:
 
 @dataclass
 class _Process:
-    """State of this process."""
-
     timeout: float = DEFAULT_TIMEOUT
     liveness: Liveness = field(default_factory=Liveness)
     jobs: WeakKeyDictionary[Any, _Job] = field(default_factory=WeakKeyDictionary)  #: By default process group

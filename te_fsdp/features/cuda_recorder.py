@@ -19,17 +19,17 @@ T = TypeVar("T")
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool. They must be replayed one after the other.
 
-    ``generators`` are used in addition to the device's and TransformerEngine's. Tests on the CPU use another recorder.
+    ``generators`` are used in addition to the device's and TransformerEngine's. Tests on the CPU replace this class.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self._device = device
         # All steps run on this stream, including eager ones. Autograd nodes that accumulate gradients store the stream
-        # on which they were created, and a capture that encounters another stream fails.
+        # on which they were created, and a capture that encounters a different stream fails.
         self._stream = torch.cuda.Stream(device)
         self._generators = tuple(generators)
         self._recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        # Failed captures stay alive: the pinned memory allocator keeps asking them whether they own a stream.
+        # Failed captures stay alive: the pinned memory allocator keeps querying whether they own a stream.
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class Inputs:
         return _torch.unflatten(self._held, self._structure)
 
     def take(self, leaves: Sequence[Any]) -> None:
-        """Copy the tensors of another call. The host does not wait for copies from pinned memory."""
+        """Copy the tensors of a further call. The host does not wait for copies from pinned memory."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for static, tensor in zip(self.static, tensors, strict=True):
             # By .data, because autograd may have saved the static input.

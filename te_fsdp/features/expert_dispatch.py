@@ -65,7 +65,6 @@ class ExpertDispatcher:
         """Compute the constant sizes. Local operation."""
         require_kind("te_fsdp.ExpertDispatcher", "meshes", meshes, Meshes, expected="te_fsdp.Meshes")
         for name, value in (("num_experts", num_experts), ("capacity", capacity), ("groups", groups)):
-            require_number("te_fsdp.ExpertDispatcher", name, value, least=1, fix="pass a positive integer")
             require_integer("te_fsdp.ExpertDispatcher", name, value, least=1)
         mine, ranks = len(meshes.experts(num_experts)), meshes.size("ep")
         self.num_experts, self.capacity, self.groups = int(num_experts), int(capacity), int(groups)

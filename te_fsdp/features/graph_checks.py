@@ -119,9 +119,9 @@ class Snapshot(ModuleSnapshot):
     def _current_settings(self) -> list[Any]:
         """Return the settings of te_fsdp, and the number of the optimizer's hooks."""
         comm, report = self._state.sync.comm, self._state.components.get(NanReport)
-        wire = None if comm is None else (comm.dtype, comm.fp32_sum)
+        sent = None if comm is None else (comm.dtype, comm.fp32_sum)
         hooks = len(_torch.step_hooks(self._optimizer)) if self._optimizer is not None else 0
-        return [self._state.sync.mode, wire, id(report), None if report is None else report.action, hooks]
+        return [self._state.sync.mode, sent, id(report), None if report is None else report.action, hooks]
 
 
 class Buffers:

@@ -2,7 +2,7 @@
 
     gradients    forward and backward of all microbatches, reductions, norm and clipping         one graph
                  with ``microbatches=N``: the first, the second, and the last microbatch         three graphs
-    update       the optimizer's step with main weights and quantization                         another graph, or eager
+    update       the optimizer's step with main weights and quantization                         one graph, or eager
 
 The graphs contain the device's work. The following host work runs around each replay:
 
@@ -140,7 +140,7 @@ def graphed_step(
 # different device work: the first one all-gathers weights that a strategy keeps and creates gradients, and the
 # last one reduces what the others have accumulated. The second one leaves all gradients and weights at the
 # addresses at which it found them (compared after its capture), so its replays can follow each other. A stream
-# under capture must not wait for an event of another capture. So each graph waits for its reductions at its end.
+# under capture must not wait for an event of a different capture. So each graph waits for its reductions at its end.
 class _MicrobatchGraph(NamedTuple):
     """The graph of one microbatch's forward, backward and reductions, or of all microbatches."""
 

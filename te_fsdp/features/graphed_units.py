@@ -164,8 +164,6 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
 # generation may be replayed, and backwards run in reverse order. Other forwards run eagerly, which is always correct.
 # A pending unit whose autograd graph is freed is not pending any more.
 class _Shared:
-    """State that the units of a model share."""
-
     def __init__(
         self, device: torch.device, recorder: CudaRecorder, memory: list[FixedMemory], warmup: int
     ) -> None:
@@ -194,7 +192,7 @@ class _Shared:
         """Let the counts of forwards start from zero when the running backward has ended."""
         if self._backward_id != _torch.backward_id():
             self._backward_id = _torch.backward_id()
-            # A later backward may contain pending forwards, and other ones of their units.
+            # A later backward may contain pending forwards, and further forwards of their units.
             _autograd.at_end_of_backward(lambda: None if self.pending() else self.forwards.clear())
 
     def is_recording(self) -> bool:
@@ -244,7 +242,7 @@ class _Pending:
                 if self.waits
                 else "a second backward of this unit",
                 why="Graphs of units share memory, so that the values of this forward may be overwritten",
-                fix="leave the unit out of te_fsdp.graphed_units(model, units=...)",
+                fix="omit the unit from te_fsdp.graphed_units(model, units=...)",
             )
         if self._shared.last_backward != self.recording.order + 1:
             # [Note: gradients of weights] expects the unit in between
@@ -260,8 +258,6 @@ class _Pending:
 
 
 class _Unit:
-    """A unit and its recordings."""
-
     def __init__(self, shared: _Shared, name: str, unit: nn.Module) -> None:
         self.name, self.module, self.forward = name, unit, unit.forward
         self.shared, self.why = shared, ""
@@ -302,7 +298,7 @@ class _Unit:
         pending = self.shared.pending()
         last = pending[-1].recording if pending else None
         alive = [node.recording for node in pending]
-        # A recorded forward whose backward never ran is of no use.
+        # A recorded forward whose backward never ran cannot be used.
         self.recordings = [r for r in self.recordings if r.is_complete or r in alive]
         for recording in self.recordings:
             # [Note: order of replays]: only later recordings of the generation that is pending.

@@ -22,7 +22,7 @@ def has_equal_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> bool:
 def refuse_unloadable_states(
     optimizer: Optimizer, state_dict: dict[str, Any], main: str, *, cut: bool
 ) -> None:
-    """Raise CheckpointError for main weights of another shape, or that DCP has loaded alone. Local operation.
+    """Raise CheckpointError for main weights of a different shape, or that DCP has loaded alone. Local operation.
 
     ``state_dict`` has the form of ``optimizer.state_dict()``, with equal groups. ``main`` is the name of the main
     weight in a state. ``cut``: the optimizer's states are rows, whose shapes the caller compares.
@@ -52,8 +52,8 @@ def refuse_unloadable_states(
         incomplete = incomplete if len(incomplete) == len(own_states) else []
     else:
         # DCP writes to the tensors of the optimizer's own state dict, which has all entries that the optimizer has.
-        # Other tensors are from a state dict of a moment when these parameters had not stepped.
-        # They may also be padded copies of its main weights.
+        # Other tensors are from a state dict of a time when these parameters had not stepped. They may also be padded
+        # copies of its main weights.
         pairs_of = {key: (states[key][main], own_states[key].get(main)) for key in incomplete}
         incomplete = [
             key

@@ -55,7 +55,7 @@ def is_low_precision(parameter: torch.Tensor) -> bool:
 
 
 def initial_main_weight(local: torch.Tensor) -> torch.Tensor:
-    """Return a new fp32 tensor with the value with which a local tensor was initialized."""
+    """Return a new fp32 tensor with the initial value of a local tensor."""
     initial = _te.high_precision_value(local)
     if initial is not None:
         return initial.to(device=local.device, dtype=torch.float32, copy=True)
@@ -292,7 +292,7 @@ class MainParameters:
             members[:] = parameters
         scales = getattr(optimizer, "_scales", None)
         for pair in self.pairs:
-            # The state moves back to the parameter, by which state_dict and checkpoints find it.
+            # The state moves back to the parameter, where state_dict and checkpoints find it.
             state = optimizer.state.pop(pair.main, {})
             if pair.low:
                 state = {**state, MAIN: pair.main}

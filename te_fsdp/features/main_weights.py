@@ -89,7 +89,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in params if id(p) not in current]
     if foreign:
-        # Are they parameters of other sharded models?
+        # They may be parameters of other sharded models.
         states = {id(state): state for state in map(sharded_model_of, foreign) if state is not None}
         living = {id(parameter) for state in states.values() for parameter in state.parameters().values()}
         if others := sum(id(parameter) in living for parameter in foreign):
@@ -135,7 +135,7 @@ def rebind_optimizer_params(model: nn.Module, optimizer: Optimizer, where: str, 
         raise OrderError(
             f"{where}({type(optimizer).__name__})",
             expected="an optimizer over parameters of the model, before its first step",
-            got="state" if optimizer.state else "other parameters",
+            got="state" if optimizer.state else "different parameters",
             why="Its parameters are replaced by sharded ones",
             fix=fix,
         )
@@ -238,7 +238,7 @@ def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
         optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)
         return
     main, keeps = main_parameters.create(optimizer, parameter), optimizer.master_weights
-    # With a main weight as parameter, FusedAdam would create another main weight of it.
+    # With a main weight as parameter, FusedAdam would create a second main weight of it.
     optimizer.master_weights = keeps and main is None
     try:
         optimizer.initialize_state(parameter if main is None else main, False)
@@ -284,7 +284,7 @@ AFTER_STEP: StepFunctions = (refresh_quantized, record_weight_versions, reshard_
 def optimizers_with_stale_main_weights(
     parameters: Iterable[torch.Tensor], except_of: Iterable[Optimizer] = ()
 ) -> list[Optimizer]:
-    """Return other optimizers than ``except_of`` whose next step would restore old weights from main weights. Local."""
+    """Return the optimizers, except ``except_of``, whose next step would restore old weights from main weights."""
     # Optimizers inside of given wrappers (accelerate's) are excluded, because they share state.
     loaded = {id(optimizer.state) for optimizer in except_of}
     others = [o for o in optimizers_of(parameters) if id(o.state) not in loaded]

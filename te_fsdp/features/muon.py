@@ -258,8 +258,6 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 @dataclass
 class _MuonWeight:
-    """One weight that Muon updates."""
-
     index: int  #: Index among all weights that Muon updates
     label: str  #: FQN
     shape: tuple[int, ...]  #: Original shape
@@ -276,7 +274,6 @@ class _MuonWeight:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Return the shapes of the matrices."""
         return [(self.fused[0] * height, self.shape[1]) for height in self.heights]
 
     def matrices(self, full: torch.Tensor) -> list[torch.Tensor]:

@@ -374,7 +374,7 @@ class ReplicatedGradients(Component):
         state = self._state
         comm = None if state is None else state.sync.comm
         # In a wider dtype than the accumulation dtype, gradients in flight would take more memory than before.
-        if comm is not None and any(comm.wire(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
+        if comm is not None and any(comm.sent_dtype(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
             early, rest = [], [*(bucket for _, bucket in early), *rest]
         return Reduction(early, rest, comm, self._take_gradient)
 
@@ -431,7 +431,7 @@ class ReplicatedGradients(Component):
                 now.wait_stream(stream)
                 local.record_stream(now)
         # The bucket sums partial gradients of TE's modules over tp. A user's DTensor may have a partial gradient, such
-        # as torch's RowwiseParallel embedding: its local tensor has another shape than the parameter's.
+        # as torch's RowwiseParallel embedding: its local tensor has a different shape than the parameter's.
         if isinstance(gradient, DTensor) and isinstance(slot.parameter, DTensor) and not slot.partial:
             placements = _torch.spec_of(slot.parameter).placements
             if _torch.spec_of(gradient).placements != placements:

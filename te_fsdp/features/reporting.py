@@ -205,7 +205,6 @@ def _group_by_value(texts: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]],
 
 
 def _describe_several(subject: str, kind: str, names: tuple[str, ...], words: str) -> str:
-    """Return one line about several units or weights."""
     first = names[0] or "the root"
     return f"{subject} of {first if len(names) == 1 else f'{len(names)} {kind} ({first}, ...)'}: {words}"
 

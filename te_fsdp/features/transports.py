@@ -129,7 +129,7 @@ def choose_communication(setup: Setup) -> None:
                 continue
             why = gathers
         transports.by_unit[name] = Transport("nccl", why)
-    if transport != "nccl" and rank() == 0:  # something else was wished for
+    if transport != "nccl" and rank() == 0:  # a different transport was requested
         # An explicit choice that cannot be followed is a warning. A default that adapts is not.
         level = logging.INFO if transport == "auto" else logging.WARNING
         for why in dict.fromkeys(t.why for t in transports.by_unit.values() if t.name == "nccl"):
@@ -144,15 +144,15 @@ def choose_communication(setup: Setup) -> None:
 def _default_transport_reason(transport: str, device: torch.device, storage: Storage) -> str:
     """Return the reason why copies are not tried, empty if they are. For ``auto`` see ``docs/transport.md``."""
     if transport == "nccl":
-        return "transport='nccl' was asked for"
+        return "transport='nccl' was requested"
     if transport == "copy_engine":
         return ""
     if device.type == "cpu":
-        return "transport='auto' takes copy_engine on GPUs"
+        return "transport='auto' uses copy_engine on GPUs"
     if torch.cuda.get_device_capability(device) < (9, 0):
-        return "transport='auto' takes copy_engine on GPUs of compute capability 9.0 and later"
+        return "transport='auto' uses copy_engine on GPUs of compute capability 9.0 and later"
     if storage.gather != "pass":
-        return "transport='auto' takes copy_engine for weights all-gathered in each pass"
+        return "transport='auto' uses copy_engine for weights all-gathered in each pass"
     return ""
 
 

@@ -82,7 +82,7 @@ def addresses_of(tensor: torch.Tensor) -> tuple[int, ...]:
 #
 # [Note: gradients of weights] They are not copied if FSDP2 reduces them next. Reductions may read them while the next
 # unit computes, as FSDP2 waits for a reduction at the end of the next unit's backward. So they stay allocated during
-# one further recording. Where that unit did not run, and before the next forward, a replay waits for the reduction.
+# one further recording. If that unit did not run, and before the next forward, a replay waits for the reduction.
 # Gradients that wait longer are copied: autograd adds those of several forwards of a unit in one backward, and FSDP2
 # reduces a unit whose inputs need no gradient at the end of the backward.
 class UnitRecording:
@@ -239,7 +239,7 @@ class UnitRecording:
             if value is None:
                 raise OrderError(
                     f"graphed_units: a weight without {attribute}, which its recorded backward reads",
-                    fix="leave the unit out of graphed_units(model, units=...)",
+                    fix="omit the unit from graphed_units(model, units=...)",
                 )
             if value.data_ptr() != staged.data_ptr():
                 staged.copy_(value)
@@ -280,7 +280,7 @@ class UnitRecording:
                 "graphed_units: a unit's backward cannot be recorded",
                 got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 why="Its forward was recorded, so that it cannot run eagerly any more",
-                fix="leave the unit out of graphed_units(model, units=...)",
+                fix="omit the unit from graphed_units(model, units=...)",
             ) from error
         finally:
             for stand_in, attribute, value in restored:

@@ -102,8 +102,6 @@ def is_marker(gradient: torch.Tensor | None) -> bool:
 
 
 class _Marked(NamedTuple):
-    """A parameter with an unreduced gradient."""
-
     parameter: torch.Tensor
     source: Any  #: ``FSDPParam``, or ``Slot`` of ``replicated_gradients.py``
     group: Any  #: ``FSDPParamGroup``, or ``None``
@@ -136,8 +134,8 @@ class UnreducedGradients(Component):
         self, parameter: torch.Tensor, source: Any, group: Any = None, owner: Component | None = None
     ) -> None:
         """Mark a parameter with an unreduced gradient. Local operation."""
-        # A later microbatch of the same step: `seen` stays the `.grad` of the first one, by which clearing is
-        # noticed.
+        # A later microbatch of the same step: `seen` stays the `.grad` of the first one, which shows whether it was
+        # cleared.
         if id(parameter) in self._marked:
             return
         self._marked[id(parameter)] = _Marked(parameter, source, group, owner, self._set_marker(parameter))
@@ -173,7 +171,6 @@ class UnreducedGradients(Component):
         return state.names()
 
     def _name(self, key: int) -> str:
-        """Return the name of a parameter by its ``id``."""
         return self.names().get(key, "a parameter")
 
     def unmark(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ def refuse_unsupported_optimizer(optimizer: Optimizer, params: list[torch.Tensor
     if not sharded:
         return
     if kind in [getattr(torch.optim, unfit) for unfit in _UNFIT]:
-        fix = "use an optimizer that works element by element, such as torch.optim.AdamW"
+        fix = "use an elementwise optimizer, such as torch.optim.AdamW"
         raise refused(got, "It uses operations that torch's DTensor refuses", fix)
     if _te.is_fused_sgd(optimizer):
         why = "TransformerEngine passes DTensors to a kernel, which have no storage"
@@ -53,7 +53,7 @@ def refuse_unsupported_optimizer(optimizer: Optimizer, params: list[torch.Tensor
                 got, "It concatenates all gradients, which DTensor supports only for such shards", fix
             )
         if not parameter.requires_grad:
-            why = "It uses zeros for a missing gradient, as a plain tensor that DTensor does not mix with DTensors"
+            why = "It uses plain zeros for a missing gradient, which torch does not mix with DTensors"
             raise refused(f"{label_of(parameter)}, which is not trained", why, fix)
     # One operator for all parameters. DTensor may have no rule for it.
     operator = next((name for fused, name in _FUSED.items() if isinstance(optimizer, fused)), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +85,7 @@ def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
     rounded = rounded_values(_torch.local_of(parameter).detach())
     shard = optimizer_shard_in(optimizer, parameter)
     if shard is not None:
-        rounded = rounded.map(shard.of)
+        rounded = RoundedValues(*map(shard.of, rounded))
     if main.dtype == torch.float32:
         main.copy_(rounded.keep(main))
     else:  # a scaled main weight of FusedAdam
@@ -123,10 +122,6 @@ class RoundedValues(NamedTuple):
     outward: torch.Tensor
     #: The same for values that are closer to zero
     inward: torch.Tensor
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> RoundedValues:
-        """Apply a function to each tensor."""
-        return RoundedValues(*map(function, self))
 
     def keep(self, exact: torch.Tensor) -> torch.Tensor:
         """Return ``exact`` where it rounds to the values, and the values elsewhere. Local operation."""

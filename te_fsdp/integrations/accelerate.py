@@ -74,7 +74,7 @@ class TeFsdpAccelerator(_Accelerator):
     files. ``load_state`` loads them on any mesh.
 
     Args:
-        meshes: Meshes of the job, with which the model is built.
+        meshes: Meshes of the job; the model is built with them.
         seed: Seed of :func:`te_fsdp.materialize`. ``None``: the current generator, identical on all ranks.
         sharding: Keywords of :func:`te_fsdp.fully_shard`.
         **options: Arguments of ``Accelerator``.
@@ -113,7 +113,7 @@ class TeFsdpAccelerator(_Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as accelerate does. An optimizer gets the parameters of the model passed with it.
 
-        Collective over the world. Raise OrderError if the optimizer has other parameters or has stepped.
+        Collective over the world. Raise OrderError if the optimizer has different parameters or has stepped.
         """
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
@@ -142,7 +142,7 @@ class TeFsdpAccelerator(_Accelerator):
         return super().prepare_model(model, device_placement=bool(evaluation_mode), evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """Prepare an optimizer over prepared models. Raise OrderError if it has other parameters."""
+        """Prepare an optimizer over prepared models. Raise OrderError if it has different parameters."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             # The models are those of the parameters, because accelerate does not pass them.
             states = [sharded_model_of(p) for group in optimizer.param_groups for p in group["params"]]
@@ -185,7 +185,7 @@ class TeFsdpAccelerator(_Accelerator):
         """Prepare a scheduler; raise OrderError if several processes share data."""
         # accelerate steps a scheduler num_processes times, to count samples of all processes.
         if self.step_scheduler_with_optimizer and not self.split_batches:
-            fix = "step_scheduler_with_optimizer=False, or leave the scheduler out of prepare"
+            fix = "step_scheduler_with_optimizer=False, or do not pass the scheduler to prepare"
             self._require_unshared_data("Accelerator.prepare(scheduler)", fix)
         return super().prepare_scheduler(scheduler)
 

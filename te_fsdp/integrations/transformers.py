@@ -48,7 +48,7 @@ class TeFsdpTrainer(_Trainer):
 
     Args:
         *given: Arguments of ``Trainer``.
-        meshes: Meshes of the job, with which the model was built.
+        meshes: Meshes of the job; the model was built with them.
         init_seed: Seed of :func:`te_fsdp.materialize`. ``None``: the current generator, identical on all ranks.
         sharding: Keywords of :func:`te_fsdp.fully_shard`.
         **options: Keyword arguments of ``Trainer``.

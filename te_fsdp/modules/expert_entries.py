@@ -1,7 +1,7 @@
 """Load experts through plain DCP from either form of a ``GroupedLinear``: a tensor for each expert, or one for all."""
 
 # [Note: two forms of experts] The two forms have different names in state dicts, and DCP loads by name. A bound
-# module therefore marks its entries with an :class:`ExpertMark`. If a checkpoint has only the different form, the
+# module therefore marks its entries with an :class:`ExpertMark`. If a checkpoint has only the other form, the
 # load plan reads that form into views of the entries: 2-D views of the tensor of all experts, or 3-D views of each
 # expert's tensor. Names alone do not identify experts. An entry without a mark is loaded as torch loads it.
 
@@ -141,7 +141,7 @@ def patch_expert_loading() -> None:
 
 
 def _refuse_padded(planner: Any) -> None:
-    """Raise CheckpointError for states of HFSDP that are padded for another mesh. Local operation."""
+    """Raise CheckpointError for states of HFSDP that are padded for a different mesh. Local operation."""
     for fqn, wanted in planner.state_dict.items():
         saved = planner.metadata.state_dict_metadata.get(fqn)
         if not isinstance(wanted, torch.Tensor) or not isinstance(saved, TensorStorageMetadata):

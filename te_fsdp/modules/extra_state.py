@@ -391,7 +391,7 @@ def _local_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
     if experts is None or not has_expert_rows(entry):
         return entry
     states = [(unpack(row) or ((), None))[1] or {"recipe": {}} for row in entry]
-    # Each row records its expert, because DCP may bring the rows of all experts, or of this rank's only.
+    # Each row records its expert, because DCP may read the rows of all experts, or of this rank's only.
     indices = [int(state["recipe"].get(_EXPERT, -1)) for state in states]
     expected = range(experts.first, experts.first + experts.count)
     if not set(expected) <= set(indices):

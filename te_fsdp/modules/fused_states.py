@@ -26,7 +26,7 @@ def patch_fused_adam() -> None:
         @_torch.runs_eagerly
         @functools.wraps(stock)
         def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
-            # A state that FusedAdam does not have was loaded from an optimizer of another class.
+            # A state that FusedAdam does not have was loaded from an optimizer of a different class.
             if state_name not in self.name_to_dtype_map and get_record(param) is not None:
                 for check in checks_of(param).states:
                     check(self, param, state_name)

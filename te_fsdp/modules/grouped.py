@@ -147,7 +147,7 @@ def check_single(module: Any, label: str) -> None:
         problem, fix = "use_grouped_tensor=False", "GroupedLinear(..., use_grouped_tensor=True)"
         why = "TransformerEngine supports one parameter for all experts only with its grouped kernels"
     elif has_amax_history(type(_te.weight_quantizer(module, "weight0"))):
-        problem, fix = "delayed scaling", f"another recipe in quantized_model_init, or {one_each}"
+        problem, fix = "delayed scaling", f"use a different recipe in quantized_model_init, or {one_each}"
         why = "TransformerEngine has no grouped kernels for it and stores such weights separately"
     elif device := grouped_path_problem(None):
         problem, fix, why = "this device", one_each, device
@@ -189,7 +189,7 @@ def check_recipe(module: Any, label: str) -> None:
             f"{label} (GroupedLinear): one parameter for all experts under {type(recipe).__name__}",
             expected="a recipe for which TransformerEngine has grouped kernels on this device",
             why=problem,
-            fix="use another recipe, or one parameter per expert (single_grouped_weight=False)",
+            fix="use a different recipe, or one parameter per expert (single_grouped_weight=False)",
         )
 
 

@@ -106,7 +106,7 @@ def check_divisible(kind: str, stock: type, args: tuple[Any, ...], kwargs: dict[
     try:
         arguments = inspect.signature(stock.__init__).bind_partial(None, *args, **kwargs).arguments
     except TypeError:
-        return  # TE says which argument is wrong
+        return  # TE's error names the wrong argument
     arguments = {**arguments, **arguments.get("kwargs", {})}
     group = arguments.get("tp_group")  # decides over tp_size, as in TE
     tp_size = group.size() if group is not None else arguments.get("tp_size", 1)

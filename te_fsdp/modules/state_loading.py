@@ -71,7 +71,7 @@ def entries_of_second_names(model: nn.Module) -> dict[str, None]:
 def wrap_verification(stock: Any) -> Any:
     """Wrap torch's check of the arguments of ``set_state_dict``, which is wrong if ranks other than 0 pass ``{}``.
 
-    It raises on these ranks alone, or lets them leave out the model with ``broadcast_from_rank0``: the others wait.
+    It raises on these ranks alone, or lets them omit the model with ``broadcast_from_rank0``: the others wait.
     """
 
     @functools.wraps(stock)

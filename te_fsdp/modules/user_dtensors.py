@@ -52,7 +52,7 @@ def place_user_dtensor(
     placements = placements or [Replicate()] * mesh.ndim
     tp_dim = _torch.shard_dim_of(by_axis["tp"]) if "tp" in by_axis else None
     user_dtensor = UserDTensor(mesh, tuple(placements), "ep" in by_axis, tp_dim)
-    # The position of a local tensor's rows is known only if the shard is the one of torch.chunk.
+    # The position of a local tensor's rows is known only if it is sharded as torch.chunk does.
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     dims = enumerate(map(_torch.shard_dim_of, placements))
     cuts = [(dim, mesh.size(axis), coordinate[axis]) for axis, dim in dims if dim is not None]

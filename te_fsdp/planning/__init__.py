@@ -184,7 +184,7 @@ def _fake_ranks(count: int) -> AbstractContextManager[None]:
         raise OrderError(
             "plan: torch.distributed is initialized",
             expected="a separate process",
-            why="A plan simulates the ranks of another job",
+            why="A plan simulates the ranks of a different job",
             fix="call plan before init_process_group, or run the command te-fsdp plan",
         )
     return _torch.simulated_world(count)
@@ -215,7 +215,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
     return Plan(
         job=job.described(),
         sizes=sizes,
-        # The plan turns checks off, which says nothing about the job.
+        # The plan turns checks off, which does not describe the job.
         report=dataclasses.replace(describe(model, settled=True), checks=""),
         held=held,
         gradients=sum_of(weights, "gradient"),

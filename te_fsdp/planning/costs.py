@@ -67,7 +67,7 @@ class Weight:
     copied: int
     unreduced: int  #: Size of its gradient as backward creates it
     gradient: int  #: Size of its reduced gradient; 0 if it is frozen
-    wire: int  #: Bytes per element of its gradient in the reduction
+    sent_itemsize: int  #: Bytes per element of its gradient in the reduction
 
     @property
     def module(self) -> str:
@@ -82,7 +82,7 @@ class Weight:
     @property
     def reduction(self) -> int:
         """Return the size of the buffer from which its gradient is reduced."""
-        return self.unsharded * self.wire if self.gradient else 0
+        return self.unsharded * self.sent_itemsize if self.gradient else 0
 
     @property
     def needs_main_weight(self) -> bool:
@@ -136,7 +136,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         gathered = gathered_again = 0
     cost = cost_of(parameter, quantizer is not None)
     policy = None if state.precision is None else state.precision.policy
-    wire = (policy.grad_comm_dtype if policy is not None else None) or cost.dtype
+    sent_dtype = (policy.grad_comm_dtype if policy is not None else None) or cost.dtype
     return Weight(
         label=label,
         unit=plan.unit,
@@ -157,7 +157,7 @@ def _weight(owner: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
         copied=copied,
         unreduced=full * compute if cost.gradient else 0,
         gradient=cost.gradient,
-        wire=wire.itemsize if wire is not None else 0,
+        sent_itemsize=sent_dtype.itemsize if sent_dtype is not None else 0,
     )
 
 

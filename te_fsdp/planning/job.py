@@ -195,7 +195,7 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
                     f"plan: {about.model_type} model over tp={meshes.size('tp')}",
                     expected="model sizes divisible by tp",
                     got=f"TransformerEngine's {type(error).__name__}: {error}",
-                    fix="choose another tp size",
+                    fix="choose a different tp size",
                 ) from error
             # With tied weights the model has no separate head.
             units = ("layers.*",) if about.tied else ("layers.*", "head")
@@ -226,7 +226,8 @@ def require_recipe(job: Job) -> None:
             expected="a recipe that the device supports",
             got="compute capability {}.{}".format(*_te.te().get_device_compute_capability()),
             why=f"TransformerEngine: {reason}",
-            fix="plan for a device that supports it (--arch 10.0 on a machine without a GPU), or another recipe",
+            fix="plan for a device that supports it (--arch 10.0 on a machine without a GPU), or use a different "
+            "recipe",
         )
 
 

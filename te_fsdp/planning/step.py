@@ -47,8 +47,6 @@ class Peak:
 
 @dataclass(frozen=True)
 class _Unit:
-    """One FSDP2 unit with its weights."""
-
     name: str  #: FQN; empty for the root
     weights: Sequence[Weight]  #: Its own weights, without those of nested units
     saved: int = 0  #: Bytes that all modules in it save for backward, including nested units
@@ -318,7 +316,7 @@ def traffic_of(
     for weight in weights:
         shards = sizes.dp_shard * sizes.cp * (1 if weight.experts else sizes.ep)
         storage, times = weight.storage, 1 if weight.storage.reduce == "last" else job.microbatches
-        gradient = weight.unsharded * weight.wire
+        gradient = weight.unsharded * weight.sent_itemsize
         if storage.is_replicated:
             ranks = shards * replicas
             # An all-reduce receives each element twice: in its reduce-scatter and in its all-gather.

@@ -224,7 +224,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
             f"{label}: {fmt} weight on this device",
             expected="a format that the device supports",
             why=reason,
-            fix="use another recipe in quantized_model_init",
+            fix="use a different recipe in quantized_model_init",
         )
     # The parts of a hybrid are quantized and gathered by their own classes, each with its own limits.
     parts = [part for part in _te.quantizers_of_parts(quantizer) if part is not quantizer]

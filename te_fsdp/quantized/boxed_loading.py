@@ -58,7 +58,7 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
                     if read.device != local.device and isinstance(value, DTensor):
                         state_dict[key] = _torch.with_local(read.to(local.device), value, requires_grad=False)
                 continue
-            # A parameter in high precision or another format gets pending values by `copy_`.
+            # A parameter in high precision or a different format gets pending values by `copy_`.
             if _te.format_of(local) is not _te.format_of(read):
                 continue
             values = pending_values(read, take=True)

@@ -106,7 +106,7 @@ def replay_gather(
         return None
     quantizer: Any = getattr(shard, _te.QUANTIZER)
     record = quantizer.__dict__.get(QUANTIZER_RECORD)
-    # has_amax_group, without its call: TE's hook has set another group, or the weight has a new quantizer.
+    # has_amax_group, without its call: TE's hook has set a different group, or the weight has a new quantizer.
     if gathers.has_one_scale and (
         gathers.group is None
         or not record

@@ -95,7 +95,7 @@ def keep_amax_group_in_copies() -> None:
         return clone
 
     apply_patch("copy", wrap_copy)
-    # copy.deepcopy cannot copy a process group. The record contains its name, by which the copy finds it.
+    # copy.deepcopy cannot copy a process group. The record contains its name, which the copy looks up.
     apply_patch("deepcopy", lambda stock: lambda self, memo: with_group(self, None))
     apply_patch("group", lambda stock: property(get_group, set_group))
     apply_patch("clone", wrap_clone)

@@ -61,7 +61,6 @@ class _SharedLocation(NamedTuple):
 
     @property
     def addresses(self) -> list[int]:
-        """Return the addresses of the tensors."""
         starts = itertools.accumulate(
             map(_aligned, self.sizes), initial=self.memory.local.data_ptr() + self.offset
         )

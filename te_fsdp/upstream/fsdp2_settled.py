@@ -319,7 +319,7 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
         return stock_gradient(self)
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> DTensor:
-        # FSDP2 raises for another shape, with a message of its own.
+        # FSDP2 raises for a different shape, with its own message.
         specs = self.__dict__.get("_sharding_spec_by_dtype")  # torch 2.15: those that FSDP2 has made
         spec = self._sharding_spec if specs is None else specs.get(tensor.dtype)
         if spec is None or tensor.requires_grad or tensor.shape != self.sharded_size:

@@ -151,7 +151,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
         ("apply, __init__", "names a sharded parameter that torch would compute from others"),
     ),
     "optimizers of `torch.optim`": (
-        ("__setstate__", "names a sharded parameter whose loaded states are those of another class"),
+        ("__setstate__", "names a sharded parameter whose loaded states are those of a different class"),
         ("load_state_dict", "rows of stacked states that `distribute_tensor` or `torch.load` has made"),
     ),
     "model": (

@@ -443,7 +443,7 @@ def delayed_states(module: nn.Module) -> dict[str, Any] | None:
             f"{type(module).__name__}: delayed scaling inside a custom recipe",
             expected="DelayedScaling, or a recipe without state",
             why="Its state has no fixed shape",
-            fix="use another recipe",
+            fix="use a different recipe",
         )
     delayed = {key: s for key, s in states.items() if type(s).__name__ == "DelayedScalingRecipeState"}
     return delayed if len(delayed) == 2 else None

@@ -100,7 +100,7 @@ def sync_delayed_scale(module: nn.Module, name: str, local: torch.Tensor) -> Non
 
 
 def _delayed_quantizers(module: nn.Module, name: str, local: torch.Tensor) -> list[Any]:
-    """Return the delayed quantizers of a weight: the module's, and possibly another one of the local tensor."""
+    """Return the delayed quantizers of a weight: the module's, and possibly a second one of the local tensor."""
     both = _te.quantizer_of(local), _te.weight_quantizer(module, name)
     return [quantizer for quantizer in both if has_amax_history(type(quantizer))]
 

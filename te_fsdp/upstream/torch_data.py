@@ -65,7 +65,7 @@ def assigned_data(what: str, count: int) -> OrderError:
         f"{what}: parameter.data was assigned",
         expected="values that are written in place",
         got=f"an assignment to .data of {count} parameter(s), as by torch.nn.utils.vector_to_parameters",
-        why="torch leaves the values of a DTensor as they are then, and says nothing",
+        why="torch then leaves the values of a DTensor unchanged, without an error",
         fix="with torch.no_grad(): parameter.copy_(value)",
     )
 

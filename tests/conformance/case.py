@@ -34,7 +34,7 @@ class Bound:
     No bound given: equal bit for bit (any NaN equals any NaN). `relative` is a share of each value, `absolute` a
     share of the largest finite value of the output. `steps` and `share` are for 8-bit floats: how many neighbours
     apart, and how large a share of the values may differ at all. `norm` is a share of the norm of the output, instead
-    of the others. `why` says where the numbers come from.
+    of the others. `why` is the source of the numbers.
     """
 
     relative: float = 0.0
@@ -63,7 +63,7 @@ class Case:
     bounds: tuple[tuple[str, Bound], ...] = ()  # by output, where it differs from `bound`
 
     def bound_of(self, output: str) -> Bound:
-        """Return the bound of one output; a name in `bounds` also stands for its parts (`name.part`)."""
+        """Return the bound of one output; a name in `bounds` also covers its parts (`name.part`)."""
         for name, bound in self.bounds:
             if output == name or output.startswith(name + "."):
                 return bound
@@ -86,7 +86,7 @@ def every_case() -> Iterator[Case]:
         module = importlib.import_module(f"tests.conformance.cases.{kind}")
         for case in module.cases():
             if case.name in seen or case.kind != kind:
-                raise ValueError(f"case {case.name!r} of {kind}: the name is taken, or of another kind")
+                raise ValueError(f"case {case.name!r} of {kind}: the name is taken, or of a different kind")
             seen.add(case.name)
             yield case
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 Recorded = dict[str, Any]
-#: A packed file holds shorter outputs (in bytes) as they are.
+#: A packed file contains shorter outputs (in bytes) in full.
 SHORT = 1024
-#: Values that a packed file holds of a long output with a bound.
+#: Number of values of a long output with a bound in a packed file.
 SAMPLES = 384
 
 
@@ -95,7 +95,7 @@ def sample(tensor: torch.Tensor, every: int) -> torch.Tensor:
 
 
 def _stride(tensor: torch.Tensor, samples: int) -> int:
-    """Return the distance between samples that gives about `samples` of them, from all columns."""
+    """Return the distance between samples for about `samples` of them, from all columns."""
     every = -(-tensor.numel() // samples) | 1
     while math.gcd(every, tensor.shape[-1]) > 1:
         every += 2

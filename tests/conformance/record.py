@@ -4,7 +4,7 @@ On a machine with an NVIDIA GPU and the real TransformerEngine:
 
     python -m tests.conformance.record golden.full.xz --packed golden.xz
 
-`golden.full.xz` is for looking at differences: it holds every output, the longest ones as samples. `golden.xz` is
+`golden.full.xz` is for inspecting differences: it contains every output, the longest ones as samples. `golden.xz` is
 the file for the repository, in which long outputs that must be equal bit for bit are digests, and others samples.
 A case that raises is recorded with its message. With `--emulated 9.0` the emulation is recorded instead: a test of
 this script, never a reference.

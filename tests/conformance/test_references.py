@@ -115,7 +115,7 @@ def test_nvfp4_gemm_equals_te_reference(env):
     for quantizer in quantizers:
         quantizer.optimize_for_gemm = True
     got = general_gemm(quantizers[0](weight), quantizers[1](x), torch.float32, layout="TN")[0]
-    # 256 products: each addition in fp32 errs by 2^-24 of a partial sum; factors are applied in another order.
+    # 256 products: each addition in fp32 errs by 2^-24 of a partial sum; factors are applied in a different order.
     bound = Bound(relative=2**-20, absolute=256 * 2**-24)
     assert difference(got, expected, bound) is None
     assert difference(got * 1.001, expected, bound) is not None

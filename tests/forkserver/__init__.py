@@ -1,7 +1,7 @@
 """Python processes that start at once, forked by a server that has imported torch.
 
 Importing torch takes 1.4 s of CPU time, what FSDP2, DCP and TransformerEngine bring along 2 s more, and some thirty
-tests start programs as users do. A path stands for Python in their command lines:
+tests start programs as users do. A path replaces Python in their command lines:
 
     with interpreter() as python:
         subprocess.run([python, "-m", "te_fsdp.emulation", "script.py"], capture_output=True, cwd=folder)
@@ -32,7 +32,7 @@ START_TIMEOUT = 300.0
 def interpreter() -> Iterator[str]:
     """Yield a fork server's executable; where there are GPUs, whose state does not survive a fork, Python itself.
 
-    A process that a fork server has forked goes on with that one.
+    A process that a fork server has forked continues to use that server.
     """
     in_fork = Path(sys.executable).with_name("socket").exists()
     if in_fork or torch.cuda.is_available():
@@ -58,7 +58,7 @@ class ForkServer:
         # Children measure coverage themselves (`server.py`), and find modules by their own PYTHONPATH.
         dropped = ("PYTHONPATH", "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
-        # But what it imports, torch of another version for one, must be what they would import.
+        # But it must import what they would import, for example the same version of torch.
         first = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         self._process = subprocess.Popen(
             [sys.executable, str(_HERE / "server.py"), self._folder.name, *first],

@@ -53,7 +53,7 @@ def serve(folder: str) -> dict[str, Any]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.path.join(folder, "socket"))
     listener.listen(64)
-    # A byte comes out of the pipe when a process has ended.
+    # The pipe yields a byte when a process has ended.
     ended, signalled = os.pipe()
     os.set_blocking(signalled, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -79,7 +79,7 @@ def serve(folder: str) -> dict[str, Any]:
                 connection = listener.accept()[0]
                 try:
                     job, streams = _received(connection)
-                except (OSError, EOFError):  # its launcher was killed before it had said anything
+                except (OSError, EOFError):  # its launcher was killed before it had sent anything
                     connection.close()
                     continue
                 pid = os.fork()
@@ -97,7 +97,7 @@ def serve(folder: str) -> dict[str, Any]:
                     return job
                 for stream in streams:
                     os.close(stream)
-                with contextlib.suppress(OSError):  # it was killed just now, which is noticed next
+                with contextlib.suppress(OSError):  # it was killed just now, which is detected next
                     connection.sendall(b"%d\n" % pid)
                 launchers[pid] = connection
                 watched.register(connection, selectors.EVENT_READ, pid)

@@ -44,7 +44,7 @@ def fake_world() -> Iterator[Callable[..., None]]:
     torch caches meshes by their ranks, beyond the life of a world. A test that runs FSDP2 therefore starts one world
     only; to play all ranks of a mesh, it is one rank in the middle of a large world, and moves the mesh.
     """
-    assert not dist.is_initialized(), "another test has left its process group behind"
+    assert not dist.is_initialized(), "an earlier test has left its process group"
     yield start_fake_world
     if dist.is_initialized():
         dist.destroy_process_group()

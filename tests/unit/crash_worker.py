@@ -31,7 +31,7 @@ RANKS, KEEP = 2, 2
 EVENTS = (60, 8)
 #: Ranks that die in turn, for each way to save.
 VICTIMS = (0, 0, 1)
-#: Where a rank may wait for a dead one; then it is killed too, and the trial says so.
+#: Where a rank may wait for a dead one; then it is killed too, and the trial reports it.
 PATIENCE = 60.0
 
 
@@ -80,7 +80,7 @@ def rank_main(directory: Path, rank: int, asynchronous: bool, report: int, event
     """
     import te_fsdp
 
-    # A dead rank does not come; torchrun ends the others by such a signal too.
+    # A dead rank does not arrive; torchrun ends the others by such a signal too.
     signal.signal(signal.SIGUSR1, lambda *_: te_fsdp.set_collective_timeout(1e-3))
     dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=RANKS)
     model, _ = build()

@@ -34,7 +34,7 @@ def test_ranks_are_formatted_as_ranges(ranks, text):
 
 
 def test_warnings_are_printed_without_logging_configuration(python):
-    """Python's last-resort handler prints warnings unless a library has installed a handler of its own."""
+    """Python's last-resort handler prints warnings unless a library has installed a handler."""
     program = "import logging, te_fsdp; logging.getLogger('te_fsdp').warning('rank 1 has not come')"
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
     assert "rank 1 has not come" in done.stderr

@@ -111,7 +111,7 @@ def test_load_lists_all_differences_in_one_error(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "2 missing in the checkpoint (more.bias, more.weight)" in message
     assert "1 only in the checkpoint (frozen)" in message
-    assert "5 with another shape (embedding.weight: saved (5, 6), model has (5, 4)" in message
+    assert "5 with a different shape (embedding.weight: saved (5, 6), model has (5, 4)" in message
     assert "optimizer: saved AdamW, this one is SGD" in message
     assert "optimizer group 0: 1 only in the checkpoint (frozen)" in message
     torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)

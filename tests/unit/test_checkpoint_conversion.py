@@ -71,7 +71,7 @@ def test_load_does_not_cast_integers(tmp_path: Path):
     checkpoint.save(tmp_path / "a", model)
     other.count = other.count.float()
     with pytest.raises(
-        CheckpointError, match=r"1 with another dtype \(count: saved int64, model has float32\)"
+        CheckpointError, match=r"1 with a different dtype \(count: saved int64, model has float32\)"
     ):
         checkpoint.load(tmp_path / "a", other)
     assert list(checkpoint.load(tmp_path / "a", other, allow="count").left) == ["count"]

@@ -66,7 +66,9 @@ def test_defaultdicts_keep_their_factory(tmp_path: Path) -> None:
         """A class of the user."""
 
     for factory in (lambda: 0, Of, torch.zeros):
-        text = "extra/value: a defaultdict: expected a factory out of None, bool, .*, got .*Fix: store dict"
+        text = (
+            "extra/value: a defaultdict: expected one of the factories None, bool, .*, got .*Fix: store dict"
+        )
         with pytest.raises(CheckpointError, match=text):
             value = collections.defaultdict(factory)  # type: ignore[arg-type]
             checkpoint.save(tmp_path / "b", nn.Linear(2, 2), extra={"value": value})

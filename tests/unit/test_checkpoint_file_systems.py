@@ -105,7 +105,7 @@ def test_load_rejects_an_index_without_files(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(indexes.json, "loads", without)
             result = read_index(tmp_path / "a", manifest)
-            with pytest.raises(CheckpointError, match="model.weight is in a file that it does not name"):
+            with pytest.raises(CheckpointError, match="model.weight is in a file that it does not list"):
                 dict(result.rows(["model.weight"]))
     assert file.is_file()
 

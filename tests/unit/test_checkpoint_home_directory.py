@@ -39,7 +39,7 @@ def test_checkpoint_paths_expand_the_home_directory(
     checkpoint.save("./~/run", model)
     assert (here / "~" / "run" / "te_fsdp.json").is_file(), "a directory of this name is written with ./"
     with pytest.raises(
-        CheckpointError, match=r"path ~no-such-user/run: expected a user that this machine has"
+        CheckpointError, match=r"path ~no-such-user/run: expected a user of this machine after ~"
     ):
         checkpoint.save(kind("~no-such-user/run"), model)
 

@@ -138,7 +138,7 @@ def test_load_errors_name_the_corrupted_file_and_tensor(saves: tuple[Path, Path]
     text = f"{DATA}: its contents have changed (CRC-32 of {span}), of model.2.weight."
     assert text in error and "Nothing was loaded" in error
     shutil.copy(saves[1] / DATA, path / DATA)
-    assert f"{DATA}: a file of another save" in loaded_or_error(path, model, optimizer)
+    assert f"{DATA}: a file of a different save" in loaded_or_error(path, model, optimizer)
     shutil.copy(saves[0] / DATA, path / DATA)
     shutil.copy(saves[1] / METADATA, path / METADATA)
     listed = json.loads((path / MANIFEST).read_text())
@@ -149,7 +149,7 @@ def test_load_errors_name_the_corrupted_file_and_tensor(saves: tuple[Path, Path]
     assert "from different saves" in loaded_or_error(path, model, optimizer)
     listed["files"][DATA] = [len(good), shard_files.crc32((saves[0] / DATA).read_bytes())]
     (path / MANIFEST).write_bytes(sealed(listed))
-    text = f"files.{DATA}: expected where its table of checksums begins, got none"
+    text = f"files.{DATA}: expected the offset of its table of checksums, got none"
     assert text in loaded_or_error(path, model, optimizer)
 
 
@@ -229,7 +229,7 @@ def test_format_2_checkpoints_load_without_tensor_checksums(
     with caplog.at_level("INFO", "te_fsdp"):
         checkpoint.load(path, model, optimizer)
     assert [r.message for r in caplog.records].count(
-        f"{path}: format without checksums of pieces: only load(..., verify=True) finds damaged tensors"
+        f"{path}: a format without piece checksums: only load(..., verify=True) detects damaged tensors"
     ) == 1
     expected, want_optimizer = training(0)
     assert digest(model, optimizer) == digest(expected, want_optimizer)
@@ -339,7 +339,7 @@ def test_delayed_scaling_state_of_wrong_shape_is_rejected_before_changes(
     )
     model = build(1)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(CheckpointError, match="a history of 8 steps of as many tensors"):
+    with pytest.raises(CheckpointError, match="a history of 8 steps for as many tensors"):
         checkpoint.load(tmp_path / "a", model)
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 

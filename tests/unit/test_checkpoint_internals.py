@@ -423,7 +423,7 @@ def test_dtensors_of_other_ranks_are_added_to_extra() -> None:
     assert encoded == {"step": 1, "ema": {"x": 2, "a/b@~": _mark(first)}, "new": {"c": _mark(second)}}
     for there in ({"ema": [1]}, {"ema": {"te_fsdp.tuple": []}}, {"ema": {"a/b@~": 5}}, {"ema": 0}):
         with pytest.raises(
-            CheckpointError, match="extra/ema/a~1b~2~0: a DTensor that rank 1 has and rank 0 has not"
+            CheckpointError, match="extra/ema/a~1b~2~0: a DTensor that rank 1 has and rank 0 does not have"
         ):
             join_ranks(there, [({}, {}), ({}, {first: _mark(first)})])
     with pytest.raises(CheckpointError, match="extra/ema/a~1b~2~0: different DTensors.*on rank 1"):

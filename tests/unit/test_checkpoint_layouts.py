@@ -36,7 +36,7 @@ def test_load_rejects_a_different_qkv_layout(te, tmp_path: Path, kind, saved, he
     checkpoint.save(tmp_path / "a", attention(te, interleaved=True, bound=saved, **options))
     other = attention(te, interleaved=False, bound=here, **options)
     before = {name: p.detach().clone() for name, p in other.named_parameters()}
-    with pytest.raises(CheckpointError, match=r"another layout.*(qkv|key_value)\.weight.*stacked"):
+    with pytest.raises(CheckpointError, match=r"a different layout.*(qkv|key_value)\.weight.*stacked"):
         checkpoint.load(tmp_path / "a", other)
     assert all(torch.equal(before[name], p) for name, p in other.named_parameters())
 

@@ -136,7 +136,7 @@ def test_step_after_load_keeps_loaded_values(
     model, optimizers = trained(te, recipe, kind)
     before = values(model)
     loaded = checkpoint.load(tmp_path / "a", model)
-    assert len([n for n in loaded.notes if "its main weights are those of the loaded weights" in n]) == len(
+    assert len([n for n in loaded.notes if "its main weights are set to the loaded weights" in n]) == len(
         optimizers
     )
     now = values(model)
@@ -262,7 +262,7 @@ def test_load_unwraps_optimizers_and_loads_main_weights(
         for _ in range(steps):
             step(model, [own])
         loaded = checkpoint.load(tmp_path / "a", model, Accelerated(Accelerated(own)))
-        assert not [note for note in loaded.notes if "not given" in note]
+        assert not [note for note in loaded.notes if "not passed" in note]
         results = [state[MAIN] for state in own.state.values()]
         assert len(results) == len(expected) and all(map(torch.equal, results, expected))
     checkpoint.load(tmp_path / "a", model)

@@ -278,4 +278,4 @@ def test_save_plan_of_several_stages_on_one_rank_is_cached(
     assert len(calls) == 2
     job.critic.add_module("more", nn.Linear(2, 2))
     checkpoint.save(tmp_path / "changed", job.models)
-    assert len(calls) == 3, "the control: another model has another plan"
+    assert len(calls) == 3, "the control: a different model has a different plan"

@@ -85,7 +85,7 @@ def test_invalid_state_dicts_raise_with_a_fix(tmp_path: Path) -> None:
     unclear = {"models": [model], "others": []}, {"optimizer": optimizer}, {"average": model}
     for number, state in enumerate(unclear):
         dcp.save(state, checkpoint_id=tmp_path / f"{number}")
-        with pytest.raises(CheckpointError, match="no state dict found.*te-fsdp ckpt convert has --key"):
+        with pytest.raises(CheckpointError, match="no state dict found.*use te-fsdp ckpt convert --key"):
             checkpoint.load(tmp_path / f"{number}", trained(1)[0])
 
 
@@ -125,7 +125,8 @@ def test_other_dcp_serialization_formats_are_rejected_by_name(
     target = trained(1)[0]
     checkpoint.load(tmp_path / "c", target)
     assert torch.equal(target[0].weight, state["0.weight"])
-    # As HuggingFaceStorageWriter(save_distributed=True) writes on two ranks: the first one's begins at 0 like a whole.
+    # As HuggingFaceStorageWriter(save_distributed=True) writes on two ranks: the first one's begins at 0 like a full
+    # tensor.
     (tmp_path / "d").mkdir()
     for rank in range(2):
         info = f'{{"0.weight": {{"saved_offsets": [{2 * rank}, 0]}}}}'

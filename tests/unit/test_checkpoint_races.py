@@ -74,7 +74,7 @@ def _at_rename(monkeypatch: pytest.MonkeyPatch, target: Path, act: Any) -> None:
 def test_save_reports_a_target_created_before_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rename wins. The error says that the target exists, and the other job's files are kept."""
+    """The first rename wins. The error reports that the target exists, and the other job's files are kept."""
     target = tmp_path / "a"
 
     def be_faster() -> None:

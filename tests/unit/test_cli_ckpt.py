@@ -241,7 +241,10 @@ def compared(path: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **
         ({"last": {"lr": 0.2}}, ["optimizer group 1: lr is 0.1 / 0.2"]),
         ({"last": {"initial_lr": 0.2}}, ["optimizer group 1: initial_lr only in B"]),
         ({"options": {"nesterov": True, "momentum": 0.5}}, None),
-        ({"moved": True}, ["optimizer group 0: other parameters", "optimizer group 1: other parameters"]),
+        (
+            {"moved": True},
+            ["optimizer group 0: different parameters", "optimizer group 1: different parameters"],
+        ),
         ({"joined": True}, ["optimizer: 2 / 1 groups"]),
         ({"kind": torch.optim.Adagrad}, None),
         ({"without": True}, ["optimizer: only in A"]),

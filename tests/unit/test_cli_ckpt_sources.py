@@ -329,7 +329,7 @@ def test_unexpected_exceptions_give_a_one_line_error(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=range(len(OPTIMIZERS)))
 def test_entries_that_are_not_optimizer_state_are_skipped(tmp_path: Path, optimizer: object) -> None:
-    """In a DCP directory a note gives the reason. In a torch.save file every optimizer is skipped."""
+    """In a DCP directory a note has the reason. In a torch.save file every optimizer is skipped."""
     tree = {"model": {"w": TENSOR}, "optimizer": optimizer}
     torch.save(tree, tmp_path / "a.pt")
     dcp.save(tree, checkpoint_id=tmp_path / "a", no_dist=True)

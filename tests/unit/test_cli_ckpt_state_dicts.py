@@ -59,31 +59,31 @@ def test_convert_selects_the_model_state_dict(tmp_path: Path, kind: str, case: s
     [
         pytest.param(
             {"net": WEIGHTS, "rng_state": GENERATOR},
-            "no state dict found in it: .*got the keys net, rng_state",
+            "no state dict found: .*got the keys net, rng_state",
             id="unknown key",
         ),
         pytest.param(
             {"app": {"model": WEIGHTS}, "rng_state": GENERATOR},
-            "no state dict found in it",
+            "no state dict found",
             id="nested model",
         ),
         pytest.param(
             {"model": WEIGHTS, "module": WEIGHTS, "rng_state": GENERATOR},
-            "no state dict found in it",
+            "no state dict found",
             id="two models",
         ),
         pytest.param(
             {"model": [WEIGHTS, WEIGHTS], "rng_state": GENERATOR},
-            "no state dict found in it",
+            "no state dict found",
             id="list of models",
         ),
         pytest.param(
             {"net": {"x": torch.ones(3)}, "rng_state": GENERATOR},
-            "no state dict found in it",
+            "no state dict found",
             id="one tensor",
         ),
         pytest.param(
-            {**WEIGHTS, "model": {"mean": torch.ones(3)}}, "no state dict found in it", id="weights and model"
+            {**WEIGHTS, "model": {"mean": torch.ones(3)}}, "no state dict found", id="weights and model"
         ),
         pytest.param(
             {"model": {"x": torch.ones(2, device="meta")}, "rng_state": GENERATOR},
@@ -91,8 +91,8 @@ def test_convert_selects_the_model_state_dict(tmp_path: Path, kind: str, case: s
             id="meta tensor in model",
         ),
         pytest.param({"model": {}, "step": 3}, "a state dict without tensors", id="empty model"),
-        pytest.param({}, "no state dict found in it: .*got an empty dict", id="empty dict"),
-        pytest.param(torch.ones(2), "no state dict found in it: .*got a tensor", id="tensor"),
+        pytest.param({}, "no state dict found: .*got an empty dict", id="empty dict"),
+        pytest.param(torch.ones(2), "no state dict found: .*got a tensor", id="tensor"),
         pytest.param(
             {"x": torch.ones(2, device="meta")}, r"not plain tensors: x \(meta tensor\)", id="meta tensor"
         ),

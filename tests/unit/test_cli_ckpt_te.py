@@ -266,7 +266,7 @@ def test_export_uses_main_weights(
     model, twin = Model(te, "none"), Model(te, "none")
     whole = FusedAdam(twin.parameters(), lr=1e-2, master_weights=True)
     optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True, store_param_remainders=remainders)
-    # With remainders bf16 weights are rounded in another way, so that the second step has other gradients.
+    # With remainders bf16 weights are rounded differently, so that the second step has different gradients.
     for _ in range(1 if remainders else 3):
         for each, steps in ((model, optimizer), (twin, whole)):
             each(IDS).float().square().sum().backward()

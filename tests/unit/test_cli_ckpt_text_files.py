@@ -49,7 +49,7 @@ def test_text_file_error_names_the_folder_with_weights(tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text("{}")
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     assert main(["ckpt", "inspect", str(tmp_path / "tokenizer.json")]) == 1
-    assert f"give its folder, {tmp_path}" in capsys.readouterr().err
+    assert f"pass its folder, {tmp_path}" in capsys.readouterr().err
     assert main(["ckpt", "inspect", str(tmp_path)]) == 0
 
 

@@ -334,7 +334,7 @@ def test_te_bindings_for_a_different_torch_are_detected(site, monkeypatch, pytho
     (site / "transformer_engine/__init__.py").write_text(f"raise ImportError({symbol!r})\n")
     monkeypatch.setattr(sys, "executable", python)
     (fault,) = found_here(monkeypatch)
-    assert symbol in fault.what and "compiled against a torch other than 2.11.0+cu130" in fault.why
+    assert symbol in fault.what and "compiled against a different torch than 2.11.0+cu130" in fault.why
     assert fault.cure.endswith("--no-cache-dir --force-reinstall --no-deps transformer_engine_torch")
 
 

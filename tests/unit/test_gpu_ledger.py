@@ -100,7 +100,7 @@ def test_pending_test_keeps_its_result(gpu_tests):
     old = result(gpu_tests, "test_a", "passed")
     pending = result(gpu_tests, "test_a", "pending", commit="b1")
     assert gpu_tests.merge_results([old], [pending]) == [old]
-    # Negative control: the test file changed, so the old result says nothing any more.
+    # Negative control: the test file changed, so the old result is not valid any more.
     stale = dataclasses.replace(old, file="0" * 12)
     assert gpu_tests.merge_results([stale], [pending]) == [pending]
 
@@ -137,7 +137,7 @@ def test_tests_are_split_evenly_over_pools(gpu_tests):
     ]
     assert gpu_tests.split_tests({name: [name] for name in "xyz"}, rows, 2) == [["x"], ["z", "y"]]
     assert gpu_tests.split_tests({}, rows, 2) == []
-    # Node ids of one file: those of 60 s stay together, the rest goes to the other pool.
+    # Node ids of one file: those of 60 s stay together, the rest runs in the other pool.
     tests = [f"w::{number}" for number in range(15)]
     assert gpu_tests.split_tests({"w": tests}, [], 2) == [tests[:10], tests[10:]]
 

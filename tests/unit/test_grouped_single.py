@@ -22,7 +22,7 @@ def _switched_on(monkeypatch):
 
 def build(te, **options):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # experimental, says TE
+        warnings.simplefilter("ignore")  # experimental according to TE
         return te.GroupedLinear(
             3,
             128,

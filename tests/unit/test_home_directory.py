@@ -65,5 +65,5 @@ def test_plan_paths_expand_the_home_directory(home: Path, capsys: pytest.Capture
 
 def test_remote_and_relative_paths_are_not_expanded() -> None:
     assert str(expanded("s3://bucket/m")) == "s3:/bucket/m" and expanded("./~/m") == Path("~/m")
-    with pytest.raises(CheckpointError, match="a user that this machine has, after ~"):
+    with pytest.raises(CheckpointError, match="a user of this machine after ~"):
         expanded("~no_such_user/m")

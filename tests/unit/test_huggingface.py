@@ -209,9 +209,9 @@ def test_different_layer_option_is_rejected(
 ) -> None:
     config = originals[name].config
     model = TeModel(te, hf.read_config(config), **option)
-    with pytest.raises(CheckpointError, match=rf"something else: .*{text} \(layers\.0"):
+    with pytest.raises(CheckpointError, match=rf"a different function: .*{text} \(layers\.0"):
         hf.load_huggingface(originals[name].state_dict(), model, config=config)
-    with pytest.raises(CheckpointError, match=rf"something else: .*{text} \(layers\.0"):
+    with pytest.raises(CheckpointError, match=rf"a different function: .*{text} \(layers\.0"):
         hf.save_huggingface("nowhere", model, config=config)
 
 
@@ -286,7 +286,7 @@ def test_export_of_a_state_dict_requires_layer_options(
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     sharded["norm.weight"] = DTensor.from_local(sharded["norm.weight"], mesh, run_check=False)
     with pytest.raises(
-        CheckpointError, match=r"unknown options.*Fix: te_fsdp\.checkpoint\.save_huggingface\(path, model"
+        CheckpointError, match=r"unknown options.*Fix: use te_fsdp\.checkpoint\.save_huggingface\(path, model"
     ):
         hf.export_huggingface(sharded, tmp_path / "x", config=config)
     with pytest.raises(CheckpointError, match=r"norm.weight is a DTensor.*save_huggingface\(path, model"):
@@ -435,7 +435,7 @@ def test_huggingface_page_runs(
 
 
 def test_tied_weights_that_differ_in_the_files_are_rejected(te: Any, originals: dict[str, nn.Module]) -> None:
-    # Only reading the values tells.
+    # Only reading the values shows it.
     model = TeModel(te, hf.read_config(originals["llama-tied-biased"].config))
     before = {key: value.clone() for key, value in model.named_parameters()}
     broken = dict(originals["llama-tied-biased"].state_dict())

@@ -156,7 +156,7 @@ def test_load_and_export_reject_a_different_qkv_layout(
     model = build(te, qkv_weight_interleaved=True, set_parallel_mode=True)
     te_fsdp.set_device_mesh(model)
     with pytest.raises(
-        CheckpointError, match=r"with another layout \(layers\.0\.self_attention\.layernorm_qkv\.bias"
+        CheckpointError, match=r"with a different layout \(layers\.0\.self_attention\.layernorm_qkv\.bias"
     ):
         checkpoint.load(saved, model)
     assert ckpt("export", saved, tmp_path / "back", "--like", folder) == 0, "the manifest tells"

@@ -144,7 +144,7 @@ def test_values_beyond_the_range_of_a_dtype_are_rejected(
 def test_arguments_that_are_not_tensors_or_models_are_rejected(folder: Path) -> None:
     """Bug class: AttributeError."""
     lists = {name: one.tensor.tolist() for name, one in tensors(0).items()}
-    with pytest.raises(CheckpointError, match="Hugging Face model: dict, no tensors by name"):
+    with pytest.raises(CheckpointError, match="Hugging Face model: dict, not tensors by name"):
         hf.import_huggingface(lists, config=CONFIG)
     for model in (None, nn.Linear(2, 2).state_dict()):
         with pytest.raises(CheckpointError, match="load_huggingface: model: expected a model, got"):

@@ -215,7 +215,7 @@ def test_export_of_incomplete_state_dicts_suggests_save_huggingface(
             call()
     with pytest.raises(CheckpointError, match="expected a path or a URL, got NoneType"):
         hf.export_huggingface(weights, config=folder, blocks=blocks)
-    with pytest.raises(CheckpointError, match="Hugging Face model: TeModel, no tensors by name"):
+    with pytest.raises(CheckpointError, match="Hugging Face model: TeModel, not tensors by name"):
         hf.load_huggingface(here, here, config=folder)
     assert not list(tmp_path.iterdir())
 

@@ -277,7 +277,7 @@ def test_tied_weight_stored_as_the_head_alone_loads(config):
     ("config", "blocks", "names", "text"),
     [
         (GPT2, hf.TeBlocks(bias=False), None, "bias=False of the layers, but the gpt2 model has biases"),
-        (LLAMA, None, hf.TeNames(head=None), "names.head is None, but the llama model has a head"),
+        (LLAMA, None, hf.TeNames(head=None), "names.head is None, but the llama model has a separate head"),
         ({**LLAMA, "model_type": "t5"}, None, None, "model_type.*'t5'"),
         ({**LLAMA, "hidden_act": "gelu"}, None, None, "hidden_act is 'gelu', supported: silu"),
         ({**GPT2, "activation_function": "gelu", "scale_attn_weights": False}, None, None, "'gelu'.*; scale_attn"),
@@ -403,7 +403,7 @@ def test_invalid_config_values_raise_checkpoint_error(name: str) -> None:
                     read()
     assert refused > 100
     with pytest.raises(
-        CheckpointError, match=r"num_hidden_layers is 'x', expected a whole number from 1 to 100000"
+        CheckpointError, match=r"num_hidden_layers is 'x', expected an integer from 1 to 100000"
     ):
         hf.read_config({**LLAMA, "num_hidden_layers": "x"})
     with pytest.raises(CheckpointError, match=r"rope_theta is '7', expected a number"):

@@ -50,7 +50,7 @@ def test_invalid_arguments_are_rejected(tmp_path: Path, folder: Path, model: nn.
     for layer in ("blocks.{}.", "blocks.{n}.", "blocks.{.", None):
         with pytest.raises(CheckpointError, match=r"TeNames\(layer=...\): expected a prefix with \{layer\}"):
             huggingface.TeNames(**{**OWN, "layer": layer})
-    with pytest.raises(CheckpointError, match="max_file_bytes: expected a number of bytes from 1, got '5GB'"):
+    with pytest.raises(CheckpointError, match="max_file_bytes: expected a positive byte count, got '5GB'"):
         save_huggingface(
             tmp_path / "a", model, config=folder, names=huggingface.TeNames(**OWN), max_file_bytes="5GB"
         )  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float64, torch.complex64)
 
 
 class Table(nn.Module):
-    """A parameter and a buffer of one dtype; `fill` says what reset_parameters does about the buffer."""
+    """A parameter and a buffer of one dtype; `fill` is how reset_parameters initializes the buffer."""
 
     def __init__(self, dtype: torch.dtype, fill: str, device: str = "meta") -> None:
         super().__init__()

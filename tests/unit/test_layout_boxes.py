@@ -66,7 +66,7 @@ def test_control_plain_rule_misplaces_stacked_rows(cut):
     for at in cut.places():
         shape, boxes = shard_boxes(cut.shape, plain, at)
         expected = shard(original, cut.rule, at)
-        assert shape == tuple(expected.shape)  # shapes agree, so that nothing but the values can tell
+        assert shape == tuple(expected.shape)  # shapes agree, so that only the values can differ
         wrong += not torch.equal(from_boxes(original, shape, boxes), expected)
     assert wrong > 0
 
@@ -77,7 +77,7 @@ def test_chunk_range_equals_torch_chunk(length, chunks):
     expected = [tuple(chunk.tolist()) for chunk in torch.arange(length).chunk(chunks) if len(chunk)]
     ranges = [chunk_range(length, chunks, index) for index in range(chunks)]
     assert [tuple(range(*r)) for r in ranges if r[0] < r[1]] == expected
-    # Empty ones come last and lie at the end, so that they can be cut from the tensor as well.
+    # Empty ones are last and start at the end, so that they can be cut from the tensor as well.
     assert all(r == (length, length) for r in ranges[len(expected) :])
 
 
@@ -101,7 +101,7 @@ def test_gated_rows_over_tp_2_and_fsdp_2():
 
 
 def test_an_fsdp_shard_across_blocks_has_two_boxes():
-    """4 query heads and 2 groups of 2 rows, tp 2: rank 0 holds rows 0-3, 8-9 and 12-13; 4 + 4 over FSDP."""
+    """4 query heads and 2 groups of 2 rows, tp 2: rank 0 has rows 0-3, 8-9 and 12-13; 4 + 4 over FSDP."""
     rule = ParameterRule(0, Layout("stacked", (4, 2, 2)))
     shape, boxes = shard_boxes((16, 3), rule, Coordinates(2, 0, 2, 1))
     assert shape == (4, 3)
@@ -143,7 +143,7 @@ def test_sizes_that_tp_does_not_divide_are_rejected():
     ("shape", "blocks", "sizes"),
     [
         ((12, 4), (4, 1, 1), "[8, 2, 2]"),  # 12 divides by 4; the key and value blocks do not
-        ((10, 4), (1, 2), "[3, 6]"),  # 10 rows are no whole number of such blocks
+        ((10, 4), (1, 2), "[3, 6]"),  # 10 rows are not a multiple of such blocks
     ],
 )
 def test_blocks_that_tp_does_not_divide_are_rejected(shape, blocks, sizes):

@@ -32,7 +32,7 @@ def _plain(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
 
 
 def _again(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
-    """Run another backward, which adds to the gradients, with one node that gets a leaf twice."""
+    """Run a second backward, which adds to the gradients, with one node that gets a leaf twice."""
     _plain(one, two)
     sum(_Twice.apply(one, one)).sum().backward()
     return []

@@ -22,7 +22,7 @@ def build(te, seed, single, sharded, quantized=True):
         warnings.catch_warnings(),
         te.quantized_model_init(**options, preserve_high_precision_init_val=True),
     ):
-        warnings.simplefilter("ignore")  # experimental, says TE
+        warnings.simplefilter("ignore")  # experimental according to TE
         layer = te.GroupedLinear(3, 128, 64, bias=False, params_dtype=torch.bfloat16, device="cpu", **grouped)
     model = nn.Sequential(layer)
     if sharded:

@@ -370,7 +370,7 @@ def test_values_that_are_not_meshes_are_rejected(fake_world):
 
 @pytest.mark.parametrize("order", [[[1, 0], [3, 2]], [[2, 3], [0, 1]]])
 def test_descending_ranks_are_rejected(fake_world, order):
-    """torch sorts the ranks of a group, so FSDP2 would shard differently than the mesh says."""
+    """torch sorts the ranks of a group, so FSDP2 would shard differently than the mesh describes."""
     fake_world(4)
     mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp_shard", "tp"))
     by_mesh = mesh.get_coordinate()
@@ -429,7 +429,7 @@ def test_meshes_on_the_cpu_have_no_groups(fake_world):
 
 # --- nodes
 
-#: (ranks of a node, sizes) -> the beginnings of what is said.
+#: (ranks of a node, sizes) -> beginnings of the messages.
 SLOW = [
     (4, {"tp": 4}, []),
     (4, {"tp": 8}, ["tp=8 crosses nodes of 4 ranks"]),

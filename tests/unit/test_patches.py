@@ -172,7 +172,7 @@ def test_stock_torch_apply_loses_parameter_attributes(te, fake_world):
 
 
 class _Quantized(torch.Tensor):
-    """Stand-in for tensors with a sharding function of their own."""
+    """Stand-in for tensors with their own sharding function."""
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 21])

@@ -137,7 +137,7 @@ def test_partial_gradients_match_te_sequence_parallel_marks(build, case, sequenc
         pytest.skip("TE forbids it without a parallel mode")
     module = build(case, TP, sequence_parallel=sequence_parallel)
     marked = {n for n, p in module.named_parameters() if getattr(p, "sequence_parallel", False)}
-    for name in marked:  # what te_fsdp knows without TE's marks
+    for name in marked:  # te_fsdp's data without TE's marks
         module.get_parameter(name).sequence_parallel = False
     partial = {n for n, rule in rules_of(module, TP).items() if rule.partial_grad}
     assert partial - set(PER_HEAD) == marked - set(PER_HEAD)

@@ -207,7 +207,7 @@ def test_fsdp_hooks_accept_calls_without_a_module(te):
         )
         assert inputs[0] is tensor and metadata == "metadata"
     assert len(told) == 3
-    # FSDP2 tells hooks of one mesh alone from these by counting.
+    # FSDP2 distinguishes hooks of one mesh only from these by counting.
     assert len(inspect.signature(hook).parameters) == 6
 
 

@@ -164,7 +164,7 @@ parameters on this rank
 +-----------------------+----------+-------------------------+-------------+------------------+--------+
 S(n): sharded along dim n, over tp before dp_shard. R: replicated.
 *: stacked blocks (gate and up; query, key and value), each of which tp shards.
-gathers of the root: nccl (transport='auto' takes copy_engine on GPUs)
+gathers of the root: nccl (transport='auto' uses copy_engine on GPUs)
 """
 
 

@@ -87,7 +87,7 @@ def test_fp8_blocks_have_one_scale_each() -> None:
         ({"receiver": 1}, "expected None, or ranks below 1, got 1"),
         ({"receiver": True}, "got True"),
         ({"receiver": []}, "got []"),
-        ({"bucket_bytes": 0}, "expected a number of bytes above 0, got 0"),
+        ({"bucket_bytes": 0}, "expected a positive byte count, got 0"),
         ({"since": {}}, "got dict"),
     ],
 )

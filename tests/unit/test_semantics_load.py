@@ -188,7 +188,7 @@ PAIRS: dict[str, Pair] = {
     "momentum": (torch_op("BatchNorm1d", 2), {}, {"momentum": 0.2}),
     "label_smoothing": (torch_op("CrossEntropyLoss"), {}, {"label_smoothing": 0.1}),
 }  # fmt: skip
-#: The same function, said otherwise.
+#: The same function, described differently.
 EQUALS: dict[str, Pair] = {
     "nothing": (layer, {}, {}),
     "a window that the mask implies": (layer, {}, {"window_size": (-1, 0)}),
@@ -234,7 +234,7 @@ def saved(te: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tu
             torch.manual_seed(0)
             model, path = build(te, **kwargs).eval(), tmp_path_factory.mktemp("saved") / "a"
             for parameter in model.parameters():
-                nn.init.normal_(parameter)  # zeros and ones of biases and norms have no say
+                nn.init.normal_(parameter)  # zeros and ones of biases and norms do not count
             checkpoint.save(path, model)
             done[key] = model, path
         return done[key]
@@ -325,7 +325,7 @@ def encoder(te: Any, activation: Any) -> nn.Module:
 
 
 def test_load_compares_activation_functions_by_name(te: Any, saved: Any) -> None:
-    """Functions are compared by name. Partials and lambdas are not recorded, and a note says so."""
+    """Functions are compared by name. Partials and lambdas are not recorded, and a note reports it."""
     gelu, relu = nn.functional.gelu, nn.functional.relu
     path = saved(encoder, {"activation": gelu})[1]
     for strict in (True, False):

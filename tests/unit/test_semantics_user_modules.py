@@ -33,7 +33,7 @@ class Own(nn.Module):
 
 
 class Other(Own):
-    """The same under another name."""
+    """The same under a different name."""
 
 
 class Gelu(nn.Module):

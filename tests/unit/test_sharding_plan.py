@@ -191,7 +191,7 @@ def test_plan_of_hfsdp_with_replicated_and_tied_parameters(te, fake_world):
     assert [item.plan.label for item in plan.replicated if "blocks" not in item.plan.label] == [
         "embedding.weight"
     ]
-    # "head" is whole, and no unit any longer; "blocks.1" was asked for as one that is not cut.
+    # "head" is not sharded, and not a unit any more; "blocks.1" was asked for as one that is not cut.
     assert (
         list(plan.units) == ["", "blocks.1"]
         and {"embedding", "head", "blocks.0.up"} <= plan.replicated_modules

@@ -80,7 +80,7 @@ def test_names_of_hybrid_strategies_suggest_a_mesh(word):
 @pytest.mark.parametrize("word", ["bananas", "", 7, pytest.param(object(), id="object"), "x"])
 def test_unknown_strategy_gets_no_suggestion(word):
     """Values that are not similar to a name get no suggestion."""
-    with pytest.raises(PlacementError, match=r"Fix: use one of these, or leave strategy out\.$"):
+    with pytest.raises(PlacementError, match=r"Fix: use one of these, or omit strategy\.$"):
         check_option("strategy", word)
 
 
@@ -130,6 +130,6 @@ def test_cpu_offload_policy_is_rejected_before_changes(fake_world, policy):
     assert "fully_shard: offload_policy=CPUOffloadPolicy: expected None, or OffloadPolicy()" in str(
         caught.value
     )
-    assert "Fix: leave it out" in str(caught.value) and type(model) is torch.nn.Linear
+    assert "Fix: omit it" in str(caught.value) and type(model) is torch.nn.Linear
     te_fsdp.fully_shard(model, meshes, offload_policy=OffloadPolicy())
     assert type(model) is not torch.nn.Linear

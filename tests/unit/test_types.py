@@ -91,7 +91,7 @@ def test_type_checker_reports_exactly_the_mistakes(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     results = {}
     for item in json.loads(done.stdout)["errors"]:
-        # reveal_type tells the type as its own message kind.
+        # reveal_type reports the type as its own message kind.
         told = item["description"].removeprefix("revealed type: ")
         results[item["line"]] = told if item["name"] == "reveal-type" else item["name"]
     said = ((at, re.search(r"  # (\S+)$", line)) for at, line in enumerate(SCRIPT.splitlines(), 1))

@@ -88,7 +88,7 @@ def resolve(path: Path) -> tuple[Path, str]:
                     f"{path}: several folders with checkpoints",
                     expected="a path with one checkpoint folder",
                     got=", ".join(map(str, folders)),
-                    fix="name one of them",
+                    fix="pass one of them",
                 )
             if newest := next(filter(None, map(latest, folders)), None):
                 return newest, CHECKPOINT
@@ -111,7 +111,7 @@ def resolve(path: Path) -> tuple[Path, str]:
             return path, "torch"
     raise CheckpointError(
         f"{path}: neither a safetensors file nor one that torch.save wrote",
-        fix="check the file: it is truncated, older than torch 1.6, or of another kind",
+        fix="check the file: it is truncated, older than torch 1.6, or of a different kind",
     )
 
 
@@ -150,13 +150,13 @@ def refuse_scrambled(contents: Contents) -> None:
         raise CheckpointError(
             f"{contents.source}: {len(cut)} weight(s) in pieces of tensor parallelism: {shorten(cut, 3)}",
             expected="rows as in the unsharded module",
-            got="those of fused and gated weights rank by rank, without a record of which weights these are",
+            got="rows rank by rank in fused and gated weights, without a record of which weights these are",
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
 
 
 def check_written(target: Path, contents: Contents) -> None:
-    """Raise CheckpointError, and remove ``target``, if it is unreadable or has other tensors than ``contents``.
+    """Raise CheckpointError, and remove ``target``, if it is unreadable or its tensors differ from ``contents``.
 
     Compares names, dtypes and shapes, not values. Local operation.
     """
@@ -180,7 +180,7 @@ def check_written(target: Path, contents: Contents) -> None:
             expected=f"{name}: {expected.get(name, 'absent')}",
             got=written.get(name, "absent"),
             why="The target was opened again after it was written, and removed",
-            fix="write another kind (--to), and report this with the source's te-fsdp ckpt inspect --json",
+            fix="write a different kind (--to), and report this with the source's te-fsdp ckpt inspect --json",
         )
 
 
@@ -196,7 +196,7 @@ def check_apart(source: Path, target: Path) -> None:
             expected=f"a path outside of the source {source}",
             got="the source itself, a path inside of it, or a parent directory",
             why="The source would be changed while it is read",
-            fix="choose another target",
+            fix="choose a different target",
         )
 
 
@@ -235,7 +235,7 @@ def transformed(
         tensors[f"model.{name}"] = value
     notes = list(contents.notes)
     if dequantize and manifest.delayed:
-        # A history belongs to a quantized weight's scale; activations get theirs in the first steps.
+        # A history belongs to a quantized weight's scale. Histories of activations are filled in the first steps.
         count = len(manifest.delayed)
         notes.append(f"delayed-scaling state of {count} module(s): left, weights are high precision")
         manifest.delayed = {}
@@ -409,7 +409,7 @@ def _compare_manifests(a: Contents, b: Contents) -> list[str]:
             for n, (first, second) in enumerate(zip(saved_a["groups"], saved_b["groups"], strict=True)):
                 texts += _compare_dicts(f"optimizer group {n}", first["options"], second["options"])
                 if set(first["parameters"]) != set(second["parameters"]):
-                    texts.append(f"optimizer group {n}: other parameters")
+                    texts.append(f"optimizer group {n}: different parameters")
     elif (saved_a is None) != (saved_b is None):
         texts.append(f"optimizer: only in {'B' if saved_a is None else 'A'}")
     texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)

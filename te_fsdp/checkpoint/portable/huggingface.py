@@ -147,9 +147,9 @@ def load_huggingface(
 
     Raises:
         CheckpointError: The errors of :func:`import_huggingface`, parameters that the Hugging Face model does not have,
-            layers with another function, values that cannot be read or contradict each other. The same on all ranks,
-            with nothing changed.
-        OrderError: An optimizer of other parameters.
+            layers that compute a different function, values that cannot be read or contradict each other. The same on
+            all ranks, with nothing changed.
+        OrderError: The optimizer has parameters that are not the model's.
     """
     with collective_call("checkpoint.load_huggingface"):
         loader, absent = all_agree(lambda: _model_loader(source, model, optimizer, config, names, blocks))
@@ -190,7 +190,7 @@ def _model_loader(
     check_fits("load_huggingface", model, weights, diff.texts())
     quantized = {name: "quantized" for name, d in state.described.items() if d["format"] is not None}
     absent = {name for group in weights.groups for name in group.zeros}
-    note = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(absent), 3)}"
+    note = f"biases that it lacks are zero, and stay zero (frozen): {shorten(sorted(absent), 3)}"
     opened.notes = [note] if absent else []
     diff = Differences(converted=quantized)
     return ModelLoader(opened, model, optimizers_of(optimizer), state, diff), absent
@@ -220,7 +220,7 @@ def values_for_huggingface(
         raise CheckpointError(
             f"{contents.source}: not the model that {like} describes: {', '.join(problems)}",
             why="Nothing was written",
-            fix="take the config.json of this model; if options were given, those of its layers",
+            fix="use the config.json of this model and, if options were given, the options of its layers",
         )
     return weights.lazily({n: contents.value(n) for n in contents.names}, to_te=False, dtype=dtype)
 
@@ -236,6 +236,6 @@ def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tens
     if not isinstance(source, Mapping) or not all(
         isinstance(t, torch.Tensor | Lazy) for t in source.values()
     ):
-        fix = "model.state_dict(); of a sharded one, te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
-        raise CheckpointError(f"Hugging Face model: {type(source).__name__}, no tensors by name", fix=fix)
+        fix = "pass model.state_dict(); if sharded, use te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
+        raise CheckpointError(f"Hugging Face model: {type(source).__name__}, not tensors by name", fix=fix)
     return source, config, Path("tensors in memory")

@@ -92,8 +92,8 @@ class Architecture:
         if self.experts is not None:
             raise CheckpointError(
                 f"te.TransformerLayer for a layer of a {self.model_type} model",
-                why="It has no experts",
-                fix="build the layer of te.MultiheadAttention(**te_attention_kwargs()), te.RMSNorm, a router and "
+                why="It does not support experts",
+                fix="build the layer from te.MultiheadAttention(**te_attention_kwargs()), te.RMSNorm, a router and "
                 "two te.GroupedLinear, under TeNames' names",
             )
         kwargs = self.te_attention_kwargs()
@@ -111,9 +111,9 @@ class Architecture:
         if self.style != "llama" or self.rope_scaling is not None:
             raise CheckpointError(
                 "rope_scaling in config.json" if self.rope_scaling else f"{self.model_type} model",
-                expected="a rotary embedding of plain frequencies",
+                expected="a rotary embedding with unscaled frequencies",
                 got=self.rope_scaling or "learned positions",
-                fix="write the model's into inv_freq of RotaryPositionEmbedding(head_dim, rotary_base=rope_theta)",
+                fix="write its frequencies into inv_freq of RotaryPositionEmbedding(head_dim, rotary_base=rope_theta)",
             )
         return {"dim": self.head_dim, "rotary_base": self.rope_theta, "interleaved": False}
 
@@ -144,7 +144,7 @@ class _Family(NamedTuple):
 
     defaults: Mapping[str, Any] = {}  #: Defaults of keys that ``config.json`` lacks
     always: Mapping[str, Any] = {}  #: Fields of :class:`Architecture` that all its models share
-    #: With which TransformerEngine's activation is the model's
+    #: The model's activations that TransformerEngine's activation computes
     activations: tuple[str, ...] = ("silu", "swish")
     names: Names = Names()
     #: Keys of the number of experts and of their width, and of the shared expert's
@@ -153,7 +153,7 @@ class _Family(NamedTuple):
     keys: Mapping[str, str] = {}  #: Keys of ``config.json`` by Llama's names, if they differ
 
     def get(self, entries: Mapping[str, Any], key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
-        """Return the value of Llama's key, or ``default`` for ``null``; raise ValueError for a missing or other one."""
+        """Return the value of Llama's key, or ``default`` for ``null``; ValueError if it is missing or invalid."""
         own = self.keys.get(key, key)
         value = entries.get(own, self.defaults.get(key, default))
         value = default if value is None else value
@@ -208,20 +208,20 @@ FAMILIES = {
     ),
 }
 # fmt: on
-_WHOLE = Kind("a whole number from 1", lambda value: type(value) is int and value > 0)
-_LAYERS = Kind("a whole number from 1 to 100000", lambda value: type(value) is int and 0 < value <= 100_000)
+_WHOLE = Kind("an integer of at least 1", lambda value: type(value) is int and value > 0)
+_LAYERS = Kind("an integer from 1 to 100000", lambda value: type(value) is int and 0 < value <= 100_000)
 _NUMBER = Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
 _OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Architecture:
-    """Read a model's description: a folder with ``config.json``, that file, its contents, or a ``transformers`` one.
+    """Read a model's description: a folder with ``config.json``, that file, its contents, or transformers' object.
 
     Local operation.
 
     Raises:
-        CheckpointError: No such file, keys missing, or a model that computes something else than the supported
+        CheckpointError: The file or keys are missing, or the model computes a different function than the supported
             families.
     """
     entries = config_contents(source)
@@ -255,7 +255,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
     if problems or result is None:
         raise CheckpointError(
             f"config.json of a {model_type} model: {'; '.join(problems)}",
-            why="TransformerEngine's layer would compute something else",
+            why="TransformerEngine's layer would compute a different function",
         )
     return result
 

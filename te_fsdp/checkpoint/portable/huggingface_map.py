@@ -154,7 +154,7 @@ class Group:
                 expected="zeros",
                 why="TransformerEngine's bias=True gives every projection a bias",
                 fix='use a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
-                "training with these biases frozen, as load_huggingface leaves them",
+                "train with these biases frozen, as load_huggingface leaves them",
             )
 
     def rounds(self, tensors: Mapping[str, torch.Tensor], converted: Mapping[str, torch.Tensor]) -> bool:
@@ -283,7 +283,7 @@ class _Tables:
 
 
 def _renamed(shape: Shape, hf: str, te: str) -> Group:
-    """Return the group of a tensor that only has another name in TE."""
+    """Return the group of a tensor that differs in TE by its name only."""
     return Group((shape,), Form((hf,)), Form((te,)))
 
 
@@ -325,7 +325,7 @@ class WeightMap:
             )
         if names.head is None and not a.tied:
             raise CheckpointError(
-                f"names.head is None, but the {a.model_type} model has a head of its own",
+                f"names.head is None, but the {a.model_type} model has a separate head",
                 expected="a name for lm_head.weight, since config.json does not tie it to the embedding",
                 fix="give the model a head and pass TeNames(head=...)",
             )
@@ -402,7 +402,7 @@ def _check_distinct(groups: Sequence[Group]) -> None:
         raise CheckpointError(
             f"Hugging Face model: several of its tensors have one name in the model: {shorten(equal, 3)}",
             expected="a name for each part and layer in names=TeNames(...)",
-            why="One would replace the other",
+            why="All but one would be lost",
             fix='put {layer} into TeNames(layer="layers.{layer}."); for a model whose head is its embedding, pass '
             "TeNames(head=None) and a config.json that ties them",
         )
@@ -417,7 +417,9 @@ def _check(
     problems = [f"missing: {shorten(missing, 20)}"] if missing else []
     problems += [f"unexpected: {shorten(unexpected, 20)}"] if unexpected else []
     fix = "compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) with the model"
-    of_model = "a sharded or quantized model: te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
+    of_model = (
+        "use te_fsdp.checkpoint.save_huggingface(path, model, config=...) for a sharded or quantized one"
+    )
     for name in source.keys() & shapes.keys():
         tensor, shape = source[name], tuple(source[name].shape)
         if isinstance(tensor, torch.Tensor) and (tensor.is_meta or _te.is_quantized(tensor)):

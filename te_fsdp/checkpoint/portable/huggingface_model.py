@@ -30,7 +30,7 @@ class TeNames:
     final_norm: str = "norm."  #: Prefix of the last norm: ``weight`` and, for LayerNorm, ``bias``
     #: Output projection, shape (vocabulary, hidden), without bias; ``None``: the model uses the embedding
     head: str | None = "head.weight"
-    ignored: tuple[str, ...] = ()  #: Patterns (``fnmatch``) of names in the state dict that are no weights
+    ignored: tuple[str, ...] = ()  #: Patterns (``fnmatch``) of names in the state dict that are not weights
     attention: str = "self_attention."  #: Prefix of ``te.MultiheadAttention(input_layernorm=True)``
     mlp: str = "layernorm_mlp."  #: Prefix of ``te.LayerNormMLP`` in a layer
     mlp_norm: str = "mlp_norm."  #: Prefix of the norm before a layer's experts
@@ -71,7 +71,7 @@ class TeBlocks:
 
 
 def given_or_default(value: Any, kind: type[_Options]) -> _Options:
-    """Return an argument, or the defaults of its class for ``None``; CheckpointError for another class."""
+    """Return an argument, or the defaults of its class for ``None``; CheckpointError for a different class."""
     value, name = kind() if value is None else value, "names" if kind is TeNames else "blocks"
     expected = f"te_fsdp.checkpoint.portable.huggingface.{kind.__name__}(...)"
     require_kind("Hugging Face model", name, value, kind, expected=expected, error=CheckpointError)
@@ -114,10 +114,10 @@ def known_blocks(blocks: TeBlocks, model: ModelDescription, names: TeNames) -> T
     if unknown:
         raise CheckpointError(
             f"unknown options of the layers: {', '.join(unknown)}",
-            why="Other options are other weights under the same names and shapes. A state dict does not have them, "
-            "nor has a checkpoint that was saved without its modules' semantics, or with other names of modules",
-            fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...), which reads them off the model; or "
-            "blocks=TeBlocks.of(model), or TeBlocks(...) with each of them; on the command line "
+            why="Different options mean different weights under the same names and shapes. A state dict does not "
+            "record them, nor does a checkpoint without its modules' semantics, or with other names of modules",
+            fix="use te_fsdp.checkpoint.save_huggingface(path, model, config=...), which reads them from the model; or "
+            "pass blocks=TeBlocks.of(model), or TeBlocks(...) with each of them; on the command line "
             + " ".join(f"--te.layers.{name.replace('_', '-')} True|False" for name in unknown),
         )
     return blocks
@@ -138,8 +138,8 @@ def _check_names(parameters: Collection[str], names: TeNames) -> None:
             f"Hugging Face model: no parameter of the model begins with {prefix}",
             expected="the model's own names in names=TeNames(...)",
             got=f"parameters such as {shorten(others, 3)}",
-            why="A model's parts are found by their names",
-            fix=f"pass names=TeNames({shown}), and in it every part that the model calls otherwise (embedding, "
+            why="A model's parts are identified by their names",
+            fix=f"pass names=TeNames({shown}) with every part that the model names differently (embedding, "
             f"final_norm, head, ...); on the command line --te.names.{part.replace('_', '-')} and so on",
         )
 
@@ -150,7 +150,7 @@ def centering(recorded: Recorded, module: str) -> bool | None:
 
 
 def layer_differences(model: ModelDescription, a: Architecture, names: TeNames) -> list[str]:
-    """Return settings of modules with which the same weights have another function, as texts. Local operation.
+    """Return settings of modules that make the same weights compute a different function, as texts. Local operation.
 
     Settings without an expected value must be as in a module without them. Not compared: dropout, centering of norms
     (which is converted), modules of custom classes.

@@ -93,8 +93,8 @@ def iter_weights(
     Raises:
         CheckpointError: An option that is not supported or differs between ranks, a model that ``config`` does not
             describe, ranks that do not store every element. The same on all ranks, before the first tensor.
-        OrderError: ``optimizer`` has parameters of another model, ``since`` has not ended, or weights are written to
-            before the last bucket (on all ranks, at the next one).
+        OrderError: ``optimizer`` has parameters that are not the model's, ``since`` has not ended, or weights are
+            written to before the last bucket (on all ranks, at the next one).
     """
     with collective_call("huggingface.iter_weights"):
         options = (config, names, blocks, format, receiver, bucket_bytes, since)
@@ -130,7 +130,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         #: Receivers of the buckets in turn; empty: all ranks receive each bucket.
         self.receivers = [receiver] if isinstance(receiver, int) else list(receiver or ())
         self.names = given_or_default(names, TeNames)
-        #: Checksums of the pieces that this rank stores, by tensor: what ``since`` compares.
+        #: Checksums of the pieces that this rank stores, by tensor, which ``since`` compares.
         self.checksums: dict[str, list[list[int]]] = {}
         self.ended = self._warned = False
         self._shares, self._weights = shares_to_write(model, optimizer, config, names, blocks)
@@ -143,7 +143,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                     "iter_weights: format='fp8-block' of a GPT-2 model",
                     expected="a model whose projections are nn.Linear",
                     why="GPT-2 stores them transposed, and no inference engine reads them in FP8",
-                    fix="format='bf16'",
+                    fix="use format='bf16'",
                 )
             for tensor in owned:
                 self._shares |= block_shares(tensor)
@@ -224,7 +224,6 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         return [rename(name) for name in group.names(te=False, tied=False) for rename in named]
 
     def _bytes(self, group: Group) -> int:
-        """Return the bytes that are sent for a group."""
         return sum(self._plan.described[name].bytes for name in tensors_of(group, self._plan))
 
     @torch.no_grad()
@@ -308,7 +307,7 @@ def _check_options(format: object, receiver: object, bucket_bytes: object, since
     for name, given, fits, expected in (
         ("format", format, format in formats, " or ".join(map(repr, formats))),
         ("receiver", receiver, is_known, f"None, or ranks below {most}"),
-        ("bucket_bytes", bucket_bytes, is_count, "a number of bytes above 0"),
+        ("bucket_bytes", bucket_bytes, is_count, "a positive byte count"),
     ):
         if not fits:
             raise CheckpointError(f"iter_weights: {name}", expected=expected, got=repr(given))
@@ -330,7 +329,7 @@ def _compare_options(**options: object) -> None:
     """Raise CheckpointError on all ranks if an option differs between ranks. Collective over the world."""
     by_rank = gather(options)
     if differing := [name for name in options if any(given[name] != by_rank[0][name] for given in by_rank)]:
-        # Each rank would send other buckets, or wait for messages that no rank sends.
+        # Each rank would send different buckets, or wait for messages that no rank sends.
         raise CheckpointError(
             f"iter_weights: {', '.join(differing)}",
             expected="the same on all ranks",
@@ -372,12 +371,12 @@ def save_huggingface(
         names: Names of the model's parts.
         blocks: Options of the layers that the model does not show, because its norms are of a custom class.
         dtype: Dtype of the files; ``None``: that of each parameter.
-        max_file_bytes: Size after which another file is started.
+        max_file_bytes: Size after which a new file is started.
 
     Raises:
         CheckpointError: ``path`` exists; an unsupported model, or not the one that ``config`` describes; ranks that do
             not have every element; files that cannot be written. The same on all ranks, and no folder appears.
-        OrderError: An optimizer of other parameters.
+        OrderError: The optimizer has parameters that are not the model's.
     """
     with collective_call("checkpoint.save_huggingface"):
         stream = all_agree(
@@ -414,7 +413,7 @@ def save_folder(
 def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: int) -> None:
     """Write all tensors of a stream that has not started. Collective over the world."""
     if type(max_file_bytes) is not int or max_file_bytes < 1:
-        raise CheckpointError("max_file_bytes", expected="a number of bytes from 1", got=repr(max_file_bytes))
+        raise CheckpointError("max_file_bytes", expected="a positive byte count", got=repr(max_file_bytes))
     stream.start()
     ranks, tensors = world_size(), stream.tensors
     # More files than max_file_bytes requires, so that all ranks write, unless files would become small.

@@ -2,8 +2,8 @@
 
 torch's ``HuggingFaceStorageWriter`` (2.11 to 2.15) does not assemble tensors: it writes tensors that are unsharded on a
 rank, with a file of them in memory at once, or every rank's shards, which a second pass over the disk must join. It
-does not sync or rename at the end, and its tensors are the model's own, not other rows of them. Measured on 2 CPU ranks
-with 509 MB: 5.5 to 6.1 s and 1.7 s of CPU time here; 6.8 to 13 s, 2.3 to 3.0 s and twice the disk there.
+does not sync or rename at the end, and it writes the model's own tensors without reordering rows. Measured on 2 CPU
+ranks with 509 MB: 5.5 to 6.1 s and 1.7 s of CPU time here; 6.8 to 13 s, 2.3 to 3.0 s and twice the disk there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ class _Dequantized(Lazy):
         self._local, self._box = local, box
 
     def on_device(self) -> torch.Tensor:
-        """See :meth:`Lazy.on_device`."""
         return self._local.dequantize()[self._box.local_slices()]
 
 
@@ -213,7 +212,7 @@ def has_full_blocks(group: Group) -> bool:
 def block_shares(owned: OwnedTensor) -> dict[str, Share]:
     """Return this rank's FP8 bytes (``NAME:data``) and scales (``NAME:scale``) of a weight; empty for other formats.
 
-    One scale per 128 x 128 block is what Hugging Face's FP8 weights have.
+    Hugging Face's FP8 weights have one scale per 128 x 128 block.
     """
     local: Any = owned.local
     if owned.is_grouped or str(_te.format_of(local)) != "float8-block":
@@ -265,7 +264,7 @@ def shares_to_write(
     """Return this rank's shares of a model's parameters, and the map to Hugging Face's tensors. Local operation.
 
     Raises CheckpointError for a model that is not supported or differs from ``config``, OrderError for an optimizer of
-    another model.
+    a different model.
     """
     check_spans_world(model, None)
     if optimizer is not None:
@@ -295,9 +294,9 @@ def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[s
         and owned.info.coordinates.tp_size > 1
     ]
     if weights.differences:
-        problems.append(f"layers that would compute something else: {shorten([*weights.differences], 20)}")
+        problems.append(f"layers with a different function: {shorten([*weights.differences], 20)}")
     if cut:
-        problem = "gate above up, cut by tensor parallelism as one block (use expert parallelism)"
+        problem = "gate above up, sharded by tensor parallelism as one block (use expert parallelism)"
         problems.append(f"{problem}: {shorten(cut, 20)}")
     if problems:
         raise CheckpointError(
@@ -333,7 +332,7 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
     def is_sent(name: str, share: Share) -> bool:
         return name.rpartition(":")[0] in chosen if share.is_component else name not in chosen
 
-    # In each rank's order, by which its pieces are numbered.
+    # In each rank's order, which numbers its pieces.
     sent = [[(name, share) for name, share in own.items() if is_sent(name, share)] for own in by_rank]
     described, load = describe_shares(by_rank), Counter[int]()
     messages = ([(name, share.shape, share.values, [*share.pieces]) for name, share in own] for own in sent)

@@ -213,7 +213,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
     keep their options. Call it once per optimizer if a model has several. ``precision_aware`` has no effect.
 
     Raises:
-        OrderError: The optimizer has other parameters, or it has state.
+        OrderError: The optimizer has different parameters, or it has state.
         PlacementError: Units of one model differ in mesh, outer placements or policy.
     """
     require_flags("experimental.fully_shard_optimizer", precision_aware=precision_aware)

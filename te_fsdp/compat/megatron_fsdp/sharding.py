@@ -337,7 +337,7 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     and ``zero_grad``. Parameter groups and options are kept, and no step is taken.
 
     Afterwards ``state_dict()`` allocates missing state. It raises ``OrderError`` before the first step if the
-    optimizer cannot allocate state without a step that counts. ``load_state_dict()`` raises ``CheckpointError`` if the
+    optimizer cannot allocate state without a real step. ``load_state_dict()`` raises ``CheckpointError`` if the
     state dict has no state although the optimizer has some. Local operation, except with quantized weights.
 
     Args:
@@ -375,7 +375,7 @@ def fully_shard(
     parameters. Collective over the world.
 
     Raises:
-        OrderError: The optimizer has other parameters, or it has state.
+        OrderError: The optimizer has different parameters, or it has state.
     """
     fix = "build it from model.parameters() right before, or use fully_shard_model and build it afterwards"
     with rebind_optimizer_params(module, optimizer, "fully_shard", fix):
@@ -443,7 +443,7 @@ def _allocate(optimizer: Any) -> None:
     """Allocate the initial state of trained parameters without state. Gradients and weights stay. Local operation.
 
     Raises:
-        OrderError: No parameter has state, and the optimizer cannot allocate it without a step that counts.
+        OrderError: No parameter has state, and the optimizer cannot allocate it without a real step.
     """
     fused = _te.is_fused_adam(optimizer)
     stepped = any(set(state) - {MAIN} for state in optimizer.state.values())
@@ -455,7 +455,7 @@ def _allocate(optimizer: Any) -> None:
         raise OrderError(
             f"{type(optimizer).__name__}.state_dict() before the first step",
             expected="state to load into",
-            got="no state, and this optimizer allocates it only in a step that counts",
+            got="no state, and this optimizer allocates it only in its first real step",
             fix="load with te_fsdp.checkpoint.load, which allocates it",
         )
     for group in optimizer.param_groups:

@@ -374,7 +374,7 @@ def scales_of_rows(new: NewRows) -> dict[int, torch.Tensor]:
 
 def reason_for_fp32(shard: OptimizerShard) -> str | None:
     """Return why a quantized weight is sent over replicas as fp32; ``None`` if it is sent as bytes. Local operation."""
-    # From global shape and format. All ranks return the same, including those with other shards, because all
+    # From global shape and format. All ranks return the same, including those with different shards, because all
     # participate in one amax reduction whose group depends on it.
     local = _torch.local_of(shard.parameter)
     kind = (type(local), tuple(local.shape))

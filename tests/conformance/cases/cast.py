@@ -14,8 +14,8 @@ ROWS = 48
 BGRAD = Bound(
     relative=2**-7,
     absolute=ROWS * 2**-23,
-    why="sum of the rows in fp32 in another order: each addition errs by 2^-24 of a partial sum, and no partial sum "
-    "is larger than a few times the largest result; then one rounding to bf16 each (2^-8 is one ulp)",
+    why="sum of the rows in fp32 in a different order: each addition errs by 2^-24 of a partial sum, and no partial "
+    "sum is larger than a few times the largest result; then one rounding to bf16 each (2^-8 is one ulp)",
 )
 
 

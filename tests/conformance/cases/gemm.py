@@ -121,7 +121,9 @@ def bound(name: str, out: torch.dtype, split: bool = True, accumulate: bool = Fa
         )
     if name in ("bf16", "fp16"):
         return Bound(
-            relative, 3 * K * 2**-24, why="K additions in fp32 in another order, one rounding of the result"
+            relative,
+            3 * K * 2**-24,
+            why="K additions in fp32 in a different order, one rounding of the result",
         )
     if split:
         return Bound(

@@ -12,7 +12,7 @@ from tests.conformance.inputs import Env
 
 SHAPES = ((33, 7), (1,), (64, 80), (4096,))
 CHUNK = 2048 * 32
-SUM = Bound(2**-18, 0.0, why="a sum of positive fp32 numbers in another order, then a square root")
+SUM = Bound(2**-18, 0.0, why="a sum of positive fp32 numbers in a different order, then a square root")
 
 
 def _lists(env: Env, dtype: torch.dtype, pattern: str) -> list[torch.Tensor]:

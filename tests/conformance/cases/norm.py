@@ -12,15 +12,15 @@ from tests.conformance.cases.quantize import DTYPES, Make, block, current, delay
 from tests.conformance.inputs import Env
 
 EPS = 1e-5
-STATISTICS = Bound(2**-20, 2**-20, why="sums over a row in fp32 in another order, rsqrt to 2 ulp")
+STATISTICS = Bound(2**-20, 2**-20, why="sums over a row in fp32 in a different order, rsqrt to 2 ulp")
 #: The result after one rounding; sums over up to 1024 fp32 values before it.
 OUTPUT = {
-    torch.float32: Bound(2**-20, 2**-21, why="a few fp32 operations and a row sum in another order"),
+    torch.float32: Bound(2**-20, 2**-21, why="a few fp32 operations and a row sum in a different order"),
     torch.bfloat16: Bound(2**-7, 2**-18, why="as fp32, then one rounding each: one ulp of bf16"),
     torch.float16: Bound(2**-10, 2**-18, why="as fp32, then one rounding each: one ulp of fp16"),
 }
 NEAR = Bound(
-    steps=1, share=0.002, why="values next to a rounding boundary of FP8, after fp32 in another order"
+    steps=1, share=0.002, why="values next to a rounding boundary of FP8, after fp32 in a different order"
 )
 SCALE = Bound(2**-7, 0.0, why="the scale follows the largest value, which may differ by one rounding")
 
@@ -105,7 +105,7 @@ def near(name: str, output: str = "y") -> tuple[tuple[str, Bound], ...]:
 def cases() -> Iterator[Case]:
     """Yield widths with a tuned kernel (1024) and without, odd ones too."""
     gradients = {
-        torch.float32: Bound(2**-16, 2**-18, why="two row sums in fp32 in another order"),
+        torch.float32: Bound(2**-16, 2**-18, why="two row sums in fp32 in a different order"),
         torch.bfloat16: Bound(2**-7, 2**-16, why="as fp32, then one rounding each"),
         torch.float16: Bound(2**-10, 2**-16, why="as fp32, then one rounding each"),
     }

@@ -17,7 +17,7 @@ SEQUENCE, BATCH, HIDDEN, HEADS, GROUPS = 16, 4, 64, 8, 4
 STEPS, RATE = 2, 0.02
 # Attention takes 16 bits: both sides compute in bf16 (2^-8 of each value), and round at other places: cp adds up
 # partial outputs that were rounded. FP8 quantizes activations with the amax of a rank's tokens (2^-3 of a value at
-# most, 2^-5 of a norm, several in a row). Wrong positions, chunks or scales of gradients give more.
+# most, 2^-5 of a norm, several in a row). Wrong positions, chunks or scales of gradients differ more.
 RTOL = {"none": 0.02, "current": 0.1}
 WHY = "bf16, or FP8, rounded at other places"
 
@@ -76,7 +76,7 @@ def parity(
 
     Args:
         axes: Mesh sizes.
-        comm_types: One after the other; "p2p" is what ``fully_shard`` does by itself.
+        comm_types: One after the other; "p2p" is the default of ``fully_shard``.
         recipe: Of quantized weights and activations.
         parallel: Sequence parallelism over tp.
         causal: The mask.

@@ -178,7 +178,7 @@ def layer_with_parallel_mode() -> bool:
     for name in ("up", "down", "plain"):
         whole = nn.functional.linear(whole, weights[f"{name}.weight"], weights[f"{name}.bias"])
     whole.square().sum().backward()
-    # Sums of up to 32 fp32 products in another order; gradients around 1.
+    # Sums of up to 32 fp32 products in a different order; gradients around 1.
     return all(torch.allclose(results[name], w.grad, rtol=1e-4, atol=1e-4) for name, w in weights.items())
 
 
@@ -265,7 +265,7 @@ def optimizers_that_step_in_backward() -> bool:
 
 
 def parameters_after_an_evaluation() -> bool:
-    """Read, written to, clipped and given to an optimizer while weights stay gathered: as where none do (ZeRO-3)."""
+    """Read, written to, clipped and passed to an optimizer while weights stay gathered: as where none do (ZeRO-3)."""
     results = []
     for strategy in ("optim_grads_params", "optim", "optim_grads"):
         model, losses = make_sharded(strategy), []

@@ -126,7 +126,7 @@ def sharded_twice() -> None:
 
 
 def sharded_twice_without_fsdp2() -> None:
-    """Shard a ``no_shard`` model twice. It has neither DTensors nor modules of FSDP2."""
+    """Shard a ``no_shard`` model twice. It has no DTensors and no modules of FSDP2."""
     import te_fsdp
 
     meshes = _meshes()
@@ -171,7 +171,7 @@ def incomplete_stacked_blocks() -> None:
 def fused_accumulation() -> None:
     import te_fsdp
 
-    # fully_shard serves it; a model that is only bound may come under anybody's FSDP2.
+    # fully_shard handles it; a model that is only bound may be sharded by any FSDP2 call.
     model = Block(nn.Linear(8, 8, device="meta"), "meta", fuse_wgrad_accumulation=True)
     te_fsdp.set_device_mesh(model, _meshes().tp, _meshes().weight)
 

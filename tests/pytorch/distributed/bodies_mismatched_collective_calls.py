@@ -216,7 +216,7 @@ def restarted_by_torchrun(restarts: str) -> str:
             rendezvous._process().jobs.clear()  # as in a new process
         dist.barrier()
         patch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        # If both come in the same moment, one counts the other's call for that of the dead rank and lets both go on.
+        # If both arrive at the same time, one counts the other's call for that of the dead rank and lets both go on.
         time.sleep(0.3 * dist.get_rank())
         try:
             with rendezvous.collective_call("second"):

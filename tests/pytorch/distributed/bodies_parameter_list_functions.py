@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import utils
 
 FOREACH = (None, True, False)
-#: Sums of squares of fp32 in another order: seen 2e-7. Absolute: torch adds 1e-6 to norms near 100.
+#: Sums of squares of fp32 in a different order: seen 2e-7. Absolute: torch adds 1e-6 to norms near 100.
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 
@@ -112,13 +112,13 @@ def clip_by_norm_of_a_different_mesh(axes: dict[str, int], strategy: str) -> dic
     saved, before = [t.clone() for t in locals_of], [full(p.grad).clone() for p in parameters]
     sharded = [p.grad for p in parameters if isinstance(p, DTensor)]
     wrong, control = [], []
-    # A set's order would differ between ranks: each rank's tensor-parallel mesh has another hash.
+    # A set's order would differ between ranks: each rank's tensor-parallel mesh has a different hash.
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in sharded):
         norm = utils.get_total_norm([gradient for gradient in sharded if gradient.device_mesh == mesh])
         limit = 0.5 * float(full(norm))
         control += [] if isinstance(norm, DTensor) and norm.device_mesh == mesh else [str(mesh)]
         others = [p for p in parameters if getattr(p, "device_mesh", None) != mesh]
-        control += [] if others else ["no gradient on another mesh"]
+        control += [] if others else ["no gradient on a different mesh"]
         control += [] if isinstance(torch.clamp(norm, max=1.0), DTensor) else ["a script's own factor"]
         for foreach in FOREACH:
             for chosen in (parameters, others):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-#: Sums of fp32 in another order, of values near 1: seen 2e-7.
+#: Sums of fp32 in a different order, of values near 1: seen 2e-7.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -49,7 +49,7 @@ def gradients_are_equal(sharded: nn.Module, plain: nn.Module) -> bool:
         actual, own = parameter.grad, wanted[name].grad
         if actual is None or own is None or not own.any() or not torch.allclose(full(actual), own, **CLOSE):
             return False
-        # The negative control: this rank's own gradient, or twice the mean, would be noticed.
+        # The negative control: this rank's own gradient, or twice the mean, would be detected.
         assert not torch.allclose(2 * full(actual), own, **CLOSE)
     return True
 

@@ -181,7 +181,7 @@ def errors_of_several_forwards(door: str) -> list[tuple[int, str]]:
     forward(6, 2 + own)  # what was refused is not taken for equal
     forward(6, 3)
     model.eval()
-    forward(4, 4 + own)  # evaluation has data of its own
+    forward(4, 4 + own)  # evaluation has separate data
     return results
 
 
@@ -208,7 +208,7 @@ def recomputed_forward() -> int:
     model = _bound(Model(meshes), meshes, "set_device_mesh")
 
     def part(x: torch.Tensor) -> torch.Tensor:
-        # A root of its own that is first called in the recomputation.
+        # A separate root that is first called in the recomputation.
         return model(tokens, x) if torch.is_grad_enabled() else x * 1
 
     tokens, x = _draw(0, ROWS, integer=True), _draw(1, ROWS, HIDDEN).requires_grad_()

@@ -39,7 +39,7 @@ def step(
     only_first: bool = False,
     is_bound: bool = False,
 ) -> list[float]:
-    """Return the loss of three backwards, computed as ``how`` says, and the loss over all logits.
+    """Return the loss of three backwards, computed according to ``how``, and the loss over all logits.
 
     ``only_first``: the classes of the second rank have no probability, as bytes that no text contains.
     ``is_bound``: only ``set_device_mesh``, as before torch's own ``fully_shard``.

@@ -175,7 +175,7 @@ def foreach_writes_between_evaluations(strategy: str) -> dict[str, list[str]]:
                 break
         else:
             expected, got = _evaluate(plain), _evaluate(model)
-            # The control: the earlier weights would give another result.
+            # The control: the earlier weights would have a different result.
             changed = not torch.allclose(expected, before, rtol=1e-3, atol=1e-3)
             assert changed or name in ("_foreach_abs_", "_foreach_frac_"), label
             is_close = torch.allclose(expected, got, rtol=1e-5, atol=1e-5, equal_nan=True)

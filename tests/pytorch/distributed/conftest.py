@@ -1,4 +1,4 @@
-"""Pytest settings of the distributed tests; `harness` says how to write one."""
+"""Pytest settings of the distributed tests; `harness` describes how to write one."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, object, object]:
-    """Leave out what `covering` says."""
+    """Deselect the cases that `covering` excludes."""
     _check_names(config, items)
     result = yield  # -k and -m choose
     _leave_out(config, items)

@@ -10,10 +10,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "examples/fsdp2_tp"
-# On another mesh bf16 sums are taken in another order, which moves a logit by about one rounding: half a unit in the
+# On a different mesh, bf16 sums are in a different order. This moves a logit by about one rounding: half a unit in the
 # last of bf16's 8 places, 2^-9 of a logit of size 1 to 2. The loss moves by at most twice the largest such move (a
 # log-softmax has Lipschitz constant 2); most moves cancel over the 256 tokens. A token whose experts nearly tie may go
-# to another one: its own logits then change, 1/256 of the loss. Measured: 4e-4, with experts 2e-4.
+# to a different one: its own logits then change, 1/256 of the loss. Measured: 4e-4, with experts 2e-4.
 TOLERANCE = 2**-8
 
 

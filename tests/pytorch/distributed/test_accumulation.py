@@ -105,7 +105,7 @@ def test_optimizer_of_unsharded_parameters_raises(pool):
 def test_norm_of_parameters_used_in_some_microbatches(pool):
     cases = [("optim_grads_params", "plain"), ("optim_grads_params", "no_sync"), ("optim", "microbatch")]
     for first, *others in pool.run(accumulation.norms_of_partly_used, 2, strategies=cases):
-        # The same bf16 gradients, added in fp32 in another order.
+        # The same bf16 gradients, added in fp32 in a different order.
         assert others == pytest.approx([first] * 2, rel=1e-6)
 
 

@@ -37,7 +37,7 @@ def test_alignment_is_accepted_or_raises_on_all_ranks(pool, recipe):
         for word in (".weight: ", "of tp-local shape", f"{BLOCKS[recipe]}", "Fix: ", "a weight of"):
             assert word in text, (case, word, text)
         assert "use the mesh dp_replicate=" in text or "let te_fsdp.fully_shard choose" in text, (case, text)
-        # torch's fully_shard raises half way: what it cut stays cut.
+        # torch's fully_shard raises after it has sharded some parameters, which stay sharded.
         assert all(row["untouched"] for row in rows) or "torch's" in case, (case, rows)
 
 
@@ -167,7 +167,7 @@ def test_torch_fully_shard_of_weights_on_device(pool, recipe):
     [
         ("current", 48, 16, (5, 1), (2, 1)),  # uneven and empty shards to even ones
         ("delayed", 48, 16, (5, 1), (2, 1)),
-        ("mxfp8", 128, 96, (2, 1), (1, 1)),  # columns to the whole
+        ("mxfp8", 128, 96, (2, 1), (1, 1)),  # columns to the full length
         ("mxfp8", 96, 256, (4, 2), (3, 1)),  # columns cut by tp and by FSDP2 to rows
         ("block", 320, 256, (2, 1), (1, 1)),  # a short last block
         (

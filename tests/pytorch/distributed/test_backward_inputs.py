@@ -36,4 +36,4 @@ def error_of_training(by: str, part: str) -> float:
 @pytest.mark.parametrize("by", ["torch", "optim", "optim_grads_params"])
 def test_inputs_of_backward_equal_one_process(pool, by, part):
     for error in pool.run(error_of_training, 2, by=by, part=part):
-        assert error < 1e-5  # sums of fp32 in another order; without the gradients: 4e-5 to 1
+        assert error < 1e-5  # sums of fp32 in a different order; without the gradients: 4e-5 to 1

@@ -1,4 +1,4 @@
-"""Trained biases whose weight is frozen: TransformerEngine gives them no gradient in high precision."""
+"""Trained biases whose weight is frozen: TransformerEngine computes no gradient for them in high precision."""
 
 from __future__ import annotations
 

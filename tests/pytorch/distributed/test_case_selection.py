@@ -15,7 +15,7 @@ FACTORS = {
     "sp": [0, 1],
 }
 PRODUCT = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
-# No product: rows of their own, options as a dict, and combinations that do not occur.
+# No product: separate rows, options as a dict, and combinations that do not occur.
 ROWS = [
     {"mesh": "dp4", "how": {"strategy": "optim", "units": 1}},
     {"mesh": "dp4", "how": {"strategy": "optim"}},

@@ -29,7 +29,7 @@ def test_writes_after_forward_raise_in_the_step(pool, strategy):
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_writes_between_evaluation_and_microbatches(pool, strategy):
     """Check a write before the first microbatch, which was taken for a write between microbatches."""
-    # fp32: gradients summed in another order.
+    # fp32: gradients summed in a different order.
     assert (
         max(pool.run(changes_after_forward.write_between_evaluation_and_microbatches, 2, strategy=strategy))
         < 1e-5

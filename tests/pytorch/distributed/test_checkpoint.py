@@ -112,7 +112,7 @@ def test_round_trip_of_delayed_scaling(pool, tmp_path, recipe, quantized):
 
 MESHES = {"dp2xtp2": (DP2_TP2, 4), "dp4": (DP4, 4), "tp4": (TP4, 4), "one": (ONE, 1), "stock": (None, 1)}
 MESHES |= {"tp2": (TP2, 2), "dp2": (DP2, 2)}
-# fp32: as in the parity tests, ten chained sums of up to 256 products in another order. bf16: activations are
+# fp32: as in the parity tests, ten chained sums of up to 256 products in a different order. bf16: activations are
 # rounded to 8 bits, so that a loss may move by a unit in the last place.
 TOLERANCE = {"adamw": 1e-5, "fused": 2**-8}
 

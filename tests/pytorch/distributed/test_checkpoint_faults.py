@@ -1,6 +1,6 @@
 """Damaged checkpoints.
 
-Further tests: replicas that differ, bytes on disk, the user's own state on this or another mesh.
+Further tests: replicas that differ, bytes on disk, the user's own state on this or a different mesh.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def saved(tmp_path_factory) -> Saved:
     return Saved(str(tmp_path_factory.mktemp("formats")))
 
 
-# Losses of the meshes are losses of bf16 activations, quantized to 8 or 4 bits: sums in another order move a loss by
-# a few units in the last place of bf16.
+# Losses of the meshes are losses of bf16 activations, quantized to 8 or 4 bits: sums in a different order move a loss
+# by a few units in the last place of bf16.
 TOLERANCE = 2**-6
 ORIGINS = {"one": ["dp2xtp2"], "dp4": ["tp4", "one"], "tp2": ["dp4"], "tp4": ["dp4", "hsdp2x2"]}
 ORIGINS |= {
@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 )
 def test_same_format_on_a_different_mesh(pool, saved, mesh, recipe, request):
     origins = list(ORIGINS[mesh])
-    if mesh == "one":  # loads also what uneven shards hold, and eight ranks
+    if mesh == "one":  # also loads uneven shards, on eight ranks
         origins += LARGE if is_full(request.config) else LARGE[1:] if recipe == "current" else ()
     fits = [name for name in origins if recipe in ("current", "delayed") or name not in UNEVEN]
     names = [name for name in fits if ranks(name) <= pool.max_ranks]
@@ -126,7 +126,7 @@ def test_load_into_a_different_format(pool, saved, origin, mesh, master, arch, r
     pairs = PLAIN + BETWEEN
     if not is_full(request.config):
         pairs = pairs[matrix_seed % 2 :: 2]
-        if not master:  # what stands in for the main weights, and how it is quantized, is the same for all
+        if not master:  # replacement for the main weights, and how it is quantized, is the same for all
             pairs = pairs[matrix_seed // 2 % 2 :: 2]
     pairs = [pair for pair in pairs if on(arch, list(pair)) == list(pair)]
     where = {"directory": saved.directory, "name": origin, "pairs": pairs, "master": master}
@@ -160,9 +160,10 @@ def test_quantizing_main_weights_gives_the_saved_bytes(pool, arch):
 def test_unfit_delayed_scaling_state(pool, tmp_path):
     outcome = pool.run(format_cases.unfit_delayed_scaling_state, 1, directory=str(tmp_path))[0]
     assert (
-        "4 with another recipe (attention.qkv: fp8_format: saved HYBRID, model has E4M3" in outcome["refused"]
+        "4 with a different recipe (attention.qkv: fp8_format: saved HYBRID, model has E4M3"
+        in outcome["refused"]
     )
-    assert '"mlp": "with another recipe' in outcome["left"]
+    assert '"mlp": "with a different recipe' in outcome["left"]
     assert outcome["wrong"] == []
     (note,) = outcome["notes"]
     assert "delayed-scaling state of 3 module(s) not in the checkpoint: histories start again" in note

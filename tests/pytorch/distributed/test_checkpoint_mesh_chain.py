@@ -17,9 +17,9 @@ CHAIN: dict[str, dict[str, int] | None] = {
     "dp4": {"dp_shard": 4},
     "one": None,
 }
-# Losses of bf16 activations that are quantized to 8 bits: sums in another order move a loss by a few units in the last
-# place of bf16. Delayed scaling clips the first gradients after a change to more data-parallel ranks, whose gradients
-# are larger than its history has seen (means over fewer tokens): measured 3.3 % of a loss on the CPU.
+# Losses of bf16 activations that are quantized to 8 bits: sums in a different order move a loss by a few units in the
+# last place of bf16. Delayed scaling clips the first gradients after a change to more data-parallel ranks, whose
+# gradients are larger than its history has seen (means over fewer tokens): measured 3.3 % of a loss on the CPU.
 TOLERANCE = {"current": 2**-6, "block": 2**-6, "mxfp8": 2**-6, "none": 2**-7, "delayed": 2**-4}
 
 

@@ -8,7 +8,7 @@ import pytest
 from checkpointing import main_weights, optimizers
 
 ORIGIN = {"dp_shard": 2, "tp": 2}
-# fp32: three chained sums of up to 48 products in another order. bf16: activations are rounded to 8 bits.
+# fp32: three chained sums of up to 48 products in a different order. bf16: activations are rounded to 8 bits.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of several models.
 
-Models and optimizers are saved by name on one mesh, with main weights, then loaded on another one.
+Models and optimizers are saved by name on one mesh, with main weights, then loaded on a different one.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from te_fsdp.cli import main
 
 DP2_TP2 = {"dp_shard": 2, "tp": 2}
 ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-# fp32: as in the parity tests, ten chained sums of up to 256 products in another order. bf16: activations are
+# fp32: as in the parity tests, ten chained sums of up to 256 products in a different order. bf16: activations are
 # rounded to 8 bits, so that a loss may move by a unit in the last place.
 TOLERANCE = {"adamw": 1e-5, "fused": 2**-8}
 
@@ -94,7 +94,7 @@ def test_unfit_dcp_directories_raise(pool, tmp_path):
     results = pool.run(stock_te.errors_of_dcp_directories, 4, case=case, axes=DP2_TP2, **where)
     assert all(found == results[0] for found in results)
     words = {
-        "ours": "lost its manifest is not complete",
+        "ours": "lost its manifest is incomplete",
         "torn": ".distcp: expected ",
         "missing": ".distcp is missing",
         "changed": "its contents have changed (CRC-32)",
@@ -127,7 +127,7 @@ def test_rows_in_tp_order_raise(pool, tmp_path, capsys, saved):
     for outcome in results:
         kind, text = outcome["refused"]
         assert kind == "CheckpointError" and outcome["refused"] == results[0]["refused"]
-        assert "whose rows tensor parallelism has put in another order" in text and "fc1_weight" in text
+        assert "with rows in a different order (tensor parallelism)" in text and "fc1_weight" in text
         stacked = {name for name in outcome["left"] if not name.startswith("optimizer.")}
         assert {name.rpartition(".")[2] for name in stacked} >= {"fc1_weight", "weight"} and len(stacked) >= 3
         assert outcome["unchanged"] and {name for name in outcome["wrong"] if name in stacked} == stacked

@@ -4,7 +4,7 @@
 
 Each has a folder of its own that looks like the repository; what is left out, and what other tests run, is in
 tests/unit/documented.py. Targets of make get their own options: few steps, no environment. Without GPUs
-TransformerEngine is emulated, as the pages tell a reader to do.
+TransformerEngine is emulated, as the pages describe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.unit.documented import ROOT
 
 #: (page, number of its block) -> words that it prints.
 PRINTED = {
-    ("README.md", 0): ["train: done; a run resumed on another mesh"],
+    ("README.md", 0): ["train: done; a run resumed on a different mesh"],
     ("docs/emulation.md", 0): ["emulated Linear (4, 16)"],
     ("docs/install.md", 0): ["Versions", "transformer_engine"],
     ("docs/install.md", 1): ["Versions", "transformer_engine"],
@@ -67,7 +67,7 @@ def folder_of_a_reader(path: Path, python: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
     }
-    # Options of make's targets: no environment of their own, few steps, results here.
+    # Options of make's targets: no separate environment, few steps, results here.
     given |= {"SETUP": "none", "PYTHON": str(path / "bin/python"), "STEPS": "2", "OUT": str(path / "made")}
     given |= {"ARGS": "", "MAKEFLAGS": ""}  # not those of a make that runs these tests
     if harness.device_type() == "cpu":

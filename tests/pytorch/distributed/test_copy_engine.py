@@ -14,7 +14,7 @@ from strategies import copy_engine
 from te_fsdp.upstream import symmetric_memory as _torch_transport
 
 DP2 = {"dp_shard": 2}
-#: Float8-block weights are cut along their columns: dim 0 has no whole blocks for two ranks.
+#: Float8-block weights are cut along their columns: dim 0 has no full blocks for two ranks.
 CASES = {
     "block": {"recipe": "block", "axes": DP2},
     "mxfp8": {"recipe": "mxfp8", "axes": DP2, "strategy": "optim_grads"},
@@ -170,6 +170,6 @@ def test_absent_rank_times_out(pool):
 def test_gathers_use_no_kernels(pool, recipe):
     for names in pool.run(copy_engine.traced, 2, recipe=recipe):
         assert not [name for name in names if "allgather" in name.lower()], names
-        # Within one GPU, where ranks share it, copies are of another kind.
+        # If ranks share one GPU, copies are of a different kind.
         kind = "Memcpy PtoP" if torch.cuda.device_count() > 1 else "Memcpy DtoD"
         assert [name for name in names if name.startswith(kind)], "\n".join(names)

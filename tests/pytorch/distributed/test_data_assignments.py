@@ -72,7 +72,7 @@ def error_of_training(case: str, tp: int) -> float:
 )
 @pytest.mark.parametrize("case", CASES)
 def test_data_assignments_equal_one_process(pool, case, tp):
-    # fp32: sums in another order. bf16: rounded gradients. Lost assignments: 4e-2 and more.
+    # fp32: sums in a different order. bf16: rounded gradients. Lost assignments: 4e-2 and more.
     tolerance = 1e-5 if CASES[case][2] == torch.float32 else 1e-2
     for error in pool.run(error_of_training, 2 * tp, case=case, tp=tp):
         assert error < tolerance

@@ -44,8 +44,8 @@ KINDS = [
 ]
 # TE does not split a quantized weight into the parameters of query, key and value.
 QUANTIZED = [kind for kind in KINDS if kind != "attention"]
-# One step of AdamW from the same state, with gradients summed in another order: ten chained sums of up to 512 products
-# in fp32, on updates of at most the learning rate.
+# One step of AdamW from the same state, with gradients summed in a different order: ten chained sums of up to 512
+# products in fp32, on updates of at most the learning rate.
 NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}  # bf16: a unit in the last place of weights below 1
 NEXT_STEP["remainders"] = 2**16  # all values of remainders, whose weights in bf16 may differ by such a unit
 # Quantized: activations, whose scales belong to other parts of the batch, move a weight by one step of its format; of

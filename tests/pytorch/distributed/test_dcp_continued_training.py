@@ -1,4 +1,4 @@
-"""FP8 training that plain DCP resumes on a mesh of another tp size, compared with TE's unsharded module."""
+"""FP8 training that plain DCP resumes on a mesh of a different tp size, compared with TE's unsharded module."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class OfTokens(nn.Module):
 
 
 class Reader:
-    """Runs blocks as a reader would who has at hand what they take for granted; `names` are theirs."""
+    """Runs blocks as a reader would, with the names that they assume; `names` are theirs."""
 
     def __init__(self) -> None:
         import transformer_engine.pytorch as te
@@ -239,7 +239,7 @@ class Reader:
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id="plain-dcp")
 
     def run(self, block: str, given: str, path: str) -> None:
-        """Run a block; each further call of `fully_shard` in it gets a model of its own."""
+        """Run a block; each further call of `fully_shard` in it gets a separate model."""
         self.names["path"] = path
         getattr(self, given)()
         if self.missing:

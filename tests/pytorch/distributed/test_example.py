@@ -95,7 +95,7 @@ def test_example_trains(setting, single_process):
 def test_resume_on_the_same_mesh_is_bitwise_equal(setting, pool, single_process, tmp_path):
     found, checkpoint = single_process
     options, ranks, mesh = setting
-    # Named by their folder: the newest whole one is taken, not what is left of a save that did not end.
+    # Named by their folder: the newest complete one is used, not the rest of a save that did not end.
     folder = tmp_path / "checkpoints"
     shutil.copytree(checkpoint, folder / checkpoint.name)
     (folder / f"step-{STEPS}").mkdir()
@@ -112,7 +112,7 @@ def test_resume_on_a_different_mesh_is_close(setting, pool, single_process, tmp_
     assert list(other) == list(range(HALF, STEPS))
     for step, loss in other.items():
         assert abs(loss - found[step]) < TOLERANCE, (step, other, found)
-    assert other != {step: found[step] for step in other}, "bit-equal: was it really another mesh?"
+    assert other != {step: found[step] for step in other}, "bit-equal: was it really a different mesh?"
 
 
 @pytest.mark.parametrize("setting", [adamw])

@@ -1,6 +1,6 @@
 """The example with experts against one process.
 
-Gradients and losses are compared, also after a resume at another size of ep.
+Gradients and losses are compared, also after a resume at a different size of ep.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def route_to_two_experts(router: Any, tokens: torch.Tensor) -> torch.Tensor:
 def gradients(
     mesh: dict[str, int], options: dict[str, Any], summed: bool = True, routed: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Name -> gradient of the first step's loss, in fp32; of experts those that this rank holds."""
+    """Name -> gradient of the first step's loss, in fp32; of experts those of this rank."""
     import te_fsdp
 
     moe = example("train_moe")
@@ -117,7 +117,7 @@ def relative_differences(
 
 @pytest.mark.ranks(4)
 def test_gradients_equal_one_process(pool):
-    options = {"experts": 5}  # ranks of ep hold three and two
+    options = {"experts": 5}  # ranks of ep have three and two
     (expected,) = pool.run(gradients, 1, mesh={}, options=options)
     assert (
         max(relative_differences(pool, options, expected).values()) < RTOL
@@ -146,7 +146,7 @@ def saved_runs() -> dict[str, Any]:
 
 @pytest.fixture
 def single_process(pool, saved_runs, tmp_path_factory) -> tuple[list[float], list[float], str]:
-    """Return losses of one process and of dp 2 x ep 2, and a checkpoint from half way of the latter."""
+    """Return losses of one process and of dp 2 x ep 2, and a checkpoint from the middle of the latter."""
     if not saved_runs:
         folder = tmp_path_factory.mktemp("moe")
         one = losses(pool, 1, folder / "one", {})
@@ -165,7 +165,7 @@ def compare(found: list[float], expected: list[float]) -> None:
 def test_losses_on_expert_parallel_ranks(single_process):
     one, parted, _ = single_process
     compare(parted, one)
-    assert parted != one, "bit-equal: was it really another mesh?"
+    assert parted != one, "bit-equal: was it really a different mesh?"
     assert one[-1] < one[0] - 0.3
 
 

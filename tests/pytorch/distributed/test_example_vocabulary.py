@@ -100,4 +100,4 @@ def test_losses_over_tp_equal_one_process(pool, tmp_path):
     assert len(one) == 3 and one[-1] < one[0] - 0.3
     for losses in found.values():
         assert max(abs(a - b) for a, b in zip(losses, one, strict=True)) < TOLERANCE, (losses, one)
-        assert losses != one, "bit-equal: was it really another mesh?"
+        assert losses != one, "bit-equal: was it really a different mesh?"

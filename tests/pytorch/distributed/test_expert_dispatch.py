@@ -51,7 +51,7 @@ def test_a_large_capacity_drops_nothing(pool):
 
 @pytest.mark.ranks(2)
 def test_dispatch_in_graphed_steps(pool, device_type):
-    """Replays send tokens where the routing of their own step says: bits of the plain loop, values of one process.
+    """Replays send tokens according to the routing of their own step: bits of the plain loop, values of one process.
 
     On the CPU a replay runs the captured operations without their Python, on GPUs a CUDA graph. Negative controls: a
     capacity for the tokens of both ranks; and steps that drop different numbers of copies.
@@ -115,5 +115,5 @@ def test_capacity_limits_and_rounding(meshes):
     assert (route.rows == route.unused).tolist() == [[False, True], [False, False], [False, True]]
     with pytest.raises(te_fsdp.InputError, match="flatten the batch dims"):
         dispatcher.dispatch(torch.zeros(2, 3, 4), torch.zeros(2, 3, 1, dtype=torch.long))
-    with pytest.raises(te_fsdp.PlacementError, match="capacity must be a number of at least 1"):
+    with pytest.raises(te_fsdp.PlacementError, match="capacity: expected an integer of at least 1"):
         kind(meshes, 2, 0)

@@ -29,7 +29,7 @@ FACTORS: dict[str, list[Any]] = {
         ("mxfp8", "quantized"),
         ("current", "quantized"),
     ],
-    "experts": [4, 7],  # seven: ranks of ep hold four and three, or two, two, two and one
+    "experts": [4, 7],  # seven: ranks of ep have four and three, or two, two, two and one
     "bias": [False, True],
     "route": list(ROUTES),
 }

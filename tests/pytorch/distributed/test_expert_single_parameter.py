@@ -25,7 +25,7 @@ BLACKWELL = [
     ("nvfp4", "quantized"),
 ]
 HOPPER = [("none", "bf16"), ("current", "quantized"), ("block", "bf16"), ("block", "quantized")]
-#: Seven: ranks of ep hold four and three, or two, two, two and one; none of these numbers divides among their ranks.
+#: Seven: ranks of ep have four and three, or two, two, two and one; none of these numbers divides among their ranks.
 EXPERTS = {"every": 4, "some": 7, "uneven": 7}
 
 
@@ -182,6 +182,6 @@ def test_memory_per_rank_of_quantized_experts(pool, mesh, recipe, experts, scale
         # Seven experts over two ranks of ep: four on one of them.
         share = outcome["data"] if mesh != "ep2_tp2" else outcome["data"] * 7 / 8
         assert share <= 1.05 and outcome["states"] == outcome["data"], outcome
-        # Scales of MXFP8 and NVFP4 come in whole tiles of 128 x 4, of which small shards fill a part.
+        # Scales of MXFP8 and NVFP4 are stored in full tiles of 128 x 4, of which small shards fill a part.
         assert 0.95 * scales <= outcome["scales"] / outcome["data"] <= 4 * scales + 0.01, outcome
         assert outcome["reported"] == 1, outcome

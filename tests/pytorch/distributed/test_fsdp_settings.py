@@ -12,7 +12,7 @@ MESHES = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 1},
 }
 MIXED = {"": "optim_grads_params", "blocks.0": "optim_grads", "blocks.1": "optim"}
-#: Sums of fp32 in another order than in one process: 2^-24 times the square root of some 10^3 terms, over three steps.
+#: Sums of fp32 in a different order than in one process: 2^-24 times the square root of about 10^3 terms, three steps.
 ORDER_OF_SUMS = 1e-5
 
 

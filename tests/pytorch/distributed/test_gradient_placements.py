@@ -12,4 +12,4 @@ from parity import gradient_placements
 def test_assigned_gradient_sharded_over_tp(pool, checks, main):
     """Check a tp-replicated weight with a tp-sharded gradient. The first rank's columns replaced the others."""
     for outcome in pool.run(gradient_placements.train_with_projected_gradient, 4, checks=checks, main=main):
-        assert outcome["worst"] < 1e-6, "fp32, sums in another order"
+        assert outcome["worst"] < 1e-6, "fp32, sums in a different order"

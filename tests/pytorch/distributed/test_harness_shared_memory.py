@@ -1,6 +1,6 @@
 """Collectives through shared memory, compared with Gloo.
 
-A rank that calls another collective is noticed.
+A rank that calls a different collective is detected.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_training_equals_one_process(pool, request, mesh):
     axes, cases = PARITY[mesh]
     if request.config.getoption("--matrix", "covering") == "full":
         cases = _all_cases(mesh)
-    # Between runs workers let go of process groups, each of which has threads.
+    # Between runs workers release process groups, each of which has threads.
     for several in (cases[first : first + TOGETHER] for first in range(0, len(cases), TOGETHER)):
         arguments = {"axes": axes, "cases": several, "timeout": 120 + 10 * len(several)}
         results = pool.run(bodies.parity, math.prod(axes.values()), **arguments)
@@ -126,7 +126,7 @@ def test_precision_policy(pool):
         assert kinds == [("reduce_scatter", "torch.bfloat16"), ("all_gather", "torch.float32")]
         assert cost["state"] == pytest.approx(8 * cost["elements"] / 4, rel=0.01)
         assert cost["weights"] == pytest.approx(4 * cost["elements"] / 2, rel=0.01)
-        # FSDP2 reduces one flag for each parameter, which says whether a rank used it, with the gradients.
+        # FSDP2 reduces one flag for each parameter, which shows whether a rank used it, with the gradients.
         assert cost["gradients"] == cost["weights"] + 4 * cost["parameters"]
 
 

@@ -108,7 +108,7 @@ def test_communication_counts(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("first", [[True, False], [False, False]], ids=str)
 def test_first_step_with_is_last_on_some_ranks_is_correct(pool, first):
-    """Check that nothing starts early, that the log says so, and that all results are correct."""
+    """Check that nothing starts early, that the log reports it, and that all results are correct."""
     marked = [first, [False, True], [True, True]]
     assert pool.run(overlap.marked_on_some_ranks, 2, env=GLOO, marked=marked) == [[(0, 1)] * 3] * 2
 

@@ -59,7 +59,7 @@ def test_huggingface_folder_loads_onto_a_mesh(pool, request, tmp_path, axes):
         assert outcome["refusal"].startswith("on rank(s) 1: "), f"rank {rank}"
         # Biases that only TransformerEngine has are zero before and after.
         assert len(set(outcome["before"])) == outcome["parameters"] - 2 * 2, f"rank {rank}"
-        # Some ten sums of about 100 terms in another order, each within 100 * 2**-24 of the largest logit.
+        # Some ten sums of about 100 terms in a different order, each within 100 * 2**-24 of the largest logit.
         assert outcome["error"] < 10 * 100 * 2**-24 * outcome["logit"], f"rank {rank}"
 
 
@@ -95,11 +95,11 @@ def test_trained_model_saves_as_a_huggingface_folder(pool, tmp_path, case):
     first = results[0]
     assert [outcome["reloaded"] for outcome in results] == [[]] * 4
     assert first["other than exported"] == [] and first["hidden"] == []
-    assert first["trained"] > 0.9, "another model than before"
+    assert first["trained"] > 0.9, "a different model than before"
     files = [name for name in first["files"] if name.endswith(".safetensors")]
     assert len(files) > 1 and {"config.json", "model.safetensors.index.json"} < set(first["files"])
     if "our error" in first:
-        # Both do the same sums in fp32, in another order; of 640 logits the largest errors are within four times.
+        # Both do the same sums in fp32, in a different order; of 640 logits the largest errors are within four times.
         assert 0 < first["our error"] <= 4 * first["their error"] < 1e-4 * first["largest"]
 
 
@@ -129,5 +129,5 @@ def test_tp_sharded_gate_up_of_experts_raises(pool, tmp_path):
     for texts in pool.run(huggingface.errors_of_tp_sharded_gate_up, 2, folder=str(tmp_path / "model")):
         assert len(texts) == 2
         for text in texts:
-            assert "cut by tensor parallelism as one block (use expert parallelism): " in text
+            assert "sharded by tensor parallelism as one block (use expert parallelism): " in text
             assert "layers.1.experts.fc1.weight0" in text and "layers.0" not in text

@@ -1,6 +1,6 @@
 """Examples of other frameworks, compared with the native training loop.
 
-Losses are equal to the bit. Runs are resumed on the same mesh and on another one.
+Losses are equal to the bit. Runs are resumed on the same mesh and on a different one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_losses_equal_the_native_loop(framework, pool, native_losses, tmp_path):
     assert losses(pool, 4, framework, tp=2, steps=STEPS, resume=path) == native_losses[HALF:]
     other = losses(pool, 2, framework, tp=1, steps=STEPS, resume=path)
     assert other == pytest.approx(native_losses[HALF:], abs=TOLERANCE)
-    assert other != native_losses[HALF:], "bit-equal: was it really another mesh?"
+    assert other != native_losses[HALF:], "bit-equal: was it really a different mesh?"
 
 
 @pytest.mark.ranks(4)
@@ -113,7 +113,7 @@ def test_losses_of_torchtitan(pool, native_losses, tmp_path):
     assert losses(pool, 4, "torchtitan", tp=2, steps=STEPS, resume=path) == whole[HALF:]
     other = losses(pool, 2, "torchtitan", tp=1, steps=STEPS, resume=path)
     assert other == pytest.approx(whole[HALF:], abs=TOLERANCE)
-    assert other != whole[HALF:], "bit-equal: was it really another mesh?"
+    assert other != whole[HALF:], "bit-equal: was it really a different mesh?"
 
 
 @pytest.mark.ranks(4)

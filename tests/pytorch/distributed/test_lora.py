@@ -88,7 +88,7 @@ def test_lora_equals_merged_weights(pool, sequence_parallel):
         for name, expected in one.items():
             if name in ("output", "merged", "base") and sequence_parallel:
                 expected = expected.chunk(2)[rank % 2]
-            # fp32 sums of up to 64 terms in another order
+            # fp32 sums of up to 64 terms in a different order
             torch.testing.assert_close(
                 found[name], expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )

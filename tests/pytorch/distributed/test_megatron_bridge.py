@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bridge import bodies
 
-# Three steps, each with sums of a few numbers in another order: some 2^-24 of the largest value each.
+# Three steps, each with sums of a few numbers in a different order: some 2^-24 of the largest value each.
 RTOL = 1e-5
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bridge import edge_cases
 
-#: Sums of fp32 in another order: as test_megatron_placements.py's.
+#: Sums of fp32 in a different order: as test_megatron_placements.py's.
 CLOSE = 1e-6
 
 

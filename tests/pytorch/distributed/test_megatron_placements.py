@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bridge import placements
 
-# Sums of a few numbers in another order, two steps of SGD.
+# Sums of a few numbers in a different order, two steps of SGD.
 RTOL = 1e-5
 
 

@@ -13,7 +13,7 @@ import bodies_mistakes as bodies
 import bodies_wrong_arguments as arguments
 import pytest
 
-# mistake -> class, what its text must say
+# mistake -> class, required part of its text
 ERRORS = {
     "a_new_head_after_sharding": (
         "OrderError",
@@ -145,7 +145,7 @@ ARGUMENTS = {
         "PlacementError",
         "clip_grad_norm_: parameters: expected a model, or its parameters",
     ),
-    "a_path_for_each_rank": ("CheckpointError", "save: the ranks were given different paths"),
+    "a_path_for_each_rank": ("CheckpointError", "save: the ranks passed different paths"),
     "arguments_of_save_in_another_order": ("CheckpointError", "Fix: pass the path first"),
     "a_state_dict_to_save": (
         "CheckpointError",
@@ -158,11 +158,11 @@ ARGUMENTS = {
     ),
     "a_file_to_load": (
         "CheckpointError",
-        "TARGET --to checkpoint makes one of torch.save or safetensors files",
+        "convert torch.save or safetensors files with te-fsdp ckpt convert",
     ),
     "a_huggingface_folder_to_load": (
         "CheckpointError",
-        "Fix: te_fsdp.checkpoint.load_huggingface reads folders",
+        "Fix: use te_fsdp.checkpoint.load_huggingface for folders",
     ),
     "weight_norm_on_meta": (
         "InitError",
@@ -208,7 +208,7 @@ RANKS = {
     ),
     "frozen_on_one_rank": (
         "MeshError",
-        "other parameters are trained on some ranks: expected the same requires_grad on all ranks of the "
+        "different parameters are trained on some ranks: expected the same requires_grad on all ranks of the "
         "model, got "
         "head.weight trained on rank 1, frozen on rank 0",
     ),
@@ -263,12 +263,12 @@ def test_change_on_one_rank_raises(pool):
     found, other = pool.run(ranks.change_on_one_rank, 2, timeout=60)
     assert other == {}
     words = {
-        "recipe": "te_fsdp.forward under another recipe than before: rank 1 has not called it",
+        "recipe": "te_fsdp.forward under a different recipe than before: rank 1 has not called it",
         "frozen": "On this rank: head.weight was frozen.",
         "evaluation": "te_fsdp.forward in evaluation: rank 1 has not called it",
     }
     assert set(found) == set(words) and all(words[what] in found[what] for what in words), found
-    assert "On this rank: te.autocast of Float8CurrentScaling in place of no te.autocast." in found["recipe"]
+    assert "On this rank: te.autocast of Float8CurrentScaling instead of no te.autocast." in found["recipe"]
 
 
 @pytest.mark.ranks(2)

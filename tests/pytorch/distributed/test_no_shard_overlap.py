@@ -20,7 +20,7 @@ def test_reductions_have_the_same_order_on_all_ranks(pool, marked):
     assert second == agreed and early_2 == 1  # the head
     # The same buckets, none of them early, and the order of five units.
     assert sorted(first[:-1]) == sorted(agreed) and first[-1] == 10 and early_1 == 0
-    # A parameter was frozen: the ranks agree again. When it is trained again, they know the order.
+    # A parameter was frozen: the ranks agree again. When it is trained again, they have the order.
     assert sorted(third[:-1]) == sorted(fourth) and third[-1] == 10 and early_3 == 0
     assert fourth == [129, *agreed[1:]] and early_4 == 1
     assert fifth == (agreed, 1)
@@ -57,7 +57,7 @@ def test_several_gradients_in_one_backward(pool):
     assert pool.run(overlap.several_gradients, 2, first=[0, 1, 2], later=[0, 1, 2]) == [2] * 2
     # Used twice: left to the end.
     assert pool.run(overlap.several_gradients, 2, first=[0, 2, 1, 2], later=[0, 2, 1, 2]) == [1] * 2
-    # Twice for the first time, but its turn has not come.
+    # Twice for the first time, but it is not its turn yet.
     pool.run(overlap.several_gradients, 2, first=[0, 1, 2], later=[0, 1, 0, 2])
     for error in pool.run_expect_error(overlap.several_gradients, 2, first=[0, 1, 2], later=[0, 2, 1, 2]):
         assert error.type_name == "OrderError" and "blocks.2." in error.message
@@ -85,7 +85,7 @@ def test_interrupted_backward(pool):
 def test_ranks_that_raise_at_different_points(pool, where, plain):
     """All ranks repeat their microbatches; none uses a different rank's microbatch, and none waits forever.
 
-    A rank without a started reduction meets, in its next attempt, a reduction that another rank completes, and raises.
+    The next attempt of a rank without a started reduction joins a reduction that another rank completes, and raises.
     """
     for found in pool.run(overlap.raise_at_different_points, 2, where=where, plain=plain):
         assert found[0] == found[-1] == 1 and max(found) <= 4, found

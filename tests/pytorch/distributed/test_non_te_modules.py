@@ -69,7 +69,7 @@ def body(sharded: bool) -> dict[str, float]:
     expected = gradients(alone, y)
     checks = harness.Comparisons()
     for name, value in expected.items():
-        checks.close(name, found[name], value, rtol=1e-5, why="fp32, means of 32 terms in another order")
+        checks.close(name, found[name], value, rtol=1e-5, why="fp32, means of 32 terms in a different order")
     counts = checks.require(3)
     watched = weakref.ref(model.scale.gain)
     del model, found

@@ -1,6 +1,6 @@
 """State of a model between two calls: parameters, gradients.
 
-After each public call, parameters and ``.grad`` are as docs/strategies.md says, under every strategy. A
+After each public call, parameters and ``.grad`` are as in docs/strategies.md, under every strategy. A
 cleared gradient is dropped, an unreduced one is not read. A backward does not use weights written to after its forward.
 """
 

@@ -33,7 +33,7 @@ RUNS = {
 MARKS = {"mxfp8": MXFP8, **dict.fromkeys(("bf16", "bf16 dp", "fp8", "fp8 dp"), pytest.mark.gpu)}
 # All-gathers of a step: with kept weights one for each of three units, else for each microbatch too.
 GATHERS = {"1f1b dp": 15, "interleaved": 3, "mxfp8": 3, "no_shard": 0}
-# All-reduces of gradients in a step: of each unit that stays whole, however many microbatches.
+# All-reduces of gradients in a step: of each unit that is not sharded, for any number of microbatches.
 REDUCTIONS = {"no_shard": 3, "some no_shard": 1}
 
 

@@ -51,7 +51,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def body(sizes: dict, options: dict, policy: bool) -> dict:
-    """Train a step as the job says, then end it, and plan it."""
+    """Train a step of the job, then end it, and plan it."""
     dist.init_process_group(harness.backend())
     rank = dist.get_rank()
     precision = te_fsdp.MixedPrecisionPolicy() if policy else None
@@ -195,7 +195,7 @@ def peaks(cases: list[str], copies: bool = False) -> dict[str, tuple[int, int]]:
 
     Args:
         cases: Keys of ``PEAKS``.
-        copies: Whether weights and gradients of whole shards are copied, as FSDP2 alone does.
+        copies: Whether weights and gradients of full shards are copied, as FSDP2 alone does.
     """
     sizes = {"dp_replicate": int(os.environ["WORLD_SIZE"]), "dp_shard": 1}
     jobs, measured = {}, {}
@@ -228,7 +228,7 @@ def peak_of_a_step(job: Job, meshes: te_fsdp.Meshes, copies: bool) -> int:
     finally:
         _fsdp2_patches.alias_single_rank_shards = stock
     te_fsdp.materialize(model, seed=0)
-    for _ in range(2):  # the first one has buffers of its own
+    for _ in range(2):  # the first one has separate buffers
         for parameter in model.parameters():
             parameter.grad = None
         with Memory(model) as memory:

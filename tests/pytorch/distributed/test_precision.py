@@ -95,7 +95,7 @@ def test_values_and_communicated_bytes(pool, cases, axes, ranks):
             )
             expected = _bytes(case, axes, ranks)
             if "strategy" in case or not case.get("each", True):
-                # FSDP2 also gathers ahead of backwards that are not to come, until the last one of a step.
+                # FSDP2 also gathers ahead of backwards that do not follow, until the last one of a step.
                 gathered = [key for key in expected if key.startswith("all_gather")]
                 assert all(found["bytes"].pop(key) >= expected.pop(key) for key in gathered), name
             if "exempt" in case:  # parts of a flat buffer begin at multiples of some elements
@@ -195,7 +195,7 @@ def test_quantized_training(pool, recipe, policy, meta):
     assert all(found["buffers"] >= 3 * 2 * 2 and found["values"] == 2 * (6 + 2) for found in results), results
 
 
-#: Bytes per element of a rank's shard, or of the whole for unreduced gradients.
+#: Bytes per element of a rank's shard, or of the unsharded tensor for unreduced gradients.
 MEMORY = {
     "default": ({}, "", {"weights": 4, "reduced": 4, "unreduced": 4, "main": 0}),
     "bf16 weights": (

@@ -43,7 +43,7 @@ def check(results: list[dict]) -> None:
 
 
 @pytest.mark.covering(
-    # Columns that travel in buffers of their own; weights that were quantized before they were sharded, by us too.
+    # Columns that are sent in separate buffers; weights that were quantized before they were sharded, by us too.
     # Weights that an evaluation has left gathered.
     always=[
         {"case": case}

@@ -35,10 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, int]]]] = {
         [{"dp_shard": 2, "ep": 2}, {"dp_shard": 1, "ep": 4}],
     ),
 }
-#: Losses are about 4. Sums of fp32 in another order: 2^-24 of each of some ten chained sums, after up to four steps.
+#: Losses are about 4. Sums of fp32 in a different order: 2^-24 of each of ten chained sums, after up to four steps.
 NEAR = 1e-5
-#: Each rank of tp quantizes activations with its own scale, which rounds some to another value of E4M3, 2^-4 away, and
-#: sums in bf16. Most of it cancels over 48 tokens and 32 channels.
+#: Each rank of tp quantizes activations with its own scale, which rounds some to a different value of E4M3, 2^-4 away,
+#: and sums in bf16. Most of it cancels over 48 tokens and 32 channels.
 NEAR_FP8 = 2**-6
 
 

@@ -15,7 +15,7 @@ import pytest
 from checkpointing import reshard
 from checkpointing.selection import MESHES, is_full
 
-# fp32: ten chained sums of up to 256 products in another order. bf16: activations are rounded to 8 bits, so that a
+# fp32: ten chained sums of up to 256 products in a different order. bf16: activations are rounded to 8 bits, so that a
 # loss may move by a unit in the last place.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2**-8}
 

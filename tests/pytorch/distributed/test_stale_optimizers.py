@@ -26,9 +26,9 @@ def test_stale_optimizer_raises_at_the_first_step(pool, route, moment, tp):
     for kind, text in pool.run(stale_optimizers.step, 2, route=route, moment=moment, tp=tp):
         assert kind == "OrderError"
         assert text.startswith(
-            "AdamW.step: up.weight, and 5 more of its 6: expected parameters that the model has"
+            "AdamW.step: up.weight, and 5 more of its 6: expected current parameters of the model"
         )
-        assert f"got one from before {BY[moment, tp]}, which has replaced it" in text
+        assert f"got one from before {BY[moment, tp]}, which replaced it" in text
         assert "Fix: build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize" in text
 
 
@@ -52,7 +52,7 @@ def test_optimizer_built_after_materialize_trains(pool, route, tp):
 @pytest.mark.ranks(2)
 def test_one_stale_parameter_raises(pool):
     for text in pool.run(stale_optimizers.error_of_one_stale_parameter, 2):
-        assert text.startswith("SGD.step: down.weight: expected parameters that the model has")
+        assert text.startswith("SGD.step: down.weight: expected current parameters of the model")
 
 
 @pytest.mark.ranks(2)

@@ -42,7 +42,7 @@ def test_as_strided_scrambles_the_transpose(pool, arch):
 def test_first_backward_of_stock_te_under_fsdp2(pool, arch):
     """Check that only the first backward is wrong. Only the first all-gather result passes through as_strided.
 
-    On an H200 with torch 2.11 the gathered weight holds the scrambled transpose as well, marked valid, but the input
+    On an H200 with torch 2.11 the gathered weight contains the scrambled transpose as well, marked valid, but the input
     gradient of this layer came out right (error 0.053): something there does not read it.
     """
     hopper(arch)

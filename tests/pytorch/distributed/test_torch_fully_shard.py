@@ -10,7 +10,7 @@ from parity import torch_fully_shard
 @pytest.mark.parametrize("how", ["evaluated", "kept", "parts"])
 def test_step_updates_unsharded_units(pool, how):
     for outcome in pool.run(torch_fully_shard.compare_steps, 2, how=how):
-        assert outcome["worst"] < 1e-5  # sums of fp32 in another order; stale weights: 0.1 and more
+        assert outcome["worst"] < 1e-5  # sums of fp32 in a different order; stale weights: 0.1 and more
 
 
 @pytest.mark.ranks(2)

@@ -88,7 +88,7 @@ def test_outermost_check_inputs_applies(pool):
     ("how", "what", "refused"),
     [
         ("sequence", "floating", False),
-        ("sequence", "integer", True),  # nothing says that ids are cut
+        ("sequence", "integer", True),  # nothing shows that ids are split
         ("marked", "floating", False),
         ("marked", "integer", False),
         ("row", "floating", False),

@@ -92,7 +92,7 @@ ERRORS = {
 
 @pytest.mark.ranks(2)
 def test_unsupported_operations_raise(pool, tmp_path):
-    """Check operations whose error of torch names neither the parameter nor a fix."""
+    """Check operations for which torch's error does not name the parameter or a fix."""
     assert set(ERRORS) == {make.__name__ for make in bodies.MISTAKES}
     for found in pool.run(all_mistakes, 2, directory=str(tmp_path), mistakes=bodies.MISTAKES):
         wrong = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from strategies import unused_units
 
-#: Sums over two ranks in fp32, in another order.
+#: Sums over two ranks in fp32, in a different order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 

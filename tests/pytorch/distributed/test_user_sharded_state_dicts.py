@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plain_dcp import user_sharded_state_dicts
 
-# One step of AdamW from the same state, with sums in another order.
+# One step of AdamW from the same state, with sums in a different order.
 NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}
 
 

@@ -31,7 +31,7 @@ def test_weight_frozen_before_backward_gets_no_gradient(pool, name, axes):
 @pytest.mark.parametrize("strategy", ["torch", "optim"])
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_evaluation_uses_values_written_to_local_tensors(pool, recipe, strategy):
-    """Check quantized weights that an evaluation left unsharded. Their local tensors have versions of their own."""
+    """Check quantized weights that an evaluation left unsharded. Their local tensors have separate versions."""
     for outputs in pool.run(user_writes.outputs_after_evaluation, 2, recipe=recipe, strategy=strategy):
         expected, before = outputs.pop("copy_"), outputs.pop("nothing")
         assert not torch.equal(expected, before)

@@ -55,7 +55,7 @@ def test_first_step_uses_written_weights(pool, way, recipe):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", ["copy_", "data.mul_", "in and out"])
 def test_hfsdp_step_uses_written_weights(pool, way):
-    """Check HFSDP, where each replica has the main weights of its own rows."""
+    """Check HFSDP, where each replica has main weights for its rows."""
     options = {"recipe": "current", "optimizer": "AdamW", "strategy": "optim_grads_params", "outer": "optim"}
     pool.run(user_writes.trained, 4, way=way, dp_replicate=2, dp_shard=2, **options)
 

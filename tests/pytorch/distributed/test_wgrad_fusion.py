@@ -28,7 +28,7 @@ from hfsdp import wgrad_fusion
 def test_fused_accumulation_equals_one_process(pool, axes, options):
     ranks = 2 if axes == {"dp_shard": 2} else 4
     for result in pool.run(wgrad_fusion.training, ranks, axes=axes, **options):
-        # TE leaves each weight's whole gradient on it; all but the last ones are dropped.
+        # TE leaves each weight's full gradient on it; all but the last ones are dropped.
         assert result["left"] <= 1
 
 

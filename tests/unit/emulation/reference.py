@@ -2,7 +2,7 @@
 
 Distances are Frobenius norms relative to the reference. Bounds add up along a chain of matrix products:
 
-* fp32: a sum of K products in another order differs by at most K * 2^-24 relative to the sum of magnitudes
+* fp32: a sum of K products in a different order differs by at most K * 2^-24 relative to the sum of magnitudes
   (Higham, Accuracy and Stability, 3.1), and its norm by less; elementwise functions add a few ulps.
   ``fp32_bound`` allows K * 2^-24 for each product.
 * quantized: rounding to nearest with half-ulp eps has a root mean square of at most eps / sqrt(3) (uniform in

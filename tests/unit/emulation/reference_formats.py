@@ -66,7 +66,7 @@ def truncated(x: float, kind: str) -> int:
 
 
 def ties_away(x: float, kind: str) -> int:
-    """Return nearest with ties away from zero: another wrong rounding, for controls."""
+    """Return nearest with ties away from zero: a second wrong rounding, for controls."""
     exact = Fraction(abs(x))
     return min(range(len(magnitudes(kind))), key=lambda code: (abs(magnitudes(kind)[code] - exact), -code))
 

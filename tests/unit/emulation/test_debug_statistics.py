@@ -68,7 +68,7 @@ def test_debug_statistics_match_the_tensors(tmp_path):
     mean, norm, largest = map(float, done.stdout.split()[-3:])
     log = next(tmp_path.glob("nvdlfw_inspect_statistics_logs/*.log")).read_text()
     results = {name: float(value) for name, value in re.findall(r"INFO - \w+?_(\S+)\s.*value=(\S+)", log)}
-    # the log has four decimals; sums are fp32, in another order
+    # the log has four decimals; sums are fp32, in a different order
     expected = {
         "activation_mean": mean,
         "activation_l1_norm": norm,

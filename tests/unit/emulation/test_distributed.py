@@ -57,7 +57,7 @@ def test_cross_entropy_over_a_sharded_vocabulary_matches_torch(results, dtype, s
 
 @pytest.mark.parametrize("arch,name,primary", cases(two_processes.SHARDED))
 def test_fsdp2_training_matches_single_process(results, arch, name, primary):
-    # Both ranks hold the same batch, so the mean of their gradients is the single process's gradient, bit for
+    # Both ranks have the same batch, so the mean of their gradients is the single process's gradient, bit for
     # bit: the losses are equal. Not so where the scale depends on the sharding (delayed: a rank's amax
     # history sees its own shard of the weights), and for block-scaled weights, whose shards TransformerEngine
     # does not keep quantized unless they start on meta.

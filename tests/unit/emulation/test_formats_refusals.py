@@ -209,7 +209,7 @@ def test_amax_reduction_over_two_ranks_matches_the_unsharded_tensor(tmp_path, py
             assert all(torch.equal(result[f"{name} noop"][k], v) for k, v in result[name][1].items())
             if rank == 0:
                 assert "empty input with amax reduction over 2 ranks" in result[f"{name} empty"]
-        # The control: without reduction the rank that does not hold the largest value gets another scale.
+        # The control: without reduction the rank without the largest value gets a different scale.
         differs = not torch.equal(alone["_scale_inv"], whole["_scale_inv"])
         assert differs == (
             cast.amax_of(make("heavy", (128, 96), torch.bfloat16).chunk(2)[rank]) != whole_amax()

@@ -52,7 +52,7 @@ def build(te, recipe, *, single, native=True, bias=True, quantized=False):
     torch.manual_seed(0)
     init = te.quantized_model_init(enabled=True, recipe=recipe) if quantized else contextlib.nullcontext()
     with init, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # experimental, says TE
+        warnings.simplefilter("ignore")  # experimental according to TE
         options = {"single_grouped_weight": single, "single_grouped_bias": single and bias}
         options |= {
             "use_grouped_tensor": native,

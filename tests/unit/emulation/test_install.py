@@ -183,7 +183,7 @@ def test_launcher_runs_under_torchrun(tmp_path, run):
     script.write_text(
         "import os, torch.distributed as d, transformer_engine.pytorch as te\n"
         "d.init_process_group('gloo')\n"
-        # In one write, lest the other rank's words come in between.
+        # In one write, so that the other rank's words cannot come in between.
         "os.write(1, f'rank {d.get_rank()} of {d.get_world_size()}\\n'.encode())\n"
         "d.barrier()\n"  # a rank that ends at once cuts off one that is still connecting
         "d.destroy_process_group()\n"

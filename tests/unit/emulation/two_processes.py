@@ -96,7 +96,7 @@ def tensor_parallel(te, name, sequence_parallel, rank):
         got = own.grad.clone()
         if sequence_parallel and full.shape == own.shape:
             dist.all_reduce(got)  # norms and row biases see a part of the sequence
-        if "layernorm_qkv.bias" not in key:  # holds the key bias, whose gradient is 0 up to rounding
+        if "layernorm_qkv.bias" not in key:  # contains the key bias, whose gradient is 0 up to rounding
             pairs.append((shard_of(full.grad, own, rank), got))
     return max(((b.double() - a.double()).norm() / a.double().norm()).item() for a, b in pairs)
 
@@ -136,7 +136,7 @@ def losses(te, name, primary, mesh, meta):
 
 
 def checkpoint(te, name, mesh, folder):
-    """Return the largest difference after loading a DCP checkpoint into another model, and before (control)."""
+    """Return the largest difference after loading a DCP checkpoint into a second model, and before (control)."""
     import torch.distributed.checkpoint as dcp
 
     models = []

@@ -29,7 +29,7 @@ class Case:
         experts: how many; distributed unevenly over ranks that do not divide them.
         bias: whether the experts have biases, which TE refuses under tensor parallelism.
         missing: whether expert 1 never gets a gradient, so that it has no optimizer state.
-        apart: whether the experts are in a group of the optimizer of their own.
+        apart: whether the experts are in a separate group of the optimizer.
     """
 
     weights: str = "fp32"

@@ -60,7 +60,7 @@ class QuantizedTraining:
         """Build, shard, initialise.
 
         Args:
-            recipe: TE's recipe, in whose format the weights are held; "none" for bf16.
+            recipe: TE's recipe, in whose format the weights are stored; "none" for bf16.
             axes: The mesh; None for stock TE in one process, without te_fsdp.
             seed: Of the initialisation.
             width: Of the model; by default the recipe's.

@@ -126,7 +126,7 @@ def convert_formats(
         name: Of the mesh that saved.
         pairs: Saved format and format here.
         master: Load the checkpoint with main weights; otherwise the one of the weights alone.
-        spoil: Negative control: each rank quantizes its shard by itself.
+        spoil: Negative control: each rank quantizes its shard alone.
     """
     import te_fsdp
 

@@ -44,7 +44,7 @@ class Case:
     Attributes:
         axes: Of the mesh.
         layers: Options of the layers.
-        quantized: Whether weights are held in FP8, with fp32 main weights in the optimizer.
+        quantized: Whether weights are stored in FP8, with fp32 main weights in the optimizer.
     """
 
     axes: dict[str, int]

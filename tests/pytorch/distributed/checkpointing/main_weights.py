@@ -1,4 +1,4 @@
-"""Bodies: loads into optimizers that are not given, or have no main weights of their own."""
+"""Bodies: loads into optimizers that are not passed, or have no separate main weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def load_without_optimizer(cases: list[tuple[str, str, int, int]], directory: st
         one_step(*batch_of(HIDDEN))
         for other in (model, one):
             loaded = te_fsdp.checkpoint.load(path, other)
-            assert any("its main weights are those of the loaded weights" in note for note in loaded.notes)
+            assert any("its main weights are set to the loaded weights" in note for note in loaded.notes)
         compare(model, one, f"{recipe} {kind}: as loaded")
         for each in (step, one_step):
             _set_zero_learning_rate(each.optimizer)

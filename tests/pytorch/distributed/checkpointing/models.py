@@ -23,7 +23,7 @@ class Case:
         optimizer: "adamw" (fp32 weights), "sgd" (with momentum) or "fused" (TE's, bf16 weights, fp32 main ones).
             "fused bf16": moments in bf16. "remainders": main weights as the 16 bits that bf16 weights lack.
         recipe: TE's quantization recipe; "none" for none.
-        quantized: whether weights are held quantized.
+        quantized: whether weights are stored quantized.
         unused: whether a trainable parameter is used by nothing. Its missing state breaks torch's set_state_dict.
     """
 

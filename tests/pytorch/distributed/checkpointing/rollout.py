@@ -36,7 +36,7 @@ class PeakMemory(TorchDispatchMode):
             if type(tensor) is torch.Tensor and (storage := tensor.untyped_storage())._cdata not in given:
                 self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if self._bytes() > self.peak:
-            time.sleep(0.02)  # gloo's thread lets go of a message shortly after its collective has ended
+            time.sleep(0.02)  # gloo's thread releases a message shortly after its collective has ended
             self._forget_ended()
             self.peak = max(self.peak, self._bytes())
         return out
@@ -110,7 +110,7 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
     first = stream()
     outcome: dict[str, Any] = {"native": different(dict(first), files["native"])}
     outcome["bf16"] = different(dict(stream(format="bf16")), files["bf16"])
-    # Files in another dtype: the comparison can fail.
+    # Files in a different dtype: the comparison can fail.
     outcome["control"] = len(different(dict(stream(format="bf16")), files["fp32"])) / len(files["fp32"])
     outcome["buckets"] = len(first.buckets)
     outcome["unchanged"] = list(dict(stream(since=first)))
@@ -130,7 +130,7 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
     outcome["changed"] = different({**files["native"], **sent}, later), len(sent) / len(later)
     with torch.no_grad():
         parameter = model.norm.weight
-        # Values come from the main weight where the optimizer has one.
+        # Values come from the main weight if the optimizer has one.
         value = optimizer.state[parameter].get("master_param", parameter)
         (value.to_local() if hasattr(value, "to_local") else value).mul_(2.0)
     outcome["one changed"] = list(dict(stream(since=again)))

@@ -160,7 +160,7 @@ def _save_plain(
 ) -> dict[str, torch.Tensor]:
     """Train a step, save by torch alone, with TE's entries or without; logical values.
 
-    ``ordinary``: with the DTensors that TE's pull request has, whose rows tensor parallelism has put in another order.
+    ``ordinary``: with the DTensors of TE's pull request, whose rows tensor parallelism has put in a different order.
     """
     run.steps(1)
     model, optimizer = get_state_dict(run.model, run.optimizer)
@@ -186,7 +186,7 @@ def exchange_with_stock_fsdp2(case: Case, axes: dict[str, int], directory: str) 
         run = Run(case, axes, seed=2)
         loaded = te_fsdp.checkpoint.load(f"{directory}/{source}", run.model, run.optimizer)
         outcome[f"{source} by te_fsdp"] = differing(expected, logical_state(run))
-        asked = any("were they saved with tensor parallelism?" in note for note in loaded.notes)
+        asked = any("If they were saved with tensor parallelism" in note for note in loaded.notes)
         outcome[f"{source} notes"] = asked != (source == "ours-stripped")  # nothing confirms it there
     for source, run, expected in (
         ("stock", Run(case, axes, seed=2), stock),

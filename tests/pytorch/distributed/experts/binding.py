@@ -172,7 +172,7 @@ def errors_of_fully_shard(mistake: str) -> None:
     if mistake == "unit":
         units = "first" if dist.get_rank() else "last.nothing"
         te_fsdp.fully_shard(model, meshes, units=units)
-    elif mistake == "differs":  # among the ranks that hold the same experts
+    elif mistake == "differs":  # among the ranks that have the same experts
         model.mixture.up.weight0.requires_grad_(dist.get_rank() != 2)
         te_fsdp.fully_shard(model, meshes)
     else:

@@ -1,7 +1,7 @@
 """Bodies: train a mixture of experts on a mesh, compared with stock TE in one process that has all experts.
 
-`matrix.bodies` says how: the reference first, then each rank compares what it holds; parameters of experts go by
-global names. `matrix.tolerances` says how close is close enough: two GEMMs in a row.
+`matrix.bodies` describes the method: the reference first, then each rank compares its shards; parameters of experts
+have global names. `matrix.tolerances` has the bounds: two GEMMs in a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from experts import negative_controls
 from experts.model import DROPPED, ROUTES, TOKENS, build, routes, width_of
 
-STEPS = 3  # each with routes of its own
+STEPS = 3  # each with separate routes
 CLIP = 1.0
 _EXPERT = re.compile(r"(.* )?mixture\.(up|down)\.(weight|bias)\d+")
 

@@ -32,7 +32,7 @@ def _axes_of_one_mesh(meshes: Sequence[Any], groups: dict[Any, Any]) -> tuple[An
 PIECES: dict[str, tuple[str, str, Any]] = {
     # The fault of TransformerEngine's pull request 2713.
     "placement": ("te_fsdp.layout", "single_grouped_rules", _placed_in_two_dims),
-    # FSDP2 divides gradients of experts by the ranks that share them, as it does by itself.
+    # FSDP2 divides gradients of experts by the ranks that share them, as FSDP2 does by default.
     "divide": ("te_fsdp.apply_fully_shard", "set_gradient_divisors", lambda *args: None),
     # Experts of other ranks do not count in the norm.
     "norm": ("te_fsdp.features.clip_grad_norm", "_axes_of", _axes_of_one_mesh),

@@ -117,7 +117,7 @@ def _outcome(
 
 def _compared(train: Callable[[bool], tuple[dict[str, torch.Tensor], list[int]]]) -> list[int]:
     if harness.device_type() == "cuda":
-        train(False)  # cuBLAS may choose another algorithm in its first calls
+        train(False)  # cuBLAS may choose a different algorithm in its first calls
     expected, _ = train(False)
     values, facts = train(True)
     checks = harness.Comparisons()

@@ -160,7 +160,7 @@ def learning_rates() -> list[int]:
             with recording():
                 step = te_fsdp.graphed_step(model, optimizer, loop, max_norm=MAX_NORM, warmup=2)
         for number, rate in enumerate((0.25, 0.25, 0.25, 0.25, torch.tensor(0.125), 0.25, 0.25)):
-            # The plain loop reads it as a tensor, too, because a number has another precision.
+            # The plain loop reads it as a tensor, too, because a number has a different precision.
             value = rate if graphs else torch.as_tensor(rate)
             optimizer.param_groups[0]["lr"] = value
             inputs = inputs_of(meshes, number, {})

@@ -135,8 +135,8 @@ class Tape(TorchDispatchMode):
 class TapeRecorder:
     """Records on the CPU, for ``graphed_step`` and ``graphed_units``.
 
-    The pool of CUDA graphs gives the memory of results without references to later recordings. Here their replays fill
-    the gradients of such backwards with NaN.
+    The pool of CUDA graphs reuses the memory of results without references for later recordings. Here their replays
+    fill the gradients of such backwards with NaN.
     """
 
     def __init__(self) -> None:

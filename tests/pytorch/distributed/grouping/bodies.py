@@ -36,7 +36,7 @@ class Block(nn.Module):
         options = {"params_dtype": torch.bfloat16, "device": device, "bias": bias}
         options |= {"single_grouped_weight": single, "single_grouped_bias": single and bias, **te_kwargs}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # experimental, says TE
+            warnings.simplefilter("ignore")  # experimental according to TE
             self.fc1 = te.GroupedLinear(experts, HIDDEN, 2 * HIDDEN, parallel_mode="column", **options)
             self.fc2 = te.GroupedLinear(experts, 2 * HIDDEN, HIDDEN, parallel_mode="row", **options)
 
@@ -190,7 +190,7 @@ def both_forms(
         _compare(checks, f"gradient {step}", *(by_expert(model, "gradient") for model in models))
         norms = [te_fsdp.clip_grad_norm_(model.parameters(), 1e9) for model in models]  # scales nothing
         # fp32 sums of at most 2^17 squares, in at least 64 lanes: 2^11 roundings of 2^-24 each, halved by the root.
-        checks.close(f"norm {step}", *norms, rtol=2**-14, why="fp32 sums in another order")
+        checks.close(f"norm {step}", *norms, rtol=2**-14, why="fp32 sums in a different order")
         for item in optimizers:
             item.step()
             item.zero_grad()
@@ -263,7 +263,7 @@ def bytes_per_rank(mesh: dict[str, int], experts: int, *, single: bool) -> list[
 
 
 def placed(*, flat: bool) -> int:
-    """Bind device tensors, and look whether the DTensors say where the values are.
+    """Bind device tensors, and check that the DTensors describe where the values are.
 
     Args:
         flat: Reuse the placements of a 2-D weight on the stack of all experts, as if the leading dim were not there.

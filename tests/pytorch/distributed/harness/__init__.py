@@ -1,9 +1,9 @@
 """Distributed test bodies on a pool of worker processes, the same on CPU or GPUs.
 
-On the CPU the workers use gloo and emulated TE, on GPUs NCCL and real TE; what gloo would send in small
-collectives goes through shared memory (`harness.shared_memory`; not with TE_FSDP_TEST_GLOO=1). Write a *body*, a
-function at the top level of a test module (or of a module next to it), and call it through the `pool` fixture.
-It runs on each rank, in a fresh default process group, with all generators seeded with 0 and one torch thread:
+On the CPU the workers use gloo and emulated TE, on GPUs NCCL and real TE; small collectives of gloo go through shared
+memory (`harness.shared_memory`; not with TE_FSDP_TEST_GLOO=1). Write a *body*, a function at the top level of a test
+module (or of a module next to it), and call it through the `pool` fixture. It runs on each rank, in a fresh default
+process group, with all generators seeded with 0 and one torch thread:
 
     import harness
 
@@ -33,19 +33,18 @@ per rank.
 
 A failing, dying or hanging rank raises `BodyFailed` (an AssertionError) with tracebacks and stacks: a hang
 is noticed 15 s after the first failure, or at `timeout`; then the workers are replaced. Between runs
-workers keep only imported modules and, on the CPU, what DTensor has decided of shardings (`harness.decisions`,
-without its meshes): process groups, DTensor caches, TE's `FP8GlobalStateManager`,
-os.environ, the working directory, seeds and torch defaults are restored. Undo monkeypatches yourself.
+workers keep only imported modules and, on the CPU, DTensor's sharding decisions (`harness.decisions`, without meshes):
+process groups, DTensor caches, TE's `FP8GlobalStateManager`, os.environ, the working directory, seeds and torch
+defaults are restored. Undo monkeypatches yourself.
 
 Fixtures: `pool`, `arch` ("9.0", "10.0"; the real capability on GPUs), `device_type`. Markers: `ranks(n)` (a
 test parameter `world_size` counts as well), `arch(...)`, `gpu` (only on GPUs), `cpu` (only on the CPU),
 `recipe(name)` (a test parameter `recipe` counts as well; names: none, delayed, current, block, mxfp8,
-nvfp4), `covering(always=[{"recipe": "mxfp8", "mesh": "dp4"}], strength=2, days=0)`: of a parametrized test's
-cases only those named, which guard a fault, and another part of the rest each day (`matrix.rotation`; on the CPU
-also the tests of the files in `matrix.rotated`;
-the header prints the seed, `--matrix-seed N` repeats it, `--matrix full` runs all). Options, when pytest is started
-with this folder: `--device cpu|cuda|auto`, `--pool-durations N`. Started elsewhere: TE_FSDP_TEST_DEVICE.
-TE_FSDP_TEST_TIMEOUT_SCALE=3 stretches all timeouts on a slow machine. Under torchrun:
+nvfp4), `covering(always=[{"recipe": "mxfp8", "mesh": "dp4"}], strength=2, days=0)`: run only the named cases of a
+parametrized test, which guard a fault, and a different part of the rest each day (`matrix.rotation`; on the CPU also
+the tests of the files in `matrix.rotated`; the header prints the seed, `--matrix-seed N` repeats it, `--matrix full`
+runs all). Options, when pytest is started with this folder: `--device cpu|cuda|auto`, `--pool-durations N`. Started
+elsewhere: TE_FSDP_TEST_DEVICE. TE_FSDP_TEST_TIMEOUT_SCALE=3 stretches all timeouts on a slow machine. Under torchrun:
 `torchrun --nproc-per-node 2 -m harness.torchrun module:function '{"dp": 2}'`.
 """
 

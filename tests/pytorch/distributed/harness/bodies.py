@@ -16,7 +16,7 @@ RECIPES = {
 
 
 def recipe_support() -> dict[str, tuple[bool, str]]:
-    """Return, for each recipe, whether the device (real or simulated) runs it, and TE's reason if not."""
+    """Return, for each recipe, whether the device (real or simulated) supports it, and TE's reason if not."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
@@ -27,7 +27,7 @@ def recipe_support() -> dict[str, tuple[bool, str]]:
 
 
 def single_grouped_problem(recipe: str) -> str:
-    """Return why this device cannot multiply with one parameter for all experts under a recipe; empty if it can.
+    """Return why this device does not support one parameter for all experts under a recipe; empty if it does.
 
     Args:
         recipe: "none" or a name in RECIPES.

@@ -1,4 +1,4 @@
-"""Recording of a body's collectives of `torch.distributed`, by kind, dtype, size."""
+"""Record the `torch.distributed` collectives of a body with kind, dtype, size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-#: Functions of torch.distributed -> kind, place and name of the tensor that has all ranks' parts (or the only one), and
-#: of the one that this rank gives. The old and the new names of c10d; old ones may call new ones.
+#: Functions of torch.distributed -> kind, then position and name of the tensor with all ranks' parts (or the only one),
+#: and of this rank's input. Old and new names of c10d; old ones may call new ones.
 _FUNCTIONS = {
     "all_gather_into_tensor": ("all_gather", (0, "output_tensor"), (1, "input_tensor")),
     "all_gather_single": ("all_gather", (0, "output_tensor"), (1, "input_tensor")),
@@ -20,7 +20,8 @@ _FUNCTIONS = {
     "all_to_all_single": ("all_to_all", (1, "input"), (1, "input")),
     "broadcast": ("broadcast", (0, "tensor"), (0, "tensor")),
 }
-#: Methods of a process group that take several such pairs as one operation -> kind, place of the wholes, of the parts.
+#: Methods of a process group that take several such pairs as one operation -> kind, positions of full tensors and
+#: parts.
 _SEVERAL = {
     "all_gather_single_coalesced": ("all_gather", 0, 1),
     "allgather_into_tensor_coalesced": ("all_gather", 0, 1),
@@ -36,7 +37,7 @@ class Collective(NamedTuple):
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
         dtype: of its tensors, as in "float32".
         whole: elements of all ranks' parts together: what is gathered, scattered or reduced.
-        given: elements that this rank gives.
+        given: elements of this rank's input.
         bytes: of the whole.
     """
 
@@ -51,11 +52,11 @@ class Collective(NamedTuple):
 def recorded() -> Iterator[list[Collective]]:
     """Record the collectives called in the context, in order; coalesced ones one by one.
 
-    A call that another one makes is part of that one; but a process group of another class sends nothing itself.
+    A call made by a recorded call belongs to that call. A process group of a different class sends nothing itself.
     """
     seen: list[Collective] = []
     stock = {name: getattr(dist, name) for name in _FUNCTIONS if hasattr(dist, name)}
-    # As they stand in the class: what getattr gives of them would be no methods there.
+    # From the class's `__dict__`: getattr would return objects that are not methods when they are set again.
     methods = {name: method for name, method in vars(dist.ProcessGroup).items() if name in _SEVERAL}
     several = {name: getattr(dist.ProcessGroup, name) for name in methods}
     depth = [0]

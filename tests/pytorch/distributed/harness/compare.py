@@ -1,4 +1,4 @@
-"""Comparisons that bodies use: bit for bit, or within a relative error that must say where it comes from."""
+"""Comparisons for bodies: bit for bit, or within a relative error with a required reason."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Difference(NamedTuple):
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the unsharded logical tensor in high precision on the CPU, detached, in memory of its own.
+    """Return the unsharded logical tensor in high precision on the CPU, detached, in separate memory.
 
-    A DTensor is gathered (Partial ones are reduced, `_StridedShard` and uneven shards put in their places):
-    all ranks of its mesh must call this together. Quantized tensors, whole or as the local part of a DTensor,
-    are dequantized.
+    A DTensor is gathered (Partial is reduced, `_StridedShard` and uneven shards are put in order):
+    all ranks of its mesh must call this together. Quantized tensors, unsharded or as local tensors of a DTensor, are
+    dequantized.
 
     Args:
         tensor: plain tensor, parameter, TE quantized tensor, or a DTensor over any of them.
@@ -81,10 +81,10 @@ def assert_close(
 
     Args:
         name: parameter or tensor, for the error text.
-        actual: what is tested; gathered and dequantized by `full()`.
-        expected: what it should be; likewise.
+        actual: tested value; gathered and dequantized by `full()`.
+        expected: expected value; likewise.
         rtol: relative tolerance.
-        why: where the tolerance comes from; required, and part of the error text.
+        why: reason for the tolerance; required, and part of the error text.
         floor: smallest magnitude (per element) to be relative to, for tensors that are zero in exact
             arithmetic and hold only rounding noise (the gradient of a key bias, say). Leave it 0 elsewhere.
 
@@ -169,7 +169,7 @@ class Comparisons:
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
-    # every torch.Tensor has a method `dequantize`, so only the class tells
+    # every torch.Tensor has a method `dequantize`, so only the class is reliable
     te = sys.modules.get("transformer_engine.pytorch")
     return te is not None and isinstance(tensor, te.QuantizedTensor)
 

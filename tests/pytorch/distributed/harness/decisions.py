@@ -1,4 +1,4 @@
-"""DTensor's sharding decisions, kept from one run to the next.
+"""DTensor's sharding decisions, cached between runs.
 
 A decision follows from the operation, the specs of its arguments and this process's rank alone, but holds meshes, and
 those of an earlier run have no groups any more. So the decision is kept, and its meshes are replaced by equal ones of
@@ -56,7 +56,7 @@ class Decisions:
     def __call__(self, schema: Any) -> Any:
         if torch.compiler.is_compiling():  # sizes may be symbols, which have no hash
             return self.decide(schema)
-        if schema.op is torch.ops.aten.detach.default:  # most of what is decided
+        if schema.op is torch.ops.aten.detach.default:  # most of them
             return OutputSharding(copy.copy(schema.args_schema[0]))
         meshes = {spec.mesh: spec.mesh for spec in _specs([schema.args_schema, schema.kwargs_schema])}
         decision = self.known.get(schema)
@@ -82,7 +82,7 @@ class Decisions:
         ]
         results = [self(part) for part in parts]
         if any(decision.needs_redistribute for decision in results):
-            return None  # a schema of what is to be moved would be needed too
+            return None  # the schema of the redistribution would be needed too
         outputs = [decision.output_spec for decision in results]
         return OutputSharding(None if outputs[0] is None else tuple(output for (output,) in outputs))
 
@@ -132,7 +132,7 @@ def _values(value: Any) -> Any:
 
 
 def remember_layouts() -> None:
-    """Compute what a mesh's layout comes to once: a function of two tuples of numbers.
+    """Cache the computation of a mesh's layout, a function of two tuples of numbers.
 
     torch does it in Python with each slice of a mesh and each access to `DeviceMesh.mesh`.
     """
@@ -148,12 +148,12 @@ def remember_layouts() -> None:
 
 
 def install() -> Decisions | None:
-    """Let this process's propagator of shardings keep its decisions; None where this torch has another one."""
+    """Let this process's sharding propagator keep its decisions; None if this torch has a different one."""
     propagator = getattr(getattr(DTensor, "_op_dispatcher", None), "sharding_propagator", None)
     decide = getattr(propagator, "propagate_op_sharding_non_cached", None)
     if decide is None:
         return None
-    # Called where torch's own cache, which `state.reset` clears, has no answer.
+    # Called after a miss of torch's own cache, which `state.reset` clears.
     propagator.propagate_op_sharding_non_cached = decisions = Decisions(decide)
     if compute := getattr(propagator, "_propagate_tensor_meta_non_cached", None):
         propagator._propagate_tensor_meta_non_cached = Metas(compute)
@@ -172,13 +172,13 @@ def _places(schema: Any, length: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _among_those_that_cost_nothing(expand: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's list of all strategies, without those that would move an operand if another moves none.
+    """Return torch's list of all strategies; if one redistributes no operand, without those that do.
 
     Moving costs nothing only for operands that are as they should be on each dimension, and for replicated ones.
     """
 
     def fits(strategy: list[Any], held: list[Any]) -> bool:
-        """Return whether a strategy for one dimension of a mesh takes what is held on one of them."""
+        """Return whether a strategy for one mesh dimension accepts the placements of one of them."""
         free = [all(isinstance(placement, Replicate) for placement in each) for each in held]
         return any(
             all(any_ or expected == has for any_, expected, has in zip(free, strategy, here, strict=False))
@@ -194,7 +194,7 @@ def _among_those_that_cost_nothing(expand: Callable[..., Any]) -> Callable[..., 
         if 0 < len(fit) < len(strategies):
             try:
                 result = expand(mesh, schema, fit, **options)
-            except RuntimeError:  # none of them will do; what torch then says is of all
+            except RuntimeError:  # none of them is valid; torch's error names all
                 result = None
             costs = [sum(map(sum, each.redistribute_cost)) for each in result.strategies] if result else []
             if 0 in costs:

@@ -17,10 +17,10 @@ def choose(wanted: str | None = None) -> str:
     """Resolve "auto" to "cuda" (a GPU is visible and the real TE is installed) or "cpu".
 
     Args:
-        wanted: "cpu", "cuda", "auto", or None for what the environment says (default "auto").
+        wanted: "cpu", "cuda", "auto", or None for the value of the environment variable (default "auto").
 
     Raises:
-        ValueError: unknown word, or "cuda" without a GPU.
+        ValueError: unknown value, or "cuda" without a GPU.
     """
     wanted = wanted or os.environ.get(DEVICE_VARIABLE) or "auto"
     if wanted == "cpu":
@@ -48,15 +48,15 @@ def device() -> torch.device:
 
 
 def gpu_ranks() -> int:
-    """Return ranks that this machine's GPUs can carry: one a GPU, times the nodes it is pretended to be."""
+    """Return the number of ranks that this machine supports: one per GPU and simulated node."""
     return torch.cuda.device_count() * int(os.environ.get(NODES_VARIABLE) or "1")
 
 
 def node_environment(rank: int) -> dict[str, str]:
     """Return the environment of a rank: on the CPU one node, all of whose ranks share the machine.
 
-    On GPUs every pretended node has all GPUs of the machine. NCCL refuses two ranks on one GPU of a host; a host with
-    another name it takes for another machine, and talks to it over sockets: slow, but by its own algorithms.
+    On GPUs every simulated node has all GPUs of the machine. NCCL refuses two ranks on one GPU of a host. It treats a
+    host with a different name as a different machine, and uses sockets: slow, but with its own algorithms.
     """
     if device_type() == "cpu":
         return {"LOCAL_RANK": str(rank)}
@@ -71,7 +71,7 @@ def backend() -> str:
 
 
 def _real_te_is_installed() -> bool:
-    # by distribution: TE loads its compiled module from its own folder, where no import finds it
+    # by distribution, because TE loads its compiled module from its own folder
     try:
         importlib.metadata.version("transformer_engine_torch")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Memory that this process holds for tensors."""
+"""Memory of this process's tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed import distributed_c10d
 from . import devices
 
 LOOKS, PAUSE = 5, 0.05
-#: Collectives that reach all threads of a group: it has two, which take turns as they are free.
+#: Number of collectives that reach all threads of a group: it has two, and a free one takes the next.
 OCCUPYING = 8
 
 
 def live_bytes() -> int:
     """Return bytes of all tensors: on GPUs by the allocator, on the CPU of all storages that Python can reach.
 
-    Collective over the world: on the CPU each process group's threads are given a few small sums.
+    Collective over the world: on the CPU each process group runs a few small sums.
     """
     if devices.device_type() == "cuda":
         return allocated()
@@ -29,7 +29,7 @@ def live_bytes() -> int:
 
 
 def allocated() -> int:
-    """Return bytes that were asked of the CUDA allocator, which gives each tensor full blocks of 512; 0 on the CPU."""
+    """Return bytes requested from the CUDA allocator, which rounds up to blocks of 512; 0 on the CPU."""
     if devices.device_type() == "cpu":
         return 0
     gc.collect()
@@ -40,7 +40,7 @@ def allocated() -> int:
 def storages() -> dict[int, torch.Tensor]:
     """Address -> a plain tensor, for each storage with bytes that Python can reach, those of gradients included.
 
-    The smallest of a few looks, until two agree: gloo's threads let go of what they have sent a moment late.
+    The smallest of a few searches, until two agree: gloo's threads release sent tensors slightly late.
     """
     looks = [_look()]
     pause = PAUSE * float(os.environ.get("TE_FSDP_TEST_TIMEOUT_SCALE", "1"))
@@ -70,7 +70,7 @@ def _look() -> dict[int, torch.Tensor]:
             continue
         for tensor in (item, item.grad if item.is_leaf else None):
             plain = getattr(tensor, "_local_tensor", tensor)
-            # Other types have no memory of their own; fake tensors cannot be asked.
+            # Other types have no separate memory; fake tensors have no data pointer.
             if type(plain) in (torch.Tensor, torch.nn.Parameter) and plain.untyped_storage().nbytes():
                 results[plain.untyped_storage().data_ptr()] = plain.detach()
     return results

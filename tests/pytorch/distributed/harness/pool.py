@@ -1,4 +1,4 @@
-"""`WorkerPool`: rank processes that are started once, for one test body after the other."""
+"""`WorkerPool`: rank processes that are started once for all test bodies."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class WorkerPool:
     """Worker processes for distributed tests.
 
     Args:
-        max_ranks: most ranks that a run may have; workers start when a run first needs them.
-        device_type: "cpu" or "cuda"; by default what `devices.choose()` says.
+        max_ranks: largest number of ranks of a run; workers start when a run first needs them.
+        device_type: "cpu" or "cuda"; by default the result of `devices.choose()`.
         te: load TransformerEngine in the workers. False is for tests that need only torch.
-        python: the interpreter, or what stands for it.
+        python: the interpreter, or a replacement for it.
 
     Attributes:
-        arch: compute capability that the emulation pretends in the runs to come, "9.0" or "10.0"; unused on GPUs.
+        arch: compute capability that the emulation simulates in later runs, "9.0" or "10.0"; unused on GPUs.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class WorkerPool:
             whole = (expected,) if self.device_type == "cuda" else ("ok", "error")
             clean = all(verdict in whole for verdict, _ in answers.values()) and self._reset(workers)
         finally:
-            if not clean:  # unanswered ranks are stuck: no use in asking them to leave
+            if not clean:  # unanswered ranks are stuck and would not react to a request
                 self._end_workers(
                     {rank for rank in range(world_size) if answers.get(rank, ("stuck",))[0] == "stuck"}
                 )
@@ -240,7 +240,7 @@ class WorkerPool:
         return verdict, value
 
     def _reset(self, workers: list[Worker]) -> bool:
-        """Let every rank of the run drop its group and leftovers, all at once; False if one could not."""
+        """Let every rank of the run drop its group and state concurrently; return False if one could not."""
         for worker in workers:
             _post(worker, ("reset", self._number, None))
         answers = self._collect(workers, _scaled(RESET_TIMEOUT))
@@ -275,7 +275,7 @@ def _rank_environment(rank: int, world_size: int, store: dist.TCPStore | None) -
 
 
 def _post(worker: Worker, message: tuple[Any, ...]) -> None:
-    with contextlib.suppress(OSError):  # it has died; waiting for its answer reports that
+    with contextlib.suppress(OSError):  # it has died, which the wait for its answer reports
         wire.send(worker.connection, message)
 
 

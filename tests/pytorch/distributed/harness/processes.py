@@ -58,7 +58,7 @@ class Processes:
         """Start workers for these ranks and wait until each has answered.
 
         Raises:
-            RuntimeError: one of them ended first, or took longer than START_TIMEOUT; with what it said.
+            RuntimeError: one of them ended first, or took longer than START_TIMEOUT; the text contains its output.
         """
         if self._device_type == "cuda":
             spawned = {rank: self._spawn("worker", rank=rank) for rank in ranks}
@@ -88,7 +88,7 @@ class Processes:
         worker.connection.close()
 
     def exit_code(self, worker: Worker) -> int | None:
-        """Exit code of a worker that has ended or is about to (negative: signal); None if it runs on."""
+        """Return the exit code of a worker that has ended or is ending (negative: signal), else None."""
         if worker.process is None:
             return self._ask_server("wait", worker.pid)
         try:

@@ -21,7 +21,7 @@ class BodyFailed(AssertionError):
 
 
 def describe(body: str, world_size: int, answers: Answers, expected_error: bool = False) -> str:
-    """Write one text about all ranks; ranks that say the same share a paragraph."""
+    """Write one text about all ranks; ranks with equal reports share a paragraph."""
     kinds = {kind: sorted(rank for rank in answers if answers[rank][0] == kind) for kind in ("ok", "error")}
     if expected_error:
         head = (

@@ -21,7 +21,7 @@ from . import shared_memory, state, wire, worker
 
 
 def main(options: dict[str, Any]) -> None:
-    """Preload, report, then fork a worker for each ("fork", rank) until the pool goes away."""
+    """Preload, report, then fork a worker for each ("fork", rank) until the pool ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends when the pool does, also on a Ctrl-C
     started = time.perf_counter()
     control = Client(options["address"], family="AF_UNIX")
@@ -29,7 +29,7 @@ def main(options: dict[str, Any]) -> None:
         if torch.__version__ != options["torch"]:
             raise ImportError(f"torch {torch.__version__} in the workers, {options['torch']} in the pool")
         state.preload(options["te"])
-        if options["te"] and not options["coverage"]:  # which workers measure from their start
+        if options["te"] and not options["coverage"]:  # workers measure from their start
             state.preload_library()
         shared = shared_memory.install()
     except BaseException:
@@ -72,7 +72,7 @@ def _become_worker(rank: int, options: dict[str, Any], shared: shared_memory.Exc
 
 
 def _wait(pid: int, codes: dict[int, int], seconds: float = 2.0) -> int | None:
-    """Exit code of a child (negative: signal), None if it still runs after a moment."""
+    """Return the exit code of a child (negative: signal); None if it still runs after a short wait."""
     deadline = time.monotonic() + seconds
     while pid not in codes and time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)

@@ -1,16 +1,16 @@
 """Collectives of small tensors between workers of a CPU pool, through shared memory.
 
 gloo sends over TCP, by three threads a group: 0.2 to 4 ms of CPU time a rank and collective. The workers of a pool are
-forked from one server, so that a tensor can as well be left in memory for the others, at some 50 us.
+forked from one server, so they can exchange a tensor through shared memory, in about 50 us.
 
 Gloo is still used to create process groups, for messages from rank to rank, tensors that are large or not plain, other
 operations than sum, average, maximum and minimum, runs whose body makes its own group (`init_group=False`), and
-everything where TE_FSDP_TEST_GLOO=1 is set, for one run by `env` or for all in pytest's environment.
+everything if TE_FSDP_TEST_GLOO=1 is set, for one run by `env` or for all in pytest's environment.
 
-Unlike gloo's, an asynchronous collective waits for the other ranks when it is called. Its results come when it is
-waited for, and not before: until then there are NaN or nonsense in their place, so that what reads too early always
-shows, which with gloo depends on time. Ranks whose collectives do not match all raise, where gloo hangs or mixes up
-what they send.
+Unlike gloo's, an asynchronous collective waits for the other ranks when it is called. Its results are written by the
+wait and not before. Until then the outputs contain NaN or arbitrary values, so that a read before the wait always fails
+a test. With gloo this depends on timing. If collectives do not match, all ranks raise. Gloo would hang or mix up
+messages.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SLOT = 1 << 18
 """Most bytes that a rank gives to one collective."""
 ARENA = GROUPS * 8 * 2 * (SLOT + 8)
 """Bytes of address space for all slots; memory is taken where something is written."""
-_HEAD = 3  # words at the beginning of the table: generation, groups, bytes of slots given away
-_WORDS = 4  # for each group: its key, ranks that have come, collectives that are over, where its slots begin
+_HEAD = 3  # words at the beginning of the table: generation, groups, bytes of assigned slots
+_WORDS = 4  # for each group: its key, ranks that have arrived, completed collectives, offset of its slots
 
 _Results = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors to be filled, each with its elements in a row."""
@@ -56,7 +56,7 @@ _INTEGERS = (torch.int32, torch.int64, torch.uint8, torch.int8)
 
 
 class Exchange:
-    """Memory and semaphores of the processes that are forked from here."""
+    """Memory and semaphores of the processes that are forked from this one."""
 
     def __init__(self) -> None:
         self._groups: dict[str, tuple[Any, Group | None]] = {}
@@ -75,12 +75,12 @@ class Exchange:
         """Forget the groups of the last run.
 
         Args:
-            generation: Number of the next one in the life of the pool; None: it uses gloo alone.
+            generation: Number of the next run of the pool; None: it uses gloo only.
         """
         self._groups, self._generation = {}, generation
 
     def group(self, stock: Any) -> Group | None:
-        """Return a process group as this rank sees it; None where it uses gloo alone."""
+        """Return this rank's view of a process group; None if it uses gloo only."""
         if self._generation is None or type(stock) is not dist.ProcessGroup:
             return None
         name = stock.group_name
@@ -90,7 +90,7 @@ class Exchange:
         return known[1]
 
     def _join(self, stock: Any) -> Group | None:
-        """Find the place of a process group in the table, or give it one."""
+        """Find the entry of a process group in the table, or add one."""
         ranks = dist.get_process_group_ranks(stock)
         identity = hashlib.blake2b(f"{stock.group_name} {ranks}".encode(), digest_size=7).digest()
         key, table = int.from_bytes(identity, "big"), self.table
@@ -119,10 +119,10 @@ class Exchange:
 
 
 class Group:
-    """One process group as this rank sees it.
+    """This rank's view of a process group.
 
-    A rank leaves its part in one of two slots, by turns: who comes to a collective has read the parts of the last one,
-    so that when all have come, the slots of the last one are free for the next.
+    A rank writes its part into one of two slots in turn. A rank that arrives at a collective has read the parts of the
+    previous one. So when all have arrived, the slots of the previous one are free.
     """
 
     def __init__(self, exchange: Exchange, stock: Any, place: int) -> None:
@@ -143,10 +143,10 @@ class Group:
             like: A tensor of a part's size and dtype.
 
         Returns:
-            Shape (ranks, elements): memory that others write to once this rank has come to the next collective.
+            Shape (ranks, elements): memory that others overwrite once this rank has arrived at the next collective.
 
         Raises:
-            RuntimeError: on all ranks, where not all describe the same.
+            RuntimeError: on all ranks, if their descriptions differ.
         """
         slots = self._slots[self._turn(), :, : like.numel() * like.element_size()].view(like.dtype)
         if given is not None:
@@ -155,7 +155,7 @@ class Group:
         return slots
 
     def meet(self, what: tuple[Any, ...]) -> None:
-        """Wait for all ranks, and compare what they do; see `parts`."""
+        """Wait for all ranks, and compare their collectives; see `parts`."""
         turn, table, at = self._turn(), self._table, self._at
         heads, first = self._heads, turn * self.size
         heads[first + self.rank] = hash(what)  # equal in all processes that are forked from one
@@ -175,7 +175,7 @@ class Group:
                 )
 
     def _turn(self) -> int:
-        return self._table[self._at + 2] & 1  # changes only when this rank has come, too
+        return self._table[self._at + 2] & 1  # changes only when this rank has arrived, too
 
 
 def install() -> Exchange:
@@ -185,7 +185,7 @@ def install() -> Exchange:
         stock = getattr(dist.ProcessGroup, name, None)
         if stock is not None:
             setattr(dist.ProcessGroup, name, _instead(exchange, stock, collective))
-    exchange.library = torch.library.Library("_c10d_functional", "IMPL")  # in force as long as it lives
+    exchange.library = torch.library.Library("_c10d_functional", "IMPL")  # in effect as long as it exists
     for name, functional in _FUNCTIONAL.items():
         exchange.library.impl(name, functional, "CPU")
     return exchange
@@ -214,11 +214,11 @@ class _Undelivered(dist.Work):
         super().__init__()
         self._results = results
         for output, _ in results:
-            # To `data`, here and below, since gloo does not count as a change that autograd sees either.
+            # To `data`, here and below, because autograd does not count gloo's writes as changes either.
             output.data.fill_(math.nan if output.dtype.is_floating_point else _NONSENSE)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Put the results where they belong; once."""
+        """Copy the results to their destinations, once."""
         results, self._results = self._results, []
         for output, value in results:
             output.data.view(-1).copy_(value)
@@ -241,7 +241,7 @@ class _Undelivered(dist.Work):
 
 
 # ------------------------------------------------------------------------------------- a process group's collectives
-# None, on all ranks, leaves it to gloo.
+# None, on all ranks: gloo runs it.
 
 
 def _all_reduce(group: Group, tensors: Sequence[torch.Tensor], options: Any = None) -> _Results | None:
@@ -342,7 +342,7 @@ def _barrier(group: Group, opts: Any = None) -> _Results | None:
     return []
 
 
-#: By the names of ProcessGroup's methods; some have another one before torch 2.13.
+#: By the names of ProcessGroup's methods; some have a different name before torch 2.13.
 _COLLECTIVES: dict[str, Callable[..., _Results | None]] = {
     "allreduce": _all_reduce,
     "all_gather_single": _all_gather_single,
@@ -360,7 +360,7 @@ _COLLECTIVES: dict[str, Callable[..., _Results | None]] = {
 def _is_gloo(stock: Any) -> bool:
     try:
         return type(stock._get_backend(torch.device("cpu"))).__name__ == "ProcessGroupGloo"
-    except RuntimeError:  # it has none for the CPU
+    except RuntimeError:  # there is none for the CPU
         return False
 
 

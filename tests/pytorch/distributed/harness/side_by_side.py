@@ -1,7 +1,7 @@
 """The distributed tests in several processes of pytest, with `-n` of pytest-xdist: each has its own pool.
 
-Ranks wait for each other for a third of a run, which is time for the ranks of another pool. `conftest` makes the hooks
-of this file its own.
+Ranks wait for each other for a third of a run, which the ranks of a second pool can use. `conftest` imports the hooks
+of this file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _TIMINGS = "te_fsdp_timings"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of pools for `-n auto`: no second one if ranks fill GPUs."""
+    """Return the number of pools for `-n auto`: one if ranks use GPUs."""
     return 0 if device_type() == "cuda" else min(MOST, os.cpu_count() or 1)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out a file's tests as one, in the order in which they were collected: they share what they save."""
+    """Distribute the tests of a file together, in the order of collection: they share saved files."""
     from xdist.scheduler import LoadFileScheduling
 
-    config.option.loadscopereorder = False  # xdist's default is to begin with the most tests
+    config.option.loadscopereorder = False  # by default xdist begins with the file that has the most tests
     return LoadFileScheduling(config, log)
 
 

@@ -35,13 +35,13 @@ def preload(te: bool, arch: str = "10.0") -> None:
 
     Args:
         te: load TransformerEngine; on the CPU through the emulation.
-        arch: compute capability that the emulation pretends at first; unused on GPUs.
+        arch: compute capability that the emulation simulates at first; unused on GPUs.
     """
     torch.set_num_threads(1)
     if devices.device_type() == "cuda":
         torch.cuda.set_device(
             devices.device()
-        )  # before TE is imported, lest every rank takes memory of GPU 0
+        )  # before TE is imported, or every rank would take memory of GPU 0
     # torch._dynamo: loaded by the first process group anyway
     for name in (
         "torch._dynamo",
@@ -51,7 +51,7 @@ def preload(te: bool, arch: str = "10.0") -> None:
     ):
         importlib.import_module(name)
     with suppress(ImportError):
-        importlib.import_module("pytest")  # test modules import it; here it is paid for once
+        importlib.import_module("pytest")  # test modules import it; here its import time is spent once
     if devices.device_type() == "cpu":
         decisions.install()
         decisions.remember_layouts()
@@ -65,19 +65,21 @@ def preload(te: bool, arch: str = "10.0") -> None:
 
 
 def preload_library() -> None:
-    """Import te_fsdp and the bodies next to `harness`: 250 files, which each worker would import by itself."""
+    """Import te_fsdp and the bodies next to `harness`: 250 files, which each worker would otherwise import."""
     package, here = importlib.import_module("te_fsdp"), Path(__file__).parents[1]
     beside = ("te_fsdp.cli", "te_fsdp.emulation", "te_fsdp.integrations", "harness", "test_", "conftest")
     beside += ("bridge.script",)  # runs at its import if megatron-fsdp is installed
     for folders, prefix in ((package.__path__, "te_fsdp."), ([str(here)], "")):
         for result in pkgutil.walk_packages(folders, prefix):
             if not result.name.startswith(beside):
-                with suppress(ImportError):  # of what is not installed: who needs it says so
+                with suppress(
+                    ImportError
+                ):  # of packages that are not installed: tests that need them report it
                     importlib.import_module(result.name)
 
 
 def pretend(arch: str) -> None:
-    """Let the emulation, where it is installed, play an architecture from now on."""
+    """Let the emulation, if it is installed, simulate an architecture from now on."""
     emulation = sys.modules.get("te_fsdp.emulation")
     if emulation is not None and emulation.active():
         emulation.switch_arch(arch)
@@ -86,7 +88,7 @@ def pretend(arch: str) -> None:
 def _seed_no_absent_devices() -> None:
     """Let `torch.manual_seed` seed the CPU alone.
 
-    For each kind of GPU torch notes a call for the time when one is initialized, with a stack trace: 2 ms a seed.
+    For each kind of GPU torch records a deferred call with a stack trace: 2 ms per seed.
     """
     for module in (torch.cuda, torch.xpu, torch.mtia):
         if not module.is_available():
@@ -94,7 +96,7 @@ def _seed_no_absent_devices() -> None:
 
 
 def _foreach_as_on_gpus() -> None:
-    """Let torch's optimizers take all tensors at once by default, as they do on GPUs: which may refuse a mixture."""
+    """Let torch's optimizers use their foreach kernels by default, as on GPUs, where these may refuse mixed tensors."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -114,8 +116,8 @@ def join_group(generation: int, store_file: str | None = None) -> None:
     """Create the default process group. Collective over WORLD_SIZE ranks.
 
     Args:
-        generation: number of this group in the life of the pool, for group names.
-        store_file: where the ranks find each other; None for MASTER_ADDR and MASTER_PORT, as under torchrun.
+        generation: number of this group in the pool, for group names.
+        store_file: file of the rendezvous; None for MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
@@ -200,7 +202,7 @@ def _clear_te_caches() -> None:
 
 
 def _empty_lost_meshes() -> None:
-    """Let go of the groups of meshes that are left: gloo keeps three threads for each.
+    """Release the groups of remaining meshes: gloo keeps three threads for each.
 
     torch 2.11 and 2.12 never free the arguments of operations that take lists of DTensors (`foreach`), so a mesh is
     lost with each such call.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class SumOverTp(torch.autograd.Function):
-    """Row-parallel partial results -> their sum on every rank; the gradient is every rank's already."""
+    """Sum row-parallel partial results over the ranks; the gradient is complete on every rank already."""
 
     @staticmethod
     def forward(ctx: Any, partial_output: torch.Tensor, group: Any) -> torch.Tensor:
@@ -21,7 +21,7 @@ class SumOverTp(torch.autograd.Function):
 
 
 class SumGradientOverTp(torch.autograd.Function):
-    """The input of a column-parallel layer; the gradient is the sum of what each rank's columns contribute."""
+    """Pass on the input of a column-parallel layer; the gradient is the sum over the ranks' columns."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Run one body under real torchrun, which proves that bodies do not lean on the pool.
+"""Run one body under real torchrun, which shows that bodies do not depend on the pool.
 
-`torchrun --nproc-per-node 2 -m harness.torchrun module:function '{"dp": 2}'`. TE_FSDP_EMULATION gives the
-pretended architecture on the CPU ("none": no TE). Rank 0 prints the results of all ranks as one line of JSON.
+`torchrun --nproc-per-node 2 -m harness.torchrun module:function '{"dp": 2}'`. TE_FSDP_EMULATION is the simulated
+architecture on the CPU ("none": no TE). Rank 0 prints the results of all ranks as one line of JSON.
 """
 
 from __future__ import annotations

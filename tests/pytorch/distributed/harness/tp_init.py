@@ -10,10 +10,10 @@ from torch import nn
 
 
 def shift_rows_by_rank(model: nn.Module, group: Any, *, experts: bool = False) -> nn.Module:
-    """Move the rows of each part that TE's modules hold of a weight, by as many as the rank's number in ``group``.
+    """Rotate the rows of each weight shard of TE's modules by the rank's number in ``group``.
 
-    Every rank of the pool draws the same numbers: parts of one weight would be equal, which te_fsdp refuses. What all
-    ranks replicate stays equal.
+    Every rank of the pool draws the same numbers, so the shards of a weight would be equal, which te_fsdp refuses.
+    Replicated parameters stay equal.
 
     Args:
         model: With stock TE modules on the device, or on meta (then nothing is done), not bound to meshes.

@@ -15,14 +15,14 @@ import torch.distributed as dist
 def send(connection: Connection, message: Any) -> None:
     """Send one message.
 
-    `Connection.send` is avoided on purpose: torch teaches its pickler to pass tensors as shared-memory file
-    descriptors, which die with the sender.
+    `Connection.send` is not used: torch makes its pickler pass tensors as shared-memory file descriptors, which are
+    closed with the sender.
     """
     connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def receive(connection: Connection) -> Any:
-    """Block until one message has arrived. Raises EOFError or OSError when the peer is gone."""
+    """Block until one message has arrived. Raise EOFError or OSError if the peer has ended."""
     return pickle.loads(connection.recv_bytes())
 
 
@@ -32,7 +32,7 @@ def stack_file(run_dir: str, pid: int) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as bytes: torch's own way, a file in the file for each, takes ten times as long."""
+    """Write tensors as bytes: torch's own pickling, a nested file for each, takes ten times as long."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return description of a plain tensor."""
@@ -66,12 +66,12 @@ def by_value(value: Any) -> Any:
         value: nested dicts, lists, tuples and anything that pickles.
 
     Raises:
-        TypeError: for a DTensor or another tensor subclass; gather it with `full()` first.
+        TypeError: for a DTensor or a different tensor subclass; gather it with `full()` first.
     """
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError(
-                f"a body returned a {type(value).__name__}, which means nothing in another process: "
+                f"a body returned a {type(value).__name__}, which has no meaning in a different process: "
                 "return harness.full(tensor) or a plain tensor"
             )
         return value.detach().cpu().clone()

@@ -26,14 +26,14 @@ TRACEBACK_FRAMES = 12
 
 
 def main(rank: int, options: dict[str, Any], shared: shared_memory.Exchange | None = None) -> None:
-    """Serve the pool until it says exit or goes away. Never returns.
+    """Serve the pool until it requests exit or ends. Never returns.
 
     Args:
         rank: this worker's rank in every run it takes part in.
         options: `address` of the pool's socket, `run_dir`, `coverage`.
-        shared: memory of the pool's workers, where they have some.
+        shared: memory of the pool's workers, if they have some.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides what a Ctrl-C means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
     stacks = open(wire.stack_file(options["run_dir"], os.getpid()), "w")  # noqa: SIM115 (open as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     coverage = _start_coverage(options.get("coverage"))
@@ -123,7 +123,7 @@ def _answer(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
         while (
             inner is not None and inner.tb_next is not None and inner.tb_frame.f_code.co_filename == __file__
         ):
-            inner = inner.tb_next  # our own frames tell the reader nothing
+            inner = inner.tb_next  # the worker's own frames are not useful
         described = traceback.TracebackException(type(error), error, inner, limit=-TRACEBACK_FRAMES)
         lines = described.format()
         return "error", {"type": type(error).__name__, "message": str(error), "traceback": "".join(lines)}

@@ -17,8 +17,8 @@ from hfsdp.models import ADAM, Case, Run
 from hfsdp.quantized_transfers import large_from
 
 STEPS = 2  # the second with the state that the first has made
-#: fp32 sums in another order over 24 x 8 tokens, through two optimizer steps (Adam with eps 1e-3).
-CLOSE = {"rtol": 1e-5, "why": "fp32, sums in another order, two steps"}
+#: fp32 sums in a different order over 24 x 8 tokens, through two optimizer steps (Adam with eps 1e-3).
+CLOSE = {"rtol": 1e-5, "why": "fp32, sums in a different order, two steps"}
 
 
 def parity_with_large_tensors(axes: dict[str, int], cases: list[dict[str, Any]]) -> list[int]:
@@ -338,7 +338,7 @@ def decoupled_gradients() -> list[tuple[str, str]]:
     adam = FusedAdam(model.parameters(), lr=1e-3, master_weights=True, use_decoupled_grad=True)
     optimizer = te_fsdp.shard_optimizer(adam)
     for parameter in model.parameters():
-        # Of both ranks together 1 + 2^-12, which bf16 cannot hold.
+        # Over both ranks 1 + 2^-12, which bf16 cannot represent.
         local = torch.full_like(local_of(parameter), 1 + dist.get_rank() * 2**-11, dtype=torch.float32)
         parameter.decoupled_grad = DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, run_check=False

@@ -22,7 +22,7 @@ def discard_clipped_step(how: str, marked: bool) -> int:
     """Clip, discard the step, clip and step, then run another backward, compared with one process.
 
     Args:
-        how: What gives the step up: "optimizer", "model" or "te_fsdp" (their zero_grad).
+        how: How the step is discarded: "optimizer", "model" or "te_fsdp" (their zero_grad).
         marked: Whether backwards are marked as the last ones, so that averages begin during them.
     """
     import te_fsdp
@@ -97,7 +97,7 @@ def nan_in_padding(marked: bool, poisoned: bool) -> tuple[list[str], list[bool]]
     optimizer = te_fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # torch.empty gives NaN
+    torch.utils.deterministic.fill_uninitialized_memory = True  # torch.empty returns NaN
     raised, finite = [], []
     try:
         for step in range(3):

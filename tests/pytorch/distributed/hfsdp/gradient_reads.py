@@ -65,7 +65,8 @@ def errors_of_reads(marked: bool) -> dict[str, list[str]]:
     """Check that after a backward each reader raises on each rank, before and after a step; gradients stay as they are.
 
     Returns:
-        ``read``: who has read something; ``harmful``: what raised though it is harmless; ``texts``: of the errors.
+        ``read``: calls that have read something; ``harmful``: what raised though it is harmless; ``texts``: of the
+        errors.
     """
     import te_fsdp
     from te_fsdp.upstream.torch_dtensor import local_of

@@ -23,9 +23,9 @@ class Case:
         clip: Largest norm of the gradients, 0 for no clipping.
         dtype: Of the parameters.
         strategy: Over ``dp_shard``.
-        contexts: Whether the loop says which microbatch is the last one.
+        contexts: Whether the loop marks the last microbatch.
         halved: Whether gradients are halved after they were clipped.
-        exempt: Modules given to ``fsdp_no_shard``.
+        exempt: Modules passed to ``fsdp_no_shard``.
     """
 
     optimizer: str = "adamw"

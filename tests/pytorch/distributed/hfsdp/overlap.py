@@ -16,8 +16,8 @@ from torch.distributed.tensor import Partial
 
 from hfsdp.quantized_transfers import logged
 
-#: SGD steps of 0.1 with fp32 gradients, added up over ranks in another order.
-CLOSE = {"rtol": 1e-5, "why": "fp32: sums over 2 ranks and 3 rows in another order, a few SGD steps"}
+#: SGD steps of 0.1 with fp32 gradients, added up over ranks in a different order.
+CLOSE = {"rtol": 1e-5, "why": "fp32: sums over 2 ranks and 3 rows in a different order, a few SGD steps"}
 SGD = {"lr": 0.1, "momentum": 0.9}
 
 
@@ -337,7 +337,7 @@ def marked_on_some_ranks(marked: list[list[bool]], lines: int = 1) -> list[tuple
 
     Args:
         marked: For each step, the ranks that mark the last microbatch.
-        lines: How often the log says that averages wait.
+        lines: How often the log reports that averages wait.
     """
     from te_fsdp.features.hfsdp import overlap
 

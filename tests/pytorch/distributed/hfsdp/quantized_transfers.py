@@ -34,7 +34,7 @@ def quantized(
         axes: Of the mesh.
         optimizer: "adamw", or TE's FusedAdam.
         hidden: Width of an MLP.
-        alone: Each tensor that can travels by itself, however small it is.
+        alone: Each tensor that can is sent separately, independent of its size.
         strategy: Over the shard axis.
         fault: "no bytes": weights travel in fp32, as they do where no cut fits; "amax": each holder has its own scale.
 
@@ -153,7 +153,7 @@ def sent_elements(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
 
 
 def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Module:
-    """Return TE's own MLP with quantized weights; on the device, drawn from the seed, unless said otherwise."""
+    """Return TE's own MLP with quantized weights; on the device, drawn from the seed, by default."""
     import transformer_engine.pytorch as te
     from quantization.bodies import SEED
     from quantization.models import build

@@ -37,7 +37,7 @@ def continues(axes: dict[str, int]) -> dict[str, Any]:
         _step(model, optimizer)
     checks = harness.Comparisons()
     for (name, actual), expected in zip(other[0].named_parameters(), twin[0].parameters(), strict=True):
-        why = "bf16 weights, whose gradients are sums in another order"
+        why = "bf16 weights, whose gradients are sums in a different order"
         checks.close(name, actual, expected, rtol=2**-7, why=why)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -102,7 +102,7 @@ def gathered(module: nn.Module) -> list[torch.Tensor]:
 
 
 def without_reduction(axes: dict[str, int]) -> str:
-    """Negative control: TE adds to buffers that FSDP2 does not know."""
+    """Negative control: TE adds to buffers that FSDP2 does not manage."""
     from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 
     stock = _fsdp2.find_unreduced_gradient
@@ -181,7 +181,9 @@ def compare_with_unfused(
             optimizer.zero_grad()
     checks = harness.Comparisons()
     for (name, fused), plain in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        if microbatches == 1 and harness.device_type() == "cpu":  # cuBLAS may choose another kernel for sums
+        if (
+            microbatches == 1 and harness.device_type() == "cpu"
+        ):  # cuBLAS may choose a different kernel for sums
             checks.bitwise_equal(name, fused, plain)
         elif not name.endswith("qkv.bias"):
             why = (

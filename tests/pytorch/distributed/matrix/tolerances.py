@@ -4,7 +4,7 @@ One process and a sharded run quantize the same numbers in other groups: a rank'
 of a gradient. Where the groups differ, so do the scales, and where the scales differ the rounding is independent. With
 u the root mean square of the relative rounding error of one operand,
 
-    one GEMM, both operands quantized                       sqrt(2) u     (gradients in another format: hypot(u, v))
+    one GEMM, both operands quantized                       sqrt(2) u     (gradients in a different format: hypot(u, v))
     a chain of n GEMMs                                      sqrt(n) times that
     the difference of two runs, independent at worst        sqrt(2) times that
 
@@ -43,7 +43,7 @@ GEMMS = {
     "transformer": 4,
     "grouped": 2,
 }
-#: fp32: ten chained sums of up to 1024 products added in another order, sqrt(1024) * 2^-24 = 2e-6 each.
+#: fp32: ten chained sums of up to 1024 products added in a different order, sqrt(1024) * 2^-24 = 2e-6 each.
 FP32 = 1e-5
 
 

@@ -126,7 +126,7 @@ def reset_after_sharding(axes: dict[str, int], how: str) -> int:
     for name, parameter in reference.named_parameters():
         if parameter.requires_grad:
             mine = model.get_parameter(name).grad
-            checks.close(name, mine, parameter.grad, 1e-5, "fp32: the sum over samples in another order")
+            checks.close(name, mine, parameter.grad, 1e-5, "fp32: the sum over samples in a different order")
     return len(checks.require(10))
 
 

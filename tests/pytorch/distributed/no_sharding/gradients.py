@@ -83,7 +83,7 @@ def unused_on_some_ranks(how: str, *, mixed: bool = False) -> dict[str, Any]:
                 name, gradients[name], expected, 3e-2, "bf16: values, weights and outputs of 2^-9 each"
             )
         else:
-            checks.close(name, gradients[name], expected, 1e-5, "fp32: a few sums in another order")
+            checks.close(name, gradients[name], expected, 1e-5, "fp32: a few sums in a different order")
     never = gradients.get("never.weight")
     return {**checks.require(3), "never": None if never is None else float(never.abs().sum())}
 

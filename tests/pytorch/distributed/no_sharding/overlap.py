@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from no_sharding.bodies import meshes_of
 
-WHY = "fp32: sums over 2 ranks and 3 rows in another order"
+WHY = "fp32: sums over 2 ranks and 3 rows in a different order"
 #: Elements of each unit's bucket: parameters padded to 64, and a flag for each.
 SIZES = {"never": 130, "head": 258, "common": 322, "left": 386, "right": 514}
 MIXED = {"": "optim_grads_params", "left": "no_shard", "right": "no_shard", "head": "no_shard"}

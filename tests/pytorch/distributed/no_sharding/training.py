@@ -156,7 +156,7 @@ def microbatch(model: nn.Module, schedule: str, is_last: bool) -> Iterator[None]
 
 @contextlib.contextmanager
 def inject_fault(what: str) -> Iterator[None]:
-    """Inject a fault: "reduction" leaves the reduction out, "order" packs in another order on each rank."""
+    """Inject a fault: "reduction" leaves the reduction out, "order" packs in a different order on each rank."""
     from te_fsdp import replicated_params
     from te_fsdp.collectives.redistribute import Pending, redistribute
     from te_fsdp.features import replicated_gradients

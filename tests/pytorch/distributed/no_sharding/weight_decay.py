@@ -58,7 +58,7 @@ def train_with_weight_decay(
     if outer == "optim":
         optimizers[1] = te_fsdp.shard_optimizer(optimizers[1])
     rank, world, checks = dist.get_rank(), dist.get_world_size(), harness.Comparisons()
-    why = "fp32: sums of a few products in another order"
+    why = "fp32: sums of a few products in a different order"
     for step, uses in enumerate(USES):
         for micro, names in enumerate(uses):
             x = torch.randn(world, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
@@ -100,7 +100,7 @@ def two_forwards(axes: dict[str, int]) -> dict[str, Any]:
     model = Branches()
     te_fsdp.fully_shard(model, meshes_of(axes))
     rank, world, checks = dist.get_rank(), dist.get_world_size(), harness.Comparisons()
-    why = "fp32: sums of a few products in another order"
+    why = "fp32: sums of a few products in a different order"
     x = torch.randn(2, world, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(harness.device())
     # Nested inputs that require gradients make FSDP2 reduce after each forward's part of the backward.
     x.requires_grad_()

@@ -275,8 +275,8 @@ def without_gradients(case: str, axes: dict[str, int], wrap: str) -> None:
 def recomputed(axes: dict[str, int], wrap: str, reentrant: bool) -> None:
     """Compare gradients of te.checkpoint, which runs forward twice, with those without it.
 
-    Not to the bit, with stock TE in one process neither: residual gradients are added in another order, and on GPUs the
-    activation's fused kernels are others. What stock TE itself differs by is measured here, and four times that, or
+    Not to the bit, nor with stock TE in one process: residual gradients are added in a different order, and on GPUs
+    the activation's fused kernels differ. What stock TE itself differs by is measured here, and four times that, or
     2e-6 (a few roundings of 6e-8 of terms a few times larger than their sum), is allowed.
     """
     import te_fsdp

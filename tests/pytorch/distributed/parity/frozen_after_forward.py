@@ -31,5 +31,7 @@ def count_gradients_after_freezing(name: str, **axes: int) -> int:
         mine = actual[key]
         assert (mine is None) == (wanted is None), key
         if mine is not None and wanted is not None:
-            assert float((mine - wanted).norm() / wanted.norm()) < 1e-5, key  # sums of fp32 in another order
+            assert float((mine - wanted).norm() / wanted.norm()) < 1e-5, (
+                key
+            )  # sums of fp32 in a different order
     return sum(gradient is not None for gradient in actual.values())

@@ -166,7 +166,7 @@ def _same_output(kind: str, options: dict[str, Any], model: nn.Module, reference
     )
     output = subject.call(model, x)
     expected = subject.call(reference, x)
-    harness.assert_close("output", output, expected, 1e-5, "fp32: ten chained sums in another order")
+    harness.assert_close("output", output, expected, 1e-5, "fp32: ten chained sums in a different order")
     output.sum().backward()
 
 

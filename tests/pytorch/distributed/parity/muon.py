@@ -34,7 +34,7 @@ ALL = [
 # Two steps of 0.01 whose directions differ by the rounding of bf16 (2^-8) through five iterations that multiply it by
 # up to 3.4 each where singular values are small: some percent of a step of size 0.3, next to weights of about 0.1.
 MUON_ROUNDING = 2e-2
-WHY_MUON = "Newton-Schulz in bf16, products added in another order"
+WHY_MUON = "Newton-Schulz in bf16, products added in a different order"
 
 
 class Model(nn.Module):
@@ -52,7 +52,7 @@ class Model(nn.Module):
             FFN,
             HEADS,
             num_gqa_groups=GROUPS,
-            kv_channels=CHANNELS,  # more rows of queries than columns: another learning rate than for keys
+            kv_channels=CHANNELS,  # more rows of queries than columns: a different learning rate than for keys
             activation="swiglu",
             hidden_dropout=0.0,
             attention_dropout=0.0,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 WIDTH, ROWS = 16, 8
-# fp64: some hundred sums of up to 512 products of size 1, added in another order (2^-53 each).
+# fp64: some hundred sums of up to 512 products of size 1, added in a different order (2^-53 each).
 FP64 = 1e-12
-WHY_FP64 = "fp64: sums added in another order, through three evaluations of a step"
+WHY_FP64 = "fp64: sums added in a different order, through three evaluations of a step"
 
 
 class Net(nn.Module):
@@ -75,7 +75,7 @@ def lbfgs(axes: dict[str, int], strategy: str = "optim_grads_params", spoil: boo
     Args:
         axes: mesh sizes; all ranks have data of their own.
         strategy: of fully_shard.
-        spoil: a negative control: the reference has another tolerance, at which its search ends.
+        spoil: a negative control: the reference has a different tolerance, at which its search ends.
     """
     checks = harness.Comparisons()
     for search in (None, "strong_wolfe"):
@@ -173,7 +173,7 @@ def errors_of_copies(tp: int) -> dict[str, str]:
     }
     for strategy, (name, copied) in itertools.product(("optim_grads_params", "no_shard"), ways.items()):
         if strategy == "no_shard" and name == "copied parameters":
-            continue  # of plain parameters, by another optimizer: nothing is left that tells
+            continue  # of plain parameters, by a different optimizer, which leaves no trace
         _, _, model = _pair({"tp": tp}, strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         other = copied(optimizer)
@@ -202,7 +202,7 @@ def train_copies() -> None:
         params_dtype=torch.float64,
         **meshes.te_kwargs(),
     )
-    with torch.no_grad():  # each rank another part
+    with torch.no_grad():  # each rank a different part
         bound.weight.normal_(generator=torch.Generator(harness.device()).manual_seed(dist.get_rank()))
     te_fsdp.set_device_mesh(bound, meshes.tp, meshes.weight)
     plain = Net()

@@ -34,7 +34,7 @@ from parity.models import BATCH_DIM, KINDS, Build, Subject
 
 STEPS = 2  # the second with weights and moments that the first has changed; more would repeat it
 RTOL = 1e-5
-WHY = "fp32: ten chained sums of up to 256 products, added in another order"
+WHY = "fp32: ten chained sums of up to 256 products, added in a different order"
 LEARNING_RATE = EPSILON = 1e-2
 
 

@@ -28,7 +28,7 @@ STEPS, MICROBATCHES = 2, 4
 MAX_NORM = 0.05
 FP32 = (
     2e-5,
-    "fp32 sums of at most 600 terms in another order: 600 * 2^-24 = 3.6e-5 at most, their random walk 2e-6",
+    "fp32 sums of at most 600 terms in a different order: 600 * 2^-24 = 3.6e-5 at most, their random walk 2e-6",
 )
 BF16 = (
     3e-2,

@@ -193,7 +193,7 @@ def continue_elsewhere(
     averages: bool = False,
     amax: float = 0.0,
 ) -> dict[str, Any]:
-    """Train on a mesh, save, load on another one, and compare two further steps with TE's unsharded module.
+    """Train on a mesh, save, load on a different one, and compare two further steps with TE's unsharded module.
 
     Args:
         kind: A kind of :class:`round_trip.Model`.

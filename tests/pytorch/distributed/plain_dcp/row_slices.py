@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "ellipsis": lambda p: p[p.shape[0] // 3 :, ...],
     "new dim": lambda p: p[None, p.shape[0] // 3 :],
 }
-#: Functions whose results have the rows of the tensor in another shape.
+#: Functions whose results have the rows of the tensor in a different shape.
 OF_ROWS: dict[str, Callable[[Any], Any]] = {
     "largest of each row": lambda p: p.amax(1),
     "with its place": lambda p: p.max(1).values,

@@ -103,7 +103,7 @@ def _compare(
     held = {storage.data_ptr(): storage.nbytes() for storage in _held(model, optimizer)}
     live = {ptr: t for ptr, t in storages().items() if ptr not in before}
     rest = sorted((t.untyped_storage().nbytes(), ptr) for ptr, t in live.items() if ptr not in held)
-    # The report's bytes are those of the buffers: the same sum by another way.
+    # The report's bytes are those of the buffers: the same sum, computed differently.
     reported = te_fsdp.report(model).total_bytes
     own = sum({s.data_ptr(): s.nbytes() for s in _held(model, None)}.values())
     return {

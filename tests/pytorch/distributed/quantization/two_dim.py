@@ -149,7 +149,7 @@ def _load_dcp(model: nn.Module, source: nn.Module, directory: str) -> None:
     dcp.load(loaded, checkpoint_id=directory)
 
 
-#: Ways to write the weights of one model into another one.
+#: Ways to write the weights of one model into a second one.
 WAYS = {"copy_": _copy, "copy_ of shards": _copy_shards, "load_state_dict": _load, "dcp": _load_dcp}
 
 

@@ -106,7 +106,7 @@ def training(
                 left = is_zeros or step == 0 if makes_zeros else parameter.grad is None
                 assert left, f"{name} in step {step}: {parameter.grad}"
             else:
-                why = "bf16: the sum of two microbatches is rounded to 2^-8 in another order"
+                why = "bf16: the sum of two microbatches is rounded to 2^-8 in a different order"
                 checks.close(f"{step} {name}", parameter.grad, expected.grad, 2**-7, why)
     return checks.require(STEPS * 2)
 

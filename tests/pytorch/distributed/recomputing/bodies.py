@@ -26,10 +26,10 @@ from recomputing.models import BATCH, NARROW, SEQUENCE, WIDE, Net, Way
 SEED = 3
 #: Two backwards: what the first has shown is used in the second.
 ROUNDS = 2
-#: fp32: up to ten chained sums of at most 512 products and of 2 ranks, added in another order (test_parity's).
+#: fp32: up to ten chained sums of at most 512 products and of 2 ranks, added in a different order (test_parity's).
 FP32 = 1e-5
 #: bf16 gradients: the mean over two ranks is rounded once (2^-9), as is each sum of two gradients of one weight (also
-#: where it is used twice), in another order than in one process: four roundings at most.
+#: where it is used twice), in a different order than in one process: four roundings at most.
 BF16 = 4 * 2.0**-9
 FROZEN = ("blocks.0.mlp.fc1_weight", "blocks.1.mlp.layer_norm_weight", "blocks.1.scale")
 
@@ -131,7 +131,7 @@ def _compare(
 
     dtype = next(reference.parameters()).dtype
     tolerance, why = (
-        (FP32, "fp32 sums in another order") if dtype == torch.float32 else (BF16, "bf16 roundings")
+        (FP32, "fp32 sums in a different order") if dtype == torch.float32 else (BF16, "bf16 roundings")
     )
     seen = []
     for item in (model, reference):

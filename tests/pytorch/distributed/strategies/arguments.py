@@ -18,7 +18,7 @@ from strategies.models import SEED, Model, sharded
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "unknown": ({"strategy": "zero3"}, "PlacementError", "strategy: expected one of"),
     "unknown_outer": ({"outer_strategy": "optim_grads"}, "PlacementError", "outer_strategy"),
-    "two_words": ({"strategy": "optim", "reshard_after_forward": True}, "PlacementError", "leave reshard"),
+    "two_words": ({"strategy": "optim", "reshard_after_forward": True}, "PlacementError", "omit reshard"),
     "number": ({"reshard_after_forward": 2}, "PlacementError", "reshard_after_forward=2"),
     "no_module": ({"strategy": {"blocks.9": "optim"}}, "PlacementError", "matches no module"),
     "two_classes": (

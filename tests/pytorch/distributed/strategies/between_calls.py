@@ -106,7 +106,7 @@ def _same_norm(pair: Pair) -> None:
     grads = [p.grad for p in pair.model.parameters() if p.grad is not None]
     squares = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
     norm = torch.stack([g.double().square().sum() for g in squares]).sum().sqrt()
-    # fp32 gradients, summed in another order: see WHY in strategies/bodies.py.
+    # fp32 gradients, summed in a different order: see WHY in strategies/bodies.py.
     torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=0)
 
 
@@ -305,7 +305,7 @@ def errors_of_autograd_grad(strategy: str) -> None:
     x = x.clone().requires_grad_()
     (actual,) = torch.autograd.grad(pair.model(x).square().mean(), x)
     (expected,) = torch.autograd.grad(pair.reference(x).square().mean(), x)
-    pair.checks.close("input's gradient", actual, expected, 1e-4, "fp32 products in another order")
+    pair.checks.close("input's gradient", actual, expected, 1e-4, "fp32 products in a different order")
     pair.model.zero_grad()
     pair.whole_step()
 

@@ -18,7 +18,7 @@ STEPS = 2
 #: Below the norms of the first steps, so that all are clipped.
 MAX_NORM = 0.05
 RTOL = 1e-5
-WHY = "fp32 sums of at most 300 terms in another order: 300 * 2^-24 = 1.8e-5 at most, their random walk 1e-6"
+WHY = "fp32 sums of at most 300 terms in a different order: 300 * 2^-24 = 1.8e-5 at most, their random walk 1e-6"
 
 
 def training(cases: list[dict[str, Any]], broken: str = "") -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ class Model(nn.Module):
 def trained(strategy: str | None, form: str, marked: bool) -> list[float]:
     """Return how far the hand-written module's parameters are from those of one process, after two steps.
 
-    Two microbatches a step, and clipping. Marked ones see another half of the rows on each rank of tp.
+    Two microbatches a step, and clipping. Marked ones see a different half of the rows on each rank of tp.
 
     Args:
         strategy: Of ``fully_shard``; ``None`` for ``set_device_mesh`` alone.
@@ -80,7 +80,9 @@ def trained(strategy: str | None, form: str, marked: bool) -> list[float]:
             float(te_fsdp.clip_grad_norm_(model, 0.5)),
             float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5)),
         ]
-        assert abs(norms[0] - norms[1]) < 1e-5 * norms[1], norms  # fp32 sums of few terms in another order
+        assert abs(norms[0] - norms[1]) < 1e-5 * norms[1], (
+            norms
+        )  # fp32 sums of few terms in a different order
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -14,7 +14,7 @@ SEED = 7
 
 
 class Model(nn.Module):
-    """Two blocks of TE, or another number, and a head whose 7 rows no mesh divides."""
+    """Two blocks of TE, or a different number, and a head whose 7 rows no mesh divides."""
 
     def __init__(
         self, device: Any, dtype: torch.dtype = torch.float32, blocks: int = BLOCKS, **kwargs: Any

@@ -43,7 +43,7 @@ def _step(model: torch.nn.Module, optimizer: Any, seed: int = 0) -> torch.Tensor
 
 
 def attributes_after_changes(transport: str) -> dict[str, Any]:
-    """Return an attribute given to a shard, and freezing, after some steps."""
+    """Set an attribute of a shard, and freeze it, after some steps; return both."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     model, _ = _model({"dp_shard": 2}, transport=transport)

@@ -35,7 +35,7 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
     meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, device_type=harness.device_type())
     results = {}
     inputs = batch(0, dist.get_world_size(), microbatches)[:, dist.get_rank()]
-    # The first one of a model warms up: there HFSDP agrees on the order of units, if its loop tells its last backward.
+    # The first one of a model warms up: there HFSDP agrees on the order of units, if its loop marks its last backward.
     loops = (("plain", "plain", "no_sync"), ("microbatch", "microbatch"))
     for strategy, kinds in itertools.product(STRATEGIES, loops):
         if outer == "optim" and strategy == "no_shard":
@@ -101,7 +101,7 @@ def two_forwards(axes: dict[str, int], sharder: str) -> dict[str, int]:
     del first
     counts["nodes"] = _nodes_after_steps(model, x)
     for name, gradient in both.items():
-        checks.close(name, gradient, apart[name], 1e-5, "fp32: sums of a few products in another order")
+        checks.close(name, gradient, apart[name], 1e-5, "fp32: sums of a few products in a different order")
     checks.require(18)
     return counts
 

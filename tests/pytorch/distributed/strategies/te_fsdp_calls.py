@@ -78,7 +78,7 @@ def user_hooks(fused: bool) -> dict[str, Any]:
     """Return the number of te_fsdp's optimizer hooks, and whether the user's hooks see parameters around a step.
 
     Args:
-        fused: Whether main weights are those of TE's FusedAdam, which stand in from its first step on.
+        fused: Whether main weights are those of TE's FusedAdam, which replace the parameters from its first step on.
     """
     from torch.optim import optimizer as module
     from transformer_engine.common.recipe import Float8CurrentScaling
@@ -120,7 +120,7 @@ def replicas_after_a_failed_step() -> bool:
 
     mesh = te_fsdp.Meshes.build(dp_shard=1, tp=2).tp
     model = te.LayerNormLinear(32, 64, params_dtype=torch.bfloat16, device=harness.device())
-    te_fsdp.set_device_mesh(model, tp_mesh=mesh, check_inputs=False)  # gradients that no model gives
+    te_fsdp.set_device_mesh(model, tp_mesh=mesh, check_inputs=False)  # gradients that no model computes
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     te_fsdp.main_weights(model, optimizer)
 

@@ -81,7 +81,7 @@ def training(
         for x in inputs:
             (loss_of(reference, x) / copies).backward()
         compare(checks, f"step {step}: gradient of", gradients(model), gradients(reference))
-        # Stages are of one model where the mesh says so, else their own models.
+        # Stages are of one model if the mesh has a pipeline axis, else separate models.
         expected = torch.nn.utils.get_total_norm(list(gradients(reference).values()))
         if first == "pp" and not sliced:
             squares = expected.square()
@@ -120,7 +120,7 @@ def groups_created_by_ranks() -> int:
 
 
 def checkpoint_of_a_stage(directory: str) -> list[str]:
-    """Check that saving a model of some ranks as the whole job's is refused on all ranks, and nothing appears."""
+    """Check that saving a model of some ranks as the entire job's is refused on all ranks, and nothing appears."""
     import te_fsdp
 
     mesh = _mesh({"models": 2, "dp_shard": dist.get_world_size() // 2})

@@ -60,7 +60,7 @@ def use_all_entries(case: Case, axes: dict[str, int], directory: str) -> dict[st
 def round_trip_of_offloaded(
     case: Case, axes: dict[str, int], directory: str, other: dict[str, int] | None
 ) -> int:
-    """Save ``get_model_state_dict`` on the CPU by plain DCP, and load it, onto another mesh too.
+    """Save ``get_model_state_dict`` on the CPU by plain DCP, and load it, also onto a different mesh.
 
     Returns:
         Number of tensors compared.
@@ -94,7 +94,8 @@ def call_hooks_by_hand(recipe: str, tp: int) -> dict[str, int]:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not _te.is_quantized(local):
             continue
-        # Stock hooks of formats that look into the module raise their own error; ours must not raise another before.
+        # Stock hooks of formats that look into the module raise their own error; ours must not raise a different one
+        # before.
         reached: Any = None
         try:
             local.fsdp_pre_all_gather(
