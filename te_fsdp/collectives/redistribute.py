@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from te_fsdp.collectives.async_work import Pending, current_stream
 from te_fsdp.errors import PrecisionError
 from te_fsdp.upstream.torch_dtensor import copy_all_
-from te_fsdp.upstream.torch_redistribution import as_bits
+from te_fsdp.upstream.torch_redistribution import SAME_SIZE, as_bits
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,8 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
     elements. All ranks pass tensors in the same order and with the same shapes.
     """
     small: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in map(as_bits, tensors):
+    # Every step broadcasts gradients, so it makes few calls.
+    for tensor in [as_bits(t) if t.dtype in SAME_SIZE else t for t in tensors]:
         # Large tensors are sent alone: packing would copy them twice. Small ones are packed, because each
         # collective has a fixed cost.
         if tensor.numel() > LARGE and tensor.is_contiguous():

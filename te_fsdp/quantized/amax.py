@@ -196,7 +196,7 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     writes: list[tuple[Any, Any, torch.Tensor]] = []
     for local, value in pairs:
         quantizer: Any = getattr(local, _te.QUANTIZER, None)
-        count_write(local)  # another optimizer with main weights of it compares the numbers
+        count_write(quantizer)  # another optimizer with main weights of it compares the numbers
         if hasattr(local, "experts"):  # a grouped weight
             weight: Any = local
             weight.mark_experts()

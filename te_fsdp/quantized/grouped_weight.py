@@ -83,7 +83,7 @@ class _GroupedWeightMixin:
         if isinstance(tensor, _te.te().QuantizedTensor):
             tensor = tensor.dequantize()
         self.mark_experts()
-        count_write(self)
+        count_write(self._quantizer)
         for expert, value in zip(self.experts, tensor.detach(), strict=True):
             self._quantizer.update_quantized(value, expert, noop_flag=noop_flag)
         return self

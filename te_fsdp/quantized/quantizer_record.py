@@ -134,7 +134,7 @@ def patch_quantize() -> None:
     def wrap_quantize(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
         def quantize_(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            count_write(self)
+            count_write(_te.quantizer_of(self))
             return stock(self, tensor, *args, **kwargs)
 
         return quantize_
@@ -142,9 +142,8 @@ def patch_quantize() -> None:
     apply_patch("count", wrap_quantize)
 
 
-def count_write(tensor: Any) -> None:
-    """Count one quantization into a tensor."""
-    quantizer = _te.quantizer_of(tensor)
+def count_write(quantizer: Any) -> None:
+    """Count one quantization into the tensor of a quantizer; ``None``: a plain tensor."""
     record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
     if record and record.writes is not None:
         record.writes[0] += 1

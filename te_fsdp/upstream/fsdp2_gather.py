@@ -217,7 +217,8 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
     event = current.record_event()
     if work is None and is_forward:
         # FSDP2 keeps the output until the next unit waits, so that this copy overlaps with its all-gather.
-        context.all_gather_state = _fsdp_param_group.AllGatherState(pending, event)
+        kept: Any = pending
+        context.all_gather_state = _fsdp_param_group.AllGatherState(kept, event)
     else:
         wait_before_gathers(group, event)
     group._all_gather_result = None

@@ -24,7 +24,7 @@ from te_fsdp.upstream.torch_dtensor import shard_dim_of, shifted, strided_shard
 
 _watched = threading.local()
 #: Dtypes that Gloo and NCCL do not communicate, such as the remainders of FusedAdam, and dtypes of their sizes
-_BITS = {
+SAME_SIZE = {
     torch.int16: torch.bfloat16,
     torch.uint16: torch.bfloat16,
     torch.uint32: torch.int32,
@@ -134,7 +134,7 @@ def _moved(placement: Placement, move: Callable[[int], int]) -> Placement:
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or its view in a dtype of its size that Gloo and NCCL communicate. Local operation."""
-    return tensor.view(_BITS[tensor.dtype]) if tensor.dtype in _BITS else tensor
+    return tensor.view(SAME_SIZE[tensor.dtype]) if tensor.dtype in SAME_SIZE else tensor
 
 
 def communicate_all_dtypes() -> None:
@@ -143,7 +143,7 @@ def communicate_all_dtypes() -> None:
     def of_bits(stock: Any) -> Any:
         @functools.wraps(stock)
         def communicate(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if tensor.dtype not in _BITS:
+            if tensor.dtype not in SAME_SIZE:
                 return stock(tensor, *args, **kwargs)
             args = _pytree.tree_map_only(torch.Tensor, as_bits, args)
             result = stock(as_bits(tensor), *args, **kwargs)
@@ -156,7 +156,7 @@ def communicate_all_dtypes() -> None:
         def broadcast(full: dict[str, Any], local: dict[str, Any], keys: Any, *args: Any) -> None:
             for key in keys:
                 dtype, received = full[key].dtype, local
-                if bits := _BITS.get(dtype):
+                if bits := SAME_SIZE.get(dtype):
                     value, received = full[key], {key: torch.empty(0)}
                     is_info = isinstance(value, _state_dict_utils._TensorInfo)
                     full[key] = type(value)(value.size, bits) if is_info else value.view(bits)
