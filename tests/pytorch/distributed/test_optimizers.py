@@ -54,7 +54,7 @@ def test_copied_optimizers_raise(pool, tp):
         assert len(found) == 5
         for case, text in found.items():
             assert text.startswith(
-                "AdamW.step: first.weight, and 3 more of its 4: expected parameters that"
+                "AdamW.step: first.weight, and 3 more of its 4: expected current parameters of the model"
             ), (case, text)
             assert "got a copy, as copy.deepcopy or a pickle" in text and "load_state_dict" in text
 

@@ -42,7 +42,7 @@ def test_process_groups_of_one_pipeline_stage(pool):
 @pytest.mark.ranks(4)
 def test_checkpoint_of_one_pipeline_stage_raises(pool, tmp_path):
     for (text,) in pool.run(meshes.checkpoint_of_a_stage, 4, directory=str(tmp_path)):
-        assert "a model on 2 of 4 ranks" in text and "Fix: plain torch.distributed.checkpoint" in text
+        assert "a model on 2 of 4 ranks" in text and "Fix: use plain torch.distributed.checkpoint" in text
 
 
 @pytest.mark.ranks(4)
