@@ -290,7 +290,9 @@ def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> Non
     has_same_axes = bound.tp_mesh == meshes.tp_mesh and bound.ep_mesh == meshes.ep_mesh
     # Without tp, FSDP2's shard axis was taken as the mesh.
     is_left_out = meshes.weight_mesh is None or (bound.weight_mesh is None and not binding.fsdp.is_managed)
-    if has_same_axes and (bound.weight_mesh == meshes.weight_mesh or is_left_out):
+    # A script may have flattened the same ranks under a name of its own.
+    before, after = (m if m is None else m.mesh.tolist() for m in (bound.weight_mesh, meshes.weight_mesh))
+    if has_same_axes and (before == after or is_left_out):
         return
     problem, fix = "with different meshes than before", "bind a model once; build a new model for a new mesh"
     if binding.fsdp.is_managed:

@@ -358,3 +358,12 @@ def test_rejected_fully_shard_does_not_change_the_model(job, mistake):
         te_fsdp.fully_shard(model, job.dp, units=["0", "1" if mistake != "unit of no name" else "2"])
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert (type(first), type(up)) == (nn.Linear, job.te.Linear)
+
+
+def test_weight_mesh_may_have_a_name_of_the_users(job):
+    """A weight mesh with the ranks of te_fsdp's is the same mesh."""
+    model = job.column()
+    own = DeviceMesh("cpu", job.tp.weight.mesh.tolist(), mesh_dim_names=("mine",))
+    te_fsdp.set_device_mesh(model, job.tp.tp, own)
+    te_fsdp.fully_shard(model, job.tp)
+    assert isinstance(model.up.weight, DTensor)
