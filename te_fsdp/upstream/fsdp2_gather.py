@@ -41,7 +41,7 @@ class _Plan(NamedTuple):
     outputs: list[list[torch.Tensor]]  #: FSDP2's lists of gathered tensors, one for each record
     dtype: torch.dtype  #: Dtype of the collective: that of all sent tensors, or uint8
     sizes: list[int]  #: Number of elements of ``dtype`` of each sent tensor
-    #: Indices of sent tensors that are cast before they are copied as bytes, and their new dtype
+    #: Indices of sent tensors that are cast before they are copied, and their new dtype
     cast_first: tuple[list[int], torch.dtype | None]
     #: Views of the gathered tensors: (ranks, size of one rank's part); empty until their memory is allocated
     targets: list[torch.Tensor]

@@ -28,6 +28,8 @@ def _model(recipe: str, policy: Any) -> tuple[torch.nn.Module, Any]:
     made = None if recipe == "none" else recipe_of(recipe)
     with te.quantized_model_init(enabled=made is not None, recipe=made):
         model = torch.nn.Sequential(*[te.LayerNormLinear(HIDDEN, HIDDEN, **options) for _ in range(3)])
+    if made is None and policy.param_dtype is not None:  # a unit with two dtypes
+        model[1].bias = torch.nn.Parameter(model[1].bias.to(torch.bfloat16))
     units = [te.LayerNormLinear]
     te_fsdp.fully_shard(
         model, te_fsdp.Meshes.build(dp_shard=2), units=units, mp_policy=policy, transport="nccl"
