@@ -138,17 +138,16 @@ def _can_repeat(group: Any, is_planned: bool) -> bool:
         and getattr(group, "_all_gather_output_fn", None) is _STOCK_COPY_OUT
         and not torch.is_inference_mode_enabled()  # which would create inference tensors for later steps
         and not torch._C._are_functorch_transforms_active()
-        and (is_planned or all(map(_is_ready, group.fsdp_params)))
-    )
-
-
-def _is_ready(managed: Any) -> bool:
-    """Return whether a record has been all-gathered before, along dimension 0."""
-    return (
-        "_unsharded_param" in managed.__dict__
-        and managed.fsdp_placement.dim == 0
-        and not managed.offload_to_cpu
-        and not any(output.is_inference() for output in managed.all_gather_outputs)
+        and (
+            is_planned
+            or all(
+                "_unsharded_param" in managed.__dict__  # it has been all-gathered before
+                and managed.fsdp_placement.dim == 0
+                and not managed.offload_to_cpu
+                and not any(output.is_inference() for output in managed.all_gather_outputs)
+                for managed in group.fsdp_params
+            )
+        )
     )
 
 
