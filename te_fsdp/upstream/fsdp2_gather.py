@@ -7,10 +7,9 @@
 #     collective    FSDP2's (``AllGather``), on the streams that FSDP2 chooses
 #     copies out    one kernel, into views that share no version counter with the parameters
 #
-# Units with shards on the CPU or along other dimensions than 0 use FSDP2's functions, as do inference mode and function
-# transforms.
-# Private names of FSDP2 (``FSDPParamGroup.unshard``, ``wait_for_unshard``, ``foreach_all_gather``,
-# ``foreach_all_gather_copy_out``), checked with torch 2.11 to 2.15.
+# Units with shards on the CPU or along dimensions other than 0 use FSDP2's functions, as do inference mode and
+# function transforms. Private names of FSDP2 (``FSDPParamGroup.unshard``, ``wait_for_unshard``,
+# ``foreach_all_gather``, ``foreach_all_gather_copy_out``), checked with torch 2.11 to 2.15.
 
 from __future__ import annotations
 
@@ -35,6 +34,7 @@ _STOCK_COPY_OUT = getattr(_fsdp_collectives, "_default_all_gather_output_fn", No
 class _Plan(NamedTuple):
     """Plan of a group's all-gathers. It refers to no shard, so that a user can free a shard's memory."""
 
+    records: list[Any]  #: FSDP2's records of the gathered parameters: all of the group, or some
     dtypes: list[torch.dtype]  #: Dtype of each sent tensor
     numels: list[int]  #: Number of elements of each sent tensor
     casts: list[torch.dtype | None]  #: FSDP2's ``param_dtype`` of each record
@@ -45,9 +45,8 @@ class _Plan(NamedTuple):
     cast_first: tuple[list[int], torch.dtype | None]
     #: Views of the gathered tensors: (ranks, size of one rank's part); empty until their memory is allocated
     targets: list[torch.Tensor]
-    storages: list[
-        tuple[torch.UntypedStorage, int]
-    ]  #: Memory of the gathered tensors, with their sizes in bytes
+    #: Memory of the gathered tensors, with their sizes in bytes
+    storages: list[tuple[torch.UntypedStorage, int]]
     hooked: list[Any]  #: Records whose parameter is made by a hook after each all-gather
 
     def is_valid(self, records: list[Any], sent: list[torch.Tensor]) -> bool:
@@ -106,13 +105,15 @@ def _unshard(
     now, ranks = (*pass_of(group), len(group.fsdp_params)), group._all_gather_process_group
     if now[0] and not group.unshard_in_backward:
         return
-    if not _can_repeat(group, now in plans):
+    plan = plans.get(now)
+    # Another selection of the group's records may contain one that this file does not gather.
+    if not _can_repeat(group, plan is not None and plan.records == group.fsdp_params):
         stock(async_op)
         return
     copies, stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
     with profiler_range(group._with_fqn("FSDP::all_gather")), torch.no_grad():
         with on_stream(copies):
-            tensors, plan = sent_tensors(group), plans.get(now)
+            tensors = sent_tensors(group)
             sent = [tensor.view(-1) for several in tensors for tensor in several]
             if plan is None or not plan.is_valid(group.fsdp_params, sent):
                 plan = plans[now] = _make_plan(group, tensors)
@@ -172,6 +173,7 @@ def _make_plan(group: Any, sent: list[Sequence[torch.Tensor]]) -> _Plan:
     numels = [tensor.numel() for tensors in sent for tensor in tensors]
     outputs = [record.all_gather_outputs for record in records]
     return _Plan(
+        records=list(records),
         dtypes=before,
         numels=numels,
         casts=[record.param_dtype for record in records],
