@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.profiler import record_function
 
+from te_fsdp.upstream.fsdp2_reduce import copy_in
 from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, fsdp_state_of, record_of_group
 from te_fsdp.upstream.torch_autograd import function_transform
 from te_fsdp.upstream.torch_dtensor import backward_id, flatten
@@ -75,6 +76,7 @@ def _substitutes() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
         "record_function": profiler_range,
         "_get_device_handle": functools.cache(_Streams),
+        "foreach_reduce_scatter_copy_in": copy_in,
     }
     if not getattr(torch.distributed, "_is_spmd_types_available", bool)():
         # torch's defines and enters a generator that does nothing, in eleven calls.

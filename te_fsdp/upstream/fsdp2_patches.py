@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream import fsdp2_units as _units
-from te_fsdp.upstream.fsdp2_settled import shorten_gradient_reads, shorten_gradients
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, shard_dim_of, spec_of, with_dtype
 
 # --- FSDPParamGroup.post_backward
@@ -52,20 +51,16 @@ def add_reduction_listener(
             before, after, ended = (
                 listeners if reduces else ((), (), () if record.is_postponed else listeners[2])
             )
-            shortened = shorten_gradients(group) if reduces else []
-            try:
-                # The last one added runs first, so that FSDP2 follows directly on the first one added.
-                for call in reversed(before):
-                    call(group)
-                if reduces:  # with the gradients that the functions leave
-                    shortened += shorten_gradient_reads(group)
-                if record.flags is None or not reduces:
+            # The last one added runs first, so that FSDP2 follows directly on the first one added.
+            for call in reversed(before):
+                call(group)
+            if not reduces:
+                stock(*args)
+            elif record.one is None or not record.one.reduce(group, record.flags, stock, args):
+                if record.flags is None:
                     stock(*args)
                 else:
                     record.flags.reduce_with(group, stock, *args)
-            finally:
-                for attrs, name in shortened:
-                    del attrs[name]
             for call in (*after, *ended):
                 call(group)
 

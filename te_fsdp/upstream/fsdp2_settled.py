@@ -16,7 +16,6 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.fsdp2_hooks import current_stream
+from te_fsdp.upstream.fsdp2_reduce import OneGradient
 from te_fsdp.upstream.fsdp2_units import GROUP, ShardedUnshardedPair, owners_of, record_of_group
 from te_fsdp.upstream.torch_dtensor import DTENSOR_ATTRIBUTES, new_dtensor
 
@@ -156,15 +156,14 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     if hasattr(group, "_all_gather_output_fn") and any(map(frees, group.fsdp_params)):  # torch 2.15
         return
     # Records get a subclass because properties cannot be replaced on an object.
-    record_of_group(group).replay = replay
+    record = record_of_group(group)
+    record.replay, record.one = replay, OneGradient()
     for managed in group.fsdp_params:
         managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)
     if group.mesh_info.shard_mesh_size == 1:
         group.wait_for_unshard = functools.partial(_wait_alone, group, group.wait_for_unshard)
 
 
-#: Replaces a method of a record. Does nothing, without a Python call.
-_nothing: Callable[[], Any] = tuple
 _shape, _flat = operator.attrgetter("shape"), operator.methodcaller("view", -1)
 
 
@@ -277,13 +276,6 @@ class _AllGatherInputs:
         return list(map(_flat, call_all_gather_hook(managed, local)))
 
 
-class _UnshardedParam:
-    """FSDP2's property ``unsharded_param``, which an instance attribute overrides while gradients are reduced."""
-
-    def __get__(self, managed: Any, _: Any) -> Any:
-        return managed._unsharded_param
-
-
 @functools.cache
 def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
     """Return a subclass of the record class ``kind`` with shortcuts for parameters without cast, move or padding."""
@@ -308,11 +300,8 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
         extensions.all_gather_metadata, extensions.all_gather_input_sizes = None, ()
 
     def unsharded_grad_data(self: Any) -> torch.Tensor:
-        substitute = self.__dict__.get("unsharded_param")
         with torch._C.DisableTorchFunctionSubclass():
             gradient = self._unsharded_param.grad
-            if substitute is not None:  # FSDP2 clears its gradient
-                self._unsharded_param.grad, substitute.grad = None, gradient
         # With equal placements FSDP2 would redistribute nothing, but call DTensor for it.
         if type(gradient) is DTensor and gradient._spec.placements == self._unsharded_param._spec.placements:
             return gradient._local_tensor
@@ -330,54 +319,10 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
         "gathered_views": None,  # the all-gather outputs, the shapes of the inputs, and the outputs in these shapes
         "init_unsharded_param": init_unsharded_param,
         "all_gather_inputs": _AllGatherInputs(kind.all_gather_inputs.fget),
-        "unsharded_param": _UnshardedParam(),
         "unsharded_grad_data": property(unsharded_grad_data if is_dtensor else _plain_gradient),
         "to_sharded_dtensor": to_sharded_dtensor,
     }
     return type(kind.__name__, (kind,), answers)
-
-
-def shorten_gradients(group: Any) -> list[tuple[dict[str, Any], str]]:
-    """Let a reduction make the DTensor of each gradient without a call of te_fsdp. Local operation.
-
-    FSDP2 calls ``FSDPParam.to_sharded_dtensor`` with views of the parameters' shapes. Records with a function of their
-    own are not changed. Return the attributes to delete after the reduction, with the objects that have them.
-    """
-    changed = []
-    for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
-        attrs = managed.__dict__
-        if "to_sharded_dtensor" not in attrs:
-            specs = attrs.get("_sharding_spec_by_dtype")  # torch 2.15: those that FSDP2 has made
-            spec = managed._sharding_spec if specs is None else specs.get(managed.sharded_grad_dtype)
-            if spec is None:
-                continue
-            attrs["to_sharded_dtensor"] = functools.partial(
-                new_dtensor, DTensor, spec=spec, requires_grad=False
-            )
-            changed.append((attrs, "to_sharded_dtensor"))
-    return changed
-
-
-def shorten_gradient_reads(group: Any) -> list[tuple[dict[str, Any], str]]:
-    """Let FSDP2 read and clear each gradient of a reduction that follows without a call. Local operation.
-
-    Return the attributes to delete after the reduction, with the objects that have them.
-    """
-    # FSDP2 reads ``unsharded_param.grad`` several times. Each is a property, and runs ``__torch_function__`` of
-    # DTensor's subclasses. A substitute says that there is a gradient, which ``unsharded_grad_data`` then takes.
-    changed = []
-    with torch._C.DisableTorchFunctionSubclass():
-        for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
-            attrs = managed.__dict__
-            parameter = attrs.get("_unsharded_param")
-            if parameter is None or attrs.get("unsharded_accumulated_grad") is not None:
-                continue
-            attrs["accumulate_unsharded_grad_if_needed"] = _nothing
-            changed.append((attrs, "accumulate_unsharded_grad_if_needed"))
-            if parameter.grad is not None:
-                attrs["unsharded_param"] = SimpleNamespace(grad=True) if managed.is_dtensor else parameter
-                changed.append((attrs, "unsharded_param"))
-    return changed
 
 
 def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:

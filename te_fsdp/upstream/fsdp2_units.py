@@ -38,6 +38,8 @@ class GroupRecord:
     backward: int = (
         -1
     )  #: Running backward (-1: none) when the group was last unsharded (``modules/torch_units.py``)
+    #: Record in place of all of the group's (``fsdp2_reduce.OneGradient``); ``None``: FSDP2 reduces each
+    one: Any = None
     flags: Any = None  #: Record that is reduced with the gradients (``fsdp2_unused.UseFlags``)
     gathers: Any = None  #: Object that all-gathers the group instead of FSDP2
     sends_without_copy: bool = False  #: Whether gradients are sent without a copy (``symmetric_memory.py``)

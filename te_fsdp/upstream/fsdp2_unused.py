@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from te_fsdp.upstream.fsdp2_patches import add_reduction_listener
+from te_fsdp.upstream.fsdp2_reduce import ReducedRecord
 from te_fsdp.upstream.fsdp2_units import GROUP, record_of, record_of_group, replace_property
 from te_fsdp.upstream.torch_dtensor import zero_gradient
 
@@ -50,27 +49,29 @@ def _complete(is_shared: bool, group: Any) -> None:
 
     ``is_shared``: whether other ranks reduce these gradients too, so that even the first ones must be complete.
     """
-    dtype, flags = None, group.__dict__[GROUP].flags
-    for managed in group.fsdp_params:
-        accumulated = managed.__dict__.get("unsharded_accumulated_grad")
-        if dtype is None and accumulated is not None:
-            dtype = accumulated.dtype
-    for managed in group.fsdp_params if is_shared or dtype is not None else ():
-        parameter = managed.__dict__.get("_unsharded_param")  # None before the first all-gather
-        if parameter is None or not parameter.requires_grad or managed.unsharded_accumulated_grad is not None:
+    flags, records = group.__dict__[GROUP].flags, group.fsdp_params
+    accumulated = [a for m in records if (a := m.__dict__.get("unsharded_accumulated_grad")) is not None]
+    dtype = accumulated[0].dtype if accumulated else None
+    with torch._C.DisableTorchFunctionSubclass():
+        trained = [
+            (managed, parameter, parameter.grad)
+            for managed in records
+            if (parameter := managed.__dict__.get("_unsharded_param")) is not None and parameter.requires_grad
+        ]
+    for managed, parameter, gradient in trained if is_shared or dtype is not None else ():
+        if (gradient is not None and dtype is None) or managed.unsharded_accumulated_grad is not None:
             continue
-        gradient = parameter.grad
         if gradient is None:
             gradient = zero_gradient(parameter)
             if flags is not None:
                 flags.filled.add(managed)
-        if dtype is not None:
-            managed.unsharded_accumulated_grad, parameter.grad = gradient.to(dtype), None
-        elif parameter.grad is None:
+        if dtype is None:
             parameter.grad = gradient
+        else:
+            managed.unsharded_accumulated_grad, parameter.grad = gradient.to(dtype), None
 
 
-class UseFlags:
+class UseFlags(ReducedRecord):
     """The number of ranks that used each parameter of a group, reduced in one collective with the gradients.
 
     Each rank sends 1 for a parameter that it used and 0 for one filled with zeros. FSDP2 reduces the flags as
@@ -85,21 +86,12 @@ class UseFlags:
         undecided: Records whose gradient may consist of zeros alone, with their flags so far.
     """
 
-    fsdp_placement, offload_to_cpu, is_dtensor = Shard(0), False, False
-    contiguous_sharded_stride = (1,)
-    unsharded_accumulated_grad = sharded_grad_dtype = grad_offload_event = None
-    # Searches for a module's record during the reduction, as by a step in a gradient hook, read the owners.
-    _module_info = SimpleNamespace(module=None, param_name="", shared_modules=(), shared_param_names=())
-
     def __init__(self) -> None:
+        super().__init__()
         self.filled: set[Any] = set()
         self.undecided: dict[Any, list[torch.Tensor]] = {}
         self._dropped: set[Any] = set()
         self._all_used: tuple[Any, torch.Tensor] | None = None
-        # FSDP2 reads the unsharded and the sharded parameter of a record, and their gradients.
-        self._unsharded_param = self.unsharded_param = SimpleNamespace(grad=None)
-        self.sharded_param = SimpleNamespace(grad=None, requires_grad=True)
-        self.sharded_size = self.padded_sharded_param_size = self._orig_size = torch.Size((0,))
 
     def reduce_with(self, group: Any, stock: Any, *args: Any) -> None:
         """Run a group's ``post_backward`` with the flags as an additional record."""
@@ -111,7 +103,7 @@ class UseFlags:
             stock(*args)
             return
         filled, self.filled = self.filled, set()
-        self._set_own(filled, trained, group, dtype)
+        self.unsharded_param.grad = self.of_rank(filled, trained, group, dtype)
         # Gradients that may consist of zeros alone after this reduction, with their earlier flags. There are none for
         # a missing gradient, even if one of an earlier microbatch was dropped.
         earlier: dict[Any, list[torch.Tensor]] = {
@@ -156,19 +148,18 @@ class UseFlags:
                 for call in () if id(parameter) in unused else calls.values():
                     call(parameter)
 
-    def _set_own(self, filled: set[Any], trained: list[Any], group: Any, dtype: torch.dtype) -> None:
-        """Set this rank's flags, of shape (ranks x parameters,), in the dtype of the gradients. Local operation."""
+    def of_rank(self, filled: set[Any], trained: list[Any], group: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's flags, of shape (ranks x parameters,), in the dtype of the gradients. Local operation."""
         ranks, count = group.mesh_info.shard_mesh_size, len(trained)
         self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
         # The reduce-scatter gives each rank one copy of the sums, because each part is the same.
         if filled:
             flags = [0.0 if managed in filled else 1.0 for managed in trained]
-            self.unsharded_param.grad = torch.tensor(flags * ranks, dtype=dtype, device=group.device)
-            return
+            return torch.tensor(flags * ranks, dtype=dtype, device=group.device)
         key = ranks, count, dtype
         if self._all_used is None or self._all_used[0] != key:
             self._all_used = key, torch.ones(ranks * count, dtype=dtype, device=group.device)
-        self.unsharded_param.grad = self._all_used[1]
+        return self._all_used[1]
 
     def decide(self, group: Any) -> None:
         """Remove the gradients of parameters that no rank used. Waits for the device."""
@@ -183,19 +174,6 @@ class UseFlags:
         for managed in undecided:
             if managed in self._dropped:  # During graph capture, repeat the decision of the previous step.
                 managed.sharded_param.grad = None
-
-    @property
-    def unsharded_grad_data(self) -> torch.Tensor:
-        """Return the flags."""
-        grad = self.unsharded_param.grad
-        assert grad is not None
-        return grad
-
-    def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Do nothing. Flags belong to one reduction."""
-
-    def to_sharded(self) -> None:
-        """Do nothing. Flags are not all-gathered."""
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of the reduced flags."""

@@ -37,7 +37,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
     "`FSDPParamGroup`": (
         (
             "post_backward",
-            "runs te_fsdp's code around a reduction; gradients of unused parameters; one dtype per reduction",
+            "runs te_fsdp's code around a reduction; all gradients as one; those of unused parameters; one dtype",
         ),
         ("pre_backward", "refuses `create_graph=True` before weights are gathered"),
         ("_init_mp_dtypes", "sharded gradients may have their own dtype", "torch 2.11 to 2.14"),
@@ -94,9 +94,8 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
         ("shard_mesh", "cached", "torch 2.11 and 2.12"),
         ("init_all_gather_outputs, free_unsharded_param", "no copy over a shard axis of size 1"),
         (
-            "all_gather_inputs, init_unsharded_param, to_sharded_dtensor, unsharded_param, unsharded_grad_data, "
-            "accumulate_unsharded_grad_if_needed",
-            "one call or none if nothing is cast, moved, padded or accumulated",
+            "all_gather_inputs, init_unsharded_param, to_sharded_dtensor, unsharded_grad_data",
+            "one call if nothing is cast, moved, padded or accumulated",
         ),
     ),
     "`FSDPParamGroup`, `FSDPParam`": (

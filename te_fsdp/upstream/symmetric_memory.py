@@ -217,6 +217,8 @@ def zero_copy_input_of(
     # torch 2.15 reduces the records in the order of their dtypes.
     order = getattr(group, "_reduce_scatter_param_indices", None)
     records = [group.fsdp_params[index] for index in order] if order else group.fsdp_params
+    if records[0] is record.one:
+        records = record.one.members
     trained = [managed for managed in records if managed.sharded_param.requires_grad]
     key, cached = (trained, packs_small), record.parts
     if cached is None or cached[0] != key:
