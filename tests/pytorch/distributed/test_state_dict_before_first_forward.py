@@ -17,6 +17,8 @@ def test_early_state_dict_has_trained_values(pool, sharder, rows):
 @pytest.mark.parametrize("how", ["full", "broadcast", "dcp"])
 def test_high_precision_values_load_into_quantized_weights(pool, tmp_path, how, recipe):
     """Load into a gated weight that ``fully_shard`` has sharded on the device. It kept the scale of the initial one."""
-    for result in pool.run(early_state_dict.loaded_values, 4, how=how, recipe=recipe, directory=str(tmp_path)):
+    for result in pool.run(
+        early_state_dict.loaded_values, 4, how=how, recipe=recipe, directory=str(tmp_path)
+    ):
         assert result["loaded"] == []
         assert result["differing_scales"] == []

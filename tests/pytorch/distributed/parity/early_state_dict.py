@@ -63,7 +63,12 @@ def loaded_values(how: str, recipe: str, directory: str) -> dict[str, list[str]]
 
     meshes = te_fsdp.Meshes.build(tp=2, device_type=harness.device_type())
     format_ = {"current": recipes.Float8CurrentScaling, "delayed": recipes.DelayedScaling}[recipe]()
-    options = {"activation": "swiglu", "bias": False, "params_dtype": torch.bfloat16, "device": harness.device()}
+    options = {
+        "activation": "swiglu",
+        "bias": False,
+        "params_dtype": torch.bfloat16,
+        "device": harness.device(),
+    }
 
     def quantized(**more: Any) -> nn.Module:
         with te.quantized_model_init(recipe=format_):
