@@ -1,4 +1,4 @@
-"""State dicts before the first forward: their tensors stay the model's, as FSDP2 guarantees, and loads are exact."""
+"""State dicts before the first forward: their tensors stay the model's, as FSDP2 guarantees. Loads are exact."""
 
 import pytest
 from parity import early_state_dict
