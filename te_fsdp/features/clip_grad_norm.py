@@ -18,6 +18,7 @@ from te_fsdp.errors import OrderError, PlacementError, PrecisionError, require_f
 from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.lifecycle import gradients_of
+from te_fsdp.mesh_checks import STAGES
 from te_fsdp.process_modules import registered_at
 from te_fsdp.records import COPIED, get_or_create_record, get_record, label_of, name_of
 from te_fsdp.sharded_model import require_sharded_model, shard_of, sharded_model_of
@@ -56,7 +57,8 @@ def clip_grad_norm_(
         norm_type: Order of the norm, positive; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: Raise on all ranks if the norm is NaN or infinite. Otherwise gradients are scaled by the
             nonfinite factor, as in torch.
-        pp_mesh: 1-D mesh of the pipeline stages to include. ``True``: :attr:`Meshes.pp` of the parameters' model.
+        pp_mesh: 1-D mesh of the pipeline stages to include. ``True``: :attr:`Meshes.pp` of the parameters' model,
+            or the axis ``pp`` of the mesh that their meshes were sliced from.
             ``False``: this stage only. Pass several stages on one rank in one call. Parameters shared by stages (a
             tied embedding) count once per stage.
 
@@ -188,8 +190,13 @@ def _stages(parameters: Sequence[torch.Tensor], stages: DeviceMesh | bool) -> De
     if isinstance(stages, DeviceMesh):
         return stages
     require_flags("clip_grad_norm_", pp_mesh=stages)
-    states = (sharded_model_of(parameter) for parameter in parameters) if stages else ()
-    return next((state.meshes.pp for state in states if state is not None), None)
+    parameters = parameters if stages else ()
+    for state in map(sharded_model_of, parameters):
+        if state is not None:
+            return state.meshes.pp
+    # torch's fully_shard records no model, but slices of a job's mesh refer to it.
+    roots = (_torch.root_mesh(p.device_mesh) for p in parameters if isinstance(p, DTensor))
+    return next((root[STAGES] for root in roots if STAGES in (root.mesh_dim_names or ())), None)
 
 
 def _parameters(chosen: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> Sequence[torch.Tensor]:

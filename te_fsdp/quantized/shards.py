@@ -17,6 +17,7 @@ from te_fsdp.collectives.groups import ranks_along
 from te_fsdp.errors import MeshError
 from te_fsdp.layout import Box, chunk_range
 from te_fsdp.quantized.amax import has_amax_group, reduce_newest_amax, set_amax_group
+from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.components import components_of, keep_rowwise_only
 from te_fsdp.quantized.grouped_weight import quantize_experts
 from te_fsdp.quantized.quantizer_record import patch_clone_of_scales
@@ -138,6 +139,7 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
             if pair := its.fsdp.pairs.get(attr):
                 pair.shard = shard  # type: ignore[bad-assignment]
             its.fsdp.needs_requantize = False
+            describe_shards(owner, its, attr, shard)
 
 
 def _copy_part(local: torch.Tensor, unsharded: torch.Tensor, dim: int, low: int, label: str) -> None:

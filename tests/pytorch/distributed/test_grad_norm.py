@@ -69,3 +69,12 @@ def test_negative_control_local_norm(pool):
 def test_norm_over_two_meshes(pool, by_torch):
     """Check parameters on several meshes, which torch's function rejects unless te_fsdp shards some of them."""
     pool.run(clipping.two_meshes, 4, axes=MESHES["dp2_tp2"], by_torch=by_torch)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}], ids=["dp", "tp"])
+def test_norm_covers_stages_without_te_fsdp_fully_shard(pool, axes):
+    """Check stages that torch's ``fully_shard`` or ``set_device_mesh`` sharded. Only one stage was included."""
+    for result in pool.run(clipping.stages_of_torch, 4, axes=axes):
+        assert result["norm"] == pytest.approx(result["expected"], rel=1e-5)  # fp32 sums of 512 squares
+        assert result["one_stage"] == pytest.approx(result["own"], rel=1e-5)

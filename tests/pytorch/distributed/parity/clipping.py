@@ -140,3 +140,24 @@ def two_meshes(axes: dict[str, int], *, by_torch: bool = False) -> None:
     total = clip(parameters, MAX_NORM)
     whole = [*reference.parameters(), *heads[0].parameters()]
     harness.assert_close("norm", total, torch.nn.utils.clip_grad_norm_(whole, MAX_NORM), RTOL, WHY)
+
+
+def stages_of_torch(axes: dict[str, int]) -> dict[str, float]:
+    """Return norms of two stages without a te_fsdp model. Gradients are the numbers of the stage, from 1."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    mode = {"parallel_mode": "column", **meshes.te_kwargs()} if meshes.tp is not None else {}
+    torch.manual_seed(torch.distributed.get_rank())  # equal shards raise
+    stage = te.Linear(16, 16, bias=False, device=harness.device(), **mode)
+    te_fsdp.set_device_mesh(stage, meshes.tp, meshes.weight)
+    if meshes.fsdp is not None:
+        torch.distributed.fsdp.fully_shard(stage, mesh=meshes.fsdp)
+    number = meshes.pp.get_local_rank() + 1
+    norms = []
+    for options in ({}, {"pp_mesh": False}):
+        stage.weight.grad = torch.full_like(stage.weight, number).detach()
+        norms.append(float(te_fsdp.clip_grad_norm_(stage.parameters(), 1.0, **options)))
+    return {"norm": norms[0], "expected": 16 * 5**0.5, "one_stage": norms[1], "own": 16.0 * number}
