@@ -122,9 +122,10 @@ class UseFlags:
         if group.reshard_after_backward:
             group._to_sharded()  # otherwise FSDP2 would call it with the record of the flags in the list
         # FSDP2 calls the post-accumulate gradient hooks of sharded parameters during the reduction, also for parameters
-        # that no rank used. An optimizer step in a hook would then decay such a weight. With sums of HSDP, FSDP2 records
-        # only after the reduction that gradients are reduced.
-        hooked = [m.sharded_param for m in trained] if filled or group._partial_reduce_output is not None else []
+        # that no rank used. An optimizer step in a hook would then decay such a weight. With sums of HSDP, FSDP2
+        # records only after the reduction that gradients are reduced.
+        is_late = bool(filled) or group._partial_reduce_output is not None
+        hooked = [m.sharded_param for m in trained] if is_late else []
         hooks = [(p, calls) for p in hooked if (calls := p._post_accumulate_grad_hooks)]
         for parameter, _ in hooks:
             parameter._post_accumulate_grad_hooks = None

@@ -141,7 +141,9 @@ def hooks_after_accumulation() -> bool:
     for strategy in ("optim_grads_params", "optim_grads", "optim", "no_shard"):
         model, seen = make_sharded(strategy), list[tuple[str, torch.Tensor]]()
         for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.append((n, _full(p.grad).clone())))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, n=name, s=seen: s.append((n, _full(p.grad).clone()))
+            )
         for _ in range(2):
             with te_fsdp.no_sync(model):
                 model(draw_batch()).square().mean().backward()

@@ -1,4 +1,4 @@
-"""DTensors in dtypes that Gloo and NCCL do not communicate keep their bits (:mod:`te_fsdp.upstream.torch_redistribution`)."""
+"""DTensors in dtypes that Gloo and NCCL do not communicate keep their bits (``torch_redistribution.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-DTYPES = "int16 uint16 uint32 uint64 uint8 int8 float8_e4m3fn float8_e5m2 float8_e8m0fnu".split()
+DTYPES = [
+    "int16",
+    "uint16",
+    "uint32",
+    "uint64",
+    "uint8",
+    "int8",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+]
 
 
 def moved(rows: int) -> list[str]:
@@ -19,7 +29,12 @@ def moved(rows: int) -> list[str]:
     meshes = te_fsdp.Meshes.build(dp_shard=2, tp=2, device_type=harness.device_type())
     te_fsdp.fully_shard(torch.nn.Linear(8, 8, device=harness.device()), meshes)
     mesh = meshes.device_mesh["dp_shard", "tp"]
-    placements: list[Any] = [(Shard(0), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Shard(1)), (Replicate(),) * 2]
+    placements: list[Any] = [
+        (Shard(0), Shard(0)),
+        (Shard(0), Shard(1)),
+        (Replicate(), Shard(1)),
+        (Replicate(),) * 2,
+    ]
     changed = []
     for name in DTYPES:
         dtype = getattr(torch, name)
