@@ -108,8 +108,7 @@ class ReplicatedGradients(Component):
         self._accumulating: dict[GradientSlot, None] = {}
         #: Slots whose gradient is in a bucket that the running backward has sent.
         self._taken: set[GradientSlot] = set()
-        #: Parameters with their post-accumulate hooks, which must not run on unreduced gradients.
-        self._hooked: list[tuple[Any, Any]] = []
+        self._hooked: list[tuple[Any, Any]] = []  #: Parameters with post-accumulate hooks, and the hooks
         sent = {slot.unit for slot in self._slots}
         self._units = [unit for unit in units if unit in sent]
         self._order, self._trained = UnitOrder(self._units), tuple[GradientSlot, ...]()

@@ -1,4 +1,4 @@
-"""DTensors in dtypes that Gloo and NCCL do not communicate keep their bits (``torch_redistribution.py``)."""
+"""Bits of DTensors in dtypes that Gloo and NCCL do not communicate."""
 
 from __future__ import annotations
 
