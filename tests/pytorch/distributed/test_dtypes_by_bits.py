@@ -1,4 +1,4 @@
-"""Bits of DTensors in dtypes that Gloo and NCCL do not communicate."""
+"""DTensors in dtypes that process groups do not communicate."""
 
 from __future__ import annotations
 
