@@ -98,13 +98,13 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
         pending = {key: pending[key] for key in map(id, only) if key in pending}
     if pending:
         what = f"gradients of {len(pending)} parameter(s) were not reduced, such as {next(iter(pending.values()))}"
-        if in_backward():  # a hook of a parameter that is not sharded
+        if in_backward():  # a hook, while other gradients are not reduced
             raise OrderError(
                 f"{where}: {what}",
                 expected="a call after backward, which reduces them when it ends",
                 got="a call within backward, as in register_post_accumulate_grad_hook",
                 why="Each rank has the gradient of its own microbatches only",
-                fix="call it after backward(), or shard the parameters: hooks of sharded ones see reduced gradients",
+                fix="call it after backward(), or step an optimizer of the hook's parameter alone",
             )
         raise OrderError(
             f"{where}: {what}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def place_full_tensors(record: str) -> None:
         def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             targets = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
             for key, target in targets.items():
-                _require_same_form(key, full[key].dtype, target)
+                require_same_form(key, full[key].dtype, target)
             boxes = {k: t for k, t in targets.items() if isinstance(t, BoxedDTensor) and t._map is not None}
             uneven: dict[str, Any] = {
                 key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
@@ -63,7 +64,7 @@ def place_full_tensors(record: str) -> None:
             for key in keys:
                 pair = local_state_dict.get(key)
                 if isinstance(pair, tuple):
-                    _require_same_form(key, pair[1].dtype, pair[0])
+                    require_same_form(key, pair[1].dtype, pair[0])
                 if isinstance(pair, tuple) and isinstance(pair[0], BoxedDTensor) and pair[0]._map is not None:
                     local_state_dict[key] = pair[0].fill(pair[1])
             stock(local_state_dict, keys, *args, **kwargs)
@@ -92,7 +93,7 @@ def wrap_plans() -> None:
         def plan(state_dict: dict[str, Any], metadata: Any, *args: Any, **kwargs: Any) -> Any:
             for key, stored in metadata.state_dict_metadata.items():
                 if (properties := getattr(stored, "properties", None)) is not None:
-                    _require_same_form(key, properties.dtype, state_dict.get(key))
+                    require_same_form(key, properties.dtype, state_dict.get(key))
             return stock(state_dict, metadata, *args, **kwargs)
 
         return plan
@@ -115,7 +116,7 @@ def wrap_plans() -> None:
     replace_once(hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", split_pieces)
 
 
-def _require_same_form(key: str, saved: torch.dtype, target: Any) -> None:
+def require_same_form(key: str, saved: torch.dtype, target: Any) -> None:
     """Raise CheckpointError for remainders of main weights (int16) in place of main weights, or the reverse."""
     # torch would convert the numbers, and te_fsdp would then begin with the rounded weights, without an error.
     is_main = key.endswith("master_param") and isinstance(target, torch.Tensor)
@@ -131,6 +132,13 @@ def _require_same_form(key: str, saved: torch.dtype, target: Any) -> None:
 def _order_loaded(stock: Any) -> Any:
     @functools.wraps(stock)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        if (remainders := getattr(self, "store_param_remainders", None)) is not None:  # TE's FusedAdam
+            keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+            params = chain.from_iterable(group["params"] for group in self.param_groups)
+            for key, parameter in zip(keys, params, strict=False):
+                own = torch.int16 if remainders and parameter.dtype == torch.bfloat16 else torch.float32
+                if (main := state_dict["state"].get(key, {}).get("master_param")) is not None:
+                    require_same_form(f"{key}.master_param", main.dtype, torch.empty(0, dtype=own))
         order_states(self, state_dict)
         stock(self, state_dict)
 

@@ -378,7 +378,11 @@ def prepare_loading(
             if MAIN in state and not hasattr(optimizer, "initialize_state"):
                 optimizer.state[parameter][MAIN] = state[MAIN]
             continue
-        fresh = _fresh_state(optimizer, target, states, weights[target.key]["dtype"])
+        weight = weights[target.key]
+        if weight["format"] is None and weight["dtype"] == "float32" and is_low_precision(parameter):
+            # FusedAdam has created a main weight of the FP32 parameter, and never updated it.
+            states = {key: described for key, described in states.items() if key != MAIN}
+        fresh = _fresh_state(optimizer, target, states, weight["dtype"])
         mains |= {target.fqn} if MAIN in fresh else set()
         for key, value in fresh.items():
             label = f"optimizer.state.{target.key}.{key}"

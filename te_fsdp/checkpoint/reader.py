@@ -87,7 +87,9 @@ class Contents:
         """
         states = (self.manifest.optimizer or {"state": {}})["state"].get(name, {})
         quantized = self.components(name) is not None
-        if weights != "compute" and "master_param" in states:
+        # FusedAdam creates main weights of FP32 parameters, too, and never updates them.
+        has_main = "master_param" in states and (quantized or self.value(name).dtype != torch.float32)
+        if weights != "compute" and has_main:
             main = self.tensors[f"optimizer.state.{name}.master_param"]
             return with_remainders(self.value(name), main) if main.dtype == torch.int16 else main, "main"
         if weights == "main" and quantized:

@@ -343,7 +343,9 @@ class Conversion:
     def of(cls, owned: OwnedTensor, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:
         """Return the conversion of a saved parameter; raise CheckpointError for components without values."""
         main = states.get(MAIN, {})
-        has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
+        # FusedAdam creates main weights of FP32 parameters, too, and never updates them.
+        is_low = saved["format"] is not None or saved["dtype"] != "float32"
+        has_main = is_low and main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
         if has_main and per_expert(main, owned.expert) is not None:
             return cls(owned, "main weights", f"optimizer.state.{owned.key}.{MAIN}", {"": (1, 1)})
         if saved["format"] is None:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.state_dict_wrappers import require_same_form
 from te_fsdp.upstream.torch_dtensor import local_of
 
 
@@ -22,12 +23,15 @@ def has_equal_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> bool:
 def refuse_unloadable_states(
     optimizer: Optimizer, state_dict: dict[str, Any], main: str, *, cut: bool
 ) -> None:
-    """Raise CheckpointError for main weights of a different shape, or that DCP has loaded alone. Local operation.
+    """Raise CheckpointError for main weights of another form or shape, or that DCP has loaded alone. Local operation.
 
     ``state_dict`` has the form of ``optimizer.state_dict()``, with equal groups. ``main`` is the name of the main
     weight in a state. ``cut``: the optimizer's states are rows, whose shapes the caller compares.
     """
     states = state_dict["state"]
+    for key, state in states.items():
+        if main in state:
+            require_same_form(f"{key}.{main}", state[main].dtype, torch.empty(0))
     # Without momentum the main weight is all that SGD has.
     is_sgd = isinstance(optimizer, torch.optim.SGD)
     own_states: dict[Any, Any] = {}

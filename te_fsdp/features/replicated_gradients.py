@@ -108,6 +108,7 @@ class ReplicatedGradients(Component):
         self._accumulating: dict[GradientSlot, None] = {}
         #: Slots whose gradient is in a bucket that the running backward has sent.
         self._taken: set[GradientSlot] = set()
+        self._hooked: list[tuple[Any, Any]] = []  #: Parameters with post-accumulate hooks, and the hooks
         sent = {slot.unit for slot in self._slots}
         self._units = [unit for unit in units if unit in sent]
         self._order, self._trained = UnitOrder(self._units), tuple[GradientSlot, ...]()
@@ -288,6 +289,8 @@ class ReplicatedGradients(Component):
                 check(state)
             self._unmark()
             self._running, self._is_captured = True, is_capturing()
+            hooked = [slot.hooked() for slot in self._slots if slot.hooked is not None]
+            self._hooked = _torch_autograd.suspend_accumulation_hooks([p for p in hooked if p is not None])
             self._reduction = self._new_reduction() if self._sync else None
             self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
             # The streams of this backward: autograd runs each node on the stream of its forward.
@@ -344,6 +347,7 @@ class ReplicatedGradients(Component):
             if keep or parameter.grad is not None:
                 parameter.grad = slot.reduced
             slot.reduced = None
+        _torch_autograd.resume_accumulation_hooks(self._hooked)
         self._accumulating.clear()
         self._taken.clear()
         self._running = False
@@ -398,8 +402,11 @@ class ReplicatedGradients(Component):
     @torch.no_grad()
     def _finish(self, reduction: Reduction) -> None:
         self._unmark()
+        slots, parameters = [], []
         for slot, value in reduction.finish():
             parameter = slot.parameter
+            slots.append(slot)
+            parameters.append(parameter)
             if parameter.grad is not None:
                 # The earlier gradient may have a scale that is applied lazily (HFSDP). The new one has none.
                 apply_deferred_grad_scale(parameter, parameter.grad)
@@ -411,6 +418,14 @@ class ReplicatedGradients(Component):
                 parameter.grad = _torch.dtensor(value, slot.specs[1])
             else:
                 parameter.grad = value
+        try:
+            for index, hooks in _torch_autograd.accumulation_hooks(parameters).items():
+                # In one process, the gradients of earlier layers do not exist yet, and a step would leave them out.
+                self._taken = set(slots[index + 1 :])
+                for hook in hooks:
+                    hook(parameters[index])
+        finally:
+            self._taken.clear()
         if reduction.early and not is_capturing():
             self._send_abort_flag(False)
 

@@ -114,8 +114,10 @@ class UseFlags(ReducedRecord):
         if group.reshard_after_backward:
             group._to_sharded()  # otherwise FSDP2 would call it with the record of the flags in the list
         # FSDP2 calls the post-accumulate gradient hooks of sharded parameters during the reduction, also for parameters
-        # that no rank used. An optimizer step in a hook would then decay such a weight.
-        hooked = [m.sharded_param for m in trained] if filled else []
+        # that no rank used. An optimizer step in a hook would then decay such a weight. With sums of HSDP, FSDP2
+        # records only after the reduction that gradients are reduced.
+        is_late = bool(filled) or group._partial_reduce_output is not None
+        hooked = [m.sharded_param for m in trained] if is_late else []
         hooks = [(p, calls) for p in hooked if (calls := p._post_accumulate_grad_hooks)]
         for parameter, _ in hooks:
             parameter._post_accumulate_grad_hooks = None
@@ -142,7 +144,7 @@ class UseFlags(ReducedRecord):
         if hooks:
             if group._post_reduce_event is not None:
                 group._post_reduce_event.wait()
-            counts = zip(trained, reduced.tolist(), strict=True)
+            counts = zip(trained, reduced.tolist(), strict=True) if filled else ()
             unused = {id(m.sharded_param) for m, n in counts if n == 0 and m in filled}
             for parameter, calls in hooks:
                 for call in () if id(parameter) in unused else calls.values():

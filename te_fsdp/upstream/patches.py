@@ -112,7 +112,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "modules of `torch.distributed.tensor`, `_state_dict_utils`": (
         (
-            "redistribute_local_tensor, mesh_scatter, mesh_broadcast, _broadcast_tensors",
+            "redistribute_local_tensor, mesh_scatter, mesh_broadcast, pad_tensor, _broadcast_tensors",
             "communicate dtypes that Gloo and NCCL lack (int16) by their bits",
         ),
     ),

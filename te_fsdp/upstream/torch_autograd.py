@@ -75,6 +75,38 @@ def copy_gradient_settings(old: torch.Tensor, new: torch.Tensor) -> None:
         new.grad_dtype = dtype
 
 
+def suspend_accumulation_hooks(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return leaves with post-accumulate hooks, with the hooks. Autograd does not run them until they are set again."""
+    suspended = [(leaf, hooks) for leaf in leaves if (hooks := leaf._post_accumulate_grad_hooks)]
+    for leaf, _ in suspended:
+        leaf._post_accumulate_grad_hooks = {}  # autograd would keep the previous ones for ``None``
+    return suspended
+
+
+def resume_accumulation_hooks(suspended: list[tuple[Any, Any]]) -> None:
+    """Set the hooks that :func:`suspend_accumulation_hooks` has returned. Local operation."""
+    for leaf, hooks in suspended:
+        leaf._post_accumulate_grad_hooks = hooks
+    suspended.clear()
+
+
+def accumulation_hooks(leaves: Iterable[Any]) -> dict[int, list[Callable[[Any], None]]]:
+    """Return the post-accumulate hooks of leaves that have some, by their index. Local operation."""
+    return {
+        index: list(hooks.values())
+        for index, leaf in enumerate(leaves)
+        if (hooks := leaf._post_accumulate_grad_hooks)
+    }
+
+
+def run_before_accumulation_hooks(leaves: Iterable[Any], first: Callable[[Any], None]) -> None:
+    """Let a function run before the post-accumulate hooks of leaves that have some. Local operation."""
+    for leaf in leaves:
+        if hooks := leaf._post_accumulate_grad_hooks:
+            hooks.setdefault(-1, first)
+            hooks.move_to_end(-1, last=False)
+
+
 def renew_hooks(tensor: torch.Tensor) -> None:
     """Reassign a leaf's hooks, which ``torch.utils.swap_tensors`` keeps on the object but unregisters from autograd."""
     for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):

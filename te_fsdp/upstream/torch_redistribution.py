@@ -170,6 +170,6 @@ def communicate_all_dtypes() -> None:
 
     for owner in (_api, _dispatch, _redistribute):
         replace_once(owner, "redistribute_local_tensor", of_bits)
-    for name in ("mesh_scatter", "mesh_broadcast"):
+    for name in ("mesh_scatter", "mesh_broadcast", "pad_tensor"):
         replace_once(placement_types, name, of_bits)
     replace_once(_state_dict_utils, "_broadcast_tensors", broadcast_bits)

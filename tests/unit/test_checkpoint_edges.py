@@ -308,6 +308,33 @@ def test_parameter_remainders_are_reset_by_a_load_without_the_optimizer(te: Any,
     torch.testing.assert_close(states(other, optimizer), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "quantized"])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_main_weights_of_fp32_parameters_are_not_loaded(
+    te: Any, quantized: bool, with_optimizer: bool, tmp_path: Path
+) -> None:
+    """FusedAdam creates them, but updates the parameters themselves. Loads restored the initial values."""
+    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    trained = te.Linear(32, 16)
+    optimizer = FusedAdam(trained.parameters(), lr=0.5, master_weights=True)
+    step(trained, optimizer, (16, 32))
+    checkpoint.save(tmp_path / "a", trained, optimizer)
+    with te.quantized_model_init(enabled=quantized, recipe=Float8CurrentScaling()):
+        other = te.Linear(32, 16, params_dtype=torch.bfloat16)
+    adam = FusedAdam(other.parameters(), lr=0.5, master_weights=True)
+    if with_optimizer:
+        checkpoint.load(tmp_path / "a", other, adam)
+        for saved, parameter in zip(trained.parameters(), other.parameters(), strict=True):
+            assert torch.equal(adam.state[parameter]["master_param"], saved.detach())
+    else:
+        checkpoint.load(tmp_path / "a", other)
+    value = other.weight.dequantize() if quantized else other.weight
+    # A value in E4M3 has three bits of mantissa, bf16 has seven.
+    torch.testing.assert_close(value.float(), trained.weight, rtol=2**-3 if quantized else 2**-8, atol=0.01)
+
+
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling"])
 def test_columnwise_only_weights_round_trip(te: Any, recipe: str, tmp_path: Path) -> None:
     """On Hopper, TE may keep only the transpose of a weight. A load must update it."""

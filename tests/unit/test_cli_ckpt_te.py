@@ -296,6 +296,27 @@ def test_export_uses_main_weights(
     assert apart > 3, "the control: bf16 weights are not the main weights"
 
 
+def test_main_weights_of_fp32_parameters_are_not_exported(
+    te: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FusedAdam creates them, but updates the parameters themselves. The export was of initial values."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from te_fsdp.features.main_weights import main_weight
+
+    model = Model(te, "none").float()
+    optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    model(IDS).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", model, optimizer)
+    said = run(capsys, "export", tmp_path / "c", tmp_path / "x.safetensors", "--dtype", "float32")
+    exported = open_any(tmp_path / "x.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(exported.value(name).full(), parameter.detach()), name
+        assert main_weight(optimizer, parameter) is None  # of weight streams and save_huggingface
+    assert {tensor["from"] for tensor in said["tensors"]} == {"stored"}
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
 def test_export_dequantizes_quantized_weights(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
     fsdp2_patches as _fsdp2_patches,
     fsdp2_units,
+    torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
 
@@ -401,12 +402,19 @@ class ShardedOptimizer(Component):
 
     def before_reduction(self, group: Any) -> None:
         """Apply deferred factors to the gradients of a parameter group, before FSDP2 adds to them. Local operation."""
-        for parameter in fsdp2_units.shards_of(group):
+        shards = fsdp2_units.shards_of(group)
+        for parameter in shards:
             apply_deferred_grad_scale(parameter, parameter.grad)
+        _torch_autograd.run_before_accumulation_hooks(shards, self._hide)
 
     def after_reduction(self, unit: str, number: int, group: Any) -> None:
         """Hide the gradients of a unit's group with this number, which FSDP2 has just reduced, and start averages."""
-        for parameter in fsdp2_units.shards_of(group):
+        self._hide(*fsdp2_units.shards_of(group))
+        if (state := self._state()) is not None and self.averages is not None:
+            self.averages.early.reduced(state, unit, number, _fsdp2_gradients.reduction_event(group))
+
+    def _hide(self, *parameters: torch.Tensor) -> None:
+        for parameter in parameters:
             gradient = parameter.grad
             # Code that reads .grad between backward and step would get the gradient of one replica. The class
             # raises for it.
@@ -414,8 +422,6 @@ class ShardedOptimizer(Component):
                 hidden: Any = hide_unaveraged_grad(gradient)
                 plan = plan_of(parameter)
                 hidden.label = "" if plan is None else plan.label
-        if (state := self._state()) is not None and self.averages is not None:
-            self.averages.early.reduced(state, unit, number, _fsdp2_gradients.reduction_event(group))
 
 
 def assign_main_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:

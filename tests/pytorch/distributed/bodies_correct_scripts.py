@@ -134,10 +134,25 @@ def manual_weight_average() -> bool:
 
 
 def hooks_after_accumulation() -> bool:
-    model, seen = make_sharded(), []
-    model.layer.fc1_weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    model(draw_batch()).square().mean().backward()
-    return seen == [True]
+    """Check that hooks run once after each reduction, on the reduced gradients, as FSDP2 runs them."""
+    import te_fsdp
+
+    results = []
+    for strategy in ("optim_grads_params", "optim_grads", "optim", "no_shard"):
+        model, seen = make_sharded(strategy), list[tuple[str, torch.Tensor]]()
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, n=name, s=seen: s.append((n, _full(p.grad).clone()))
+            )
+        for _ in range(2):
+            with te_fsdp.no_sync(model):
+                model(draw_batch()).square().mean().backward()
+            results.append(not seen)
+            model(draw_batch()).square().mean().backward()
+            reduced = {name: _full(p.grad) for name, p in model.named_parameters()}
+            results += [len(seen) == len(reduced), all(torch.equal(reduced[n], g) for n, g in seen)]
+            seen.clear()
+    return all(results)
 
 
 def parameter_counts_and_groups() -> bool:
@@ -244,10 +259,18 @@ def discarded_microbatches() -> bool:
 
 
 def optimizers_that_step_in_backward() -> bool:
-    """Step one optimizer per parameter in a hook. The bits are those of one optimizer after backward."""
-    changed = []
-    for strategy in ("optim_grads_params", "optim_grads", "optim"):
-        model, other = make_sharded(strategy), make_sharded(strategy)
+    """Step one optimizer per parameter in a hook. The bits are those of one optimizer after backward.
+
+    HSDP reduces each microbatch over ``dp_shard``, and runs the hooks in the last one.
+    """
+    import te_fsdp
+
+    changed, replicas = [], {"dp_replicate": 2}
+    strategies: list[tuple[str, dict[str, int]]] = [
+        (strategy, {}) for strategy in ("optim_grads_params", "optim_grads", "optim", "no_shard")
+    ]
+    for strategy, axes in [*strategies, ("optim_grads_params", replicas), ("optim_grads", replicas)]:
+        model, other = make_sharded(strategy, **axes), make_sharded(strategy, **axes)
         optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
         def update(parameter: torch.Tensor, optimizers: dict[Any, Any] = optimizers) -> None:
@@ -258,8 +281,12 @@ def optimizers_that_step_in_backward() -> bool:
             parameter.register_post_accumulate_grad_hook(update)
         optimizer = make_sgd(other)
         for _ in range(2):
-            model(draw_batch()).square().mean().backward()
-            take_step(other, optimizer)
+            for last in (False, True) if axes else (True,):
+                for each in (model, other):
+                    with te_fsdp.microbatch(each, is_last=last):
+                        each(draw_batch()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         changed += _changed(model, _weights(other))
     return not changed
 

@@ -73,6 +73,15 @@ def errors_of_reads(marked: bool) -> dict[str, list[str]]:
 
     pair = Pair()
     results: dict[str, list[str]] = {"read": [], "harmful": [], "texts": []}
+
+    def read_in_hook(parameter: Any) -> None:
+        try:
+            results["read"].append(f"in a hook {parameter.grad.norm()}")
+        except te_fsdp.OrderError:
+            parameter.seen = True
+
+    for parameter in pair.model.parameters():
+        parameter.register_post_accumulate_grad_hook(read_in_hook)
     for seed in (1, 2):
         pair.backward(seed, marked=marked)
         pair.expect(seed)
@@ -99,6 +108,7 @@ def errors_of_reads(marked: bool) -> dict[str, list[str]]:
                     results["harmful"].append(f"{reader}: {error}")
             assert not local_of(parameter.grad).any()
         pair.optimizer.zero_grad()
+    assert all(parameter.seen for parameter in pair.model.parameters())
     pair.checks.require(12)
     return results
 

@@ -125,6 +125,8 @@ def _values(optimizer: Any) -> list[torch.Tensor]:
 
 def in_the_other_form(saved: str, loaded: str, directory: str) -> dict[str, Any]:
     """Load main weights as remainders or the reverse, which another optimizer has saved: errors, and changed values."""
+    import te_fsdp
+
     job, other = (Job("gated MLP", recipe, {"tp": 2}, "te_fsdp", False, 3) for recipe in (saved, loaded))
     job.step(0)
     other.step(0)
@@ -141,11 +143,22 @@ def in_the_other_form(saved: str, loaded: str, directory: str) -> dict[str, Any]
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_optimizer_state_dict(other.model, other.optimizer, full, options=options)
 
-    loads = {"dcp": load_files, "full": lambda: load_full(False), "broadcast": lambda: load_full(True)}
+    loads: dict[str, Any] = {"dcp": load_files, "full": lambda: load_full(False)}
+    loads["broadcast"] = lambda: load_full(True)
+    # Without DCP, into a trained and a new optimizer, and into main weights of te_fsdp.
+    kind, params = type(other.optimizer), other.model.parameters
+    fresh = kind(params(), lr=1e-2, master_weights=True, store_param_remainders=loaded == "remainders")
+    loads["trained"] = lambda: other.optimizer.load_state_dict(job.optimizer.state_dict())
+    loads["fresh"] = lambda: fresh.load_state_dict(job.optimizer.state_dict())
+    if loaded == "bf16":
+        adam = torch.optim.AdamW(params(), lr=1e-2)
+        te_fsdp.main_weights(other.model, adam)
+        loads["main weights"] = lambda: adam.load_state_dict(job.optimizer.state_dict())
     for name, load in loads.items():
         outcome[name] = ""
         try:
             load()
         except BaseException as error:  # CheckpointException does not derive from Exception
             outcome[name] = str(error)
+    assert not fresh.state
     return outcome | {"changed": differing(before, other.values())}
