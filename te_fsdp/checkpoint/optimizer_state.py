@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.compare import GROUPS, Differences
 from te_fsdp.checkpoint.extra import decode, encode_numbers
-from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.manifest import dtype_name, main_weight_of
 from te_fsdp.checkpoint.model_state import OwnedTensor, check_names
 from te_fsdp.checkpoint.tensor_entries import (
     TensorEntry,
@@ -378,7 +378,10 @@ def prepare_loading(
             if MAIN in state and not hasattr(optimizer, "initialize_state"):
                 optimizer.state[parameter][MAIN] = state[MAIN]
             continue
-        fresh = _fresh_state(optimizer, target, states, weights[target.key]["dtype"])
+        weight = weights[target.key]
+        if is_low_precision(parameter) and not main_weight_of(weight, states):
+            states.pop(MAIN, None)  # it is made from the loaded weight
+        fresh = _fresh_state(optimizer, target, states, weight["dtype"])
         mains |= {target.fqn} if MAIN in fresh else set()
         for key, value in fresh.items():
             label = f"optimizer.state.{target.key}.{key}"

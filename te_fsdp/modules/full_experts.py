@@ -58,7 +58,9 @@ def _modules(model: torch.nn.Module) -> Iterator[Experts]:
             continue
         numbers = range(binding.experts.total)
         names = {f"{stack}{n}" for stack in ("weight", "bias") for n in numbers}
-        local_names = [n for n in module._parameters if n in names and n not in binding.distributed]
+        # A module with one parameter for all experts registers ``None`` for each of them.
+        parameters = [n for n, parameter in module._parameters.items() if parameter is not None]
+        local_names = [n for n in parameters if n in names and n not in binding.distributed]
         stacks = {_stack(name) for name in local_names}
         others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(local_names)
         path = _torch.without_wrappers(path)

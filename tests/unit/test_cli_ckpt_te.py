@@ -15,6 +15,7 @@ import te_fsdp
 from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli import main
+from te_fsdp.features.main_weights import main_weight
 from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.te_modules import read_extra_state
 
@@ -256,6 +257,19 @@ def test_components_of_experts_are_written_by_torch_save(
         assert torch.equal(written[f"weight{index}:{'' if recipe == 'current' else 'rowwise_'}data"], data)
 
 
+def test_state_dict_of_experts_is_loaded_weights_only(
+    te: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The marks of experts in a state dict were objects that only pickles that may run code can have."""
+    experts = te.GroupedLinear(2, 64, 32, params_dtype=torch.bfloat16)
+    te_fsdp.set_device_mesh(experts)
+    torch.save(experts.state_dict(), tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert torch.equal(loaded["weight1"], experts.weight1)
+    run(capsys, "convert", tmp_path / "x.pt", tmp_path / "c", "--to", "checkpoint")
+    assert torch.equal(open_any(tmp_path / "c").value("weight").full()[1], experts.weight1)
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 def test_export_uses_main_weights(
     te: Any, remainders: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -294,6 +308,31 @@ def test_export_uses_main_weights(
         assert torch.equal(exported.value(name).full(), main_weight), name
         apart += not torch.equal(computed.value(name).full(), main_weight)
     assert apart > 3, "the control: bf16 weights are not the main weights"
+
+
+def test_copies_of_fp32_weights_are_not_main_weights(
+    te: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FusedAdam does not update its main weights of FP32 weights. Exports and loads used these initial values."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    model, other = (te.Linear(32, 32, params_dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    optimizer, optimizer_of_other = (FusedAdam(m.parameters(), master_weights=True) for m in (model, other))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    copies = [optimizer.state[p]["master_param"] for p in model.parameters()]
+    assert not any(map(torch.equal, copies, model.parameters())), "the control"
+    assert [main_weight(optimizer, p) for p in model.parameters()] == [None, None]
+    checkpoint.save(tmp_path / "c", model, optimizer)
+    run(capsys, "export", tmp_path / "c", tmp_path / "x.safetensors", "--dtype", "float32")
+    exported = open_any(tmp_path / "x.safetensors")
+    checkpoint.load(tmp_path / "c", other, optimizer_of_other)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(exported.value(name).full(), parameter)
+        low = other.get_parameter(name)
+        assert torch.equal(low, parameter.bfloat16())
+        assert torch.equal(optimizer_of_other.state[low]["master_param"], parameter)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
