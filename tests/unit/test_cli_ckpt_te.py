@@ -270,6 +270,24 @@ def test_state_dict_of_experts_is_loaded_weights_only(
     assert torch.equal(open_any(tmp_path / "c").value("weight").full()[1], experts.weight1)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
+def test_quantized_weight_of_all_experts_is_pickled(
+    te: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``torch.save`` of a state dict raised PicklingError. Pickles have TE's class, as those of the stock module."""
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    options = {"single_grouped_weight": True, "use_grouped_tensor": True, "params_dtype": torch.bfloat16}
+    with te.quantized_model_init(recipe=recipe_of(recipe)):
+        one, other = (te.GroupedLinear(3, 64, 64, bias=False, **options) for _ in range(2))
+    te_fsdp.set_device_mesh(one)
+    torch.save(one.state_dict(), tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert isinstance(loaded["weight"], te.tensor.GroupedTensor)
+    other.load_state_dict(loaded)
+    for expected, expert in zip(one.weight.experts, other.weight.split_into_quantized_tensors(), strict=True):
+        assert torch.equal(expert.dequantize(), expected.dequantize())
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 def test_export_uses_main_weights(
     te: Any, remainders: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
