@@ -115,15 +115,6 @@ def patch_expert_loading() -> None:
 
         return load_model_state
 
-    def wrap_states_loading(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def load_states(
-            model: torch.nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any
-        ) -> None:
-            stock(model, optimizers, _in_model_form(model, state_dict), info)
-
-        return wrap_optimizer_loading(load_states)
-
     def wrap_plan(stock: Any) -> Any:
         @functools.wraps(stock)
         def create_local_plan(self: Any) -> Any:
@@ -142,7 +133,7 @@ def patch_expert_loading() -> None:
         (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
         (_state_dict, "_get_model_state_dict", lambda stock: functools.partial(with_all_experts, stock)),
         (_state_dict, "_load_model_state_dict", wrap_model_state),
-        (_state_dict, "_load_optim_state_dict", wrap_states_loading),
+        (_state_dict, "_load_optim_state_dict", lambda stock: wrap_optimizer_loading(stock, _in_model_form)),
         (_state_dict, "_init_optim_state", _wrap_state_initialization),
         (_state_dict, "_verify_state_dict", wrap_verification),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),

@@ -170,8 +170,8 @@ def has_other_experts(model: torch.nn.Module) -> bool:
     return any(experts.others for experts in _modules(model))
 
 
-def wrap_optimizer_loading(stock: Any) -> Any:
-    """Wrap torch's function that loads an optimizer's state dict."""
+def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any:
+    """Wrap torch's function that loads an optimizer's state dict; ``in_model_form`` renames entries of experts."""
 
     @functools.wraps(stock)
     def load_states(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
@@ -202,7 +202,7 @@ def wrap_optimizer_loading(stock: Any) -> Any:
             state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
         token = _loads.set(True)
         try:
-            stock(model, optimizers, state_dict, info)
+            stock(model, optimizers, in_model_form(model, state_dict), info)
         finally:
             _loads.reset(token)
         for optimizer in optimizers:

@@ -341,17 +341,11 @@ def load_into_other_form(source: str, target: str, axes: dict[str, int], directo
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=broadcast)
         outcome[f"control {broadcast}"] = len(differing(expected, values(other)))
         full = get_model_state_dict(one.model, options=WHOLE)
-        set_model_state_dict(
-            other.model, full if dist.get_rank() == 0 or not broadcast else {}, options=options
-        )
+        has_state = dist.get_rank() == 0 or not broadcast
+        set_model_state_dict(other.model, full if has_state else {}, options=options)
         outcome[f"wrong {broadcast}"] = differing(expected, values(other))
         states = _optimizer_states(one, full, flat=not broadcast)
-        set_optimizer_state_dict(
-            other.model,
-            other.optimizer,
-            states if dist.get_rank() == 0 or not broadcast else {},
-            options=options,
-        )
+        set_optimizer_state_dict(other.model, other.optimizer, states if has_state else {}, options=options)
         for parameter in other.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         other.optimizer.step()  # a step counter for each expert
