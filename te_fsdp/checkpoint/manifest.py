@@ -256,6 +256,15 @@ class Manifest:
             )
 
 
+def main_weight_of(weight: dict[str, Any], states: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a saved weight's main weight, empty without one.
+
+    FusedAdam(master_weights=True) has one for FP32 weights too, which its steps do not update (TE 2.20.2).
+    """
+    is_low_precision = weight["format"] is not None or weight["dtype"] not in ("float32", "float64")
+    return states.get("master_param", {}) if is_low_precision else {}
+
+
 def is_ours(mark: Any) -> bool:
     """Return whether a mark in DCP's metadata is te_fsdp's, written from :data:`SUMS_PIECES` on."""
     return str(mark).startswith(_OURS)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.compare import GROUPS, Differences
 from te_fsdp.checkpoint.extra import decode, encode_numbers
-from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.manifest import dtype_name, main_weight_of
 from te_fsdp.checkpoint.model_state import OwnedTensor, check_names
 from te_fsdp.checkpoint.tensor_entries import (
     TensorEntry,
@@ -379,9 +379,8 @@ def prepare_loading(
                 optimizer.state[parameter][MAIN] = state[MAIN]
             continue
         weight = weights[target.key]
-        if weight["format"] is None and weight["dtype"] == "float32" and is_low_precision(parameter):
-            # FusedAdam has created a main weight of the FP32 parameter, and never updated it.
-            states = {key: described for key, described in states.items() if key != MAIN}
+        if is_low_precision(parameter) and not main_weight_of(weight, states):
+            states.pop(MAIN, None)  # it is made from the loaded weight
         fresh = _fresh_state(optimizer, target, states, weight["dtype"])
         mains |= {target.fqn} if MAIN in fresh else set()
         for key, value in fresh.items():

@@ -16,7 +16,7 @@ import torch
 from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.checkpoint.index import described_tensors, problems_of_tensors, read_index
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, Stack, dequantized, mapped, total_bytes
-from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name, main_weight_of, parse_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import Quantized, tensors_of
 from te_fsdp.checkpoint.tensor_entries import (
     GROUPED,
@@ -87,9 +87,7 @@ class Contents:
         """
         states = (self.manifest.optimizer or {"state": {}})["state"].get(name, {})
         quantized = self.components(name) is not None
-        # FusedAdam creates main weights of FP32 parameters, too, and never updates them.
-        has_main = "master_param" in states and (quantized or self.value(name).dtype != torch.float32)
-        if weights != "compute" and has_main:
+        if weights != "compute" and main_weight_of(self.manifest.tensor(name), states):
             main = self.tensors[f"optimizer.state.{name}.master_param"]
             return with_remainders(self.value(name), main) if main.dtype == torch.int16 else main, "main"
         if weights == "main" and quantized:

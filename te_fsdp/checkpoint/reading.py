@@ -22,7 +22,7 @@ from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.host_memory import HostMemory
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
 from te_fsdp.checkpoint.lazy_tensors import DcpRecord
-from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, main_weight_of
 from te_fsdp.checkpoint.model_state import OwnedPart, OwnedTensor
 from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, open_checked
 from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry, per_expert
@@ -342,10 +342,8 @@ class Conversion:
     @classmethod
     def of(cls, owned: OwnedTensor, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:
         """Return the conversion of a saved parameter; raise CheckpointError for components without values."""
-        main = states.get(MAIN, {})
-        # FusedAdam creates main weights of FP32 parameters, too, and never updates them.
-        is_low = saved["format"] is not None or saved["dtype"] != "float32"
-        has_main = is_low and main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
+        main = main_weight_of(saved, states)
+        has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
         if has_main and per_expert(main, owned.expert) is not None:
             return cls(owned, "main weights", f"optimizer.state.{owned.key}.{MAIN}", {"": (1, 1)})
         if saved["format"] is None:

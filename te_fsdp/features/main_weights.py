@@ -252,9 +252,9 @@ def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
 
 def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the local main weight of a parameter (this rank's rows if it is sharded), ``None`` without one. Local."""
-    # FusedAdam creates main weights of FP32 parameters, too, and never updates them.
-    has_main = optimizer is not None and is_low_precision(parameter)
-    main = optimizer.state.get(parameter, {}).get(MAIN) if has_main else None
+    # FusedAdam's main weights of FP32 parameters are copies that its steps do not update (TE 2.20.2).
+    has_one = optimizer is not None and is_low_precision(parameter)
+    main = optimizer.state.get(parameter, {}).get(MAIN) if optimizer is not None and has_one else None
     return None if main is None else _torch.local_of(main)
 
 

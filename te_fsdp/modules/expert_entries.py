@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import math
@@ -31,7 +32,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import replace_once
 from te_fsdp.upstream.torch_dcp import LoadTarget
 
-#: Attribute of a tensor in a state dict.
+#: Attribute of a tensor in a state dict: an ExpertMark as a tuple, which ``torch.load(weights_only=True)`` accepts.
 _MARK = "_te_fsdp_expert"
 
 
@@ -75,7 +76,7 @@ def mark_entries(module: torch.nn.Module, destination: dict[str, Any], prefix: s
     """Mark a module's entries in a state dict. Local operation."""
     for name, mark in marks_of(module).items():
         if isinstance(value := destination.get(prefix + name), torch.Tensor):
-            value.__dict__[_MARK] = mark
+            value.__dict__[_MARK] = tuple(mark)
 
 
 def patch_expert_loading() -> None:
@@ -93,7 +94,7 @@ def patch_expert_loading() -> None:
                     for key, value in states.items():
                         is_own = states is not states_of or key.startswith(f"state.{fqn}.")
                         if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
-                            value.__dict__[_MARK] = mark
+                            value.__dict__[_MARK] = tuple(mark)
             return states_of
 
         return get_states
@@ -132,7 +133,7 @@ def patch_expert_loading() -> None:
         (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
         (_state_dict, "_get_model_state_dict", lambda stock: functools.partial(with_all_experts, stock)),
         (_state_dict, "_load_model_state_dict", wrap_model_state),
-        (_state_dict, "_load_optim_state_dict", wrap_optimizer_loading),
+        (_state_dict, "_load_optim_state_dict", lambda stock: wrap_optimizer_loading(stock, _in_model_form)),
         (_state_dict, "_init_optim_state", _wrap_state_initialization),
         (_state_dict, "_verify_state_dict", wrap_verification),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),
@@ -210,23 +211,71 @@ def _wrap_state_initialization(stock: Any) -> Any:
 
 
 def _in_model_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict of unsharded tensors whose experts are in the form of the model. Local operation."""
-    # torch would keep the model's values for names that it does not find.
-    entries = dict(state_dict)
+    """Return a state dict of unsharded tensors whose experts are in the form of the model. Local operation.
+
+    It is the state dict of the model or of an optimizer, nested or flattened.
+    """
+    # torch would keep the model's values for names that it does not find, and raise for an optimizer's states.
+    entries, renamed = dict(state_dict), dict[str, list[str]]()
+    if "state" in entries:
+        entries["state"] = dict(entries["state"])
+    values = entries.get("state", entries)
+    heads = ("state.", "param_groups.")
+    tails = {key.rpartition(".")[2] for key in values if key.startswith(heads)}
+    places = [("", ""), *((head, f".{tail}") for head in heads for tail in tails)]
     for path, module in model.named_modules():
         prefix = f"{_torch.without_wrappers(path)}." if path else ""
         for mark in marks_of(module).values():
-            keys_of_experts = [f"{prefix}{mark.stack}{i}" for i in range(mark.total)]
-            stacked = f"{prefix}{mark.stack}"
-            if (
-                mark.index is None
-                and stacked not in entries
-                and all(key in entries for key in keys_of_experts)
-            ):
-                entries[stacked] = torch.stack([_values(entries.pop(key)) for key in keys_of_experts])
-            elif mark.index is not None and stacked in entries and keys_of_experts[mark.index] not in entries:
-                entries |= dict(zip(keys_of_experts, _values(entries.pop(stacked)).unbind(), strict=True))
+            wanted = [f"{prefix}{mark.stack}{i}" for i in range(mark.total)]
+            stacked, own = [f"{prefix}{mark.stack}"], prefix + mark.registered()
+            saved, wanted = (wanted, stacked) if mark.index is None else (stacked, wanted)
+            for head, tail in places:
+                keys = [f"{head}{name}{tail}" for name in saved]
+                if f"{head}{own}{tail}" in values or any(key not in values for key in keys):
+                    continue
+                found = [values.pop(key) for key in keys]
+                parts = [_join(own, found)] if mark.index is None else _split(found[0], mark.total)
+                values |= {f"{head}{name}{tail}": part for name, part in zip(wanted, parts, strict=True)}
+                renamed |= dict.fromkeys(saved, wanted)
+    if renamed and "param_groups" in entries:
+        entries["param_groups"] = [
+            {
+                **group,
+                "params": list(
+                    dict.fromkeys(n for name in group["params"] for n in renamed.get(name, [name]))
+                ),
+            }
+            for group in entries["param_groups"]
+        ]
     return entries
+
+
+def _join(name: str, values: list[Any]) -> Any:
+    """Return the stacked tensors of all experts, or their one number or option; CheckpointError if they differ."""
+    first = values[0]
+    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        return {key: _join(f"{name}.{key}", [value[key] for value in values]) for key in first}
+    if isinstance(first, torch.Tensor) and first.ndim:
+        return torch.stack([_values(value) for value in values])
+    for value in values:
+        if not (torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value):
+            raise CheckpointError(
+                f"{name}: one tensor of all experts",
+                expected=f"one value for all experts, {first} as the first one has",
+                got=str(value),
+                fix="load into a GroupedLinear with a parameter for each expert",
+            )
+    return first
+
+
+def _split(value: Any, experts: int) -> list[Any]:
+    """Return each expert's part of a value of all experts."""
+    if isinstance(value, dict):
+        parts = {key: _split(part, experts) for key, part in value.items()}
+        return [{key: part[i] for key, part in parts.items()} for i in range(experts)]
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return list(_values(value).unbind())
+    return [copy.deepcopy(value) for _ in range(experts)]  # a step counter each
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -286,7 +335,8 @@ class _Fit:
         saved = self.planner.metadata.state_dict_metadata
         entries = self.planner.state_dict
         for key, value in entries.items():
-            mark = value.__dict__.get(_MARK) if isinstance(value, torch.Tensor) else None
+            marked = value.__dict__.get(_MARK) if isinstance(value, torch.Tensor) else None
+            mark = None if marked is None else ExpertMark(*marked)
             # The form that the checkpoint has is loaded as torch loads it.
             if mark is None or key in saved or mark.registered() not in (parts := key.split(".")):
                 continue
@@ -317,7 +367,7 @@ class _Fit:
             key: value for key, value in entries.items() if key not in self.tensors and key not in self.others
         }
         for key, keys in self.tensors.items():
-            value, mark = entries[key], entries[key].__dict__[_MARK]
+            value, mark = entries[key], ExpertMark(*entries[key].__dict__[_MARK])
             # The rectangles of this rank, each with its offsets.
             shards = [((0,) * value.ndim, value)]
             if hasattr(value, "__create_chunk_list__"):
@@ -369,15 +419,7 @@ class _Fit:
         stock(item, tensor)
         for key in self._targets(item.dest_index.fqn):
             # Numbers such as "step" exist once per parameter, here once per expert.
-            first = self.first.setdefault(key, tensor)
-            if not torch.equal(first, tensor):
-                raise CheckpointError(
-                    f"{key}: one tensor of all experts",
-                    expected=f"one value for all experts, {first.item()} as the first one has",
-                    got=f"{tensor.item()} of {item.dest_index.fqn}",
-                    fix="load into a GroupedLinear with a parameter for each expert",
-                )
-            self.original[key].copy_(tensor)
+            self.original[key].copy_(_join(key, [self.first.setdefault(key, tensor), tensor]))
 
     def _targets(self, saved: str) -> list[str]:
         return [key for key, keys in self.others.items() if saved in keys]

@@ -58,7 +58,9 @@ def _modules(model: torch.nn.Module) -> Iterator[Experts]:
             continue
         numbers = range(binding.experts.total)
         names = {f"{stack}{n}" for stack in ("weight", "bias") for n in numbers}
-        local_names = [n for n in module._parameters if n in names and n not in binding.distributed]
+        # A module with one parameter for all experts registers ``None`` for each of them.
+        parameters = [n for n, parameter in module._parameters.items() if parameter is not None]
+        local_names = [n for n in parameters if n in names and n not in binding.distributed]
         stacks = {_stack(name) for name in local_names}
         others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(local_names)
         path = _torch.without_wrappers(path)
@@ -168,8 +170,8 @@ def has_other_experts(model: torch.nn.Module) -> bool:
     return any(experts.others for experts in _modules(model))
 
 
-def wrap_optimizer_loading(stock: Any) -> Any:
-    """Wrap torch's function that loads an optimizer's state dict."""
+def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any:
+    """Wrap torch's function that loads an optimizer's state dict; ``in_model_form`` renames entries of experts."""
 
     @functools.wraps(stock)
     def load_states(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
@@ -200,7 +202,7 @@ def wrap_optimizer_loading(stock: Any) -> Any:
             state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
         token = _loads.set(True)
         try:
-            stock(model, optimizers, state_dict, info)
+            stock(model, optimizers, in_model_form(model, state_dict), info)
         finally:
             _loads.reset(token)
         for optimizer in optimizers:

@@ -126,6 +126,11 @@ class _GroupedWeightMixin:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.cloned()
 
+    def __reduce_ex__(self, proto: Any) -> Any:
+        if not self.experts:
+            return empty_experts, (tuple(self.shape), self._quantizer, self.dtype, self.device)
+        return self.grouped.detach().__reduce_ex__(proto)  # TE's, which pickles without te_fsdp have, too
+
     def cloned(self) -> Any:
         """Return a copy with its own buffers."""
         new = empty_experts(tuple(self.shape), self._quantizer.copy(), self.dtype, self.device)

@@ -15,6 +15,7 @@ import te_fsdp
 from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli import main
+from te_fsdp.features.main_weights import main_weight
 from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.te_modules import read_extra_state
 
@@ -256,6 +257,37 @@ def test_components_of_experts_are_written_by_torch_save(
         assert torch.equal(written[f"weight{index}:{'' if recipe == 'current' else 'rowwise_'}data"], data)
 
 
+def test_state_dict_of_experts_is_loaded_weights_only(
+    te: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The marks of experts in a state dict were objects that only pickles that may run code can have."""
+    experts = te.GroupedLinear(2, 64, 32, params_dtype=torch.bfloat16)
+    te_fsdp.set_device_mesh(experts)
+    torch.save(experts.state_dict(), tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert torch.equal(loaded["weight1"], experts.weight1)
+    run(capsys, "convert", tmp_path / "x.pt", tmp_path / "c", "--to", "checkpoint")
+    assert torch.equal(open_any(tmp_path / "c").value("weight").full()[1], experts.weight1)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
+def test_quantized_weight_of_all_experts_is_pickled(
+    te: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``torch.save`` of a state dict raised PicklingError. Pickles have TE's class, as those of the stock module."""
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    options = {"single_grouped_weight": True, "use_grouped_tensor": True, "params_dtype": torch.bfloat16}
+    with te.quantized_model_init(recipe=recipe_of(recipe)):
+        one, other = (te.GroupedLinear(3, 64, 64, bias=False, **options) for _ in range(2))
+    te_fsdp.set_device_mesh(one)
+    torch.save(one.state_dict(), tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert isinstance(loaded["weight"], te.tensor.GroupedTensor)
+    other.load_state_dict(loaded)
+    for expected, expert in zip(one.weight.experts, other.weight.split_into_quantized_tensors(), strict=True):
+        assert torch.equal(expert.dequantize(), expected.dequantize())
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 def test_export_uses_main_weights(
     te: Any, remainders: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -296,25 +328,29 @@ def test_export_uses_main_weights(
     assert apart > 3, "the control: bf16 weights are not the main weights"
 
 
-def test_main_weights_of_fp32_parameters_are_not_exported(
+def test_copies_of_fp32_weights_are_not_main_weights(
     te: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FusedAdam creates them, but updates the parameters themselves. The export was of initial values."""
+    """FusedAdam does not update its main weights of FP32 weights. Exports and loads used these initial values."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    from te_fsdp.features.main_weights import main_weight
-
-    model = Model(te, "none").float()
-    optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
-    model(IDS).square().sum().backward()
+    model, other = (te.Linear(32, 32, params_dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    optimizer, optimizer_of_other = (FusedAdam(m.parameters(), master_weights=True) for m in (model, other))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    copies = [optimizer.state[p]["master_param"] for p in model.parameters()]
+    assert not any(map(torch.equal, copies, model.parameters())), "the control"
+    assert [main_weight(optimizer, p) for p in model.parameters()] == [None, None]
     checkpoint.save(tmp_path / "c", model, optimizer)
-    said = run(capsys, "export", tmp_path / "c", tmp_path / "x.safetensors", "--dtype", "float32")
+    run(capsys, "export", tmp_path / "c", tmp_path / "x.safetensors", "--dtype", "float32")
     exported = open_any(tmp_path / "x.safetensors")
+    checkpoint.load(tmp_path / "c", other, optimizer_of_other)
     for name, parameter in model.named_parameters():
-        assert torch.equal(exported.value(name).full(), parameter.detach()), name
-        assert main_weight(optimizer, parameter) is None  # of weight streams and save_huggingface
-    assert {tensor["from"] for tensor in said["tensors"]} == {"stored"}
+        assert torch.equal(exported.value(name).full(), parameter)
+        low = other.get_parameter(name)
+        assert torch.equal(low, parameter.bfloat16())
+        assert torch.equal(optimizer_of_other.state[low]["master_param"], parameter)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)

@@ -149,18 +149,25 @@ def test_experts_through_a_chain_of_meshes(pool, tmp_path, forms, recipe, sharde
 
 @pytest.mark.ranks(2)
 @pytest.mark.single_grouped
+@pytest.mark.parametrize("axis", ["dp_shard", "ep"])
 @pytest.mark.parametrize(("source", "target"), [("experts", "one parameter"), ("one parameter", "experts")])
-def test_full_state_dicts_between_expert_forms(pool, tmp_path, source, target):
+def test_full_state_dicts_between_expert_forms(pool, tmp_path, source, target, axis):
     """Check unsharded tensors and optimizer groups, whose names differ between both forms.
 
     A single parameter has one step, so that experts with different steps raise.
     """
-    where = {"source": source, "target": target, "directory": str(tmp_path)}
+    where = {"source": source, "target": target, "axes": {axis: 2}, "directory": str(tmp_path)}
     for found in pool.run(round_trip.load_into_other_form, 2, env=ENVIRONMENT, **where):
         refused = found.pop("refused", "")
         assert ("one value for all experts" in refused) == (source == "experts"), refused
-        controls = {"control False": 4, "control True": 4}
-        assert found == {**controls, "wrong False": [], "wrong True": [], "lr": 0.5}
+        for broadcast in (False, True):
+            assert found.pop(f"control {broadcast}") == 4
+            assert [found.pop(f"{what} {broadcast}") for what in ("wrong", "states", "steps")] == [
+                [],
+                [],
+                [4],
+            ]
+        assert found == {"lr": 0.5}
 
 
 @pytest.mark.ranks(4)

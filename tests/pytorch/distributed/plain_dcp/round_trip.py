@@ -321,17 +321,16 @@ def load_and_continue(
     return outcome
 
 
-def load_into_other_form(source: str, target: str, directory: str) -> dict[str, Any]:
+def load_into_other_form(source: str, target: str, axes: dict[str, int], directory: str) -> dict[str, Any]:
     """Load one form of experts into the other: full state dicts, and DCP with options of groups and unequal steps.
 
     Weights in fp32, which need no forward here.
     """
     outcome: dict[str, Any] = {}
-    axes = {"dp_shard": 2}
 
     def values(job: Job) -> dict[str, torch.Tensor]:
         results = {name: to_full(p) for name, p in job.model.named_parameters()}
-        return of_all_experts(job.model.kind, results)
+        return of_all_experts(job.model.kind, results, job.model.ep)
 
     one, *others = (
         Job(kind, "none", axes, "torch", False, seed)
@@ -342,10 +341,19 @@ def load_into_other_form(source: str, target: str, directory: str) -> dict[str, 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=broadcast)
         outcome[f"control {broadcast}"] = len(differing(expected, values(other)))
         full = get_model_state_dict(one.model, options=WHOLE)
-        set_model_state_dict(
-            other.model, full if dist.get_rank() == 0 or not broadcast else {}, options=options
-        )
+        has_state = dist.get_rank() == 0 or not broadcast
+        set_model_state_dict(other.model, full if has_state else {}, options=options)
         outcome[f"wrong {broadcast}"] = differing(expected, values(other))
+        states = _optimizer_states(one, full, flat=not broadcast)
+        set_optimizer_state_dict(other.model, other.optimizer, states if has_state else {}, options=options)
+        for parameter in other.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        other.optimizer.step()  # a step counter for each expert
+        moments = {name: other.optimizer.state[p] for name, p in other.model.named_parameters()}
+        outcome[f"steps {broadcast}"] = sorted({int(state["step"]) for state in moments.values()})
+        averages = {name: to_full(state["exp_avg"]) for name, state in moments.items()}
+        decayed = {name: value.lerp(torch.zeros_like(value), 1 - 0.9) for name, value in expected.items()}
+        outcome[f"states {broadcast}"] = differing(of_all_experts(target, averages, other.model.ep), decayed)
     last = others[2]
     one.optimizer.param_groups[0]["lr"] = 0.5
     first = one.state()
@@ -361,6 +369,18 @@ def load_into_other_form(source: str, target: str, directory: str) -> dict[str, 
     except dcp.CheckpointException as error:
         outcome["refused"] = str(error)
     return outcome
+
+
+def _optimizer_states(job: Job, weights: dict[str, Any], *, flat: bool) -> dict[str, Any]:
+    """Return unsharded optimizer states after three steps, whose first moments are the weights."""
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+    states = get_optimizer_state_dict(job.model, job.optimizer, options=options)
+    for name, weight in weights.items():
+        if "state" in states:
+            states["state"][name] |= {"exp_avg": weight.clone(), "step": torch.tensor(3.0)}
+        else:
+            states |= {f"state.{name}.exp_avg": weight.clone(), f"state.{name}.step": torch.tensor(3.0)}
+    return states
 
 
 def load_only(
