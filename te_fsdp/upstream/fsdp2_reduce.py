@@ -100,7 +100,12 @@ class OneGradient(ReducedRecord):
 
         ``flags`` are the group's :class:`te_fsdp.upstream.fsdp2_unused.UseFlags`, or ``None``. Collectives of FSDP2.
         """
-        if not _can_reduce(group) or (flags is not None and (flags.filled or flags.undecided)):
+        if (
+            not group.all_reduce_grads
+            or group._partial_reduce_output is not None
+            or getattr(group, "_prepare_reduce_scatter_inputs", None) is not _STOCK_ORDER
+            or (flags is not None and (flags.filled or flags.undecided))
+        ):
             return False
         records, tensors = list[Any](), list[torch.Tensor]()
         if not _take_gradients(group, records, tensors):
@@ -156,12 +161,6 @@ class OneGradient(ReducedRecord):
                 else:
                     shard.grad = new_dtensor(DTensor, part, spec, requires_grad=False)
         return reduced
-
-
-def _can_reduce(group: Any) -> bool:
-    """Return whether the reduction sets the shards' gradients, in the order of FSDP2's own elements."""
-    is_complete = group.all_reduce_grads and group._partial_reduce_output is None
-    return is_complete and getattr(group, "_prepare_reduce_scatter_inputs", None) is _STOCK_ORDER
 
 
 def _take_gradients(group: Any, records: list[Any], tensors: list[torch.Tensor]) -> bool:
