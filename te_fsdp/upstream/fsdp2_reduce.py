@@ -30,7 +30,7 @@ _NO_DTYPES = (None, None)
 
 
 class ReducedRecord:
-    """What FSDP2 reads of a parameter's record (``FSDPParam``) during a reduction, without a parameter."""
+    """A record (``FSDPParam``) without a parameter, of which FSDP2 reduces a gradient."""
 
     fsdp_placement, offload_to_cpu, is_dtensor = Shard(0), False, False
     contiguous_sharded_stride = (1,)
