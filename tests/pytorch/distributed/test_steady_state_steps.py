@@ -38,9 +38,9 @@ def test_set_keep_unsharded_storage(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["flat", "nested"])
 def test_nested_inputs_of_a_unit(pool, form):
-    """Check gradients for nested inputs, and FSDP2's ranges in a profile."""
-    for ours, theirs, has_ranges in pool.run(steady_state.gradients_by_inputs, 2, form=form):
-        assert has_ranges
+    """Check gradients for nested inputs, FSDP2's ranges in a profile, and its node before the inputs."""
+    for ours, theirs, is_complete in pool.run(steady_state.gradients_by_inputs, 2, form=form):
+        assert is_complete
         for number, (have, want) in enumerate(zip(ours, theirs, strict=True)):
             assert want.any()
             assert_bitwise_equal(f"gradient {number}", have, want)  # both ranks have the same rows

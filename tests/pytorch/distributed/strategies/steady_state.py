@@ -12,6 +12,7 @@ import torch.distributed as dist
 import te_fsdp
 from te_fsdp.features import main_params
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.torch_autograd import graph_nodes
 
 HIDDEN = 32
 
@@ -217,14 +218,17 @@ class NestedInputs(torch.nn.Module):
 
 
 def gradients_by_inputs(form: str) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
-    """Return gradients of weights and inputs of a unit and of the same layer alone; whether ranges are in a profile."""
+    """Return gradients of weights and inputs of a unit and of the same layer alone, and a condition.
+
+    It is whether FSDP2's ranges are in a profile, and the unit reduces in the backward of its inputs.
+    """
     meshes = te_fsdp.Meshes.build(dp_shard=2)
     torch.manual_seed(0)
     alone = torch.nn.Sequential(NestedInputs()).to(harness.device())
     torch.manual_seed(0)
     model = torch.nn.Sequential(NestedInputs()).to(harness.device())
     te_fsdp.fully_shard(model, meshes, units=["0"], check_inputs=False)
-    results = []
+    results, nodes = [], set[str]()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for unit in (model[0], alone[0]):
             torch.manual_seed(1)
@@ -234,10 +238,13 @@ def gradients_by_inputs(form: str) -> tuple[list[torch.Tensor], list[torch.Tenso
                 output = unit(x, [4, 4], scale=scale)
             else:
                 output = unit({"value": x}, scale=scale)
+            nodes |= {type(node).__name__ for node in graph_nodes(output.grad_fn)}
             output.square().sum().backward()
             weights = [p.grad for p in unit.parameters()]
             results.append(
                 [*(g.full_tensor() if hasattr(g, "full_tensor") else g for g in weights), x.grad, scale.grad]
             )
     names = {event.key.partition(" (")[0] for event in profile.key_averages()}
-    return results[0], results[1], {"FSDP::pre_forward", "FSDP::post_backward_reduce"} <= names
+    is_watched = not nodes.isdisjoint({"_PostBackwardBackward", "RegisterPostBackwardFunctionBackward"})
+    has_ranges = {"FSDP::pre_forward", "FSDP::post_backward_reduce"} <= names
+    return results[0], results[1], is_watched and has_ranges
