@@ -108,7 +108,7 @@ class OneGradient(ReducedRecord):
         ):
             return False
         records, tensors = list[Any](), list[torch.Tensor]()
-        if not _take_gradients(group, records, tensors):
+        if not _find_gradients(group, records, tensors):
             return False
         layout = self._layout
         if layout is None or layout.records != records:
@@ -163,7 +163,7 @@ class OneGradient(ReducedRecord):
         return reduced
 
 
-def _take_gradients(group: Any, records: list[Any], tensors: list[torch.Tensor]) -> bool:
+def _find_gradients(group: Any, records: list[Any], tensors: list[torch.Tensor]) -> bool:
     """Add the trained records of a group and their local gradients to lists. Return whether FSDP2 would copy these."""
     ordered = group.fsdp_params
     if (order := group.__dict__.get("_reduce_scatter_param_indices")) is not None:  # torch 2.15
