@@ -39,7 +39,7 @@ from te_fsdp.upstream.fsdp2_settled import pass_of
 from te_fsdp.upstream.fsdp2_unused import keep_zeros_unquantized
 from te_fsdp.upstream.patches import apply_patch
 from te_fsdp.upstream.te_derived import derive_columnwise, drop_derived_buffers
-from te_fsdp.upstream.te_formats import NVFP4_ROWS, Format
+from te_fsdp.upstream.te_formats import NVFP4_ROWS, NVFP4_SQUARES, Format
 
 
 # [Note: assignments by FSDP2] FSDP2 assigns parameters through the module's ``__setattr__``: once after
@@ -141,6 +141,8 @@ def patch_fsdp_hooks() -> None:
             # Per-tensor scales apply to both directions. Blocks may have separate scales.
             if row is None or row.block == 1 or row.derives_columnwise(_te.quantizer_of(weight)):
                 stock(weight)
+                if row is not None and row.name == NVFP4_SQUARES:
+                    weight.update_usage(columnwise_usage=False)  # also clears the columnwise amax
 
         return clear_columnwise_cache
 

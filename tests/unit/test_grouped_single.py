@@ -11,7 +11,7 @@ from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange
 from te_fsdp.modules.grouped import check_recipe, check_single, plan_single_shard_dims
 from te_fsdp.quantized.alignment import Grid
-from te_fsdp.quantized.grouped_weight import grouped_shard_dim
+from te_fsdp.quantized.grouped_weight import grouped_shard_dim, grouped_weight_class
 from te_fsdp.upstream.te_modules import grouped_path_problem
 
 
@@ -127,6 +127,23 @@ def test_bound_grouped_weight_shares_memory_with_te(te):
     module(torch.randn(384, 128).bfloat16(), torch.tensor([256, 0, 128])).sum().backward()
     assert module.weight.grad.shape == (3, 256, 128) and bool(module.weight.grad[0].any())
     assert not bool(module.weight.grad[1].any()), "an expert without tokens has a gradient of zeros"
+
+
+@pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "Float8CurrentScaling"])
+def test_stock_module_loads_a_bound_quantized_weight(te, recipe):
+    """TE's ``GroupedTensor`` read the memory of te_fsdp's class, which has none. The process then crashed."""
+    from transformer_engine.common import recipe as recipes
+
+    with te.quantized_model_init(recipe=getattr(recipes, recipe)()):
+        stock, bound = (build(te, use_grouped_tensor=True) for _ in range(2))
+    te_fsdp.set_device_mesh(bound)
+    state = bound.state_dict()
+    assert type(state["weight"]) is grouped_weight_class()
+    values = [expert.dequantize() for expert in stock.weight.split_into_quantized_tensors()]
+    assert not torch.equal(torch.stack(values), bound.weight.dequantize()), "the control"
+    stock.load_state_dict(state)
+    values = [expert.dequantize() for expert in stock.weight.split_into_quantized_tensors()]
+    assert torch.equal(torch.stack(values), bound.weight.dequantize())
 
 
 def test_grouped_weight_shard_dim_is_chosen_by_divisibility(te):

@@ -237,6 +237,13 @@ def test_weights_are_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.recipe("nvfp4")
+def test_replicated_weights_without_columnwise_data(pool):
+    """TE clears the columnwise data of a replicated weight in backward, and kept its amax. The step then raised."""
+    assert pool.run(quantized_transfers.replicated, 2) == [18] * 2
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 def test_negative_control_transfer_faults(pool):
     """Negative control: weights sent as fp32 take four times the bytes, and a scale per rank is detected."""

@@ -138,6 +138,28 @@ def uneven_weight(recipe: str, axes: dict[str, int], shape: tuple[int, int], fau
     return compared
 
 
+def replicated() -> int:
+    """Compare NVFP4 weights of ``fsdp_no_shard``, whose columnwise data TE clears in backward, as :func:`quantized`."""
+    from quantization.bodies import SEED, Stepper, batch_of
+    from quantization.weight_bytes import compare, named_weights, recipe_of, requantize
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
+    model, oracle = (nn.Sequential(mlp("nvfp4", 256, device)) for device in ("meta", None))
+    te_fsdp.fsdp_no_shard([model[0].fc1_weight])
+    te_fsdp.fully_shard(model, meshes, strategy="optim")
+    te_fsdp.materialize(model, seed=SEED)
+    step, compared = Stepper(model, recipe_of("nvfp4"), meshes, False), 0
+    te_fsdp.shard_optimizer(step.optimizer)
+    for number in range(STEPS):
+        step(*batch_of(256))
+        mains = {name: step.optimizer.state[p]["master_param"] for name, _, _, p in named_weights(model)}
+        requantize(oracle, {name: main.full_tensor() for name, main in mains.items()})
+        compared += compare(model, oracle, f"step {number + 1}")
+    return compared
+
+
 def sent_elements(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
     """Return the elements of this rank's quantized shards that are sent as bytes, and of the others."""
     from te_fsdp.features.hfsdp.optimizer_shards import reason_for_fp32
