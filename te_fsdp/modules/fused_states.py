@@ -15,7 +15,7 @@ import torch
 
 from te_fsdp.boxed_dtensor import boxed_like
 from te_fsdp.records import checks_of, get_record
-from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch
 
 
@@ -38,13 +38,6 @@ def patch_fused_adam() -> None:
     def wrap_state_dict(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         @functools.wraps(stock)
         def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            # Steps do not update the main weights of FP32 weights. Low-precision models load them as their own.
-            for parameter, state in self.state.items():
-                local, main = _torch.local_of(parameter), _torch.local_of(state.get("master_param"))
-                is_fp32 = parameter.dtype == torch.float32 and not _te.is_quantized(local)
-                # Rows of te_fsdp.shard_optimizer, of other shapes, are current.
-                if is_fp32 and main is not None and main.shape == local.shape:
-                    self.set_scaled_state(parameter, "master_param", local.detach().clone())
             result = stock(self, *args, **kwargs)
             # The keys of a state dict number the parameters in the order of the groups.
             keys = chain.from_iterable(group["params"] for group in result["param_groups"])
