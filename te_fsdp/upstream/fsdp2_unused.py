@@ -58,8 +58,9 @@ def _complete(is_shared: bool, group: Any) -> None:
             for managed in records
             if (parameter := managed.__dict__.get("_unsharded_param")) is not None and parameter.requires_grad
         ]
-    for managed, parameter, gradient in trained if is_shared or dtype is not None else ():
-        if (gradient is not None and dtype is None) or managed.unsharded_accumulated_grad is not None:
+    for managed, parameter, gradient in trained:
+        # A rank that reduces alone does not need the missing ones, which no step may see.
+        if managed.unsharded_accumulated_grad is not None or not (is_shared if gradient is None else dtype):
             continue
         if gradient is None:
             gradient = zero_gradient(parameter)

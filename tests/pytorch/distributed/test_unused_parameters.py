@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from no_sharding import weight_decay
 from quantization import unused_units
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 HOW = ("two outputs", "left out", "frozen trunk")
 
@@ -93,6 +95,16 @@ def test_parameters_unused_on_all_ranks_are_not_decayed(pool, axes, strategy, ou
     for schedule in ("plain", "no_sync", "microbatch", "by hand"):
         options = {"strategy": strategy, "outer": outer, "schedule": schedule}
         pool.run(weight_decay.train_with_weight_decay, math.prod(axes.values()), axes=axes, **options)
+
+
+@pytest.mark.ranks(2)
+def test_unused_parameters_have_no_gradient_beside_accumulated_ones(pool):
+    """Check a reduction in another dtype, for which FSDP2 accumulates microbatches apart from ``.grad``."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    for axes in ({"dp_shard": 1}, DP2, REPLICATE2):
+        for schedule in ("no_sync", "microbatch", "by hand"):
+            world = math.prod(axes.values())
+            pool.run(weight_decay.train_with_weight_decay, world, axes=axes, schedule=schedule, policy=policy)
 
 
 @pytest.mark.ranks(2)
