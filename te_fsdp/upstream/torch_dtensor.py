@@ -79,7 +79,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def memory_id(tensor: torch.Tensor) -> int:
     """Return a number that views share and that ``tensor.data = ...`` changes (``UntypedStorage._cdata``)."""
-    return tensor.untyped_storage()._cdata
+    with torch._C.DisableTorchFunction():  # a model's own initialization runs on other tensors
+        return tensor.untyped_storage()._cdata
 
 
 def local_tensors_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

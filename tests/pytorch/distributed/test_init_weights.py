@@ -111,3 +111,9 @@ def test_writes_to_data_in_a_constructor_warn(pool):
 def test_constructor_that_repeats_reset_parameters_passes(pool, route):
     """Negative control: writes that `materialize` repeats."""
     pool.run(bodies.inline, 2, through="none", route=route)
+
+
+@pytest.mark.ranks(2)
+def test_forward_of_a_model_that_materializes_itself(pool):
+    """Check that its parameters do not count as assigned to ``.data``."""
+    pool.run(bodies.forward_of_materialized, 2)

@@ -305,6 +305,26 @@ def error_of_init(kind: str) -> None:
     te_fsdp.materialize(model, seed=SEED)
 
 
+class MaterializesItself(nn.Sequential):
+    """A model of torchtitan: its initialization is `te_fsdp.materialize`."""
+
+    def init_weights(self) -> None:
+        import te_fsdp
+
+        te_fsdp.materialize(self)
+
+
+def forward_of_materialized() -> None:
+    """Run a forward after the model has materialized itself."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = MaterializesItself(nn.Linear(32, 32, device="meta"))
+    te_fsdp.fully_shard(model, meshes)
+    model.init_weights()
+    assert model(torch.ones(2, 32, device=harness.device())).isfinite().all()
+
+
 def huggingface(name: str, strategy: str) -> dict[str, Any]:
     """Compare a Hugging Face model from meta bit for bit with `from_config` in one process."""
     import transformers
