@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from te_fsdp.gradient_sync import wait_for_reductions
 from te_fsdp.layout import SyncMode
 from te_fsdp.lifecycle import Step, gradients_of
+from te_fsdp.records import PARAMETER
 from te_fsdp.recovery import undo_step
 
 #: The optimizers that have main weights, or have begun a step on parameters of a sharded model. The references are
@@ -86,12 +87,15 @@ def allow_mixed_parameters(step: Step) -> None:
 
 
 def has_mixed_groups(optimizer: Optimizer) -> bool:
-    """Return whether a group has DTensors and plain tensors, which torch's foreach and fused kernels refuse."""
+    """Return whether a step gets DTensors and plain tensors in a group, which foreach and fused kernels refuse."""
     # Loops, because this runs in each step, and a generator costs a call per parameter.
     for group in optimizer.param_groups:
         kinds = set[bool]()
         for parameter in group["params"]:
-            kinds.add(isinstance(parameter, DTensor))
+            record = parameter.__dict__.get(PARAMETER)
+            # A DTensor over the replicas replaces a plain parameter with sharded state.
+            has_shard = bool(record and record.main_parameters)
+            kinds.add(has_shard or isinstance(parameter, DTensor))
         if len(kinds) == 2:
             return True
     return False

@@ -64,6 +64,30 @@ FOUND = (
         side="never",
         evaluates=True,
     ),
+    # Parameters that no unit shards: a part of them has optimizer state sharded over the replicas.
+    Configuration(
+        arch="9.0",
+        modules=("mlp_swiglu", "linear"),
+        mesh="replicate2",
+        strategy="optim",
+        first="no_shard",
+        outer="optim",
+        units=("blocks.0", "blocks.1"),
+        exempt=("blocks.0:0", "blocks.1"),
+        optimizer="sgd",
+    ),
+    # The gradients of a parameter that no backward reaches, where dp has one rank.
+    Configuration(
+        arch="9.0",
+        modules=("layernorm_linear",),
+        mesh="tp2",
+        strategy="optim",
+        schedule="no_sync",
+        microbatches=2,
+        optimizer="adamw",
+        precision="fp32 sum",
+        side="never",
+    ),
     # A policy, and an fp32 vector in a bf16 unit.
     Configuration(precision="fp32 sum", vector=True, strategy="optim_grads", optimizer="sgd"),
     Configuration(

@@ -148,7 +148,7 @@ def optimizer_of(drawn: Configuration, parameters: Iterable[torch.Tensor]) -> An
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     if drawn.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE / EPSILON)
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE / EPSILON, foreach=True)  # the default on GPUs
     if drawn.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPSILON, weight_decay=1e-3)
     options: dict[str, Any] = {"master_weights": True, "master_weight_dtype": torch.float32}
