@@ -61,7 +61,7 @@ from te_fsdp.checkpoint.shard_files import Listed, explain_os_errors, without_co
 from te_fsdp.checkpoint.storage import absolute, listing
 from te_fsdp.checkpoint.tensor_entries import TensorEntry, merge_copies, views_of
 from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, world_size
-from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.collectives.rendezvous import collective_call, errors_interrupt
 from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_flags, shorten
 from te_fsdp.features.main_params import main_parameters_of
 from te_fsdp.features.unreduced_gradients import UnreducedGradients
@@ -113,8 +113,7 @@ def save(
             :class:`te_fsdp.checkpoint.PerRank` are taken from every rank. DTensors load as full tensors on the CPU.
         asynchronous: Return once this rank's data are copied to the host, and write in a thread. Training may continue
             at once. A save starts after the previous save has ended. The interpreter waits for a running save at exit.
-        keep_last: Number of most recent checkpoints to keep, including this one. Older ones are removed once this one
-            is complete.
+        keep_last: Number of checkpoints to keep, including this one. Older ones are removed once it is complete.
         progress: Draw a progress bar on rank 0.
         shared: Names, as shell patterns, of parameters that several stages share. They must be equal bit for bit, and
             are stored once.
@@ -131,10 +130,11 @@ def save(
     """
     require_flags("save", CheckpointError, asynchronous=asynchronous, progress=progress is None or progress)
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
-    with collective_call("checkpoint.save"):
+    model, optimizers, shared = joined_model(model), optimizers_of(optimizer), tuple(shared)
+    with collective_call("checkpoint.save"), errors_interrupt():
         # One save at a time: two would compete for the disk, and their order decides which is the newest.
         background().wait()
-        writer = _prepare(rank_messenger(), handle.path, model, optimizer, extra, keep_last, shared)
+        writer = _prepare(rank_messenger(), handle.path, model, optimizers, extra, keep_last, shared)
         handle.bytes = sum(block.bytes for block in writer.own)
         complete = partial(_complete, handle, writer, keep_last, progress, began)
         if asynchronous:
@@ -358,14 +358,13 @@ def _fingerprint(
 def _prepare(
     ranks: RankMessenger,
     target: Path,
-    given: Any,
-    optimizer: Any,
+    model: nn.Module,
+    optimizers: Optimizers,
     extra: Mapping[str, Any] | None,
     keep_last: int | None,
-    shared: Iterable[str],
+    shared: tuple[str, ...],
 ) -> RankWriter:
     """Begin a save. Collect, check, make the hidden directory and assign the writers. Collective over the ranks."""
-    model, optimizers, shared = joined_model(given), optimizers_of(optimizer), tuple(shared)
     attempt, created = list[_Collected](), list[Path]()
     # A joined model is made for each call, so the cache of the previous save is found by its first part.
     anchor = model.parts[0][1] if isinstance(model, JoinedModules) else model

@@ -64,8 +64,11 @@ def interrupt_before_call() -> list[str]:
         return [first, _error(arrive)]
 
 
-def interrupt_saving(folder: str, victim: int) -> list[str]:
-    """Interrupt a rank that writes a checkpoint. Messages of the other ranks have two parts."""
+def interrupt_saving(folder: str, victim: int, *, by_error: bool = False) -> list[str]:
+    """Interrupt a rank that writes a checkpoint. Messages of the other ranks have two parts.
+
+    With ``by_error``, the rank runs out of memory between two agreements.
+    """
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -79,7 +82,10 @@ def interrupt_saving(folder: str, victim: int) -> list[str]:
     with mock.patch.object(rendezvous, "ASK_AFTER", 0.3), capture_warnings(timeout=20):
         path = Path(folder) / "new"
         if dist.get_rank() == victim:
-            with mock.patch.object(saving, "plan_entries", side_effect=KeyboardInterrupt):
+            name, error = (
+                ("RankWriter", MemoryError("no memory")) if by_error else ("plan_entries", KeyboardInterrupt)
+            )
+            with mock.patch.object(saving, name, side_effect=error):
                 first = _error(lambda: te_fsdp.checkpoint.save(path, model))
         else:
             first = _error(lambda: te_fsdp.checkpoint.save(path, model))

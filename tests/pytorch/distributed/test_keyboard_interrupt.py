@@ -34,6 +34,15 @@ def test_interrupt_in_save(pool, tmp_path, victim, where):
     assert results[1 - victim][0].startswith(f"CollectiveError: {where}{text}")
 
 
+@pytest.mark.parametrize(("victim", "where"), [(1, "on rank(s) 1: "), (0, "")])
+def test_error_on_one_rank_in_save(pool, tmp_path, victim, where):
+    """Check an error on one rank. The other ranks waited for its next message."""
+    results = pool.run(bodies.interrupt_saving, 2, folder=str(tmp_path), victim=victim, by_error=True)
+    text = f"te_fsdp.checkpoint.save: interrupted on rank {victim} by MemoryError"
+    assert results[victim][0] == "MemoryError: no memory" and text in results[victim][1]
+    assert f"{where}{text}" in results[1 - victim][0] and text in results[1 - victim][1]
+
+
 @pytest.mark.parametrize("moment", ["reply", "exchange"])
 def test_interrupt_in_load(pool, tmp_path, moment):
     """Check a reply whose second part was never received, and data of the exchange that were never sent."""
