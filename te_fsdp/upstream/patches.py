@@ -224,7 +224,10 @@ _TE: dict[str, dict[str, tuple[str, ...]]] = {
             "_initialize_state",
             "optimizer states have the class of their parameters, which DCP needs",
         ),
-        "states of dicts": ("state_dict", "the same in state dicts"),
+        "states of dicts": (
+            "state_dict",
+            "the same in state dicts, and current main weights of FP32 weights",
+        ),
     },
     "`FusedAdam` with te_fsdp's main weights": {
         "save": ("state_dict", "keeps main weights in the groups until the call ends"),
