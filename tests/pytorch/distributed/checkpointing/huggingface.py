@@ -279,6 +279,23 @@ def different_shards(model: nn.Module, whole: nn.Module) -> list[str]:
     return wrong
 
 
+def load_different_folders(folders: list[str], config: dict[str, Any]) -> tuple[str, bool]:
+    """Load another folder on each rank; return the error, and whether the model is unchanged."""
+    import te_fsdp
+    from te_fsdp.checkpoint.portable import huggingface as hf
+    from te_fsdp.errors import CheckpointError
+
+    model = build(config, te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()))
+    before, error = [(p.full_tensor(), p.requires_grad) for p in model.parameters()], ""
+    try:
+        hf.load_huggingface(folders[dist.get_rank()], model)
+    except CheckpointError as raised:
+        error = str(raised)
+    after = [(p.full_tensor(), p.requires_grad) for p in model.parameters()]
+    kept = (torch.equal(x, y) and a == b for (x, a), (y, b) in zip(before, after, strict=True))
+    return error, all(kept)
+
+
 def load_onto_mesh(
     folder: str, config: dict[str, Any], axes: dict[str, int], checkpoint: str
 ) -> dict[str, Any]:
