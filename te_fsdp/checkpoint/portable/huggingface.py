@@ -28,12 +28,12 @@ from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_co
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import ModelDescription, TeBlocks, TeNames, describe_model
 from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
-from te_fsdp.checkpoint.portable.weight_transfer import check_fits
+from te_fsdp.checkpoint.portable.weight_transfer import check_fits, require_same_model
 from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.shard_files import no_progress
 from te_fsdp.checkpoint.state_dicts import refuse_other_files
 from te_fsdp.checkpoint.storage import absolute, expanded
-from te_fsdp.collectives.agreement import all_agree, are_equal, digest, rank
+from te_fsdp.collectives.agreement import all_agree, rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer
@@ -153,14 +153,7 @@ def load_huggingface(
     """
     with collective_call("checkpoint.load_huggingface"):
         loader, absent = all_agree(lambda: _model_loader(source, model, optimizer, config, names, blocks))
-        # Each rank reads a folder of its own machine, and would load its pieces of another model.
-        if not are_equal([digest(repr((loader.manifest.parameters, sorted(absent))))]).all():
-            raise CheckpointError(
-                "load_huggingface: the ranks read different models",
-                expected="files and config.json with the same tensors, dtypes and biases on all ranks",
-                got=f"differences between ranks; here {loader.source.source}",
-                fix="copy one folder to all machines",
-            )
+        require_same_model("load_huggingface", (loader.manifest.parameters, sorted(absent)))
         loader.run()
         for owned in owned_parameters(model):
             owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in absent)

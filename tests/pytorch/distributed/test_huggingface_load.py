@@ -77,6 +77,26 @@ def test_different_folders_on_two_ranks_raise(pool, tmp_path, other):
         assert unchanged == bool(other) == bool(error)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ({"num_hidden_layers": 1}, "on rank(s) 1: tensors that do not fit the map: unexpected"),
+        ({"attention_bias": False}, "iter_weights: the ranks read different models"),
+        ({"rms_norm_eps": 1e-6}, ""),  # the default
+    ],
+    ids=["layers", "biases", "equal"],
+)
+def test_different_configs_on_two_ranks_raise(pool, tmp_path, other, error):
+    """The other rank waited for a message."""
+    write_model(tmp_path / "a")
+    write_model(tmp_path / "b", **other)
+    folders, target = [str(tmp_path / name) for name in "ab"], str(tmp_path / "saved")
+    options = {"folders": folders, "config": CONFIG, "target": target}
+    for found, exists in pool.run(huggingface.save_with_different_configs, 2, **options):
+        assert found.startswith(error) and bool(found) == bool(error) != exists
+
+
 FUSED = {"fuse_qkv_params": True}
 CENTERED = {**FUSED, "zero_centered_gamma": True}
 STACKED = {**FUSED, "qkv_weight_interleaved": False}
