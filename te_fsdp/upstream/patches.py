@@ -74,6 +74,12 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
             "counts or refuses writes through `.data`, local tensors and rows of te_fsdp's parameters",
         ),
     ),
+    "`DTensor`": (
+        (
+            "full_tensor, __create_write_items__",
+            "refuse rows in the order of the ranks, which `torch.load` has read",
+        ),
+    ),
     "units of torch's `fully_shard` after `set_device_mesh`": (
         (
             "unshard of `FSDPParamGroup`, _post_forward of `FSDPState`",
