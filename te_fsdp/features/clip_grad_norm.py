@@ -66,8 +66,8 @@ def clip_grad_norm_(
         Norm before clipping: fp32 scalar, identical on all ranks, on the gradients' device.
 
     Raises:
-        PlacementError: A gradient is not reduced yet (``Partial``), or ``max_norm`` or ``norm_type`` is out of range on
-            any rank. Other ranks' GPUs report a device-side assertion, except in the model's first call.
+        PlacementError: A gradient is not reduced yet (``Partial``), or a number is out of range. After the first call,
+            the GPUs of other ranks report a device-side assertion instead.
         OrderError: ``outer_strategy="optim"`` without ``shard_optimizer``, a backward after an earlier call, or
             parameters that are no longer part of the model.
         PrecisionError: The norm is not finite and ``error_if_nonfinite`` is set.
@@ -76,18 +76,8 @@ def clip_grad_norm_(
     listed = _check_parameter_list(parameters)
     stages = _stages(listed, pp_mesh)
     trained, norm_type, wrong = _parameters(listed, max_norm, norm_type)
-    chosen = _averaged(trained)
-    total, failed = _norm(chosen, norm_type, stages, failed=wrong is not None)
-    if wrong is not None:
-        raise wrong
-    if failed.is_cuda:  # the host does not wait for the device
-        _torch.assert_on_device(failed == 0)
-    elif failed:
-        raise PlacementError(
-            "clip_grad_norm_ failed on another rank",
-            expected="max_norm and norm_type in range on all ranks",
-            got="an error there, in its own output",
-        )
+    total, failed = _norm(chosen := _averaged(trained), norm_type, stages, failed=wrong is not None)
+    raise_failure(wrong, failed)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
             f"clip_grad_norm_: the gradients' norm of order {norm_type}",
@@ -102,6 +92,33 @@ def clip_grad_norm_(
     for averages in averages_of(listed):
         averages.multiplied(factor)
     return total
+
+
+def raise_failure(own: PlacementError | None, failed: torch.Tensor) -> None:
+    """Raise this rank's error, or PlacementError if calls have failed on other ranks. A GPU asserts it. Local."""
+    if own is not None:
+        raise own
+    if failed.is_cuda:  # the host does not wait for the device
+        _torch.assert_on_device(failed == 0)
+    elif failed:
+        raise PlacementError(
+            "clip_grad_norm_ failed on another rank",
+            expected="max_norm and norm_type in range on all ranks",
+            got="an error there, in its own output",
+        )
+
+
+def partial_error(parameter: torch.Tensor, gradient: DTensor) -> PlacementError:
+    """Return the error for a gradient that is not reduced yet. Local operation."""
+    module, name = next(iter(registered_at({id(parameter)})), (None, ""))
+    kind = "a parameter" if module is None else f"{name_of(module)}.{name}, a parameter"
+    return PlacementError(
+        f"clip_grad_norm_: gradient of {label_of(parameter, kind)}",
+        expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
+        got=f"{tuple(gradient.placements)}",
+        why="The terms of the ranks are not summed yet",
+        fix="clip after the last backward of the step, which reduces gradients",
+    )
 
 
 # [Note: norm over meshes] ``torch.nn.utils.clip_grad_norm_`` cannot see that experts are spread over ranks. On plain
@@ -128,15 +145,7 @@ def _norm(
         gradients = spread.setdefault(axes_of[meshes], [])
         gradient: Any = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-            module, name = next(iter(registered_at({id(parameter)})), (None, ""))
-            kind = "a parameter" if module is None else f"{name_of(module)}.{name}, a parameter"
-            raise PlacementError(
-                f"clip_grad_norm_: gradient of {label_of(parameter, kind)}",
-                expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
-                got=f"{tuple(gradient.placements)}",
-                why="The terms of the ranks are not summed yet",
-                fix="clip after the last backward of the step, which reduces gradients",
-            )
+            raise partial_error(parameter, gradient)
         # Replicas of a gradient may differ by rounding (see ``lifecycle.py``), and all ranks must get one result, so
         # that only the gradient of the first replica counts.
         is_first = not isinstance(parameter, DTensor) or all(
