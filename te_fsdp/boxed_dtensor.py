@@ -309,6 +309,9 @@ class BoxedDTensor(DTensor):
         tensor = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         return _with_map(tensor, *flatten_spec.mapping)
 
+    def __copy__(self) -> Any:
+        return boxed_like(_torch.dtensor(self._local_tensor, self._spec), self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = DTensor(
             copy.deepcopy(self._local_tensor.detach(), memo), self._spec, requires_grad=self.requires_grad

@@ -113,7 +113,7 @@ def removal_error(names: list[str]) -> OrderError:
         expected="the parameters that te_fsdp.fully_shard sharded",
         got="a deleted weight, or one that is computed by a parametrization, weight_norm or pruning",
         why="The unsharded weight would have no owner, and the parameters behind the computed one no gradients",
-        fix="parametrize or prune the module before te_fsdp.fully_shard",
+        fix="parametrize or prune the module, or undo it, before te_fsdp.fully_shard",
     )
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import (
     state_dict,
     state_dict_loader,
 )
+from torch.distributed.tensor import DTensor
 
 from te_fsdp.boxed_dtensor import BoxedDTensor, order_states
 from te_fsdp.errors import CheckpointError
@@ -76,6 +77,8 @@ def place_full_tensors(record: str) -> None:
         (_state_dict_utils, "_distribute_tensors", place_pairs),
         (state_dict, "_distribute_state_dict", place_states),
         (torch.optim.Optimizer, "load_state_dict", _order_loaded),
+        (DTensor, "full_tensor", _refuse_order_of_ranks),
+        (DTensor, "__create_write_items__", _refuse_order_of_ranks),
     ):
         replace_once(owner, name, wrap)
     wrap_plans()
@@ -127,6 +130,24 @@ def require_same_form(key: str, saved: torch.dtype, target: Any) -> None:
             why="FusedAdam(store_param_remainders=True) stores 16 bits of each, te_fsdp.shard_optimizer all 32",
             fix="use the optimizer that saved them",
         )
+
+
+def _refuse_order_of_ranks(stock: Any) -> Any:
+    """Wrap a method that would take the rows of a stacked tensor, which ``torch.load`` has read, for ordered ones."""
+
+    @functools.wraps(stock)
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__.get(_torch.BOXES) is True:
+            raise CheckpointError(
+                f"{stock.__name__}: a tensor of shape {tuple(self.shape)} that torch.load has read",
+                expected="rows in the order of the unsharded module",
+                got="rows of a stacked weight in the order of the ranks",
+                why="Pickles record no more, so that processes without te_fsdp can read them",
+                fix="load it into the model or optimizer first, or save it with te_fsdp.checkpoint or DCP",
+            )
+        return stock(self, *args, **kwargs)
+
+    return method
 
 
 def _order_loaded(stock: Any) -> Any:

@@ -135,12 +135,12 @@ class Differences:
 def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     """Compare a checkpoint with a model: tensors, ties, settings of modules and FP8 recipes. Local operation.
 
-    ``state`` is the model's. A ``source`` that te_fsdp did not write is changed: a format that differs only in the
-    origin of the scale becomes the model's. Its ``notes`` then name stacked weights whose row order is not certain.
+    ``state`` is the model's. The ``source`` is changed: current scaling becomes the model's delayed scaling. If
+    te_fsdp did not write it, its ``notes`` then name stacked weights whose row order is not certain.
     """
     manifest = source.manifest
-    # TE's float8 tensors do not record the origin of their scales in plain and converted files, which have no index.
-    for name, saved in manifest.parameters.items() if source.index is None else ():
+    # TE's float8 tensors do not record the origin of their scales in plain files, nor in what is converted from them.
+    for name, saved in manifest.parameters.items():
         model_format = state.described.get(name, {}).get("format") or ""
         if saved["format"] and saved["format"].replace(" current ", " delayed ") == model_format:
             saved["format"] = model_format

@@ -66,7 +66,8 @@ def clip_grad_norm_(
         Norm before clipping: fp32 scalar, identical on all ranks, on the gradients' device.
 
     Raises:
-        PlacementError: A gradient is not reduced yet (``Partial``), or an argument is out of range.
+        PlacementError: A gradient is not reduced yet (``Partial``), or a number is out of range. After the first call,
+            the GPUs of other ranks report a device-side assertion instead.
         OrderError: ``outer_strategy="optim"`` without ``shard_optimizer``, a backward after an earlier call, or
             parameters that are no longer part of the model.
         PrecisionError: The norm is not finite and ``error_if_nonfinite`` is set.
@@ -74,8 +75,9 @@ def clip_grad_norm_(
     require_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     listed = _check_parameter_list(parameters)
     stages = _stages(listed, pp_mesh)
-    chosen = _averaged(_parameters(listed, max_norm, norm_type))
-    total = _norm(chosen, norm_type, stages)
+    trained, norm_type, wrong = _parameters(listed, max_norm, norm_type)
+    total, failed = _norm(chosen := _averaged(trained), norm_type, stages, failed=wrong is not None)
+    raise_failure(wrong, failed)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
             f"clip_grad_norm_: the gradients' norm of order {norm_type}",
@@ -92,11 +94,43 @@ def clip_grad_norm_(
     return total
 
 
+def raise_failure(own: PlacementError | None, failed: torch.Tensor) -> None:
+    """Raise this rank's error, or PlacementError if calls have failed on other ranks. A GPU asserts it. Local."""
+    if own is not None:
+        raise own
+    if failed.is_cuda:  # the host does not wait for the device
+        _torch.assert_on_device(failed == 0)
+    elif failed:
+        raise PlacementError(
+            "clip_grad_norm_ failed on another rank",
+            expected="max_norm and norm_type in range on all ranks",
+            got="an error there, in its own output",
+        )
+
+
+def partial_error(parameter: torch.Tensor, gradient: DTensor) -> PlacementError:
+    """Return the error for a gradient that is not reduced yet. Local operation."""
+    module, name = next(iter(registered_at({id(parameter)})), (None, ""))
+    kind = "a parameter" if module is None else f"{name_of(module)}.{name}, a parameter"
+    return PlacementError(
+        f"clip_grad_norm_: gradient of {label_of(parameter, kind)}",
+        expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
+        got=f"{tuple(gradient.placements)}",
+        why="The terms of the ranks are not summed yet",
+        fix="clip after the last backward of the step, which reduces gradients",
+    )
+
+
 # [Note: norm over meshes] ``torch.nn.utils.clip_grad_norm_`` cannot see that experts are spread over ranks. On plain
 # local tensors it would count replicated elements several times. Here every element counts once, with one collective
 # per mesh axis.
-def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | None) -> torch.Tensor:
-    """Return the norm of all gradients over all ranks, counting each element once: fp32, zero without gradients."""
+def _norm(
+    chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | None, *, failed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of all gradients over all ranks, counting each element once: fp32, zero without gradients.
+
+    Also return the number of ranks whose call has ``failed``, which the collectives of the norm count, too.
+    """
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}
     groups: dict[_Axis, dist.ProcessGroup] = {}
     axes_of: dict[tuple[DeviceMesh, ...], tuple[_Axis, ...]] = {}
@@ -111,15 +145,7 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
         gradients = spread.setdefault(axes_of[meshes], [])
         gradient: Any = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-            module, name = next(iter(registered_at({id(parameter)})), (None, ""))
-            kind = "a parameter" if module is None else f"{name_of(module)}.{name}, a parameter"
-            raise PlacementError(
-                f"clip_grad_norm_: gradient of {label_of(parameter, kind)}",
-                expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
-                got=f"{tuple(gradient.placements)}",
-                why="The terms of the ranks are not summed yet",
-                fix="clip after the last backward of the step, which reduces gradients",
-            )
+            raise partial_error(parameter, gradient)
         # Replicas of a gradient may differ by rounding (see ``lifecycle.py``), and all ranks must get one result, so
         # that only the gradient of the first replica counts.
         is_first = not isinstance(parameter, DTensor) or all(
@@ -132,27 +158,31 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
             gradients.append(_torch.local_of(parameter.grad))
     device = _torch.local_of(chosen[0]).device if chosen else getattr(stages, "device_type", "cpu")
     if not spread and stages is None:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=device), torch.zeros((), device=device)
     # This rank's sums of |g| ** norm_type (the maximum for inf). A stage without parameters contributes zero.
     sums = []
     for gradients in spread.values() or [[]]:
         norms = _torch.norms(gradients, norm_type)
         powers = torch.stack(norms) if norms else torch.zeros(1, device=device)
         sums.append(powers.amax() if math.isinf(norm_type) else (powers**norm_type).sum())
+    count = torch.full_like(sums[0], failed)
     # Each set of axes has one sum, so the number of collectives does not grow with the parameters.
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for axis, group in groups.items():
         indices = [i for i, axes in enumerate(spread) if axis in axes]
-        parts = torch.stack([sums[i] for i in indices])
+        parts = torch.stack([*(sums[i] for i in indices), count])
         dist.all_reduce(parts, op=op, group=group)
-        for index, part in zip(indices, parts.unbind(), strict=True):
+        *reduced, count = parts.unbind()
+        for index, part in zip(indices, reduced, strict=True):
             sums[index] = part
     # Roots are taken at the end: only powers of the norm add up over shards.
     total = torch.stack(sums)
     total = total.amax() if math.isinf(norm_type) else total.sum()
     if stages is not None:
-        dist.all_reduce(total, op=op, group=stages.get_group())
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+        parts = torch.stack([total, count])
+        dist.all_reduce(parts, op=op, group=stages.get_group())
+        total, count = parts.unbind()
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type), count
 
 
 def _check_parameter_list(params: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -199,8 +229,13 @@ def _stages(parameters: Sequence[torch.Tensor], stages: DeviceMesh | bool) -> De
     return next((root[STAGES] for root in roots if STAGES in (root.mesh_dim_names or ())), None)
 
 
-def _parameters(chosen: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> Sequence[torch.Tensor]:
-    """Return each trainable parameter once; raise for wrong arguments, and unreduced or replaced gradients."""
+def _parameters(
+    chosen: Sequence[torch.Tensor], max_norm: float, norm_type: float
+) -> tuple[Sequence[torch.Tensor], float, PlacementError | None]:
+    """Return each trainable parameter once, and the norm's order; raise for unreduced or replaced gradients.
+
+    Raise for wrong arguments on all ranks in the first call. Later return the error, with the order of the last call.
+    """
     for parameter in chosen:
         record = get_record(parameter)
         if record is not None and record.replaced_by and parameter.grad is None:
@@ -214,19 +249,27 @@ def _parameters(chosen: Sequence[torch.Tensor], max_norm: float, norm_type: floa
                 fix="pass the model, or list model.parameters() after te_fsdp.fully_shard and te_fsdp.materialize",
             )
     states = {id(state): state for state in map(sharded_model_of, chosen) if state is not None}
-    # Ranks that wait in the norm cannot raise, so only the first call shares wrong arguments.
+    # Later calls share wrong arguments in the norm's collectives.
+    wrong, later = None, [s for s in states.values() if s.checked.clipping[0]]
     new = [s for s in states.values() if s.checks.clipping and not (s.checked.clipping[0] or is_capturing())]
     with raised_on_all_ranks(new[0].meshes.device_mesh if new else None, "clip_grad_norm_"):
         fix = "max_norm=1.0; math.inf clips nothing"
-        require_number("clip_grad_norm_", "max_norm", max_norm, least=0, fix=fix)
-        require_number("clip_grad_norm_", "norm_type", norm_type, least=_SMALLEST, fix="norm_type=2.0")
+        try:
+            require_number("clip_grad_norm_", "max_norm", max_norm, least=0, fix=fix)
+            require_number("clip_grad_norm_", "norm_type", norm_type, least=_SMALLEST, fix="norm_type=2.0")
+        except PlacementError as error:
+            if new or not later:
+                raise
+            wrong = error
+            _, max_norm, norm_type = later[0].checked.clipping
     for state in states.values():
         require_reduced(state, "clip_grad_norm_", chosen)
         for record_arguments in state.checks.clipping:
             record_arguments(state, max_norm, norm_type)
         for check in state.components.check_gradients:
             check()
-    return list({id(p): p for p in chosen if p.requires_grad or p.grad is not None}.values())
+    trained = list({id(p): p for p in chosen if p.requires_grad or p.grad is not None}.values())
+    return trained, norm_type, wrong
 
 
 def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -74,6 +74,12 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
             "counts or refuses writes through `.data`, local tensors and rows of te_fsdp's parameters",
         ),
     ),
+    "`DTensor`": (
+        (
+            "full_tensor, __create_write_items__",
+            "refuse rows in the order of the ranks, which `torch.load` has read",
+        ),
+    ),
     "units of torch's `fully_shard` after `set_device_mesh`": (
         (
             "unshard of `FSDPParamGroup`, _post_forward of `FSDPState`",
@@ -224,7 +230,10 @@ _TE: dict[str, dict[str, tuple[str, ...]]] = {
             "_initialize_state",
             "optimizer states have the class of their parameters, which DCP needs",
         ),
-        "states of dicts": ("state_dict", "the same in state dicts"),
+        "states of dicts": (
+            "state_dict",
+            "the same in state dicts, and current main weights of FP32 weights",
+        ),
     },
     "`FusedAdam` with te_fsdp's main weights": {
         "save": ("state_dict", "keeps main weights in the groups until the call ends"),

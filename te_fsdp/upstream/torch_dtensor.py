@@ -337,6 +337,10 @@ def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(group, factor.to(device))
 
 
+#: Stop the device's kernels if a scalar is false, without a wait of the host (``torch._assert_async``).
+assert_on_device: Callable[[torch.Tensor], None] = torch._assert_async
+
+
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Group tensors by device and dtype, for foreach kernels."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
@@ -110,12 +112,16 @@ def _explain(stock: Callable[..., None], call: Callable[[Any], None]) -> Callabl
     return __setstate__
 
 
-#: Functions that compute a parameter from others, and fail on DTensors without its name: those that ``orthogonal``,
-#: ``spectral_norm`` and the functions of ``prune`` call first.
+#: Functions that compute a parameter from others, or undo it, and fail on DTensors without its name: those that
+#: ``orthogonal``, ``spectral_norm``, the functions of ``prune`` and those that undo them call first.
 _FUNCTIONS = (
     (getattr(parametrizations, "_Orthogonal", None), "__init__"),
     (getattr(parametrizations, "_SpectralNorm", None), "__init__"),
     (prune.BasePruningMethod, "apply"),
+    (prune.BasePruningMethod, "remove"),
+    (SpectralNorm, "remove"),
+    (WeightNorm, "remove"),
+    (parametrize, "remove_parametrizations"),
     (prune, "global_unstructured"),
 )
 
@@ -134,7 +140,9 @@ def before_reparametrization(call: Callable[[torch.Tensor], None]) -> None:
 def _wrap(stock: Callable[..., Any], call: Callable[[torch.Tensor], None]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        for tensor in _tensors_in([*args, *kwargs.values()]):
+        # Of the objects that ``prune`` and ``spectral_norm`` remove from a module.
+        name = getattr(args[0], "_tensor_name", getattr(args[0], "name", None)) if args else None
+        for tensor in _tensors_in([*args, name, *kwargs.values()]):
             call(tensor)
         return stock(*args, **kwargs)
 
@@ -147,9 +155,10 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, torch.nn.Module) and isinstance(following, str):
-            parameter = value._parameters.get(following)
-            if parameter is not None:
-                yield parameter
+            names = (following, f"{following}_orig", f"{following}_v", f"parametrizations.{following}.")
+            yield from (
+                p for name, p in value.named_parameters() if name in names or name.startswith(names[-1])
+            )
         elif isinstance(value, list | tuple):
             yield from _tensors_in(list(value))
 

@@ -168,6 +168,20 @@ def test_te_delayed_scaling_state_is_read_from_state_dicts(
     assert not torch.equal(without(IDS), outputs), "the control: amax histories matter"
 
 
+@pytest.mark.parametrize("recipe", ["delayed"], indirect=True)
+def test_delayed_weights_without_extra_state_keep_their_bytes(
+    te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TE's tensors do not record delayed scaling, so that a load took them for current scaling and rounded again."""
+    model = trained(te, recipe)
+    torch.save({k: v for k, v in model.state_dict().items() if "_extra_state" not in k}, tmp_path / "s.pt")
+    run(capsys, "convert", tmp_path / "s.pt", tmp_path / "c", "--to", "checkpoint")
+    other = Model(te, recipe, seed=1)
+    assert len(differing(model, other)) >= 4, "the control: without the load they differ"
+    loaded = checkpoint.load(tmp_path / "c", other)
+    assert differing(model, other) == [] and not loaded.converted
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed"], indirect=True)
 def test_delayed_scaling_state_of_a_bound_model_round_trips(

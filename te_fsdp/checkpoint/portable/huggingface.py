@@ -28,7 +28,7 @@ from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_co
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import ModelDescription, TeBlocks, TeNames, describe_model
 from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
-from te_fsdp.checkpoint.portable.weight_transfer import check_fits
+from te_fsdp.checkpoint.portable.weight_transfer import check_fits, require_same_model
 from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.shard_files import no_progress
 from te_fsdp.checkpoint.state_dicts import refuse_other_files
@@ -153,6 +153,7 @@ def load_huggingface(
     """
     with collective_call("checkpoint.load_huggingface"):
         loader, absent = all_agree(lambda: _model_loader(source, model, optimizer, config, names, blocks))
+        require_same_model("load_huggingface", (loader.manifest.parameters, sorted(absent)))
         loader.run()
         for owned in owned_parameters(model):
             owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in absent)

@@ -34,6 +34,7 @@ from te_fsdp.checkpoint.portable.weight_transfer import (
     quantize_blocks,
     raise_error,
     repack,
+    require_same_model,
     scale_name,
     shares_to_write,
     tensors_of,
@@ -154,7 +155,8 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         """Agree on the plan and on the groups to send. Collective over the world."""
         self._plan = make_plan(self._shares, self._weights, self.names)
         #: Shape and dtype of each tensor of the model, by name, in order.
-        self.tensors = self._describe()
+        self.tensors = all_agree(self._describe)
+        require_same_model("iter_weights", [(n, t.shape, t.dtype) for n, t in self.tensors.items()])
         pieces = self._plan.own
 
         def sums() -> dict[str, list[list[int]]]:

@@ -28,7 +28,7 @@ from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, describe_model, given_or_default
 from te_fsdp.checkpoint.reader import with_remainders
 from te_fsdp.checkpoint.tensor_entries import TensorEntry, cut_entry, holders_of, lightest
-from te_fsdp.collectives.agreement import all_agree, gather, rank, world_size
+from te_fsdp.collectives.agreement import all_agree, are_equal, digest, gather, rank, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
 from te_fsdp.layout import Box, slices
@@ -303,6 +303,18 @@ def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[s
             f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
             why="Nothing was changed",
             fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs()",
+        )
+
+
+def require_same_model(call: str, description: object) -> None:
+    """Raise CheckpointError on all ranks if their Hugging Face folders differ. Collective over the world."""
+    # Each rank reads a folder of its own machine.
+    if not are_equal([digest(repr(description))]).all():
+        raise CheckpointError(
+            f"{call}: the ranks read different models",
+            expected="config.json and files with the same tensors, dtypes and biases on all ranks",
+            got="differences between ranks",
+            fix="copy one folder to all machines",
         )
 
 

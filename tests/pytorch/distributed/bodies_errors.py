@@ -79,6 +79,24 @@ def one_rank_clips_without_a_norm() -> None:
     te_fsdp.clip_grad_norm_(model, 1.0 if torch.distributed.get_rank() != 1 else None)  # type: ignore[bad-argument-type]
 
 
+def one_rank_clips_without_a_norm_later(order: float, wrong: dict[str, object]) -> list[str]:
+    """Return the error of each of two later calls, the second after a backward, with wrong arguments on rank 1."""
+    import te_fsdp
+
+    model = nn.Linear(8, 8, device=harness.device())
+    te_fsdp.fully_shard(model, _meshes())
+    errors = []
+    for arguments in ({}, wrong, {}, wrong):
+        model(torch.ones(2, 8, device=harness.device())).sum().backward()
+        try:
+            given = arguments if torch.distributed.get_rank() == 1 else {}
+            te_fsdp.clip_grad_norm_(model, **{"max_norm": 1.0, "norm_type": order, **given})
+            errors += ["none"] if arguments else []
+        except te_fsdp.PlacementError as error:
+            errors.append(str(error))
+    return errors
+
+
 def never_initialised() -> None:
     import te_fsdp
 

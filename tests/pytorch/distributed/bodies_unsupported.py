@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import harness
 import torch
 from bodies_mistakes import WIDTH, Model, draw_batch, make_meshes, make_sgd, make_sharded, take_step
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 
 class Result:
@@ -269,6 +270,41 @@ def weights_pruned_globally() -> None:
     prune.global_unstructured(pairs, pruning_method=prune.L1Unstructured, amount=0.5)
 
 
+def _sharded_after(change: Callable[[nn.Module], object]) -> Any:
+    """Return a head whose weight is computed from others since before ``fully_shard``."""
+    import te_fsdp
+
+    model = nn.Sequential(nn.Linear(8, 8, device=harness.device()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        change(model[0])
+    te_fsdp.fully_shard(model, make_meshes(), units=["0"])
+    model(torch.ones(2, 8, device=harness.device())).sum().backward()
+    return model[0]
+
+
+def pruning_removed_after_sharding() -> None:
+    prune.remove(_sharded_after(lambda head: prune.l1_unstructured(head, "weight", 0.5)), "weight")
+
+
+def pruned_again_after_sharding() -> None:
+    prune.random_unstructured(_sharded_after(lambda head: prune.identity(head, "weight")), "weight", 0.5)
+
+
+def a_spectral_norm_removed_after_sharding() -> None:
+    nn.utils.remove_spectral_norm(_sharded_after(nn.utils.spectral_norm))
+
+
+def a_weight_norm_removed_after_sharding() -> None:
+    nn.utils.remove_weight_norm(_sharded_after(nn.utils.weight_norm))
+
+
+def a_parametrization_removed_after_sharding() -> None:
+    parametrize.remove_parametrizations(
+        _sharded_after(parametrizations.weight_norm), "weight", leave_parametrized=True
+    )
+
+
 def a_jacobian() -> None:
     model = make_sharded()
     torch.autograd.functional.jacobian(lambda x: model(x).sum(0), draw_batch())
@@ -385,6 +421,11 @@ MISTAKES: list[Callable[..., None]] = [
     a_spectral_norm,
     rows_pruned_by_their_norm,
     weights_pruned_globally,
+    pruning_removed_after_sharding,
+    pruned_again_after_sharding,
+    a_spectral_norm_removed_after_sharding,
+    a_weight_norm_removed_after_sharding,
+    a_parametrization_removed_after_sharding,
     a_jacobian,
     clip_grad_norm_of_two_models,
     meshes_instead_of_an_axis,

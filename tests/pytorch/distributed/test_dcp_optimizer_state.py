@@ -62,3 +62,16 @@ def test_main_weights_in_the_other_form_raise(pool, tmp_path, saved, loaded):
         ways = {"dcp", "full", "broadcast", "trained", "fresh"}
         assert set(found) == ways | ({"main weights"} if loaded == "bf16" else set())
         assert all(text in error for error in found.values()), found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "current"])
+def test_main_weights_of_fp32_weights(pool, tmp_path, quantized):
+    """The states of FusedAdam had the initial FP32 weights as main weights, which its steps do not update.
+
+    "own": the optimizer that has FP32 weights keeps them, as TE's does. Negative control: they are not current.
+    """
+    right: dict[str, list[str]] = {"dcp": [], "full": [], "broadcast": [], "load_state_dict": [], "own": []}
+    right["control"] = ["0.bias", "0.weight"]
+    results = pool.run(optimizer_state.from_fp32, 2, quantized=quantized, directory=str(tmp_path))
+    assert results == [right] * 2

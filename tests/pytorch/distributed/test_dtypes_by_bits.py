@@ -18,7 +18,11 @@ DTYPES = [
     "int8",
     "float8_e4m3fn",
     "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
     "float8_e8m0fnu",
+    "complex64",
+    "complex128",
 ]
 
 

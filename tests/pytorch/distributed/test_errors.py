@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import bodies_errors as bodies
 import pytest
 
@@ -120,3 +122,17 @@ def test_failure_on_one_rank_is_named_on_all_ranks(pool, body, where, error, cau
     assert cause in failing.message
     assert other.type_name == error
     assert f"{where} failed on rank 1" in other.message and cause in other.message
+
+
+@pytest.mark.cpu  # a GPU whose kernels were stopped is lost to the other tests
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize(
+    "wrong", [{"max_norm": None}, {"max_norm": -1.0}, {"norm_type": 0}], ids=["none", "negative", "order"]
+)
+def test_wrong_arguments_on_one_rank_raise_in_later_calls(pool, order, wrong):
+    """Check that the other rank raises in the norm's collective, which it left without an error or waited in."""
+    other, failing = pool.run(bodies.one_rank_clips_without_a_norm_later, 2, order=order, wrong=wrong)
+    name = next(iter(wrong))
+    assert len(failing) == 2 and all(f"{name} must be a number" in text for text in failing), failing
+    assert len(other) == 2 and all("clip_grad_norm_ failed on another rank" in text for text in other), other

@@ -29,15 +29,15 @@ CONFIG = {
 }
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, dtype: torch.dtype = torch.float32, **changes: object) -> None:
     """Write a folder as save_pretrained would, of random weights."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = hf.WeightMap.build(CONFIG).shapes(te=False)
+    generator, config = torch.Generator().manual_seed(0), CONFIG | changes
+    shapes = hf.WeightMap.build(config).shapes(te=False)
     del shapes["lm_head.weight"]
-    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    tensors = {n: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for n, shape in shapes.items()}
     folder.mkdir()
     write_folder(folder, {n: InMemory(t) for n, t in tensors.items()}, {}, lambda _: None, 40_000)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 1, "tp": 2}], ids=["dp2-tp2", "tp2"])
@@ -61,6 +61,40 @@ def test_huggingface_folder_loads_onto_a_mesh(pool, request, tmp_path, axes):
         assert len(set(outcome["before"])) == outcome["parameters"] - 2 * 2, f"rank {rank}"
         # Some ten sums of about 100 terms in a different order, each within 100 * 2**-24 of the largest logit.
         assert outcome["error"] < 10 * 100 * 2**-24 * outcome["logit"], f"rank {rank}"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "other", [{"dtype": torch.bfloat16}, {"attention_bias": False}, {}], ids=["dtype", "biases", "equal"]
+)
+def test_different_folders_on_two_ranks_raise(pool, tmp_path, other):
+    """The ranks loaded shards of both models, and froze different biases, without an error."""
+    write_model(tmp_path / "a")
+    write_model(tmp_path / "b", **other)
+    folders = [str(tmp_path / name) for name in "ab"]
+    for error, unchanged in pool.run(huggingface.load_different_folders, 2, folders=folders, config=CONFIG):
+        assert error.startswith("load_huggingface: the ranks read different models" if other else "")
+        assert unchanged == bool(other) == bool(error)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ({"num_hidden_layers": 1}, "on rank(s) 1: tensors that do not fit the map: unexpected"),
+        ({"attention_bias": False}, "iter_weights: the ranks read different models"),
+        ({"rms_norm_eps": 1e-6}, ""),  # the default
+    ],
+    ids=["layers", "biases", "equal"],
+)
+def test_different_configs_on_two_ranks_raise(pool, tmp_path, other, error):
+    """The other rank waited for a message."""
+    write_model(tmp_path / "a")
+    write_model(tmp_path / "b", **other)
+    folders, target = [str(tmp_path / name) for name in "ab"], str(tmp_path / "saved")
+    options = {"folders": folders, "config": CONFIG, "target": target}
+    for found, exists in pool.run(huggingface.save_with_different_configs, 2, **options):
+        assert found.startswith(error) and bool(found) == bool(error) != exists
 
 
 FUSED = {"fuse_qkv_params": True}

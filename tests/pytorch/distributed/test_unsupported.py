@@ -52,6 +52,14 @@ ERRORS = {
     "a_spectral_norm": ("OrderError", "layer.fc1_weight: removed after fully_shard"),
     "rows_pruned_by_their_norm": ("OrderError", "head.weight: removed after fully_shard"),
     "weights_pruned_globally": ("OrderError", "inp.weight: removed after fully_shard"),
+    "pruning_removed_after_sharding": ("OrderError", "0.weight_orig: removed after fully_shard"),
+    "pruned_again_after_sharding": ("OrderError", "0.weight_orig: removed after fully_shard"),
+    "a_spectral_norm_removed_after_sharding": ("OrderError", "0.weight_orig: removed after fully_shard"),
+    "a_weight_norm_removed_after_sharding": ("OrderError", "0.weight_v: removed after fully_shard"),
+    "a_parametrization_removed_after_sharding": (
+        "OrderError",
+        "0.parametrizations.weight.original0: removed after fully_shard",
+    ),
     "a_jacobian": ("OrderError", "layer: second backward through one forward"),
     "clip_grad_norm_of_two_models": (
         "PlacementError",

@@ -41,6 +41,18 @@ def test_user_sharded_optimizer_state(pool, recipe, axes, sharder, by):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["none", "current"])
+def test_copies_and_pickles_of_a_stacked_weight(pool, tmp_path, recipe):
+    """Copies, and what was read from a pickle, returned the rows in the order of the ranks without an error."""
+    for found in pool.run(
+        user_sharded_state_dicts.copies_and_pickles, 2, recipe=recipe, directory=str(tmp_path)
+    ):
+        for name in ("full_tensor", "dcp.save"):
+            assert "rows of a stacked weight in the order of the ranks" in found.pop(name)
+        assert found == {"copy": True, "deepcopy": True, "loaded": True}
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "nvfp4"])
 def test_quantized_tensors_of_rank_0(pool, recipe, broadcast):

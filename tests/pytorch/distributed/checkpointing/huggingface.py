@@ -279,6 +279,39 @@ def different_shards(model: nn.Module, whole: nn.Module) -> list[str]:
     return wrong
 
 
+def load_different_folders(folders: list[str], config: dict[str, Any]) -> tuple[str, bool]:
+    """Load another folder on each rank; return the error, and whether the model is unchanged."""
+    import te_fsdp
+    from te_fsdp.checkpoint.portable import huggingface as hf
+    from te_fsdp.errors import CheckpointError
+
+    model = build(config, te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()))
+    before, error = [(p.full_tensor(), p.requires_grad) for p in model.parameters()], ""
+    try:
+        hf.load_huggingface(folders[dist.get_rank()], model)
+    except CheckpointError as raised:
+        error = str(raised)
+    after = [(p.full_tensor(), p.requires_grad) for p in model.parameters()]
+    kept = (torch.equal(x, y) and a == b for (x, a), (y, b) in zip(before, after, strict=True))
+    return error, all(kept)
+
+
+def save_with_different_configs(folders: list[str], config: dict[str, Any], target: str) -> tuple[str, bool]:
+    """Save with another description on each rank; return the error, and whether a folder was written."""
+    import te_fsdp
+    from te_fsdp.checkpoint.portable import huggingface as hf
+    from te_fsdp.errors import CheckpointError
+
+    model, error = build(config, te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())), ""
+    for parameter in model.parameters():
+        parameter.detach().zero_()  # biases that the folder lacks
+    try:
+        hf.save_huggingface(target, model, config=folders[dist.get_rank()])
+    except CheckpointError as raised:
+        error = str(raised)
+    return error, Path(target).exists()
+
+
 def load_onto_mesh(
     folder: str, config: dict[str, Any], axes: dict[str, int], checkpoint: str
 ) -> dict[str, Any]:

@@ -132,7 +132,9 @@ class Stock:
             results[name] = to_full(parameter)
             for key, value in self.optimizer.state[parameter].items():
                 if torch.is_tensor(value):
-                    results[f"{name}.{key}"] = to_full(value)
+                    # Steps update the main weights of quantized weights only. State dicts have current values.
+                    is_main = key == "master_param" and type(parameter) is torch.nn.Parameter
+                    results[f"{name}.{key}"] = to_full(parameter if is_main else value)
         return results
 
 

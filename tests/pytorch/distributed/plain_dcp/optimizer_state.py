@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import harness
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from plain_dcp.partial_optimizer_state import _equal_after_a_step, _error_of_own_state, _job, _step
-from plain_dcp.round_trip import WHOLE, Job, differing
+from plain_dcp.round_trip import WHOLE, Job, differing, to_full
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -162,3 +163,48 @@ def in_the_other_form(saved: str, loaded: str, directory: str) -> dict[str, Any]
             outcome[name] = str(error)
     assert not fresh.state
     return outcome | {"changed": differing(before, other.values())}
+
+
+def from_fp32(quantized: bool, directory: str) -> dict[str, list[str]]:
+    """Load states of FusedAdam with FP32 weights into BF16 or quantized ones; return main weights that differ."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
+    jobs = []
+    for seed, dtype in enumerate((torch.float32, *[torch.bfloat16] * 4)):
+        recipe = Float8CurrentScaling() if seed and quantized else None
+        with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+            model = torch.nn.Sequential(te.Linear(32, 32, params_dtype=dtype, device="meta"))
+        te_fsdp.fully_shard(model, meshes)
+        te_fsdp.materialize(model, seed=seed)
+        jobs.append((model, FusedAdam(model.parameters(), lr=1e-2, master_weights=True)))
+    (model, optimizer), *others = jobs
+    for job in jobs:
+        job[0](torch.ones(16, 32, dtype=job[0][0].bias.dtype, device=harness.device())).sum().backward()
+        job[1].step()
+    weights = {name: to_full(p) for name, p in model.named_parameters()}
+    kept = {name: to_full(optimizer.state[p]["master_param"]).clone() for name, p in model.named_parameters()}
+    states = [
+        get_optimizer_state_dict(model, optimizer),
+        get_optimizer_state_dict(model, optimizer, options=WHOLE),
+    ]
+    dcp.save({"o": states[0]}, checkpoint_id=directory)
+    target = {"o": get_optimizer_state_dict(*others[0])}
+    dcp.load(target, checkpoint_id=directory)
+    set_optimizer_state_dict(*others[0], target["o"])
+    for job, broadcast in zip(others[1:], (False, True), strict=False):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_optimizer_state_dict(*job, states[1], options=options)
+    others[3][1].load_state_dict(optimizer.state_dict())
+    ways = dict(zip(("dcp", "full", "broadcast", "load_state_dict"), others, strict=True))
+    mains = {
+        way: {name: to_full(own.state[p]["master_param"]) for name, p in m.named_parameters()}
+        for way, (m, own) in ways.items()
+    }
+    now = {name: to_full(optimizer.state[p]["master_param"]) for name, p in model.named_parameters()}
+    changed = {way: differing(weights, values) for way, values in mains.items()}
+    return changed | {"own": differing(kept, now), "control": differing(kept, weights)}

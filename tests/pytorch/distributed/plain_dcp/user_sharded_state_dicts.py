@@ -11,8 +11,9 @@ from typing import Any
 
 import harness
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint import CheckpointException, state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +28,7 @@ from plain_dcp.round_trip import (
     to_full,
     within_one_step,
 )
+from te_fsdp.errors import CheckpointError
 
 KIND, AXES = "gated MLP", {"dp_shard": 1, "tp": 2}
 
@@ -123,6 +125,33 @@ def loaded_states(recipe: str, axes: dict[str, int], sharder: str, by: str) -> d
         "exported": differing(flat, {key: values[key] for key in flat}),
         "after": largest_difference(job.values(), other.values()),
     }
+
+
+def copies_and_pickles(recipe: str, directory: str) -> dict[str, Any]:
+    """Copy and pickle a gated weight; return wrong values, and the errors of functions of the loaded one."""
+    job, other = (Job(KIND, recipe, AXES, "te_fsdp", False, seed=seed) for seed in (3, 4))
+    name, file = "inner.fc1_weight", io.BytesIO()
+    weight: Any = job.model.get_parameter(name)
+    expected = to_full(weight)
+    copies = {"copy": copy.copy(weight), "deepcopy": copy.deepcopy(weight.detach())}
+    outcome: dict[str, Any] = {
+        key: torch.equal(to_full(tensor), expected) and tensor.shape == weight.shape
+        for key, tensor in copies.items()
+    }
+    torch.save(weight.detach(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for key, call in {
+        "full_tensor": loaded.full_tensor,
+        "dcp.save": lambda: dcp.save({"weight": loaded}, checkpoint_id=directory),
+    }.items():
+        try:
+            call()
+            outcome[key] = "no error"
+        except (CheckpointError, CheckpointException) as error:
+            outcome[key] = str(error)
+    other.model.load_state_dict({name: loaded}, strict=False)
+    return outcome | {"loaded": torch.equal(to_full(other.model.get_parameter(name)), expected)}
 
 
 def quantized_tensors(recipe: str, broadcast: bool) -> list[str]:
