@@ -48,6 +48,7 @@ class ForwardRecord:
     places: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)
     trained: list[bool] | None = None  #: Their ``requires_grad`` in that forward
     units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
+    compared_order: bool = False  #: Whether the order of ``units`` was compared over ranks
     #: Old and new recipes that were compared over ranks in this forward.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
     #: Axis names of a mesh -> number of comparisons over its ranks.

@@ -15,6 +15,7 @@ from te_fsdp.check_points import LEVELS, CheckPoints
 from te_fsdp.checks import backward, forward, gradients, inputs, model, optimizer, progress, weights
 from te_fsdp.errors import (
     CheckpointError,
+    CollectiveError,
     GradientError,
     InitError,
     InputError,
@@ -96,8 +97,10 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("inputs of methods", "inputs", "tp, cp", inputs.check_inputs, InputError),
     Check("recipe of a unit", "unit", "dp_shard, tp", forward.compare_recipe, PrecisionError),
+    Check("units of all ranks", "unit", "dp_shard, tp", forward.require_same_unit, CollectiveError, "full"),
     Check("stale weights", "unit", "", forward.refuse_stale_weights, OrderError),
     Check("opaque outputs", "output", "", forward.refuse_opaque_output, PlacementError),
+    Check("order of units", "trained", "dp_shard, tp", forward.compare_unit_order, CollectiveError),
     # backward
     Check("start of backward", "trained", "", backward.check_backward_start, OrderError),
     Check("second derivatives of TE", "backward", "", backward.refuse_second_derivatives_of_te, OrderError),

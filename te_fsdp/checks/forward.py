@@ -8,13 +8,16 @@
 #     in training    the recipe of ``te.autocast``, the dtype of ``torch.autocast`` and the trained parameters are the
 #                    same on all ranks, because reductions must match
 #     in a unit      its recipe, if ``te.autocast`` is entered within the model's forward
+#     all units      run in the same order on ranks that all-gather or split layers together: an all-gather would join
+#                    that of a different unit, without an error if both have the same size
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -240,6 +243,53 @@ def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: boo
     if is_first or changed:  # one comparison covers all units with the same change
         compared.pairs.append((before, recipe))
         _compare(state, (recipe, compared.under[1]), None, unit=name)
+
+
+def require_same_unit(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
+    """Wait, before a unit's forward, for the ranks that all-gather or split it with this one. Collective over them.
+
+    Ranks in forwards of different units raise CollectiveError.
+    """
+    mesh = _peer_ranks(state, state.units[name].gather == "pass")
+    if mesh is not None and _should_check(state, mesh) and not _is_over_ep(state, name):
+        with _rendezvous(f"forward of {name or 'the model'}", mesh):
+            pass
+
+
+def _is_over_ep(state: ShardedModel, name: str) -> bool:
+    """Return whether a unit has experts. Ranks of ``ep`` run different ones, for example only those with tokens."""
+    group = _fsdp2.all_gather_ranks(state.modules[name])
+    return state.meshes.ep is not None and (group is None or group.size() < state.meshes.size("dp_shard"))
+
+
+def compare_unit_order(state: ShardedModel, trained: Sequence[torch.Tensor]) -> None:
+    """Compare, after the first forward in training, the order in which the ranks ran units. Collective then.
+
+    The ranks are those of :func:`require_same_unit`.
+    """
+    compared = state.computed
+    if compared.compared_order or compared.mode != (True, True) or not state.modules:
+        return
+    compared.compared_order = True
+    mesh, mine = _peer_ranks(state, True), [name for name in compared.units if not _is_over_ep(state, name)]
+    if (
+        mesh is None
+        or not _should_check(state, mesh, always=True)
+        or are_equal([digest(repr(mine))], mesh).item()
+    ):
+        return
+    orders = gather_by_rank(mine, mesh)
+    ran: dict[str, list[int]] = {}  # at the first difference
+    units = next(units for units in zip_longest(*orders.values(), fillvalue="no unit") if len({*units}) > 1)
+    for rank, name in sorted(zip(orders, units, strict=True)):
+        ran.setdefault(name, []).append(rank)
+    raise CollectiveError(
+        f"{type(state.model).__name__}.forward: units that ran in different orders",
+        expected="the same units, in the same order, on all ranks of dp_shard and tp",
+        got="; ".join(f"{name} on {format_ranks(those)}" for name, those in ran.items()),
+        why="The all-gather of a unit has joined that of a different one, so their weights are mixed",
+        fix="run units in an order that does not depend on the rank or on a set; checks='full' finds later differences",
+    )
 
 
 def _trained(state: ShardedModel) -> list[bool]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-from bodies_mistakes import draw_batch, make_sgd, make_sharded
+from bodies_mistakes import WIDTH, draw_batch, make_sgd, make_sharded
 from torch import nn
 
 
@@ -159,3 +160,66 @@ def keys_of_the_store() -> list[int]:
     finally:
         progress.EVERY = before
     return counts[::2]
+
+
+class Branches(nn.Module):
+    """Three units of equal size, called in any order."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(3))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = {index: self.branches[index](x) for index in self.order}
+        return torch.stack([outputs[index] for index in sorted(outputs)]).sum(0)
+
+
+def run_units_in_two_orders(begin: int, is_alone: bool, is_training: bool = True, **options: Any) -> None:
+    """Call units in a different order from forward ``begin`` on, on rank 1 or on all ranks."""
+    import te_fsdp
+
+    axes = {axis: options.pop(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp")}
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device().type)
+    model = Branches([0, 1, 2])
+    te_fsdp.fully_shard(model, meshes, units=["branches.*"], **options)
+    te_fsdp.materialize(model, seed=0)
+    for number in range(3):
+        if number == begin and (dist.get_rank() == 1 or not is_alone):
+            model.order = [1, 0, 2]
+        with torch.set_grad_enabled(is_training):
+            output = model(draw_batch(dist.get_rank() // axes["tp"]))
+        if is_training:
+            output.square().mean().backward()
+            model.zero_grad()
+
+
+class Experts(nn.Module):
+    """Two layers of experts, of which a rank calls only those that have tokens."""
+
+    def __init__(self, meshes: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        options = {"bias": False, "device": "meta", **meshes.te_kwargs()}
+        self.inp = nn.Linear(WIDTH, WIDTH, device="meta")
+        self.experts = nn.ModuleList(te.GroupedLinear(1, WIDTH, WIDTH, **options) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, calls: list[int]) -> torch.Tensor:
+        x = self.inp(x)
+        for index in calls:
+            x = x + self.experts[index](x, [len(x)])
+        return x
+
+
+def different_experts_over_ep(checks: str | None) -> None:
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=1, ep=2, device_type=harness.device().type)
+    model = Experts(meshes)
+    te_fsdp.fully_shard(model, meshes, units=["experts.*"], checks=checks)
+    te_fsdp.materialize(model, seed=0)
+    for calls in ([0, 1], [1, 0]) if dist.get_rank() == 0 else ([1], [0]):
+        with torch.no_grad():
+            model(draw_batch(), calls)
+        model(draw_batch(), calls).square().mean()

@@ -109,3 +109,49 @@ def test_store_keys_are_deleted(pool):
     """Check that the store of a long job does not grow."""
     for counts in pool.run(bodies.keys_of_the_store, 2):
         assert counts[-1] == counts[-2] == counts[-3]
+
+
+UNITS = {"dp_shard 2": {"dp_shard": 2}, "tp 2": {"tp": 2}, "dp_shard 2 tp 2": {"dp_shard": 2, "tp": 2}}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("mesh", UNITS)
+def test_different_order_of_units_raises(pool, mesh, strategy):
+    """Check that the first forward raises if one rank calls units in a different order. It trained mixed weights."""
+    options = {**UNITS[mesh], "strategy": strategy, "begin": 0}
+    size = 4 if len(UNITS[mesh]) == 2 else 2
+    for error in pool.run_expect_error(bodies.run_units_in_two_orders, size, is_alone=True, **options):
+        assert error.type_name == "CollectiveError"
+        assert "Branches.forward: units that ran in different orders" in error.message
+        others = "rank 0" if size == 2 else "ranks 0, 2-3"
+        assert f"got branches.0 on {others}; branches.1 on rank 1. " in error.message
+    pool.run(bodies.run_units_in_two_orders, size, is_alone=False, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+def test_full_checks_name_the_unit_of_each_rank(pool, is_training):
+    """Check that forwards of different units, later or in an evaluation, raise with checks="full"."""
+    options = {"dp_shard": 2, "begin": 1, "is_training": is_training, "checks": "full"}
+    for error in pool.run_expect_error(bodies.run_units_in_two_orders, 2, is_alone=True, **options):
+        assert error.type_name == "CollectiveError"
+        assert (
+            "rank 0 in te_fsdp.forward of branches.0; rank 1 in te_fsdp.forward of branches.1"
+            in error.message
+        )
+    pool.run(bodies.run_units_in_two_orders, 2, is_alone=False, **options)
+
+
+@pytest.mark.ranks(2)
+def test_replicas_may_run_units_in_different_orders(pool):
+    """Check that ranks of dp_replicate alone, which all-gather nothing together, are not compared."""
+    options = {"dp_replicate": 2, "begin": 0, "is_training": False, "checks": "full"}
+    pool.run(bodies.run_units_in_two_orders, 2, is_alone=True, **options)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_of_ep_may_run_different_experts(pool):
+    """Check that units of experts, which ranks of ep do not all-gather together, are not compared over ep."""
+    for checks in (None, "full"):
+        pool.run(bodies.different_experts_over_ep, 2, checks=checks)
