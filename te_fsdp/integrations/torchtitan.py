@@ -271,14 +271,13 @@ class CheckpointManager(_Manager):
     def _maybe_wait_for_staging(self) -> None:
         """Do nothing. An asynchronous save has copied its data when it returns."""
 
-    def _wait_for_saving(self) -> None:
+    def _close(self) -> None:
         if self.save_future is not None:
             # Cleared first, so that an error is raised once only.
             future, self.save_future = self.save_future, None
             future.result()
 
-    def _close(self) -> None:
-        self._wait_for_saving()
+    _wait_for_saving = _close
 
 
 _BYTES = "bytes: "
