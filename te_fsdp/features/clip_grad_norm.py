@@ -98,14 +98,14 @@ def raise_failure(own: PlacementError | None, failed: torch.Tensor) -> None:
     """Raise this rank's error, or PlacementError if calls have failed on other ranks. A GPU asserts it. Local."""
     if own is not None:
         raise own
-    if failed.is_cuda:  # the host does not wait for the device
-        _torch.assert_on_device(failed == 0)
-    elif failed:
+    try:
+        _torch.assert_on_device(failed == 0)  # the host does not wait for a GPU
+    except RuntimeError:
         raise PlacementError(
             "clip_grad_norm_ failed on another rank",
             expected="max_norm and norm_type in range on all ranks",
             got="an error there, in its own output",
-        )
+        ) from None
 
 
 def partial_error(parameter: torch.Tensor, gradient: DTensor) -> PlacementError:

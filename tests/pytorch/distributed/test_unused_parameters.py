@@ -103,8 +103,8 @@ def test_unused_parameters_have_no_gradient_beside_accumulated_ones(pool):
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     for axes in ({"dp_shard": 1}, DP2, REPLICATE2):
         for schedule in ("no_sync", "microbatch", "by hand"):
-            world = math.prod(axes.values())
-            pool.run(weight_decay.train_with_weight_decay, world, axes=axes, schedule=schedule, policy=policy)
+            options = {"axes": axes, "schedule": schedule, "mp_policy": policy}
+            pool.run(weight_decay.train_with_weight_decay, math.prod(axes.values()), **options)
 
 
 @pytest.mark.ranks(2)

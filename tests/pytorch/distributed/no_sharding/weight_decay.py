@@ -9,7 +9,6 @@ import harness
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from no_sharding.bodies import meshes_of
 
@@ -31,23 +30,16 @@ class Branches(nn.Module):
 
 
 def train_with_weight_decay(
-    axes: dict[str, int],
-    strategy: str = "optim_grads_params",
-    outer: str = "no_shard",
-    schedule: str = "plain",
-    *,
-    zeros: bool = False,
-    policy: MixedPrecisionPolicy | None = None,
+    axes: dict[str, int], schedule: str, *, outer: str = "no_shard", zeros: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Train with weight decay, and compare gradients and parameters of each step with one process.
 
     Args:
         axes: Mesh sizes.
-        strategy: Of the root.
-        outer: Outer strategy.
         schedule: "plain", "no_sync", "microbatch" or "by hand"; two microbatches a step.
+        outer: Outer strategy.
         zeros: Negative control: gradients of zeros stay.
-        policy: FSDP2's policy.
+        options: Of `te_fsdp.fully_shard`.
     """
     import te_fsdp
     from te_fsdp.upstream import fsdp2_units
@@ -56,8 +48,7 @@ def train_with_weight_decay(
     reference = Branches()
     torch.manual_seed(1)
     model = Branches()
-    options = {"mp_policy": policy} if policy else {}
-    te_fsdp.fully_shard(model, meshes_of(axes), strategy=strategy, outer_strategy=outer, **options)
+    te_fsdp.fully_shard(model, meshes_of(axes), outer_strategy=outer, **options)
     for group in fsdp2_units.fsdp_parameter_groups(model) if zeros else ():
         fsdp2_units.record_of_group(group).flags = None
     # eps: AdamW divides gradients by their size; near eps, rounding is not amplified.
