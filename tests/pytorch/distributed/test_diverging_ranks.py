@@ -145,9 +145,12 @@ def test_full_checks_name_the_unit_of_each_rank(pool, is_training):
 
 @pytest.mark.ranks(2)
 def test_replicas_may_run_units_in_different_orders(pool):
-    """Check that ranks of dp_replicate alone, which all-gather nothing together, are not compared."""
-    options = {"dp_replicate": 2, "begin": 0, "is_training": False, "checks": "full"}
-    pool.run(bodies.run_units_in_two_orders, 2, is_alone=True, **options)
+    """Check that ranks of dp_replicate, or of no_shard, which all-gather nothing together, are not compared."""
+    for options in (
+        {"dp_replicate": 2, "is_training": False, "checks": "full"},
+        {"dp_shard": 2, "strategy": "no_shard"},
+    ):
+        pool.run(bodies.run_units_in_two_orders, 2, is_alone=True, begin=0, **options)
 
 
 @pytest.mark.ranks(2)
