@@ -105,6 +105,7 @@ def raise_failure(own: PlacementError | None, failed: torch.Tensor) -> None:
             "clip_grad_norm_ failed on another rank",
             expected="max_norm and norm_type in range on all ranks",
             got="an error there, in its own output",
+            fix="pass the same numbers on all ranks",
         ) from None
 
 
