@@ -203,9 +203,10 @@ class BoxedDTensor(DTensor):
             refuse_writes(func, args, kwargs)
         if func is torch.Tensor.copy_:
             args = (args[0], rows_for(*args[:2]), *args[2:])
-        # Functions of lists change or compute each tensor on its own. Attributes compute nothing.
+        # Functions of lists change or compute each tensor on its own. Attributes compute nothing. Gradients have the
+        # rows of their tensors.
         is_list = func.__name__.startswith(("_foreach_", "_fused_"))
-        is_simple = is_list or func.__name__ == "__get__"
+        is_simple = is_list or func.__name__ == "__get__" or func is torch.autograd.grad
         if is_list:
             args = like_first_list(func, args)
         stacked = [] if is_simple else stacked_among((args, tuple(kwargs.values())))

@@ -133,11 +133,12 @@ UNIT_CASES = {
     "zero3": {},
     "optim": {"strategy": "optim"},
     "FP8 weights, FusedAdam": {"bf16": True, "quantized": True, "optimizer": "FusedAdam"},
+    "gated": {"activation": "swiglu"},
 }
 
 
 @pytest.mark.parametrize(
-    ("axes", "names"), [({}, list(UNIT_CASES)), ({"tp": 2}, list(UNIT_CASES)[:1])], ids=["dp2", "tp2"]
+    ("axes", "names"), [({}, list(UNIT_CASES)[:3]), ({"tp": 2}, ["zero3", "gated"])], ids=["dp2", "tp2"]
 )
 def test_graphed_units_are_bitwise_equal(pool, axes, names):
     """Check graphed forwards and backwards in an eager loop with two microbatches, clipping and an evaluation."""

@@ -32,3 +32,9 @@ def test_functions_equal_the_unsharded_weight(pool, kind, axes, sharder):
                 "a write to some rows of a stacked weight" in text or text.startswith("torch: RuntimeError")
                 for text in outcomes[f"write: {name}"]
             )
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_autograd_equal_those_of_backward(pool):
+    """Check ``torch.autograd.grad(loss, weights)`` of a stacked weight among others."""
+    assert pool.run(row_functions.gradients_of_autograd, 2) == [[], []]

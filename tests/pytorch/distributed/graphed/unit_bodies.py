@@ -73,7 +73,8 @@ def model_of(meshes: Any, case: dict[str, Any]) -> nn.Module:
     dtype = torch.bfloat16 if case.get("bf16") else torch.float32
     with te.quantized_model_init(enabled=bool(case.get("quantized")), recipe=Float8CurrentScaling()):
         strategy, transport = case.get("strategy", "optim_grads_params"), case.get("transport", "copy_engine")
-        return sharded(meshes, strategy, case.get("outer", "no_shard"), dtype, policy, transport, False)
+        outer, activation = case.get("outer", "no_shard"), case.get("activation", "gelu")
+        return sharded(meshes, strategy, outer, dtype, policy, transport, False, activation)
 
 
 def _train(meshes: Any, case: dict[str, Any], graphs: bool) -> tuple[dict[str, torch.Tensor], Any]:

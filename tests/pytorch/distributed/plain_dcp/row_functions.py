@@ -316,3 +316,29 @@ def outcomes(kind: str, axes: dict[str, int], sharder: str) -> dict[str, dict[st
                     key = f"write: {name}" if writes else name
                     found.setdefault(key, {})[label] = outcome(tensor, function, original, writes=writes)
     return found
+
+
+def gradients_of_autograd() -> list[str]:
+    """Return the weights for which ``torch.autograd.grad`` differs from ``backward``, without FSDP2."""
+    import harness
+    import te_fsdp
+    import transformer_engine.pytorch as te
+
+    meshes = te_fsdp.Meshes.build(dp_shard=1, tp=2, device_type=harness.device_type())
+    options = {**meshes.te_kwargs(), "set_parallel_mode": True, "activation": "swiglu"}
+    mlp = te.LayerNormMLP(COLUMNS, 2 * COLUMNS, params_dtype=torch.float32, device="meta", **options)
+    te_fsdp.set_device_mesh(mlp, meshes.tp, meshes.weight)
+    torch.manual_seed(0)
+    mlp.reset_parameters()
+    names, weights = zip(*mlp.named_parameters(), strict=True)
+    x = torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(1)).to(harness.device())
+    found = torch.autograd.grad(mlp(x).square().sum(), weights)
+    mlp(x).square().sum().backward()
+    wrong = []
+    for name, weight, gradient in zip(names, weights, found, strict=True):
+        assert gradient.full_tensor().any(), name
+        same = torch.equal(gradient.full_tensor(), weight.grad.full_tensor())
+        if type(gradient) is not type(weight.grad) or not same:
+            wrong.append(name)
+    assert any(type(gradient) is not DTensor for gradient in found)
+    return wrong

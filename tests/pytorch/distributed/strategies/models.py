@@ -45,12 +45,13 @@ def sharded(
     precision: Any = None,
     transport: str = "auto",
     zero_copy: bool | str = "auto",
+    activation: str = "gelu",
 ) -> nn.Module:
     """Return the model on its meshes."""
     import te_fsdp
 
     kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.size("tp") > 1 else {})
-    model = Model("meta", dtype, **kwargs)
+    model = Model("meta", dtype, activation=activation, **kwargs)
     options = {"strategy": strategy, "outer_strategy": outer, "precision": precision, "transport": transport}
     te_fsdp.fully_shard(model, meshes, units="blocks.*", zero_copy_gradients=zero_copy, **options)
     return te_fsdp.materialize(model, seed=SEED)
