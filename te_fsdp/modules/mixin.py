@@ -253,21 +253,6 @@ class MeshModule(torch.nn.Module):
                 output, local or self._parameters.values(), copy=binding.fsdp.is_managed
             )
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an unsharded parameter that tp replicates as a local tensor in forwards, for parents that read it.
-
-        FSDP2 without tp gives them a plain tensor too. Gradients flow back to the parameter.
-        """
-        attributes = self.__dict__
-        value = attributes["_parameters"].get(name) if "_parameters" in attributes else None
-        if value is None:
-            return super().__getattr__(name)
-        binding: ModuleBinding | None = attributes.get(BINDING)
-        if not isinstance(value, DTensor) or binding is None or not is_read_as_local(binding, name, value):
-            return value
-        has_grad = torch.is_grad_enabled()
-        return _ToLocal.apply(binding, [name], True, value)[0] if has_grad else _torch.local_of(value)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Copy Python attributes to the replacement of a parameter.
 
@@ -379,6 +364,28 @@ class MeshModule(torch.nn.Module):
                 memo[id(parameter)] = copied
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+
+class ReadableModule:
+    """Mixin of bound modules under tp, whose parameters other modules read. It precedes the bound class."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an unsharded parameter that tp replicates as a local tensor in forwards, for parents that read it.
+
+        FSDP2 without tp gives them a plain tensor too. Gradients flow back to the parameter.
+        """
+        attributes = self.__dict__
+        for table in ("_parameters", "_buffers", "_modules"):  # as torch, without its call
+            if name in attributes.get(table, ()):
+                value = attributes[table][name]
+                break
+        else:
+            return super().__getattr__(name)  # type: ignore[misc]
+        binding: ModuleBinding | None = attributes.get(BINDING)
+        if not isinstance(value, DTensor) or binding is None or not is_read_as_local(binding, name, value):
+            return value
+        has_grad = torch.is_grad_enabled()
+        return _ToLocal.apply(binding, [name], True, value)[0] if has_grad else _torch.local_of(value)
 
 
 def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
