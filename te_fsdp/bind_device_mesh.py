@@ -43,6 +43,7 @@ from te_fsdp.modules.mixin import (
     ForeignModule,
     MeshModule,
     OpMeshModule,
+    ReadableModule,
     ResettableModule,
     local_parameters,
 )
@@ -143,12 +144,15 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 
 
 @functools.cache
-def bound_class(cls: type) -> type:
+def bound_class(cls: type, under_tp: bool = False) -> type:
     """Return the class of a bound instance of ``cls``: for ``te.Linear`` a subclass of ``te_fsdp.Linear``.
 
     It has the name and ``__module__`` of ``cls``: ``_init_weights`` of public models recognizes TE's modules by them.
     A user's subclass, and a module outside of TE, keep their code behind the mixin.
     """
+    if under_tp:
+        members = {"__doc__": cls.__doc__, "__module__": cls.__module__}
+        return type(cls.__name__, (ReadableModule, bound_class(cls)), members)
     if issubclass(cls, MeshModule):
         return cls
     members = {"set_device_mesh": set_device_mesh, "__doc__": cls.__doc__, "__module__": cls.__module__}
@@ -330,7 +334,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     # Set it on the instance too, because FSDP2 changes the class of a unit to one with torch's ``__module__``.
     module.__dict__.setdefault("__module__", type(module).__module__)
     # The object stays, so references of optimizers, parents and user code stay valid, as in FSDP2.
-    module.__class__ = bound_class(type(module))
+    module.__class__ = bound_class(type(module), tp_mesh is not None)
     is_sharded = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
     if is_sharded and hasattr(module, "set_tensor_parallel_group"):
         # A module built with ``tp_size`` only has no group yet.

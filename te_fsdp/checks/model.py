@@ -373,12 +373,12 @@ def refuse_writes_in_forward(state: ShardedModel) -> None:
 
 
 def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
-    reads: list[tuple[torch.Tensor, Any, int]] = []
+    reads: list[tuple[torch.Tensor, Any, int, torch.Tensor]] = []
 
     def before(unit: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
             reads[:] = [
-                (parameter, record, _torch.version_of(parameter))
+                (parameter, record, _torch.version_of(parameter), checksum(_torch.local_of(parameter)))
                 for parameter, record in _fsdp2.unsharded_parameters(unit)
                 if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those without a version
             ]
@@ -388,7 +388,14 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
             return
         while handles:
             handles.pop().remove()
-        written = [record for parameter, record, version in reads if _torch.version_of(parameter) != version]
+        # Writes through ``.data`` have no version. One transfer to the host compares the values of all parameters.
+        sums = [torch.ne(total, checksum(_torch.local_of(parameter))) for parameter, _, _, total in reads]
+        changed = torch.stack(sums).tolist() if sums else []
+        written = [
+            record
+            for (parameter, record, version, _), differs in zip(reads, changed, strict=True)
+            if differs or _torch.version_of(parameter) != version
+        ]
         reads.clear()
         if written:
             record_unsharded_params(unit)

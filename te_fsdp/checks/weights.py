@@ -210,6 +210,8 @@ def refuse_equal_parts(state: ShardedModel, where: str) -> None:
             local = _torch.local_of(p)
             if not isinstance(p, DTensor) or p.ndim > 2 or state.is_expert(name) or _te.is_quantized(local):
                 continue
+            if not p.is_floating_point():  # masks and indices are not drawn
+                continue
             if p.numel() < _ENOUGH * p.device_mesh.size() or getattr(p, MEANT, False):
                 continue
             names = p.device_mesh.mesh_dim_names or ()

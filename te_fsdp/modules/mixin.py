@@ -27,6 +27,7 @@ from te_fsdp.errors import InitError, OrderError, PrecisionError
 from te_fsdp.initialize import check_initialized, initialize_by_reset
 from te_fsdp.lifecycle import mark_replaced, track_replaced_parameters
 from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
+from te_fsdp.modules.parameter_reads import check_unsharded, is_read_as_local
 from te_fsdp.modules.torch_units import reshard_after_evaluations
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.fsdp_hooks import (
@@ -157,7 +158,7 @@ def local_parameters(
     for name, value in table.items():
         if isinstance(value, DTensor):
             if name in binding.distributed:
-                _check_unsharded(binding, name, value)  # the user's code reads the DTensor
+                check_unsharded(binding, name, value)  # the user's code reads the DTensor
                 continue
             names.append(name)
             parameters.append(value)
@@ -166,7 +167,7 @@ def local_parameters(
         return
     pair = binding.fsdp.pairs.get(names[0])
     if pair is None or parameters[0] is not pair.unsharded:
-        _check_unsharded(binding, names[0], parameters[0])
+        check_unsharded(binding, names[0], parameters[0])
     if differentiable and torch.is_grad_enabled():
         local = _ToLocal.apply(binding, names, is_foreign, *parameters)
     else:
@@ -201,20 +202,6 @@ def replace_returned_parameters(
             kept_view = item.view_as(item) if torch.is_grad_enabled() else item.detach()
             results[index] = item.clone() if copy else kept_view
     return tuple(results)
-
-
-def _check_unsharded(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
-    """Raise OrderError if a parameter is still sharded over data parallel: kernels must not read shards. Local."""
-    mesh = binding.unsharded_mesh(name)
-    if mesh is not None and (parameter.device_mesh is mesh or parameter.device_mesh == mesh):
-        return
-    raise OrderError(
-        f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
-        expected="the unsharded parameter",
-        got=f"a shard of it, placements {tuple(parameter.placements)}",
-        why="FSDP2 all-gathers in the forward hooks of its units, which did not run",
-        fix="call the sharded module itself (not .forward or another method), or call unshard() first",
-    )
 
 
 class MeshModule(torch.nn.Module):
@@ -377,6 +364,28 @@ class MeshModule(torch.nn.Module):
                 memo[id(parameter)] = copied
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+
+class ReadableModule:
+    """Mixin of bound modules under tp, whose parameters other modules read. It precedes the bound class."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an unsharded parameter that tp replicates as a local tensor in forwards, for parents that read it.
+
+        FSDP2 without tp gives them a plain tensor too. Gradients flow back to the parameter.
+        """
+        attributes = self.__dict__
+        for table in ("_parameters", "_buffers", "_modules"):  # as torch, without its call
+            if name in attributes.get(table, ()):
+                value = attributes[table][name]
+                break
+        else:
+            return super().__getattr__(name)  # type: ignore[misc]
+        binding: ModuleBinding | None = attributes.get(BINDING)
+        if not isinstance(value, DTensor) or binding is None or not is_read_as_local(binding, name, value):
+            return value
+        has_grad = torch.is_grad_enabled()
+        return _ToLocal.apply(binding, [name], True, value)[0] if has_grad else _torch.local_of(value)
 
 
 def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:

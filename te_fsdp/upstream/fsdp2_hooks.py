@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -98,6 +99,7 @@ def _substitute(stock: Any, names: Mapping[str, Any]) -> Any:
 def shorten_hooks(unit: nn.Module) -> None:
     """Replace FSDP2's hooks of a unit by shorter ones. Call this before other replacements. Local operation."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    state.containers = {}  # id of a forward's arguments -> the caller's containers in them
     # torch searches a weak dictionary in five calls, and a step requests the state several times for each unit.
     unit.__dict__["_get_fsdp_state"] = weakref.ref(state)
     for registered, handle, name in (
@@ -106,7 +108,9 @@ def shorten_hooks(unit: nn.Module) -> None:
     ):
         key, stock = getattr(getattr(state, handle, None), "id", None), getattr(type(state), name)
         if key in registered and getattr(registered[key], "__func__", None) is stock:
-            registered[key] = MethodType(_shortened(stock), state)
+            hook = MethodType(_shortened(stock), state)
+            setattr(state, name, hook)  # methods of ``register_fsdp_forward_method`` call it, too
+            registered[key] = hook
     _replace(state, "_pre_backward")
     for group in fsdp_parameter_groups(unit):
         for name in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
@@ -125,7 +129,80 @@ def _shortened(hook: Any) -> Any:
     inner, names = getattr(hook, "__wrapped__", None), hook.__code__.co_names
     is_disabled = inner is not None and "_dynamo" in names and "disable" in names
     stock = _substitute(inner if is_disabled else hook, _substitutes())
+    if around := {"_pre_forward": pass_containers, "_post_forward": restore_containers}.get(hook.__name__):
+        stock = around(stock)
     return torch._dynamo.disable(stock, recursive=True) if is_disabled else stock
+
+
+# [Note: containers of a caller] FSDP2 passes copies of the lists and dicts among a unit's arguments to forward, with
+# moved, cast or watched tensors in them. Items that forward adds or replaces (auxiliary losses, caches of keys) would
+# be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until it ends. New
+# items are outputs, for which FSDP2 all-gathers the unit in backward.
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
+
+
+def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``_pre_forward`` whose arguments have the caller's lists and dicts."""
+
+    @functools.wraps(stock)
+    def pre_forward(state: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if state.containers and state._training_state.name == "IDLE":
+            state.containers.clear()  # of a forward that has raised
+        new_args, new_kwargs = stock(state, module, args, kwargs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, (*_CONTAINERS, tuple)):
+                break
+        else:
+            return new_args, new_kwargs
+        found: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
+        new_args = _merged(args, new_args, found)
+        new_kwargs = {name: _merged(kwargs[name], value, found) for name, value in new_kwargs.items()}
+        if found:
+            state.containers[id(new_args)] = found
+        return new_args, new_kwargs
+
+    return pre_forward
+
+
+def _merged(old: Any, new: Any, found: list[tuple[Any, dict[int, tuple[Any, Any]]]]) -> Any:
+    """Return ``new``, a copy of ``old``, with the containers of ``old``, which get the new items.
+
+    ``found`` gets each container, and its new and previous items by the ``id`` of the new ones.
+    """
+    if type(old) in _CONTAINERS:
+        items: dict[int, tuple[Any, Any]] = {}
+        for key, item in list(old.items() if isinstance(old, dict) else enumerate(old)):
+            merged = item if type(item) in _TENSORLESS else _merged(item, new[key], found)
+            items[id(merged)] = merged, item
+            if merged is not item:
+                old[key] = merged
+        found.append((old, items))
+        return old
+    if not isinstance(old, tuple) or type(old) is torch.Size:
+        return new
+    merged = [_merged(*pair, found) for pair in zip(old, new, strict=True)]
+    return type(new)(*merged) if hasattr(new, "_fields") else type(new)(merged)
+
+
+def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``_post_forward`` that restores the caller's lists and dicts, without the items that are new."""
+
+    @functools.wraps(stock)
+    def post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
+        added: list[Any] = []
+        for container, items in reversed(state.containers.pop(id(args), ())):
+            for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+                if id(item) in items:
+                    container[key] = items[id(item)][1]
+                else:
+                    added.append(item)
+        if added and torch.is_grad_enabled() and backward_id() == -1:
+            state._register_pre_backward_hook(
+                [tensor for tensor in tensors_in(added) if tensor.requires_grad]
+            )
+        return stock(state, module, args, output)
+
+    return post_forward
 
 
 class _PostBackward(torch.autograd.Function):

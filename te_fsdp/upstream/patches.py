@@ -113,7 +113,8 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
     "`FSDPState`, `FSDPParamGroup`": (
         (
             "_pre_forward, _post_forward, _pre_backward, pre_forward, post_forward, pre_backward, post_backward",
-            "the same code with shorter profiler ranges, `_dynamo.disable` and `_spmd_no_typecheck` (torch 2.14)",
+            "the caller's lists and dicts as arguments; shorter profiler ranges, `_dynamo.disable` and "
+            "`_spmd_no_typecheck` (torch 2.14)",
         ),
     ),
     "modules of `torch.distributed.tensor`, `_state_dict_utils`": (

@@ -9,6 +9,7 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -161,6 +162,19 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
             )
         elif isinstance(value, list | tuple):
             yield from _tensors_in(list(value))
+
+
+def is_in_forward() -> bool:
+    """Return whether a module's forward, or a registered method of a unit, runs on this thread. Local operation."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # ``Module._call_impl``, and the wrappers of FSDP2's ``register_fsdp_forward_method`` and te_fsdp's
+        if frame.f_code.co_name in ("_call_impl", "wrapped_method", "watched") and frame.f_globals[
+            "__name__"
+        ].startswith(("torch.", "te_fsdp.")):
+            return True
+        frame = frame.f_back
+    return torch.compiler.is_compiling()
 
 
 class _BackwardHooks(OrderedDict[int, Any]):

@@ -357,7 +357,32 @@ def backwards_that_raise() -> bool:
     return all(torch.equal(w, results[0][name]) for item in results for name, w in item.items())
 
 
+class Masked(nn.Linear):
+    """A mask as a parameter, whose shards are equal."""
+
+    def __init__(self, width: int) -> None:
+        self.mask = None
+        super().__init__(width, width, device="meta")
+        mask = torch.empty(64, dtype=torch.bool, device="meta")
+        self.mask = nn.Parameter(mask, requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.mask is not None:
+            self.mask.copy_(torch.arange(64) % 2 == 0)
+
+
+def mask_as_a_parameter() -> bool:
+    model = Model(make_meshes())
+    model.head = Masked(model.head.in_features)
+    model = make_sharded(model=model)
+    before = _weights(model)
+    take_step(model, make_sgd(model))
+    return _full(model.head.mask).sum() == 32 and "head" in _changed(model, before)
+
+
 MEANT: list[Callable[[], bool]] = [
+    mask_as_a_parameter,
     parameters_after_an_evaluation,
     backwards_that_raise,
     discarded_microbatches,

@@ -199,6 +199,19 @@ def a_weight_assigned_before_the_first_forward() -> None:
     model(draw_batch())
 
 
+class Decayed(nn.Linear):
+    """Writes to its weight through `.data` in forward, as codebooks of averages do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+def a_write_through_data_in_forward() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta"), Decayed(WIDTH, WIDTH, device="meta"))
+    make_of_torch(layers, ["1"], "optim_grads_params")(draw_batch())
+
+
 def a_function_transform() -> None:
     torch.func.vmap(make_sharded())(draw_batch()[None])
 
@@ -409,6 +422,7 @@ MISTAKES: list[Callable[..., None]] = [
     a_weight_set_to_none,
     a_replicated_weight_set_to_none,
     a_weight_assigned_before_the_first_forward,
+    a_write_through_data_in_forward,
     a_function_transform,
     a_dual_level,
     shared_memory,

@@ -37,6 +37,7 @@ ERRORS = {
         "OrderError",
         "head.weight: trained, but not in the model when te_fsdp.fully_shard was called",
     ),
+    "a_write_through_data_in_forward": ("OrderError", "1.weight: written to in forward"),
     "a_function_transform": ("OrderError", "layer: forward under torch.func, as of vmap"),
     "a_dual_level": ("OrderError", "0: forward under torch.autograd.forward_ad"),
     "shared_memory": ("OrderError", "share_memory() of a sharded model"),

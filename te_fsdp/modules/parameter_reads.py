@@ -1,0 +1,41 @@
+"""DTensor parameters that a forward reads: of its own module, or of others."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.errors import OrderError
+from te_fsdp.records import ModuleBinding
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.torch_functions import is_in_forward
+
+
+def check_unsharded(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
+    """Raise OrderError if a parameter is still sharded over data parallel: kernels must not read shards. Local."""
+    mesh = binding.unsharded_mesh(name)
+    if mesh is not None and (parameter.device_mesh is mesh or parameter.device_mesh == mesh):
+        return
+    raise OrderError(
+        f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
+        expected="the unsharded parameter",
+        got=f"a shard of it, placements {tuple(parameter.placements)}",
+        why="FSDP2 all-gathers in the forward hooks of its units, which did not run",
+        fix="call the sharded module itself (not .forward or another method), or call unshard() first",
+    )
+
+
+def is_read_as_local(binding: ModuleBinding, name: str, parameter: DTensor) -> bool:
+    """Return whether forwards of other modules get the local tensor of a parameter. Local operation.
+
+    Only unsharded parameters that tp replicates have local tensors with all elements. FSDP2 refills quantized weights
+    in one object, which autograd would not save.
+    """
+    return (
+        name not in binding.distributed
+        and parameter.device_mesh == binding.unsharded_mesh(name)
+        and all(placement.is_replicate() for placement in parameter.placements)
+        and not _te.is_quantized(_torch.local_of(parameter))
+        # Code that recomputes activations has no module's forward around it.
+        and (is_in_forward() or (_torch.in_backward() and torch.is_grad_enabled()))
+    )

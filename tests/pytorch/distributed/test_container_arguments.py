@@ -1,0 +1,184 @@
+"""Units that add auxiliary losses to a list argument, or fill a cache in a dict."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+import harness
+import pytest
+import torch
+from strategies.models import FFN, HIDDEN, SEED, batch
+from torch import nn
+
+
+class Block(nn.Module):
+    """A TE module and a plain one, whose only use is a loss that the caller finds in its list."""
+
+    def __init__(self, device: Any, **kwargs: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.mlp = te.LayerNormMLP(HIDDEN, FFN, device=device, params_dtype=torch.float32, **kwargs)
+        self.aux = nn.Linear(HIDDEN, 1, device=device)
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor], *, cache: dict[str, Any]) -> torch.Tensor:
+        y = x + self.mlp(x) + sum(losses) + cache["states"][0][-1] + 0 * cache["last"]
+        losses.append(self.aux(x))
+        cache["states"][0].append(y)
+        cache["last"] = y.square().mean()
+        return y
+
+
+class Filled(Block):
+    """A unit that returns nothing."""
+
+    def forward(self, box: list[torch.Tensor]) -> None:  # type: ignore[override]
+        box[0] = box[0] + self.mlp(box[0]) * self.aux(box[0])
+
+
+class Model(nn.Module):
+    block: type[nn.Module] = Block
+
+    def __init__(self, device: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block(device, **kwargs) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, cache: dict[str, Any] | None = None) -> torch.Tensor:
+        cache = {"states": ([x],), "last": 0} if cache is None else cache
+        losses: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, losses, cache=cache)
+        assert len(losses) == 2 and len(cache["states"][0]) == 3
+        return x.mean() + sum(losses).mean() + cache["last"]
+
+
+class FilledModel(Model):
+    block = Filled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        box = [x]
+        for block in self.blocks:
+            block(box)
+        return box[0].square().mean()
+
+
+MODELS = {"losses": Model, "nothing": FilledModel}
+
+
+def trained(model: nn.Module, data: list[torch.Tensor], recipe: Any = None) -> list[torch.Tensor]:
+    import transformer_engine.pytorch as te
+
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for x in data:
+        optimizer.zero_grad()
+        with te.autocast(recipe=recipe) if recipe is not None else contextlib.nullcontext():
+            loss = model(x)
+        loss.backward()
+        found += [harness.full(p.grad) for p in model.parameters()]
+        optimizer.step()
+    return found + [harness.full(p.detach()) for p in model.parameters()]
+
+
+def sharded(name: str, dp: int, tp: int, strategy: str, **options: Any) -> tuple[nn.Module, Any]:
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=dp, tp=tp, device_type=harness.device_type())
+    model = MODELS[name]("meta", set_parallel_mode=tp > 1, **meshes.te_kwargs())
+    te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy=strategy, **options)
+    return te_fsdp.materialize(model, seed=SEED), meshes
+
+
+def error_of_training(name: str, dp: int, tp: int, strategy: str) -> tuple[float, int]:
+    """Return the largest relative error of three steps against one process, and the number of tensors."""
+    model, meshes = sharded(name, dp, tp, strategy)
+    torch.manual_seed(SEED)
+    alone = MODELS[name](harness.device())
+    with torch.no_grad():
+        for theirs, mine in zip(alone.parameters(), model.parameters(), strict=True):
+            theirs.copy_(harness.full(mine.detach()))
+    data = [batch(step, meshes.data_size, 1)[0] for step in range(3)]
+    found = trained(model, [x[meshes.data_rank] for x in data])
+    expected = trained(alone, [x.flatten(0, 1) for x in data])
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True) if b.any()]
+    return max(errors), len(errors)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 2)], ids=["dp", "tp"])
+def test_training_equals_one_process(pool, name, dp, tp, strategy):
+    for error, compared in pool.run(error_of_training, 4, name=name, dp=dp, tp=tp, strategy=strategy):
+        assert error < 1e-5 and compared > 50  # fp32: sums in another order
+
+
+def errors_under_a_recipe() -> list[bool]:
+    """Train on shards and on replicas under a recipe. Return whether each tensor has the same bits."""
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    runs = []
+    for strategy in ("optim_grads_params", "optim"):
+        model, meshes = sharded("losses", 2, 1, strategy)
+        data = [torch.cat([batch(step, 2, 1)[0][meshes.data_rank]] * 8) for step in range(2)]
+        runs.append(trained(model, data, Float8CurrentScaling()))
+    return [torch.equal(a, b) for a, b in zip(*runs, strict=True)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.recipe("current")
+def test_strategies_have_equal_bits_under_a_recipe(pool):
+    for equal in pool.run(errors_under_a_recipe, 2):
+        assert all(equal) and len(equal) > 40
+
+
+def containers_after_a_forward(grad: bool) -> dict[str, bool]:
+    """Run the root with a caller's cache, cast to BF16. Return which of its properties hold afterwards."""
+    import te_fsdp
+
+    precision = te_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model, meshes = sharded("losses", 2, 1, "optim_grads_params", precision=precision)
+    x = batch(0, 2, 1)[0][meshes.data_rank]
+    mine = x.clone().requires_grad_()
+    states = [mine]
+    cache: dict[str, Any] = {"states": (states,), "last": 0}
+    with torch.set_grad_enabled(grad):
+        loss = model(x, cache)
+        if grad:
+            loss.backward()
+    return {
+        "same list": cache["states"][0] is states,
+        "same tensor": states[0] is mine,
+        "its gradient": not grad or bool(mine.grad is not None and mine.grad.any()),
+        "new items": len(states) == 3 and isinstance(cache["last"], torch.Tensor),
+    }
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
+def test_callers_keep_their_tensors(pool, grad):
+    for found in pool.run(containers_after_a_forward, 2, grad=grad):
+        assert all(found.values()), found
+
+
+def references_after_failed_forwards() -> list[bool]:
+    """Let two forwards raise. Return whether the tensors in their arguments still exist after the next forward."""
+    model, meshes = sharded("losses", 2, 1, "optim_grads_params")
+    x = batch(0, 2, 1)[0][meshes.data_rank]
+    references = []
+    for failing in (True, True, False):
+        item = x.clone().requires_grad_()
+        references.append(weakref.ref(item))
+        cache: dict[str, Any] = {"states": ([item],), "last": 0 if not failing else torch.ones(3, 3)}
+        with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
+            model(x, cache).sum().backward()
+        del item, cache
+        gc.collect()
+    return [reference() is not None for reference in references]
+
+
+@pytest.mark.ranks(2)
+def test_containers_of_a_failed_forward_are_freed(pool):
+    assert pool.run(references_after_failed_forwards, 2) == [[False] * 3] * 2
