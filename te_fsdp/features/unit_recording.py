@@ -172,6 +172,7 @@ class UnitRecording:
         owners = list(iter_param_owners(self.unit))
         for owner in owners:
             owner.module._parameters[owner.name] = by_id[id(owner.parameter)]  # type: ignore[unsupported-operation]
+        given = _torch.flatten((args, kwargs))
         # torch.autocast must not keep casts in the memory of a graph.
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -181,6 +182,9 @@ class UnitRecording:
             torch.set_autocast_cache_enabled(caches)
             for owner in owners:
                 owner.module._parameters[owner.name] = owner.parameter
+        leaves, structure = _torch.flatten((args, kwargs))
+        if structure != given[1] or any(a is not b for a, b in zip(leaves, given[0], strict=True)):
+            raise NotRecordableError("it changes a list or dict among its arguments, which a replay would not")
         leaves, structure = _torch.flatten(output)
         # A replay writes to the memory of these tensors. Other values are those of the recording, so only
         # constants are allowed.

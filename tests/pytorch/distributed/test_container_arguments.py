@@ -182,3 +182,26 @@ def references_after_failed_forwards() -> list[bool]:
 @pytest.mark.ranks(2)
 def test_containers_of_a_failed_forward_are_freed(pool):
     assert pool.run(references_after_failed_forwards, 2) == [[False] * 3] * 2
+
+
+def graphed_units() -> tuple[list[bool], set[str]]:
+    """Train with and without graphs of units. Return whether each tensor has the same bits, and why units are eager."""
+    import te_fsdp
+    from graphed.unit_bodies import recording
+
+    runs = []
+    for graphs in (False, True):
+        model, meshes = sharded("losses", 2, 1, "optim_grads_params", transport="copy_engine")
+        if graphs:
+            with recording():
+                graphed = te_fsdp.graphed_units(model)
+        runs.append(trained(model, [batch(step, 2, 1)[0][meshes.data_rank] for step in range(5)]))
+    return [torch.equal(a, b) for a, b in zip(*runs, strict=True)], set(graphed.why_eager.values())
+
+
+@pytest.mark.ranks(2)
+def test_units_that_change_their_arguments_are_not_recorded(pool):
+    for equal, why in pool.run(graphed_units, 2):
+        assert all(equal) and why == {
+            "it changes a list or dict among its arguments, which a replay would not"
+        }
