@@ -50,7 +50,8 @@ from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
 from te_fsdp.records import binding_of, first_owners
 from te_fsdp.shard_info import ShardInfo, shard_info
 from te_fsdp.sharded_model import get_sharded_model
-from te_fsdp.upstream import fsdp2_units, te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_units import wait_and_reshard
 
 
 class Stage(NamedTuple):
@@ -220,13 +221,6 @@ class OwnedTensor:
                 expert = ExpertPlace(box.original[0] + index, total)
                 result.append(OwnedPart(expert, box.local[0] + index, (expert_box,), tuple(original)))
         return result
-
-
-def wait_and_reshard(model: nn.Module) -> None:
-    """Reshard FSDP2 units, and wait for pending unshards. Local operation."""
-    for module in model.modules():
-        if fsdp2_units.is_fsdp_module(module):
-            module.reshard()  # type: ignore[operator]
 
 
 def owned_parameters(model: nn.Module) -> list[OwnedTensor]:

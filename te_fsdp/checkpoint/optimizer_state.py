@@ -212,7 +212,14 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
 
 
 def check_scaled_state(optimizer: Optimizer) -> None:
-    """Raise CheckpointError for FusedAdam's scaled state: TE keeps a scale per shard outside of the state."""
+    """Raise CheckpointError for state that no other mesh can load: FusedAdam's with scales per shard, and LBFGS's."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CheckpointError(
+            f"{type(optimizer).__name__}: state of all parameters in one vector",
+            expected="an optimizer with state of each parameter",
+            why="The order of its elements depends on the mesh",
+            fix="save and load the model alone: LBFGS begins with a new history",
+        )
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     scaled = {k: dtype_name(d) for k, d in dtypes.items() if d in (torch.float16, torch.uint8)}
     # The dtype of main weights is set even if there are none.

@@ -34,7 +34,6 @@ from te_fsdp.checkpoint.model_state import (
     share_newest_amax,
     stage_of,
     tied_names,
-    wait_and_reshard,
 )
 from te_fsdp.checkpoint.optimizer_state import (
     Optimizers,
@@ -314,7 +313,7 @@ def _fingerprint(
     entries. ``None`` if more matters: quantized weights, grouped weights of experts, state that is sharded further
     than the weights, optimizers by name.
     """
-    wait_and_reshard(model)
+    fsdp2_units.wait_and_reshard(model)
     # An optimizer without a name has the empty one.
     if optimizers.keys() - {""}:
         return None

@@ -44,7 +44,10 @@ def record_weight_versions(step: Step) -> None:
 # the user's writes to the parameter: an average, the values of a lookahead, a loaded state dict. The main
 # weight is exact where it rounds to the parameter's value. So a parameter that gets its previous values back, after an
 # evaluation with averaged weights, keeps its main weight bit for bit. Elsewhere the main weight becomes the
-# parameter's value. Versions of tensors and counts of quantizations detect writes, so that other steps read no values.
+# parameter's value. A full state dict has the values of quantized weights in BF16. Quantizing them again changes the
+# scale, so that some main weights no longer round to their values. If all main weights of a shard are within the error
+# of the scale, the shard has its previous values. Versions of tensors and counts of quantizations detect writes, so
+# that other steps read no values.
 def update_written_main_weights(step: Step) -> None:
     """Update the main weights of parameters that user code has written to. Local operation."""
     main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
@@ -112,6 +115,7 @@ _ELEMENTS = {
 }
 # Relative error of fp32 products, with a margin, so that values next to a power of two have its exponent.
 _FP32_ERROR = 2.0**-20
+_BF16_ERROR = 2.0**-9
 
 
 class RoundedValues(NamedTuple):
@@ -122,12 +126,15 @@ class RoundedValues(NamedTuple):
     outward: torch.Tensor
     #: The same for values that are closer to zero
     inward: torch.Tensor
+    #: Error of a scale that was computed from BF16 values, which adds to both
+    scale_error: torch.Tensor
 
     def keep(self, exact: torch.Tensor) -> torch.Tensor:
         """Return ``exact`` where it rounds to the values, and the values elsewhere. Local operation."""
         is_inward = (exact.abs() < self.value.abs()) | (exact.sign() * self.value.sign() < 0)
-        distance = torch.where(is_inward, self.inward, self.outward)
-        return torch.where((exact - self.value).abs() <= distance, exact, self.value)
+        distance, error = torch.where(is_inward, self.inward, self.outward), (exact - self.value).abs()
+        has_other_scale = (error <= distance + self.scale_error).all()
+        return torch.where((error <= distance) | has_other_scale, exact, self.value)
 
 
 def rounded_values(local: torch.Tensor) -> RoundedValues:
@@ -195,4 +202,5 @@ def _with_distances(
     # With a scale of zero all values round to zero.
     is_open = ((number >= element.largest) & saturates) | (scale == 0)
     outward = (half + error).masked_fill(is_open, math.inf)
-    return RoundedValues(value, outward, inward + error)
+    scale_error = (value.abs() + half) * (2 * _BF16_ERROR if element.one else 0.0)
+    return RoundedValues(value, outward, inward + error, scale_error)

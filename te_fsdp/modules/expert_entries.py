@@ -20,14 +20,14 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict as _state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
 from te_fsdp.modules.full_experts import has_other_experts, with_all_experts, wrap_optimizer_loading
-from te_fsdp.modules.state_loading import entries_of_second_names, wrap_verification
+from te_fsdp.modules.state_loading import VERIFICATIONS, entries_of_second_names
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
-from te_fsdp.records import binding_of
+from te_fsdp.records import binding_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import replace_once
 from te_fsdp.upstream.torch_dcp import LoadTarget
@@ -135,7 +135,7 @@ def patch_expert_loading() -> None:
         (_state_dict, "_load_model_state_dict", wrap_model_state),
         (_state_dict, "_load_optim_state_dict", lambda stock: wrap_optimizer_loading(stock, _in_model_form)),
         (_state_dict, "_init_optim_state", _wrap_state_initialization),
-        (_state_dict, "_verify_state_dict", wrap_verification),
+        *((_state_dict, name, wrap) for name, wrap in VERIFICATIONS),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),
     ):
         replace_once(owner, name, wrap)
@@ -187,7 +187,20 @@ def _wrap_state_initialization(stock: Any) -> Any:
         rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
         on_device = any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for _, rate in rates)
         is_usual = not (dtypes or unstepped or on_device)
-        if is_usual or initialized or any(p.grad is not None for p in parameters):
+        pending = [p for p in parameters if p.grad is not None]
+        if isinstance(optimizer, torch.optim.SGD):
+            has_states = any(group["momentum"] for group in optimizer.param_groups)
+        else:  # others may have none
+            has_states = type(optimizer).__module__.startswith(("torch.", "transformer_engine.", "te_fsdp."))
+        if pending and not initialized and has_states and any(map(get_record, parameters)):
+            raise OrderError(
+                f"{type(optimizer).__name__}: state dict before the first step",
+                expected="no gradients",
+                got=f"gradients of {len(pending)} parameters",
+                why="torch creates the states by a step with zero gradients, and omits them if there are others",
+                fix="call optimizer.zero_grad() first",
+            )
+        if is_usual or initialized or pending:
             original(optimizer)
             return
         for parameter in parameters:

@@ -11,16 +11,18 @@ import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.collectives.agreement import gather, rank, world_size
+from te_fsdp.collectives.agreement import from_rank_0, gather, rank, world_size
 from te_fsdp.modules.extra_state import ExpertEntry
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.torch_dcp import compare_names
 from te_fsdp.upstream.torch_redistribution import as_bits
 
 #: Whether torch loads an optimizer, for which it compares the names with those of the rank's parameters.
@@ -200,9 +202,13 @@ def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any
                 if others.isdisjoint(path) and not path[0].startswith(heads):
                     _holder(loaded, path)[path[-1]] = value
             state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
+        state_dict = in_model_form(model, state_dict)
+        for optimizer in optimizers if info.broadcast_from_rank0 else ():
+            # Other ranks have no state dict to compare with their parameters, and would wait for rank 0.
+            from_rank_0(partial(compare_names, model, optimizer, state_dict, info))
         token = _loads.set(True)
         try:
-            stock(model, optimizers, in_model_form(model, state_dict), info)
+            stock(model, optimizers, state_dict, info)
         finally:
             _loads.reset(token)
         for optimizer in optimizers:

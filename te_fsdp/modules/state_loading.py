@@ -17,6 +17,7 @@ from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import get_record, module_record
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_units import wait_and_reshard
 from te_fsdp.upstream.torch_dcp import is_called_by
 
 _ASSIGN = "assign_to_params_buffers"
@@ -41,12 +42,12 @@ def _before_load(
     # torch has a placeholder for each entry that is missing, which TE's modules without parameters cannot read.
     state_dict.update({key: None for key, value in state_dict.items() if _torch.is_absent_extra_state(value)})
     assign = bool(metadata.get(_ASSIGN))
-    # Pending values must be in the weights, because `load_state_dict` copies their data.
-    quantize_pending(module, state_dict, prefix)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
             _check(prefix + name, parameter, value, assign)
+    # Pending values must be in the weights, because `load_state_dict` copies their data.
+    quantize_pending(module, state_dict, prefix)
     if not assign:
         return
     params = [p for p in module._parameters.values() if isinstance(p, DTensor)]
@@ -66,6 +67,20 @@ def entries_of_second_names(model: nn.Module) -> dict[str, None]:
         for name, module in model.named_modules(remove_duplicate=False)
         if name not in first and type(module).get_extra_state is not nn.Module.get_extra_state
     }
+
+
+def wrap_options(stock: Any) -> Any:
+    """Wrap torch's function that maps a model's parameters to names, to which it compares those of the optimizer.
+
+    Unsharded parameters are not in the optimizer. With ``broadcast_from_rank0`` rank 0 alone would raise.
+    """
+
+    @functools.wraps(stock)
+    def verify(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        wait_and_reshard(model)
+        return stock(model, *args, **kwargs)
+
+    return verify
 
 
 def wrap_verification(stock: Any) -> Any:
@@ -97,6 +112,10 @@ def wrap_verification(stock: Any) -> Any:
         stock(model_state, optimizer_state, info)
 
     return verify
+
+
+#: torch's functions that every call for a state dict runs first, with their wrappers
+VERIFICATIONS = ("_verify_options", wrap_options), ("_verify_state_dict", wrap_verification)
 
 
 def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) -> None:

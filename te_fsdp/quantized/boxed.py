@@ -83,14 +83,20 @@ class QuantizedDTensor(BoxedDTensor):
         """Pickle the newest values."""
         return BoxedDTensor.__reduce_ex__(_pending_or_same(self), proto)
 
-    def _plain_values(self) -> DTensor:
-        local = self._local_tensor
+    def _plain_values(self, dtype: torch.dtype | None = None) -> DTensor:
+        local, dtype = self._local_tensor, dtype or self.dtype
         if not _te.is_quantized(local):
             return super()._plain_values()
         # After a load, pending values are newer than the bytes.
         waiting = pending_values(local)
-        values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
-        return _torch.dtensor(values, self._spec)
+        values = values_of(local, dtype) if waiting is None else waiting.to(dtype)
+        return _torch.dtensor(values, _torch.with_dtype(self._spec, dtype))
+
+    def float(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
+        """Return the values, in FP32 without autograd. torch would round them to BF16, which TE's tensors do not."""
+        if (self.requires_grad and torch.is_grad_enabled()) or not _te.is_quantized(self._local_tensor):
+            return super().float(*args, **options)
+        return boxed_like(self._plain_values(torch.float32), self)
 
     def to_local(self, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
         """Return the local tensor, or its pending FP32 values. Writes to either are kept."""

@@ -62,16 +62,27 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             if _te.format_of(local) is not _te.format_of(read):
                 continue
             values = pending_values(read, take=True)
-            # Delayed scaling uses the scale of these values too. The scale of the previous ones would clip larger ones.
-            _finish((state_dict, key), read, (owner, name), values)
+            # TE loads the saved scale before the weights.
+            is_delayed = values is not None and _te.is_quantized(local) and _te.has_delayed_scale(local)
+            extra = state_dict.get(f"{key[: -len(name)]}_extra_state") if is_delayed else None
+            has_scale = isinstance(extra, torch.Tensor) and extra.numel() > 0
+            if has_scale:
+                owner.set_extra_state(extra)
+            _finish((state_dict, key), read, (owner, name), values, has_scale=has_scale)
 
 
 def _finish(
-    entry: tuple[Any, Any], loaded: torch.Tensor, owner: tuple[nn.Module, str], values: torch.Tensor | None
+    entry: tuple[Any, Any],
+    loaded: torch.Tensor,
+    owner: tuple[nn.Module, str],
+    values: torch.Tensor | None,
+    *,
+    has_scale: bool = False,
 ) -> None:
     """Drop buffers derived from overwritten bytes, and quantize pending values. Collective if there are values.
 
-    ``entry`` is the container and key of the tensor ``loaded``, ``owner`` the owner and name of the parameter.
+    ``entry`` is the container and key of the tensor ``loaded``, ``owner`` the owner and name of the parameter. Delayed
+    scaling computes a scale from the values too, which the previous scale could clip, unless one was loaded.
     """
     (container, key), (module, name) = entry, owner
     parameter = module._parameters[name]
@@ -82,7 +93,7 @@ def _finish(
         drop_derived_state(loaded)  # both have the same memory, but separate derived buffers
         drop_derived_state(local)
     if values is not None and is_quantized:
-        quantize_with_shared_scale(module, name, local, values)
+        quantize_with_shared_scale(module, name, local, values, keep_delayed_scale=has_scale)
         if _te.is_grouped(loaded):
             loaded.copy_(local)
         else:

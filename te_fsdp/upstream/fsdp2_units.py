@@ -78,6 +78,13 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def wait_and_reshard(model: nn.Module) -> None:
+    """Reshard FSDP2 units, and wait for pending unshards. Local operation."""
+    for module in model.modules():
+        if is_fsdp_module(module):
+            module.reshard()  # type: ignore[operator]
+
+
 def inner_units(unit: nn.Module) -> list[str]:
     """Return the names of the FSDP2 units inside of a module."""
     return [name for name, module in unit.named_modules() if module is not unit and is_fsdp_module(module)]

@@ -140,8 +140,9 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "module `checkpoint.state_dict`": (
         (
-            "_init_optim_state, _verify_state_dict",
-            "initializes states with gradients in the parameters' dtypes; raises on all ranks if some load no states",
+            "_init_optim_state, _verify_options, _verify_state_dict",
+            "initializes states with gradients in the parameters' dtypes; reshards units; raises on all ranks if some "
+            "load no states",
         ),
         (
             "_get_optim_state_dict, _load_model_state_dict",

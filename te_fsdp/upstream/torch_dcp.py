@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict as _state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -14,6 +15,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 def is_called_by(prefix: str) -> bool:
     """Return whether the function of torch that has called the caller has a name with this prefix."""
     return sys._getframe(2).f_code.co_name.startswith(prefix)
+
+
+def compare_names(model: Any, optimizer: Any, state_dict: Any, info: Any) -> None:
+    """Raise if an optimizer's state dict lacks parameters, as its load does. Local operation."""
+    if "state" in state_dict:
+        _state_dict._split_optim_state_dict(model, optimizer, state_dict, info)
 
 
 def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:

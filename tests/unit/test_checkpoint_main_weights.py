@@ -270,6 +270,10 @@ def test_load_unwraps_optimizers_and_loads_main_weights(
     scaled = fused(source, master_weight_dtype=torch.float16)
     with pytest.raises(te_fsdp.TeFsdpError, match="FusedAdam: state kept with a scale per shard"):
         checkpoint.save(tmp_path / "b", source, Accelerated(scaled))
+    with pytest.raises(
+        te_fsdp.TeFsdpError, match="LBFGS: state of all parameters in one vector.*model alone"
+    ):
+        checkpoint.save(tmp_path / "b", source, torch.optim.LBFGS(source.parameters()))
     assert not (tmp_path / "b").exists()
 
 
