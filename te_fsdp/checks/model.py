@@ -377,6 +377,7 @@ def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
     reads: list[tuple[torch.Tensor, Any, int, torch.Tensor]] = []
     trained: list[tuple[torch.Tensor, int]] = []  # unsharded parameters, with their references
 
+    @_torch.without_modes()
     def before(unit: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
             reads[:] = [
@@ -387,6 +388,7 @@ def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
             parameters = [parameter for parameter, _ in _fsdp2.unsharded_parameters(unit)]
             trained[:] = [(parameter, use_count(parameter)) for parameter in parameters]
 
+    @_torch.without_modes()
     def after(unit: nn.Module, args: Any, output: Any) -> None:
         if _torch.in_backward() or not torch.is_grad_enabled():
             return
