@@ -150,9 +150,6 @@ def bound_class(cls: type, under_tp: bool = False) -> type:
     It has the name and ``__module__`` of ``cls``: ``_init_weights`` of public models recognizes TE's modules by them.
     A user's subclass, and a module outside of TE, keep their code behind the mixin.
     """
-    if under_tp:
-        members = {"__doc__": cls.__doc__, "__module__": cls.__module__}
-        return type(cls.__name__, (ReadableModule, bound_class(cls)), members)
     if issubclass(cls, MeshModule):
         return cls
     members = {"set_device_mesh": set_device_mesh, "__doc__": cls.__doc__, "__module__": cls.__module__}
@@ -162,7 +159,8 @@ def bound_class(cls: type, under_tp: bool = False) -> type:
     is_foreign = not any(
         str(base.__module__).partition(".")[0] == "transformer_engine" for base in cls.__mro__
     )
-    return type(cls.__name__, _bases(cls), {**members, "_is_foreign": is_foreign})
+    bases = (ReadableModule, *_bases(cls)) if is_foreign and under_tp else _bases(cls)
+    return type(cls.__name__, bases, {**members, "_is_foreign": is_foreign})
 
 
 def _bases(cls: type) -> tuple[type, ...]:

@@ -38,8 +38,9 @@ from te_fsdp.upstream import (
     te as _te,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
-from te_fsdp.upstream.torch_autograd import refuse_hooks
+from te_fsdp.upstream.fsdp2_hooks import opaque_in, tensors_in
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, fsdp_state_of, reduction_of
+from te_fsdp.upstream.torch_autograd import refuse_hooks, use_count
 from te_fsdp.upstream.torch_data import assigned_data, assignments
 from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
 
@@ -368,13 +369,15 @@ def not_in_the_model(names: list[str], count: int, change: str) -> OrderError:
 
 def refuse_writes_in_forward(state: ShardedModel) -> None:
     """Refuse writes to parameters in the first trained forward of each unit. Local operation."""
-    for unit in state.modules.values():
-        _watch_writes(state, unit)
+    for name, unit in state.modules.items():
+        _watch_writes(state, name, unit)
 
 
-def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
+def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
     reads: list[tuple[torch.Tensor, Any, int, torch.Tensor]] = []
+    trained: list[tuple[torch.Tensor, int]] = []  # unsharded parameters, with their references
 
+    @_torch.without_modes()
     def before(unit: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
             reads[:] = [
@@ -382,7 +385,10 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
                 for parameter, record in _fsdp2.unsharded_parameters(unit)
                 if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those without a version
             ]
+            parameters = [parameter for parameter, _ in _fsdp2.unsharded_parameters(unit)]
+            trained[:] = [(parameter, use_count(parameter)) for parameter in parameters]
 
+    @_torch.without_modes()
     def after(unit: nn.Module, args: Any, output: Any) -> None:
         if _torch.in_backward() or not torch.is_grad_enabled():
             return
@@ -396,7 +402,10 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
             for (parameter, record, version, _), differs in zip(reads, changed, strict=True)
             if differs or _torch.version_of(parameter) != version
         ]
-        reads.clear()
+        parameters = list(trained)
+        reads.clear(), trained.clear()
+        if state.units[name].gather == "pass" and parameters and reduction_of(unit)[0] > 1:
+            refuse_freed_outputs(name, unit, parameters, output)
         if written:
             record_unsharded_params(unit)
             names = state.names()
@@ -414,6 +423,40 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
         unit.register_forward_pre_hook(_torch.disable_compile(before)),
         unit.register_forward_hook(_torch.disable_compile(after), prepend=True),
     ]
+
+
+def refuse_freed_outputs(
+    name: str, unit: nn.Module, parameters: list[tuple[torch.Tensor, int]], output: Any
+) -> None:
+    """Raise OrderError if results of a unit's forward need weights that FSDP2 frees after it. Local operation.
+
+    ``parameters`` are unsharded ones, with their references before the forward.
+    """
+    label = name or type(unit).__name__.removeprefix("FSDP")
+    memory = {_torch.memory_id(_torch.local_of(parameter)) for parameter, _ in parameters}
+    tensors = list(tensors_in(output))
+    if any(_torch.memory_id(_torch.local_of(tensor)) in memory for tensor in tensors):
+        raise OrderError(
+            f"{label}: forward returned one of the unit's parameters, or a view of it",
+            expected="new tensors",
+            got="memory of an unsharded weight",
+            why="FSDP2 frees it after the forward of the unit",
+            fix="return parameter.clone(); or do not make this module a unit",
+        )
+    kept = [parameter for parameter, before in parameters if use_count(parameter) > before]
+    has_gradients = any(
+        shard.grad is not None for shard in _fsdp2.sharded_parameters(unit)
+    )  # of its own backward
+    # "Opaque outputs" checks others. New items of containers are outputs, too.
+    if tensors or not kept or has_gradients or opaque_in(output) or fsdp_state_of(unit).containers:
+        return
+    raise OrderError(
+        f"{label}: forward returned {type(output).__name__}",
+        expected="the tensors of which a loss is computed",
+        got="no tensor, although an attribute or another object keeps a graph with the unit's weights",
+        why="FSDP2 all-gathers a unit's weights for backward in hooks on the tensors that it returns",
+        fix="return the tensors, a tuple or a dict of them; or do not make this module a unit",
+    )
 
 
 def is_assigned(parameter: torch.Tensor) -> bool:

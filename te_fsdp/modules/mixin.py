@@ -367,10 +367,10 @@ class MeshModule(torch.nn.Module):
 
 
 class ReadableModule:
-    """Mixin of bound modules under tp, whose parameters other modules read. It precedes the bound class."""
+    """Mixin of modules outside of TE under tp, whose parameters other modules read."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an unsharded parameter that tp replicates as a local tensor in forwards, for parents that read it.
+        """Return an unsharded parameter as a local tensor in forwards, for parents that read it.
 
         FSDP2 without tp gives them a plain tensor too. Gradients flow back to the parameter.
         """

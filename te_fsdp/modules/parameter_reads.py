@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
 from te_fsdp.records import ModuleBinding
-from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import is_in_forward
 
 
@@ -26,16 +26,13 @@ def check_unsharded(binding: ModuleBinding, name: str, parameter: DTensor) -> No
 
 
 def is_read_as_local(binding: ModuleBinding, name: str, parameter: DTensor) -> bool:
-    """Return whether forwards of other modules get the local tensor of a parameter. Local operation.
+    """Return whether forwards of other modules get the local tensor of a module outside of TE. Local operation.
 
-    Only unsharded parameters that tp replicates have local tensors with all elements. FSDP2 refills quantized weights
-    in one object, which autograd would not save.
+    tp replicates its parameters, so the local tensor of an unsharded one has all elements.
     """
     return (
         name not in binding.distributed
         and parameter.device_mesh == binding.unsharded_mesh(name)
-        and all(placement.is_replicate() for placement in parameter.placements)
-        and not _te.is_quantized(_torch.local_of(parameter))
         # Code that recomputes activations has no module's forward around it.
         and (is_in_forward() or (_torch.in_backward() and torch.is_grad_enabled()))
     )

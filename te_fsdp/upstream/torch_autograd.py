@@ -175,6 +175,11 @@ def function_transform() -> str:
     return "torch.autograd.forward_ad" if torch.autograd.forward_ad._current_level >= 0 else ""
 
 
+def use_count(tensor: torch.Tensor) -> int:
+    """Return the number of references to a tensor, also those of graphs (``Tensor._use_count``), 0 if not known."""
+    return tensor._use_count() if hasattr(tensor, "_use_count") else 0  # type: ignore[missing-attribute]
+
+
 def graph_nodes(node: Any) -> Iterator[Any]:
     """Yield a node of an autograd graph and all nodes that its backward reaches, the nearest ones first."""
     # A queue, because graphs are deeper than Python's stack of calls.

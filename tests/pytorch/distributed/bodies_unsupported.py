@@ -212,6 +212,28 @@ def a_write_through_data_in_forward() -> None:
     make_of_torch(layers, ["1"], "optim_grads_params")(draw_batch())
 
 
+class Prompt(nn.Linear):
+    """Returns a view of its weight."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"prompt": self.weight[:, None], "x": x}
+
+
+def a_unit_that_returns_its_weight() -> None:
+    make_of_torch(Prompt(WIDTH, WIDTH, device="meta"), [""], "optim_grads_params")(draw_batch())
+
+
+class Kept(nn.Linear):
+    """Keeps its result in an attribute."""
+
+    def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        self.result = super().forward(x)
+
+
+def a_result_in_an_attribute() -> None:
+    make_of_torch(Kept(WIDTH, WIDTH, device="meta"), [""], "optim_grads_params")(draw_batch())
+
+
 def a_function_transform() -> None:
     torch.func.vmap(make_sharded())(draw_batch()[None])
 
@@ -423,6 +445,8 @@ MISTAKES: list[Callable[..., None]] = [
     a_replicated_weight_set_to_none,
     a_weight_assigned_before_the_first_forward,
     a_write_through_data_in_forward,
+    a_unit_that_returns_its_weight,
+    a_result_in_an_attribute,
     a_function_transform,
     a_dual_level,
     shared_memory,

@@ -38,6 +38,11 @@ ERRORS = {
         "head.weight: trained, but not in the model when te_fsdp.fully_shard was called",
     ),
     "a_write_through_data_in_forward": ("OrderError", "1.weight: written to in forward"),
+    "a_unit_that_returns_its_weight": (
+        "OrderError",
+        "Prompt: forward returned one of the unit's parameters",
+    ),
+    "a_result_in_an_attribute": ("OrderError", "Kept: forward returned NoneType"),
     "a_function_transform": ("OrderError", "layer: forward under torch.func, as of vmap"),
     "a_dual_level": ("OrderError", "0: forward under torch.autograd.forward_ad"),
     "shared_memory": ("OrderError", "share_memory() of a sharded model"),
