@@ -98,9 +98,18 @@ CHECKS: tuple[Check, ...] = (
     Check("inputs of methods", "inputs", "tp, cp", inputs.check_inputs, InputError),
     Check("recipe of a unit", "unit", "dp_shard, tp", forward.compare_recipe, PrecisionError),
     Check("units of all ranks", "unit", "dp_shard, tp", forward.require_same_unit, CollectiveError, "full"),
+    Check(
+        "changed order of units",
+        "unit",
+        "dp_shard, dp_replicate, tp",
+        forward.follow_unit_order,
+        CollectiveError,
+    ),
     Check("stale weights", "unit", "", forward.refuse_stale_weights, OrderError),
     Check("opaque outputs", "output", "", forward.refuse_opaque_output, PlacementError),
-    Check("order of units", "trained", "dp_shard, tp", forward.compare_unit_order, CollectiveError),
+    Check(
+        "order of units", "ended", "dp_shard, dp_replicate, tp", forward.compare_unit_order, CollectiveError
+    ),
     # backward
     Check("start of backward", "trained", "", backward.check_backward_start, OrderError),
     Check("second derivatives of TE", "backward", "", backward.refuse_second_derivatives_of_te, OrderError),

@@ -8,14 +8,14 @@
 #     in training    the recipe of ``te.autocast``, the dtype of ``torch.autocast`` and the trained parameters are the
 #                    same on all ranks, because reductions must match
 #     in a unit      its recipe, if ``te.autocast`` is entered within the model's forward
-#     all units      run in the same order on ranks that all-gather or split layers together: an all-gather would join
-#                    that of a different unit, without an error if both have the same size
+#     all units      run in the same order on ranks that all-gather, reduce or split layers together: a collective would
+#                    join that of a different unit, without an error if both have the same size
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -35,6 +35,7 @@ from te_fsdp.errors import (
     PrecisionError,
     shorten,
 )
+from te_fsdp.layout import SyncMode
 from te_fsdp.records import iter_param_owners
 from te_fsdp.sharded_model import ShardedModel, versions_of
 from te_fsdp.upstream import (
@@ -158,6 +159,10 @@ def compare_computation(state: ShardedModel) -> None:
     """
     compared, every = state.computed, state.checks.level == "full"
     mode = state.model.training, torch.is_grad_enabled()
+    # HFSDP averages gradients in an order of its own.
+    replicas = mode[1] and state.sync.mode is SyncMode.LAST and state.outer == "no_shard"
+    compared.order_mode = *mode, replicas and state.meshes.size("dp_replicate") > 1
+    compared.running, compared.reordered = [], None
     if mode != compared.mode or every:
         with _with_peers(state, mode):
             compared.mode = mode
@@ -262,21 +267,65 @@ def _is_over_ep(state: ShardedModel, name: str) -> bool:
     return state.meshes.ep is not None and (group is None or group.size() < state.meshes.size("dp_shard"))
 
 
-def compare_unit_order(state: ShardedModel, trained: Sequence[torch.Tensor]) -> None:
-    """Compare, after the first forward in training, the order in which the ranks ran units. Collective then.
-
-    The ranks are those of :func:`require_same_unit`.
-    """
+# [Note: order of units] Ranks compare the order after their first forward in each mode. A rank whose later forward
+# calls a unit at a new position, or ends before one, waits for the others there. If all change, they compare again at
+# the end. A rank that changes alone logs the unit, and gives up as in [Note: when ranks compare].
+# The ranks are those that all-gather units, reduce their gradients or split them together in this mode. So ranks may
+# differ while they keep weights and gradients unsharded, and replicas until the last microbatch.
+def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
+    """Record a unit that a forward of the model calls. Local unless its position is new ([Note: order of units])."""
     compared = state.computed
-    if compared.compared_order or compared.mode != (True, True) or not state.modules:
+    order = compared.running
+    if order is None or (state.meshes.ep is not None and _is_over_ep(state, name)):
         return
-    compared.compared_order = True
-    mesh, mine = _peer_ranks(state, True), [name for name in compared.units if not _is_over_ep(state, name)]
-    if (
-        mesh is None
-        or not _should_check(state, mesh, always=True)
-        or are_equal([digest(repr(mine))], mesh).item()
-    ):
+    order.append(name)
+    index, known = len(order) - 1, compared.orders.get(compared.order_mode)
+    if known is None or compared.reordered is not None or known[index : index + 1] == [name]:
+        return
+    before = (known[index] or "the model") if index < len(known) else "no unit"
+    where = f"forward of {name or 'the model'} in a different order than before"
+    _wait_for_new_order(state, name, f"{where}: the last forward called {before} instead", started)
+
+
+def _ranks_of_order(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
+    """Return the mesh of the ranks that must run units in the same order. ``gathers``: a unit is all-gathered now."""
+    _, trains, replicas = state.computed.order_mode
+    rows = [state.units[name] for name in state.modules]
+    joint = all(row.gather == "pass" or (trains and row.reduces(state.sync.mode)) for row in rows)
+    return _peer_ranks(state, gathers or joint, replicas=replicas)
+
+
+def _wait_for_new_order(state: ShardedModel, unit: str, label: str, started: bool = False) -> None:
+    """Wait for the ranks that must run units in the same order, until all of them have changed it. Collective then."""
+    mesh = _ranks_of_order(state, not started and not _fsdp2.is_unit_unsharded(state.modules[unit]))
+    if mesh is not None and _should_check(state, mesh, of="order"):
+        with _rendezvous(label, mesh):
+            state.computed.checks_done[mesh.mesh_dim_names, "order"] += 1
+        state.computed.reordered = mesh
+
+
+def compare_unit_order(state: ShardedModel) -> None:
+    """Compare, after a forward of the model, the order of its units over ranks ([Note: order of units]).
+
+    Collective after the first forward in a mode, and after a change on all ranks.
+    """
+    compared, mode = state.computed, state.computed.order_mode
+    mine, known, compared.running = compared.running, compared.orders.get(mode), None
+    if mine is None or not state.modules:
+        return
+    if known is None:
+        # The first forward, and the first with gradients, all-gather all units.
+        gathers = not any(key[1] or not mode[1] for key in compared.orders)
+        compared.reordered = _ranks_of_order(state, gathers)
+    elif compared.reordered is None and len(mine) < len(known) and mine == known[: len(mine)]:
+        missing = known[len(mine)]
+        where = f"end of forward without {missing or 'the model'}"
+        _wait_for_new_order(state, missing, f"{where}: the last forward called it")
+    if known is None or compared.reordered is not None:
+        compared.orders[mode] = mine
+    if (mesh := compared.reordered) is None or not _should_check(state, mesh, always=True):
+        return
+    if are_equal([digest(repr(mine))], mesh).item():
         return
     orders = gather_by_rank(mine, mesh)
     ran: dict[str, list[int]] = {}  # at the first difference
@@ -285,10 +334,10 @@ def compare_unit_order(state: ShardedModel, trained: Sequence[torch.Tensor]) -> 
         ran.setdefault(name, []).append(rank)
     raise CollectiveError(
         f"{type(state.model).__name__}.forward: units that ran in different orders",
-        expected="the same units, in the same order, on all ranks of dp_shard and tp",
+        expected="the same units, in the same order, on all ranks that all-gather, reduce or split them together",
         got="; ".join(f"{name} on {format_ranks(those)}" for name, those in ran.items()),
-        why="The all-gather of a unit has joined that of a different one, so their weights are mixed",
-        fix="run units in an order that does not depend on the rank or on a set; checks='full' finds later differences",
+        why="A collective of one unit would join that of a different one, so their weights or gradients would be mixed",
+        fix="run units in an order that does not depend on the rank or on a set",
     )
 
 
@@ -318,29 +367,30 @@ def _with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> Iterator[Device
         # The name contains the mode: ranks in different modes would run different collectives, and wait for
         # each other.
         with _rendezvous(kind if mode in compared.modes else f"first {kind}", mesh):
-            compared.checks_done[mesh.mesh_dim_names] += 1
+            compared.checks_done[mesh.mesh_dim_names, ""] += 1
             yield mesh
     compared.modes.add(mode)
 
 
-def _peer_ranks(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
+def _peer_ranks(state: ShardedModel, gathers: bool, *, replicas: bool = False) -> DeviceMesh | None:
     """Return the mesh of the ranks that share layers with this one over tp; with ``gathers``, also its all-gathers.
 
-    ``None`` if there are no such ranks.
+    ``replicas`` includes ``dp_replicate``. ``None`` if there are no such ranks.
     """
+    included = {"dp_replicate": replicas, "dp_shard": gathers, "tp": True}
     axes = tuple(
-        axis for axis in ("dp_shard", "tp") if state.meshes.size(axis) > 1 and (gathers or axis == "tp")
+        axis for axis, is_included in included.items() if is_included and state.meshes.size(axis) > 1
     )
     return state.meshes.device_mesh[axes] if axes else None
 
 
-def _should_check(state: ShardedModel, mesh: DeviceMesh, *, always: bool = False) -> bool:
+def _should_check(state: ShardedModel, mesh: DeviceMesh, *, always: bool = False, of: str = "") -> bool:
     """Return whether to run a cross-rank check; limited to ``_MOST`` per mesh, counted equally on all its ranks."""
     if mesh.size() == 1 or is_simulated() or is_capturing():
         return False
     if always or state.checks.level == "full":
         return True
-    return state.computed.checks_done[mesh.mesh_dim_names] < _MOST
+    return state.computed.checks_done[mesh.mesh_dim_names, of] < _MOST
 
 
 def _compare(
@@ -365,7 +415,7 @@ def _compare(
         "first forward in training" if first else _describe_change(state, mine, trained, unit), mesh
     ):
         # Counted inside of the rendezvous: only then all ranks of the mesh count it.
-        compared.checks_done[mesh.mesh_dim_names] += 1
+        compared.checks_done[mesh.mesh_dim_names, ""] += 1
         same = are_equal([digest(mine), digest(repr(by_name))], mesh).tolist()
         if not same[0]:
             ranks: dict[str, list[int]] = {}
