@@ -17,7 +17,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -250,97 +249,6 @@ def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: boo
         _compare(state, (recipe, compared.under[1]), None, unit=name)
 
 
-def require_same_unit(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
-    """Wait, before a unit's forward, for the ranks that all-gather or split it with this one. Collective over them.
-
-    Ranks in forwards of different units raise CollectiveError.
-    """
-    mesh = _peer_ranks(state, state.units[name].gather == "pass")
-    if mesh is not None and _should_check(state, mesh) and not _is_over_ep(state, name):
-        with _rendezvous(f"forward of {name or 'the model'}", mesh):
-            pass
-
-
-def _is_over_ep(state: ShardedModel, name: str) -> bool:
-    """Return whether a unit has experts. Ranks of ``ep`` run different ones, for example only those with tokens."""
-    group = _fsdp2.all_gather_ranks(state.modules[name])
-    return state.meshes.ep is not None and (group is None or group.size() < state.meshes.size("dp_shard"))
-
-
-# [Note: order of units] Ranks compare the order after their first forward in each mode. A rank whose later forward
-# calls a unit at a new position, or ends before one, waits for the others there. If all change, they compare again at
-# the end. A rank that changes alone logs the unit, and gives up as in [Note: when ranks compare].
-# The ranks are those that all-gather units, reduce their gradients or split them together in this mode. So ranks may
-# differ while they keep weights and gradients unsharded, and replicas until the last microbatch.
-def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
-    """Record a unit that a forward of the model calls. Local unless its position is new ([Note: order of units])."""
-    compared = state.computed
-    order = compared.running
-    if order is None or (state.meshes.ep is not None and _is_over_ep(state, name)):
-        return
-    order.append(name)
-    index, known = len(order) - 1, compared.orders.get(compared.order_mode)
-    if known is None or compared.reordered is not None or known[index : index + 1] == [name]:
-        return
-    before = (known[index] or "the model") if index < len(known) else "no unit"
-    where = f"forward of {name or 'the model'} in a different order than before"
-    _wait_for_new_order(state, name, f"{where}: the last forward called {before} instead", started)
-
-
-def _ranks_of_order(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
-    """Return the mesh of the ranks that must run units in the same order. ``gathers``: a unit is all-gathered now."""
-    _, trains, replicas = state.computed.order_mode
-    rows = [state.units[name] for name in state.modules]
-    joint = all(row.gather == "pass" or (trains and row.reduces(state.sync.mode)) for row in rows)
-    return _peer_ranks(state, gathers or joint, replicas=replicas)
-
-
-def _wait_for_new_order(state: ShardedModel, unit: str, label: str, started: bool = False) -> None:
-    """Wait for the ranks that must run units in the same order, until all of them have changed it. Collective then."""
-    mesh = _ranks_of_order(state, not started and not _fsdp2.is_unit_unsharded(state.modules[unit]))
-    if mesh is not None and _should_check(state, mesh, of="order"):
-        with _rendezvous(label, mesh):
-            state.computed.checks_done[mesh.mesh_dim_names, "order"] += 1
-        state.computed.reordered = mesh
-
-
-def compare_unit_order(state: ShardedModel) -> None:
-    """Compare, after a forward of the model, the order of its units over ranks ([Note: order of units]).
-
-    Collective after the first forward in a mode, and after a change on all ranks.
-    """
-    compared, mode = state.computed, state.computed.order_mode
-    mine, known, compared.running = compared.running, compared.orders.get(mode), None
-    if mine is None or not state.modules:
-        return
-    if known is None:
-        # The first forward, and the first with gradients, all-gather all units.
-        gathers = not any(key[1] or not mode[1] for key in compared.orders)
-        compared.reordered = _ranks_of_order(state, gathers)
-    elif compared.reordered is None and len(mine) < len(known) and mine == known[: len(mine)]:
-        missing = known[len(mine)]
-        where = f"end of forward without {missing or 'the model'}"
-        _wait_for_new_order(state, missing, f"{where}: the last forward called it")
-    if known is None or compared.reordered is not None:
-        compared.orders[mode] = mine
-    if (mesh := compared.reordered) is None or not _should_check(state, mesh, always=True):
-        return
-    if are_equal([digest(repr(mine))], mesh).item():
-        return
-    orders = gather_by_rank(mine, mesh)
-    ran: dict[str, list[int]] = {}  # at the first difference
-    units = next(units for units in zip_longest(*orders.values(), fillvalue="no unit") if len({*units}) > 1)
-    for rank, name in sorted(zip(orders, units, strict=True)):
-        ran.setdefault(name, []).append(rank)
-    raise CollectiveError(
-        f"{type(state.model).__name__}.forward: units that ran in different orders",
-        expected="the same units, in the same order, on all ranks that all-gather, reduce or split them together",
-        got="; ".join(f"{name} on {format_ranks(those)}" for name, those in ran.items()),
-        why="A collective of one unit would join that of a different one, so their weights or gradients would be mixed",
-        fix="run units in an order that does not depend on the rank or on a set",
-    )
-
-
 def _trained(state: ShardedModel) -> list[bool]:
     """Return the ``requires_grad`` of each parameter. Read by owner, because weak references forbid torch's swaps."""
     compared = state.computed
@@ -358,21 +266,21 @@ def _with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> Iterator[Device
     Its value is their mesh, ``None`` if this rank did not wait for others.
     """
     compared = state.computed
-    mesh = _peer_ranks(state, any(state.units[name].gather == "pass" for name in state.modules))
-    if mesh is None or not _should_check(state, mesh):
+    mesh = peer_ranks(state, any(state.units[name].gather == "pass" for name in state.modules))
+    if mesh is None or not should_check(state, mesh):
         yield None
     else:
         kind = f"forward in {'training' if mode[0] else 'evaluation'}"
         kind += "" if mode[1] else " without gradients"
         # The name contains the mode: ranks in different modes would run different collectives, and wait for
         # each other.
-        with _rendezvous(kind if mode in compared.modes else f"first {kind}", mesh):
+        with forward_rendezvous(kind if mode in compared.modes else f"first {kind}", mesh):
             compared.checks_done[mesh.mesh_dim_names, ""] += 1
             yield mesh
     compared.modes.add(mode)
 
 
-def _peer_ranks(state: ShardedModel, gathers: bool, *, replicas: bool = False) -> DeviceMesh | None:
+def peer_ranks(state: ShardedModel, gathers: bool, *, replicas: bool = False) -> DeviceMesh | None:
     """Return the mesh of the ranks that share layers with this one over tp; with ``gathers``, also its all-gathers.
 
     ``replicas`` includes ``dp_replicate``. ``None`` if there are no such ranks.
@@ -384,7 +292,7 @@ def _peer_ranks(state: ShardedModel, gathers: bool, *, replicas: bool = False) -
     return state.meshes.device_mesh[axes] if axes else None
 
 
-def _should_check(state: ShardedModel, mesh: DeviceMesh, *, always: bool = False, of: str = "") -> bool:
+def should_check(state: ShardedModel, mesh: DeviceMesh, *, always: bool = False, of: str = "") -> bool:
     """Return whether to run a cross-rank check; limited to ``_MOST`` per mesh, counted equally on all its ranks."""
     if mesh.size() == 1 or is_simulated() or is_capturing():
         return False
@@ -399,10 +307,10 @@ def _compare(
     """Wait for all ranks of the model, and raise on all of them unless recipe and trained parameters are the same."""
     compared, mesh = state.computed, state.meshes.device_mesh
     if unit is not None:  # other replicas may not run it
-        mesh = _peer_ranks(state, state.units[unit].gather == "pass")
+        mesh = peer_ranks(state, state.units[unit].gather == "pass")
     # Parameters are frozen a few times in a training, recipes may alternate.
     frozen = trained is not None and trained != compared.trained
-    if mesh is None or not _should_check(state, mesh, always=frozen):
+    if mesh is None or not should_check(state, mesh, always=frozen):
         return
     where = f"{type(state.model).__name__}.forward" if unit is None else f"forward of {unit or 'the model'}"
     first = compared.trained is None
@@ -411,7 +319,7 @@ def _compare(
         flags = {label: flag for (label, _, _), flag in zip(compared.places, trained, strict=True)}
     # Each rank of ep has different experts, perhaps more of them.
     by_name = sorted({(n.rstrip("0123456789") if state.is_expert(n) else n, f) for n, f in flags.items()})
-    with _rendezvous(
+    with forward_rendezvous(
         "first forward in training" if first else _describe_change(state, mine, trained, unit), mesh
     ):
         # Counted inside of the rendezvous: only then all ranks of the mesh count it.
@@ -442,7 +350,7 @@ def _compare(
 
 
 @contextmanager
-def _rendezvous(label: str, mesh: DeviceMesh) -> Iterator[None]:
+def forward_rendezvous(label: str, mesh: DeviceMesh) -> Iterator[None]:
     """Begin the context when all ranks have arrived. Ranks that time out report their changes."""
     call, _, point = label.partition(": ")
     arrived = False

@@ -298,3 +298,31 @@ def _run_alone(model: nn.Module, is_last: bool) -> str:
     finally:
         te_fsdp.set_collective_timeout(1800)
     return ""
+
+
+#: Setters of FSDP2 that change the order or the operations of collectives.
+SETTERS = {
+    "set_modules_to_forward_prefetch": lambda layers: layers[0].set_modules_to_forward_prefetch([layers[2]]),
+    "set_modules_to_backward_prefetch": lambda layers: layers[2].set_modules_to_backward_prefetch(
+        [layers[0]]
+    ),
+    "set_reshard_after_forward": lambda layers: layers[0].set_reshard_after_forward(False),
+    "set_requires_gradient_sync": lambda layers: layers[0].set_requires_gradient_sync(False),
+}
+
+
+def call_a_setter(setter: str, is_alone: bool, begin: int = 0) -> str:
+    """Call a setter of FSDP2 before forward `begin`, on rank 1 or on all ranks. Return the error of a later one."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device().type)
+    model = Layers()
+    te_fsdp.fully_shard(model, meshes, units=["layers.*"])
+    te_fsdp.materialize(model, seed=0)
+    for number in range(3):
+        if number == begin and (dist.get_rank() == 1 or not is_alone):
+            SETTERS[setter](model.layers)
+        if number == begin > 0 and is_alone:
+            return _run_alone(model, is_last=True) if dist.get_rank() == 1 else ""
+        model(draw_batch()).square().mean().backward()
+    return ""

@@ -241,3 +241,18 @@ def test_later_change_of_the_order_on_all_ranks_passes(pool, change):
     for axes, strategy, outer, orders in cases:
         options = {"strategy": strategy, "outer_strategy": outer, "orders": orders, "raises": False}
         pool.run(bodies.change_the_order, math.prod(axes.values()), axes=axes, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("setter", bodies.SETTERS)
+def test_setter_of_fsdp2_on_one_rank_raises(pool, setter):
+    """Check that the first forward raises. With prefetch lists of one rank the job trained mixed weights."""
+    for error in pool.run_expect_error(bodies.call_a_setter, 2, setter=setter, is_alone=True):
+        assert error.type_name == "CollectiveError"
+        assert "Layers.forward: units with different settings of FSDP2" in error.message
+        assert f"with {setter}(" in error.message and " on rank 1. " in error.message
+    for begin in (0, 1):
+        assert pool.run(bodies.call_a_setter, 2, setter=setter, is_alone=False, begin=begin) == ["", ""]
+    if setter != "set_requires_gradient_sync":
+        _, error = pool.run(bodies.call_a_setter, 2, setter=setter, is_alone=True, begin=1)
+        assert "rank 0 has not called it" in error and "On this rank: a setter of FSDP2 was called" in error
