@@ -112,7 +112,7 @@ CHECKS: tuple[Check, ...] = (
         "units of all ranks", "unit", "dp_shard, tp", unit_order.require_same_unit, CollectiveError, "full"
     ),
     Check(
-        "changed order of units",
+        "order of units",
         "unit",
         "dp_shard, dp_replicate, tp",
         unit_order.follow_unit_order,
