@@ -53,6 +53,7 @@ class CheckPoints:
     forward: Functions = ()  #: ``(state)`` before a forward of the model
     inputs: Functions = ()  #: ``(model, args, kwargs, method)`` before a method that all-gathers as forward does
     unit: Functions = ()  #: ``(state, name, unit, started)`` before a forward of a unit
+    ended: Functions = ()  #: ``(state)`` after a forward of the model that has returned an output
     trained: Functions = ()  #: ``(state, trained)`` after a forward of the model, with outputs that need gradients
     output: Functions = ()  #: ``(name, unit, output)`` after a forward whose output has objects of unknown classes
     backward: Functions = ()  #: ``(state)`` at the first gradient of a parameter that is not sharded

@@ -164,6 +164,8 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
             if torch.is_grad_enabled() and name not in state.unsharded.kept:
                 kept_weights.record_kept(state, name, unit)
     if module is state.model and not state.computed.methods and _torch.backward_id() == -1:
+        for check in state.checks.ended if output is not None else ():  # None after an exception
+            check(state)
         if torch.is_grad_enabled():
             trained = [tensor for tensor in _fsdp2_hooks.tensors_in(output) if tensor.requires_grad]
             for after in state.components.after_forward:

@@ -48,11 +48,17 @@ class ForwardRecord:
     places: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)
     trained: list[bool] | None = None  #: Their ``requires_grad`` in that forward
     units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
-    compared_order: bool = False  #: Whether the order of ``units`` was compared over ranks
+    #: Units that the running forward has called; ``None`` outside of forwards of the model.
+    running: list[str] | None = None
+    #: Its mode, and whether its backward reduces replicas
+    order_mode: tuple[bool, ...] = (False, False, False)
+    #: ``order_mode`` -> units of the last forward whose order was compared over ranks
+    orders: dict[tuple[bool, ...], list[str]] = field(default_factory=dict)
+    reordered: DeviceMesh | None = None  #: Ranks that compare the order at the end of the running forward
     #: Old and new recipes that were compared over ranks in this forward.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    #: Axis names of a mesh -> number of comparisons over its ranks.
-    checks_done: Counter[tuple[str, ...] | None] = field(default_factory=Counter)
+    #: Axis names of a mesh, and kind of comparison -> number of comparisons over its ranks.
+    checks_done: Counter[tuple[tuple[str, ...] | None, str]] = field(default_factory=Counter)
     methods: int = 0  #: Number of registered methods of the model that are running
 
 

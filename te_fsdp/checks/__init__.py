@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_fsdp.check_points import LEVELS, CheckPoints
-from te_fsdp.checks import backward, forward, gradients, inputs, model, optimizer, progress, weights
+from te_fsdp.checks import (
+    backward,
+    forward,
+    gradients,
+    inputs,
+    model,
+    optimizer,
+    progress,
+    unit_order,
+    weights,
+)
 from te_fsdp.errors import (
     CheckpointError,
     CollectiveError,
@@ -68,6 +78,7 @@ CHECKS: tuple[Check, ...] = (
     Check("split backward", "sharded", "", backward.refuse_split_backward, OrderError),
     Check("steps of all ranks", "sharded", "model", progress.watch_progress, OrderError),
     Check("writes in forward", "sharded", "", model.refuse_writes_in_forward, OrderError),
+    Check("setters of FSDP2", "sharded", "", unit_order.watch_setters, CollectiveError),
     # set_device_mesh and context_parallel_shard
     Check("shards of a bound model", "binding", "tp, ep", weights.compare_shards, InitError, "setup"),
     Check("inputs of a bound model", "bound", "tp", inputs.watch_bound_inputs, InputError),
@@ -97,10 +108,25 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("inputs of methods", "inputs", "tp, cp", inputs.check_inputs, InputError),
     Check("recipe of a unit", "unit", "dp_shard, tp", forward.compare_recipe, PrecisionError),
-    Check("units of all ranks", "unit", "dp_shard, tp", forward.require_same_unit, CollectiveError, "full"),
+    Check(
+        "units of all ranks", "unit", "dp_shard, tp", unit_order.require_same_unit, CollectiveError, "full"
+    ),
+    Check(
+        "order of units",
+        "unit",
+        "dp_shard, dp_replicate, tp",
+        unit_order.follow_unit_order,
+        CollectiveError,
+    ),
     Check("stale weights", "unit", "", forward.refuse_stale_weights, OrderError),
     Check("opaque outputs", "output", "", forward.refuse_opaque_output, PlacementError),
-    Check("order of units", "trained", "dp_shard, tp", forward.compare_unit_order, CollectiveError),
+    Check(
+        "order of units",
+        "ended",
+        "dp_shard, dp_replicate, tp",
+        unit_order.compare_unit_order,
+        CollectiveError,
+    ),
     # backward
     Check("start of backward", "trained", "", backward.check_backward_start, OrderError),
     Check("second derivatives of TE", "backward", "", backward.refuse_second_derivatives_of_te, OrderError),

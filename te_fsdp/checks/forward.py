@@ -8,16 +8,15 @@
 #     in training    the recipe of ``te.autocast``, the dtype of ``torch.autocast`` and the trained parameters are the
 #                    same on all ranks, because reductions must match
 #     in a unit      its recipe, if ``te.autocast`` is entered within the model's forward
-#     all units      run in the same order on ranks that all-gather or split layers together: an all-gather would join
-#                    that of a different unit, without an error if both have the same size
+#     all units      run in the same order on ranks that all-gather, reduce or split layers together: a collective would
+#                    join that of a different unit, without an error if both have the same size
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from te_fsdp.errors import (
     PrecisionError,
     shorten,
 )
+from te_fsdp.layout import SyncMode
 from te_fsdp.records import iter_param_owners
 from te_fsdp.sharded_model import ShardedModel, versions_of
 from te_fsdp.upstream import (
@@ -158,6 +158,10 @@ def compare_computation(state: ShardedModel) -> None:
     """
     compared, every = state.computed, state.checks.level == "full"
     mode = state.model.training, torch.is_grad_enabled()
+    # HFSDP averages gradients in an order of its own.
+    replicas = mode[1] and state.sync.mode is SyncMode.LAST and state.outer == "no_shard"
+    compared.order_mode = *mode, replicas and state.meshes.size("dp_replicate") > 1
+    compared.running, compared.reordered = [], None
     if mode != compared.mode or every:
         with _with_peers(state, mode):
             compared.mode = mode
@@ -245,53 +249,6 @@ def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: boo
         _compare(state, (recipe, compared.under[1]), None, unit=name)
 
 
-def require_same_unit(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
-    """Wait, before a unit's forward, for the ranks that all-gather or split it with this one. Collective over them.
-
-    Ranks in forwards of different units raise CollectiveError.
-    """
-    mesh = _peer_ranks(state, state.units[name].gather == "pass")
-    if mesh is not None and _should_check(state, mesh) and not _is_over_ep(state, name):
-        with _rendezvous(f"forward of {name or 'the model'}", mesh):
-            pass
-
-
-def _is_over_ep(state: ShardedModel, name: str) -> bool:
-    """Return whether a unit has experts. Ranks of ``ep`` run different ones, for example only those with tokens."""
-    group = _fsdp2.all_gather_ranks(state.modules[name])
-    return state.meshes.ep is not None and (group is None or group.size() < state.meshes.size("dp_shard"))
-
-
-def compare_unit_order(state: ShardedModel, trained: Sequence[torch.Tensor]) -> None:
-    """Compare, after the first forward in training, the order in which the ranks ran units. Collective then.
-
-    The ranks are those of :func:`require_same_unit`.
-    """
-    compared = state.computed
-    if compared.compared_order or compared.mode != (True, True) or not state.modules:
-        return
-    compared.compared_order = True
-    mesh, mine = _peer_ranks(state, True), [name for name in compared.units if not _is_over_ep(state, name)]
-    if (
-        mesh is None
-        or not _should_check(state, mesh, always=True)
-        or are_equal([digest(repr(mine))], mesh).item()
-    ):
-        return
-    orders = gather_by_rank(mine, mesh)
-    ran: dict[str, list[int]] = {}  # at the first difference
-    units = next(units for units in zip_longest(*orders.values(), fillvalue="no unit") if len({*units}) > 1)
-    for rank, name in sorted(zip(orders, units, strict=True)):
-        ran.setdefault(name, []).append(rank)
-    raise CollectiveError(
-        f"{type(state.model).__name__}.forward: units that ran in different orders",
-        expected="the same units, in the same order, on all ranks of dp_shard and tp",
-        got="; ".join(f"{name} on {format_ranks(those)}" for name, those in ran.items()),
-        why="The all-gather of a unit has joined that of a different one, so their weights are mixed",
-        fix="run units in an order that does not depend on the rank or on a set; checks='full' finds later differences",
-    )
-
-
 def _trained(state: ShardedModel) -> list[bool]:
     """Return the ``requires_grad`` of each parameter. Read by owner, because weak references forbid torch's swaps."""
     compared = state.computed
@@ -309,38 +266,39 @@ def _with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> Iterator[Device
     Its value is their mesh, ``None`` if this rank did not wait for others.
     """
     compared = state.computed
-    mesh = _peer_ranks(state, any(state.units[name].gather == "pass" for name in state.modules))
-    if mesh is None or not _should_check(state, mesh):
+    mesh = peer_ranks(state, any(state.units[name].gather == "pass" for name in state.modules))
+    if mesh is None or not should_check(state, mesh):
         yield None
     else:
         kind = f"forward in {'training' if mode[0] else 'evaluation'}"
         kind += "" if mode[1] else " without gradients"
         # The name contains the mode: ranks in different modes would run different collectives, and wait for
         # each other.
-        with _rendezvous(kind if mode in compared.modes else f"first {kind}", mesh):
-            compared.checks_done[mesh.mesh_dim_names] += 1
+        with forward_rendezvous(kind if mode in compared.modes else f"first {kind}", mesh):
+            compared.checks_done[mesh.mesh_dim_names, ""] += 1
             yield mesh
     compared.modes.add(mode)
 
 
-def _peer_ranks(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
+def peer_ranks(state: ShardedModel, gathers: bool, *, replicas: bool = False) -> DeviceMesh | None:
     """Return the mesh of the ranks that share layers with this one over tp; with ``gathers``, also its all-gathers.
 
-    ``None`` if there are no such ranks.
+    ``replicas`` includes ``dp_replicate``. ``None`` if there are no such ranks.
     """
+    included = {"dp_replicate": replicas, "dp_shard": gathers, "tp": True}
     axes = tuple(
-        axis for axis in ("dp_shard", "tp") if state.meshes.size(axis) > 1 and (gathers or axis == "tp")
+        axis for axis, is_included in included.items() if is_included and state.meshes.size(axis) > 1
     )
     return state.meshes.device_mesh[axes] if axes else None
 
 
-def _should_check(state: ShardedModel, mesh: DeviceMesh, *, always: bool = False) -> bool:
+def should_check(state: ShardedModel, mesh: DeviceMesh, *, always: bool = False, of: str = "") -> bool:
     """Return whether to run a cross-rank check; limited to ``_MOST`` per mesh, counted equally on all its ranks."""
     if mesh.size() == 1 or is_simulated() or is_capturing():
         return False
     if always or state.checks.level == "full":
         return True
-    return state.computed.checks_done[mesh.mesh_dim_names] < _MOST
+    return state.computed.checks_done[mesh.mesh_dim_names, of] < _MOST
 
 
 def _compare(
@@ -349,10 +307,10 @@ def _compare(
     """Wait for all ranks of the model, and raise on all of them unless recipe and trained parameters are the same."""
     compared, mesh = state.computed, state.meshes.device_mesh
     if unit is not None:  # other replicas may not run it
-        mesh = _peer_ranks(state, state.units[unit].gather == "pass")
+        mesh = peer_ranks(state, state.units[unit].gather == "pass")
     # Parameters are frozen a few times in a training, recipes may alternate.
     frozen = trained is not None and trained != compared.trained
-    if mesh is None or not _should_check(state, mesh, always=frozen):
+    if mesh is None or not should_check(state, mesh, always=frozen):
         return
     where = f"{type(state.model).__name__}.forward" if unit is None else f"forward of {unit or 'the model'}"
     first = compared.trained is None
@@ -361,11 +319,11 @@ def _compare(
         flags = {label: flag for (label, _, _), flag in zip(compared.places, trained, strict=True)}
     # Each rank of ep has different experts, perhaps more of them.
     by_name = sorted({(n.rstrip("0123456789") if state.is_expert(n) else n, f) for n, f in flags.items()})
-    with _rendezvous(
+    with forward_rendezvous(
         "first forward in training" if first else _describe_change(state, mine, trained, unit), mesh
     ):
         # Counted inside of the rendezvous: only then all ranks of the mesh count it.
-        compared.checks_done[mesh.mesh_dim_names] += 1
+        compared.checks_done[mesh.mesh_dim_names, ""] += 1
         same = are_equal([digest(mine), digest(repr(by_name))], mesh).tolist()
         if not same[0]:
             ranks: dict[str, list[int]] = {}
@@ -392,7 +350,7 @@ def _compare(
 
 
 @contextmanager
-def _rendezvous(label: str, mesh: DeviceMesh) -> Iterator[None]:
+def forward_rendezvous(label: str, mesh: DeviceMesh) -> Iterator[None]:
     """Begin the context when all ranks have arrived. Ranks that time out report their changes."""
     call, _, point = label.partition(": ")
     arrived = False

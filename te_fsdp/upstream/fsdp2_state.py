@@ -417,6 +417,27 @@ def has_forward_prefetch(unit: nn.Module) -> bool:
     return bool(fsdp_state_of(unit)._states_to_forward_prefetch)
 
 
+def collective_settings(unit: nn.Module, names: dict[int, str]) -> list[str]:
+    """Return a unit's settings that change the order or the operations of its collectives, with the names of units."""
+    state = fsdp_state_of(unit)
+    prefetched = {
+        "set_modules_to_forward_prefetch": state._states_to_forward_prefetch,
+        "set_modules_to_backward_prefetch": state._states_to_backward_prefetch,
+    }
+    settings = [
+        f"{setter}({[names.get(id(module)) for state in states for module in state._modules]})"
+        for setter, states in prefetched.items()
+    ]
+    for group in fsdp_parameter_groups(unit):
+        settings += [
+            f"set_reshard_after_forward({group.post_forward_mesh_info is not None})",
+            f"set_requires_gradient_sync({group.reduce_grads})",
+            f"set_requires_all_reduce({group.all_reduce_grads})",
+            f"set_gradient_divide_factor({group.gradient_divide_factor})",
+        ]
+    return settings
+
+
 def start_gather(unit: nn.Module) -> bool:
     """Start to all-gather a unit as FSDP2's prefetch in forward does. Return whether it was sharded.
 

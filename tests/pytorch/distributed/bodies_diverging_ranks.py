@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import harness
@@ -223,3 +224,105 @@ def different_experts_over_ep(checks: str | None) -> None:
         with torch.no_grad():
             model(draw_batch(), calls)
         model(draw_batch(), calls).square().mean()
+
+
+BASE = [0, 1, 2]
+
+
+class Layers(nn.Module):
+    """Units of equal size, called one after another in any order."""
+
+    def __init__(self, device: Any = "meta") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(3))
+        self.order = BASE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.layers[index](x).tanh()
+        return x
+
+
+def change_the_order(
+    axes: dict[str, int], orders: dict[str, list[int]], raises: bool, **options: Any
+) -> dict[str, Any] | str:
+    """Compare three steps of two microbatches with one process. Return what was compared.
+
+    `orders` has the orders of step 1 by "RANK MICROBATCH". With `raises`, only ranks that change run that microbatch.
+    They return the error.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device().type)
+    model, reference = Layers(), Layers(harness.device())
+    te_fsdp.fully_shard(model, meshes, units=["layers.*"], **options)
+    te_fsdp.materialize(model, seed=0)
+    with torch.no_grad():
+        for parameter, sharded in zip(reference.parameters(), model.parameters(), strict=True):
+            parameter.copy_(harness.full(sharded))
+    optimizers, checks = [make_sgd(model), make_sgd(reference)], harness.Comparisons()
+    if options.get("outer_strategy") == "optim":
+        te_fsdp.shard_optimizer(optimizers[0])
+    for step, micro in itertools.product(range(3), range(2)):
+        by_rank = dict.fromkeys(range(meshes.data_size), BASE)
+        if step == 1:
+            by_rank |= {
+                int(key.split()[0]): order for key, order in orders.items() if key.endswith(str(micro))
+            }
+        model.order = by_rank[meshes.data_rank]
+        if raises and any(order != BASE for order in by_rank.values()):
+            return _run_alone(model, is_last=micro == 1) if model.order != BASE else ""
+        with te_fsdp.microbatch(model, is_last=micro == 1):
+            model(draw_batch(meshes.data_rank)).square().mean().backward()
+        for rank, order in by_rank.items():
+            reference.order = order
+            (reference(draw_batch(rank)).square().mean() / meshes.data_size).backward()
+        for optimizer in optimizers if micro == 1 else ():
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, have), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        checks.close(name, have, want, 1e-5, "fp32: sums in a different order")
+    return checks.require(6)
+
+
+def _run_alone(model: nn.Module, is_last: bool) -> str:
+    """Return the error of a forward on this rank alone, or an empty string."""
+    import te_fsdp
+
+    te_fsdp.set_collective_timeout(1)
+    try:
+        with te_fsdp.microbatch(model, is_last=is_last):
+            model(draw_batch())
+    except te_fsdp.CollectiveError as error:
+        return str(error)
+    finally:
+        te_fsdp.set_collective_timeout(1800)
+    return ""
+
+
+#: Setters of FSDP2 that change the order or the operations of collectives.
+SETTERS = {
+    "set_modules_to_forward_prefetch": lambda layers: layers[0].set_modules_to_forward_prefetch([layers[2]]),
+    "set_modules_to_backward_prefetch": lambda layers: layers[2].set_modules_to_backward_prefetch(
+        [layers[0]]
+    ),
+    "set_reshard_after_forward": lambda layers: layers[0].set_reshard_after_forward(False),
+    "set_requires_gradient_sync": lambda layers: layers[0].set_requires_gradient_sync(False),
+}
+
+
+def call_a_setter(setter: str, is_alone: bool, begin: int = 0) -> str:
+    """Call a setter of FSDP2 before forward `begin`, on rank 1 or on all ranks. Return the error of a later one."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device().type)
+    model = Layers()
+    te_fsdp.fully_shard(model, meshes, units=["layers.*"])
+    te_fsdp.materialize(model, seed=0)
+    for number in range(3):
+        if number == begin and (dist.get_rank() == 1 or not is_alone):
+            SETTERS[setter](model.layers)
+        if number == begin > 0 and is_alone:
+            return _run_alone(model, is_last=True) if dist.get_rank() == 1 else ""
+        model(draw_batch()).square().mean().backward()
+    return ""

@@ -5,6 +5,8 @@ The job went on with shards of different updates, or replicas that differ.
 
 from __future__ import annotations
 
+import math
+
 import bodies_diverging_ranks as bodies
 import pytest
 
@@ -111,6 +113,7 @@ def test_store_keys_are_deleted(pool):
         assert counts[-1] == counts[-2] == counts[-3]
 
 
+DP2, REPLICATE2 = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 UNITS = {"dp_shard 2": {"dp_shard": 2}, "tp 2": {"tp": 2}, "dp_shard 2 tp 2": {"dp_shard": 2, "tp": 2}}
 
 
@@ -127,6 +130,20 @@ def test_different_order_of_units_raises(pool, mesh, strategy):
         others = "rank 0" if size == 2 else "ranks 0, 2-3"
         assert f"got branches.0 on {others}; branches.1 on rank 1. " in error.message
     pool.run(bodies.run_units_in_two_orders, size, is_alone=False, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ["replicas", "evaluation", "evaluation of kept weights", "evaluation of tp"])
+def test_different_order_of_units_in_other_collectives_raises(pool, case):
+    """Check reductions over replicas, whose gradients were mixed, and jobs that only evaluate."""
+    axes = {"replicas": REPLICATE2, "evaluation of tp": {"dp_shard": 1, "tp": 2}}.get(case, DP2)
+    options = {"begin": 0, "is_training": case == "replicas", **axes}
+    if "kept" in case:
+        options["strategy"] = "optim"
+    for error in pool.run_expect_error(bodies.run_units_in_two_orders, 2, is_alone=True, **options):
+        assert error.type_name == "CollectiveError"
+        assert "got branches.0 on rank 0; branches.1 on rank 1. " in error.message
+    pool.run(bodies.run_units_in_two_orders, 2, is_alone=False, **options)
 
 
 @pytest.mark.ranks(2)
@@ -158,3 +175,84 @@ def test_ranks_of_ep_may_run_different_experts(pool):
     """Check that units of experts, which ranks of ep do not all-gather together, are not compared over ep."""
     for checks in (None, "full"):
         pool.run(bodies.different_experts_over_ep, 2, checks=checks)
+
+
+SWAP, SKIP, REPEAT = [1, 0, 2], [0, 1], [0, 1, 2, 0]
+#: Axes, strategy, orders of step 1 on a rank in a microbatch, and the start of the error's text.
+CHANGES = {
+    "weights": (
+        DP2,
+        "optim_grads_params",
+        {"1 0": SWAP},
+        "forward of layers.1 in a different order than before",
+    ),
+    "weights of a step": (
+        DP2,
+        "optim",
+        {"1 0": SWAP},
+        "forward of layers.1 in a different order than before",
+    ),
+    "gradients": (DP2, "optim", {"1 1": SWAP}, "forward of layers.1 in a different order than before"),
+    "gradients of a microbatch": (
+        DP2,
+        "optim_grads",
+        {"1 0": SWAP},
+        "forward of layers.1 in a different order than before",
+    ),
+    "last position": (
+        DP2,
+        "optim",
+        {"1 1": [0, 2, 1]},
+        "forward of layers.2 in a different order than before",
+    ),
+    "repeated": (DP2, "optim_grads", {"1 1": REPEAT}, "forward of layers.0 in a different order than before"),
+    "replicas": (
+        REPLICATE2,
+        "optim_grads_params",
+        {"1 1": SWAP},
+        "forward of layers.1 in a different order than before",
+    ),
+    "skipped": (REPLICATE2, "optim_grads_params", {"1 1": SKIP}, "end of forward without layers.2"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", CHANGES)
+def test_later_change_of_the_order_on_one_rank_raises(pool, change):
+    """Check that the rank that changes waits for the others and raises. It trained mixed weights or gradients."""
+    axes, strategy, orders, text = CHANGES[change]
+    options = {"axes": axes, "strategy": strategy, "orders": orders, "raises": True}
+    _, error = pool.run(bodies.change_the_order, 2, **options)
+    assert text in error and "rank 0 has not called it" in error and "the last forward called" in error
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("change", CHANGES)
+def test_later_change_of_the_order_on_all_ranks_passes(pool, change):
+    """Check legal branches, and axes over which ranks may differ."""
+    axes, strategy, orders, _ = CHANGES[change]
+    alike = {f"{rank} {key[-1]}": order for key, order in orders.items() for rank in range(2)}
+    cases = [(axes, strategy, "no_shard", alike)]
+    if change == "replicas":
+        # Replicas reduce in the last microbatch. HFSDP averages gradients in an order of its own.
+        hsdp = {"dp_replicate": 2, "dp_shard": 2}
+        cases += [(hsdp, "optim_grads", "no_shard", {"2 0": SWAP, "3 0": SWAP})]
+        cases += [(REPLICATE2, "optim", "optim", {"1 1": SWAP})]
+    for axes, strategy, outer, orders in cases:
+        options = {"strategy": strategy, "outer_strategy": outer, "orders": orders, "raises": False}
+        pool.run(bodies.change_the_order, math.prod(axes.values()), axes=axes, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("setter", bodies.SETTERS)
+def test_setter_of_fsdp2_on_one_rank_raises(pool, setter):
+    """Check that the first forward raises. With prefetch lists of one rank the job trained mixed weights."""
+    for error in pool.run_expect_error(bodies.call_a_setter, 2, setter=setter, is_alone=True):
+        assert error.type_name == "CollectiveError"
+        assert "Layers.forward: units with different settings of FSDP2" in error.message
+        assert f"with {setter}(" in error.message and " on rank 1. " in error.message
+    for begin in (0, 1):
+        assert pool.run(bodies.call_a_setter, 2, setter=setter, is_alone=False, begin=begin) == ["", ""]
+    if setter != "set_requires_gradient_sync":
+        _, error = pool.run(bodies.call_a_setter, 2, setter=setter, is_alone=True, begin=1)
+        assert "rank 0 has not called it" in error and "On this rank: a setter of FSDP2 was called" in error

@@ -320,6 +320,8 @@ def unshard_by_hand(strategy: str) -> dict[str, Any]:
 
     pair = Pair(strategy)
     pair.whole_step()
+    with torch.no_grad():  # ranks compare the first evaluation
+        loss_of(pair.model, pair.mine()[0])
     te_fsdp.start_param_gather(pair.model, ["blocks.0"])
     te_fsdp.finish_param_gather(pair.model)
     with recorded() as calls, torch.no_grad():

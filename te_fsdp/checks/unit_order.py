@@ -1,0 +1,133 @@
+"""Comparison of the order in which ranks run units."""
+
+# [Note: order of units] Ranks compare the order after their first forward in each mode. A rank whose later forward
+# calls a unit at a new position, or ends before one, waits for the others there. If all change, they compare again at
+# the end. A rank that changes alone logs the unit, and gives up as in [Note: when ranks compare].
+# The ranks are those that all-gather units, reduce their gradients or split them together in this mode. So ranks may
+# differ while they keep weights and gradients unsharded, and replicas until the last microbatch.
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from te_fsdp.checks.forward import forward_rendezvous, peer_ranks, should_check
+from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank
+from te_fsdp.collectives.rendezvous import format_ranks
+from te_fsdp.errors import CollectiveError
+from te_fsdp.sharded_model import ShardedModel
+from te_fsdp.upstream import fsdp2_state as _fsdp2
+from te_fsdp.upstream.fsdp2_units import call_before
+
+
+def require_same_unit(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
+    """Wait, before a unit's forward, for the ranks that all-gather or split it with this one. Collective over them.
+
+    Ranks in forwards of different units raise CollectiveError.
+    """
+    mesh = peer_ranks(state, state.units[name].gather == "pass")
+    if mesh is not None and should_check(state, mesh) and not _is_over_ep(state, name):
+        with forward_rendezvous(f"forward of {name or 'the model'}", mesh):
+            pass
+
+
+def _is_over_ep(state: ShardedModel, name: str) -> bool:
+    """Return whether a unit has experts. Ranks of ``ep`` run different ones, for example only those with tokens."""
+    group = _fsdp2.all_gather_ranks(state.modules[name])
+    return state.meshes.ep is not None and (group is None or group.size() < state.meshes.size("dp_shard"))
+
+
+def watch_setters(state: ShardedModel) -> None:
+    """Compare orders and settings again after setters of FSDP2 that change the order of all-gathers. Local operation.
+
+    Loops may call the other setters in each microbatch.
+    """
+    compared = state.computed
+
+    def forget() -> None:
+        compared.orders = {mode: [] for mode in compared.orders}
+
+    for unit in state.modules.values() if peer_ranks(state, True, replicas=True) is not None else ():
+        for setter in ("forward_prefetch", "backward_prefetch"):
+            call_before(unit, f"set_modules_to_{setter}", forget)
+        call_before(unit, "set_reshard_after_forward", forget)
+
+
+def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
+    """Record a unit that a forward of the model calls. Local unless its position is new ([Note: order of units])."""
+    compared = state.computed
+    order = compared.running
+    if order is None or (state.meshes.ep is not None and _is_over_ep(state, name)):
+        return
+    order.append(name)
+    index, known = len(order) - 1, compared.orders.get(compared.order_mode)
+    if known is None or compared.reordered is not None or known[index : index + 1] == [name]:
+        return
+    before = (known[index] or "the model") if index < len(known) else "no unit"
+    reason = f"the last forward called {before} instead" if known else "a setter of FSDP2 was called"
+    where = f"forward of {name or 'the model'} in a different order than before"
+    _wait_for_new_order(state, name, f"{where}: {reason}", started)
+
+
+def _ranks_of_order(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
+    """Return the mesh of the ranks that must run units in the same order. ``gathers``: a unit is all-gathered now."""
+    _, trains, replicas = state.computed.order_mode
+    rows = [state.units[name] for name in state.modules]
+    joint = all(row.gather == "pass" or (trains and row.reduces(state.sync.mode)) for row in rows)
+    return peer_ranks(state, gathers or joint, replicas=replicas)
+
+
+def _wait_for_new_order(state: ShardedModel, unit: str, label: str, started: bool = False) -> None:
+    """Wait for the ranks that must run units in the same order, until all of them have changed it. Collective then."""
+    mesh = _ranks_of_order(state, not started and not _fsdp2.is_unit_unsharded(state.modules[unit]))
+    if mesh is not None and should_check(state, mesh, of="order"):
+        with forward_rendezvous(label, mesh):
+            state.computed.checks_done[mesh.mesh_dim_names, "order"] += 1
+        state.computed.reordered = mesh
+
+
+def compare_unit_order(state: ShardedModel) -> None:
+    """Compare, after a forward of the model, the order of its units over ranks ([Note: order of units]).
+
+    Collective after the first forward in a mode, and after a change on all ranks.
+    """
+    compared, mode = state.computed, state.computed.order_mode
+    mine, known, compared.running = compared.running, compared.orders.get(mode), None
+    if mine is None or not state.modules:
+        return
+    if known is None:
+        # The first forward, and the first with gradients, all-gather all units.
+        gathers = not any(key[1] or not mode[1] for key in compared.orders)
+        compared.reordered = _ranks_of_order(state, gathers)
+    elif compared.reordered is None and len(mine) < len(known) and mine == known[: len(mine)]:
+        missing = known[len(mine)]
+        where = f"end of forward without {missing or 'the model'}"
+        _wait_for_new_order(state, missing, f"{where}: the last forward called it")
+    if known is None or compared.reordered is not None:
+        compared.orders[mode] = mine
+    if (mesh := compared.reordered) is None or not should_check(state, mesh, always=True):
+        return
+    names = {id(module): name or "the root unit" for name, module in state.modules.items()}
+    settings = [
+        f"{names[id(unit)]} with {setting}"
+        for unit in state.modules.values()
+        for setting in _fsdp2.collective_settings(unit, names)
+    ]
+    same = are_equal([digest(repr(mine)), digest(repr(settings))], mesh).tolist()
+    if all(same):
+        return
+    lists = gather_by_rank(settings if same[0] else mine, mesh)
+    ran: dict[str, list[int]] = {}  # at the first difference
+    items = next(items for items in zip_longest(*lists.values(), fillvalue="no unit") if len({*items}) > 1)
+    for rank, item in sorted(zip(lists, items, strict=True)):
+        ran.setdefault(item, []).append(rank)
+    what = "units with different settings of FSDP2" if same[0] else "units that ran in different orders"
+    raise CollectiveError(
+        f"{type(state.model).__name__}.forward: {what}",
+        expected="the same units, in the same order, on all ranks that all-gather, reduce or split them together",
+        got="; ".join(f"{item} on {format_ranks(those)}" for item, those in ran.items()),
+        why="A collective of one unit would join that of a different one, so their weights or gradients would be mixed",
+        fix="run units in an order that does not depend on the rank or on a set, and call FSDP2's setters on all ranks",
+    )
