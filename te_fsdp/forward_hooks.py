@@ -153,6 +153,7 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
     After a forward without gradients the sharded parameters are registered. Collective as its checks are.
     """
     if output is None and kept_weights.expose_after_exception(state):
+        _fsdp2_hooks.restore_after_exception(state.modules.values())
         return
     for name, unit in state.modules.items():
         # The first forward creates the unsharded parameters, which ``model.parameters()`` returns until they are freed.

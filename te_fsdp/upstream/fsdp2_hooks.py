@@ -19,7 +19,7 @@ import contextlib
 import functools
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -136,8 +136,8 @@ def _shortened(hook: Any) -> Any:
 
 # [Note: containers of a caller] FSDP2 passes copies of the lists and dicts among a unit's arguments to forward, with
 # moved, cast or watched tensors in them. Items that forward adds or replaces (auxiliary losses, caches of keys) would
-# be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until it ends. New
-# items are outputs, for which FSDP2 all-gathers the unit in backward.
+# be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until it ends or
+# raises. New items are outputs, for which FSDP2 all-gathers the unit in backward.
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
 
 
@@ -189,13 +189,7 @@ def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
-        added: list[Any] = []
-        for container, items in reversed(state.containers.pop(id(args), ())):
-            for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
-                if id(item) in items:
-                    container[key] = items[id(item)][1]
-                else:
-                    added.append(item)
+        added = _restored(state.containers.pop(id(args), ()))
         if added and torch.is_grad_enabled() and backward_id() == -1:
             state._register_pre_backward_hook(
                 [tensor for tensor in tensors_in(added) if tensor.requires_grad]
@@ -203,6 +197,27 @@ def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(state, module, args, output)
 
     return post_forward
+
+
+def restore_after_exception(units: Iterable[nn.Module]) -> None:
+    """Restore the caller's lists and dicts after a forward that has raised. Inner units first. Local operation."""
+    for unit in units:
+        containers = fsdp_state_of(unit).containers
+        for found in containers.values():
+            _restored(found)
+        containers.clear()
+
+
+def _restored(found: Sequence[tuple[Any, dict[int, tuple[Any, Any]]]]) -> list[Any]:
+    """Restore the caller's items of containers, as :func:`_merged` has found them. Return the items that are new."""
+    added: list[Any] = []
+    for container, items in reversed(found):
+        for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+            if id(item) in items:
+                container[key] = items[id(item)][1]
+            else:
+                added.append(item)
+    return added
 
 
 class _PostBackward(torch.autograd.Function):

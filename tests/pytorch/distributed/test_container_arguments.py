@@ -174,6 +174,7 @@ def references_after_failed_forwards() -> list[bool]:
         cache: dict[str, Any] = {"states": ([item],), "last": 0 if not failing else torch.ones(3, 3)}
         with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
             model(x, cache).sum().backward()
+        assert cache["states"][0][0] is item  # not FSDP2's tensor
         del item, cache
         gc.collect()
     return [reference() is not None for reference in references]
