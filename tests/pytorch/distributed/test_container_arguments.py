@@ -187,8 +187,9 @@ def test_containers_of_a_failed_forward_are_freed(pool):
 
 def graphed_units() -> tuple[list[bool], set[str]]:
     """Train with and without graphs of units. Return whether each tensor has the same bits, and why units are eager."""
-    import te_fsdp
     from graphed.unit_bodies import recording
+
+    import te_fsdp
 
     runs = []
     for graphs in (False, True):
