@@ -163,8 +163,11 @@ def test_callers_keep_their_tensors(pool, grad):
         assert all(found.values()), found
 
 
-def references_after_failed_forwards() -> list[bool]:
-    """Let two forwards raise. Return whether the tensors in their arguments still exist after the next forward."""
+def references_after_failed_forwards(inner: bool) -> list[bool]:
+    """Let two forwards raise. Return whether the tensors in their arguments still exist after the next forward.
+
+    ``inner``: call a unit inside of the model.
+    """
     model, meshes = sharded("losses", 2, 1, "optim_grads_params")
     x = batch(0, 2, 1)[0][meshes.data_rank]
     references = []
@@ -173,16 +176,17 @@ def references_after_failed_forwards() -> list[bool]:
         references.append(weakref.ref(item))
         cache: dict[str, Any] = {"states": ([item],), "last": 0 if not failing else torch.ones(3, 3)}
         with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
-            model(x, cache).sum().backward()
-        assert cache["states"][0][0] is item  # not FSDP2's tensor
+            (model.blocks[0](x, [], cache=cache) if inner else model(x, cache)).sum().backward()
+        assert inner or cache["states"][0][0] is item  # not FSDP2's tensor
         del item, cache
         gc.collect()
     return [reference() is not None for reference in references]
 
 
 @pytest.mark.ranks(2)
-def test_containers_of_a_failed_forward_are_freed(pool):
-    assert pool.run(references_after_failed_forwards, 2) == [[False] * 3] * 2
+@pytest.mark.parametrize("inner", [False, True], ids=["model", "unit"])
+def test_containers_of_a_failed_forward_are_freed(pool, inner):
+    assert pool.run(references_after_failed_forwards, 2, inner=inner) == [[False] * 3] * 2
 
 
 def graphed_units() -> tuple[list[bool], set[str]]:
