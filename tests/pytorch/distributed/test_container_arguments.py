@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import harness
@@ -166,7 +167,7 @@ def test_callers_keep_their_tensors(pool, grad):
 def references_after_failed_forwards(inner: bool) -> list[bool]:
     """Let two forwards raise. Return whether the tensors in their arguments still exist after the next forward.
 
-    ``inner``: call a unit inside of the model.
+    ``inner``: a unit inside of the model raises, which the script has called by itself.
     """
     model, meshes = sharded("losses", 2, 1, "optim_grads_params")
     x = batch(0, 2, 1)[0][meshes.data_rank]
@@ -176,9 +177,14 @@ def references_after_failed_forwards(inner: bool) -> list[bool]:
         references.append(weakref.ref(item))
         cache: dict[str, Any] = {"states": ([item],), "last": 0 if not failing else torch.ones(3, 3)}
         with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
-            (model.blocks[0](x, [], cache=cache) if inner else model(x, cache)).sum().backward()
+            call = (
+                partial(model.blocks[0], x, [], cache=cache)
+                if inner and failing
+                else partial(model, x, cache)
+            )
+            call().sum().backward()
         assert inner or cache["states"][0][0] is item  # not FSDP2's tensor
-        del item, cache
+        del item, cache, call
         gc.collect()
     return [reference() is not None for reference in references]
 
