@@ -35,8 +35,11 @@ def require_same_unit(state: ShardedModel, name: str, unit: nn.Module, started: 
 
 def _is_over_ep(state: ShardedModel, name: str) -> bool:
     """Return whether a unit has experts. Ranks of ``ep`` run different ones, for example only those with tokens."""
-    group = _fsdp2.all_gather_ranks(state.modules[name])
-    return state.meshes.ep is not None and (group is None or group.size() < state.meshes.size("dp_shard"))
+    known = state.computed.over_ep
+    if name not in known:
+        group, ep = _fsdp2.all_gather_ranks(state.modules[name]), state.meshes.ep
+        known[name] = ep is not None and (group is None or group.size() < state.meshes.size("dp_shard"))
+    return known[name]
 
 
 def watch_setters(state: ShardedModel) -> None:
