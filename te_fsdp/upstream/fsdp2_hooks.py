@@ -189,7 +189,8 @@ def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
-        added = _restored(state.containers.pop(id(args), ()))
+        found = state.containers.pop(id(args), None)
+        added = _restored(found) if found else None
         if added and torch.is_grad_enabled() and backward_id() == -1:
             state._register_pre_backward_hook(
                 [tensor for tensor in tensors_in(added) if tensor.requires_grad]
