@@ -77,9 +77,8 @@ def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
                 raise_if_backward_failed(state, "forward")
         # Initialization and loading replace all parameters, so one of each unit shows whether they still have the
         # state. The reduction of their gradients marks parameters that FSDP2 does not manage.
-        for unit in state.modules.values():
-            first = _fsdp2.first_sharded_parameter(unit)
-            if first is not None and sharded_model_of(first) is None:
+        for first in _fsdp2.first_sharded_parameters(state.modules.values()):
+            if sharded_model_of(first) is None:
                 attach_state_to_params(state)
                 break
         for check in state.checks.forward:

@@ -160,7 +160,9 @@ def compare_computation(state: ShardedModel) -> None:
     mode = state.model.training, torch.is_grad_enabled()
     # HFSDP averages gradients in an order of its own.
     replicas = mode[1] and state.sync.mode is SyncMode.LAST and state.outer == "no_shard"
-    compared.order_mode = *mode, replicas and state.meshes.size("dp_replicate") > 1
+    if compared.has_replicas is None:
+        compared.has_replicas = state.meshes.size("dp_replicate") > 1
+    compared.order_mode = *mode, replicas and compared.has_replicas
     compared.running, compared.reordered = [], None
     if mode != compared.mode or every:
         with _with_peers(state, mode):

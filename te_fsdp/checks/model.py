@@ -345,9 +345,8 @@ def refuse_assigned_data(state: ShardedModel) -> None:
     if assignments[0] != state.checked.assignments:
         refuse_assigned(state)
         state.checked.assignments = assignments[0]
-    for unit in state.modules.values():
-        first = _fsdp2.first_sharded_parameter(unit)
-        if first is not None and is_assigned(first):
+    for first in _fsdp2.first_sharded_parameters(state.modules.values()):
+        if is_assigned(first):
             refuse_assigned(state)
     # unsharded parameters, some of them DTensors over tp
     if not state.modules and state.meshes.tp is not None:

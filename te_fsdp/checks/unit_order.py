@@ -62,7 +62,8 @@ def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: 
     """Record a unit that a forward of the model calls. Local unless its position is new ([Note: order of units])."""
     compared = state.computed
     order = compared.running
-    if order is None or _is_over_ep(state, name):
+    over_ep = compared.over_ep  # without a call, in each forward of a unit
+    if order is None or (over_ep[name] if name in over_ep else _is_over_ep(state, name)):
         return
     order.append(name)
     index, known = len(order) - 1, compared.orders.get(compared.order_mode)

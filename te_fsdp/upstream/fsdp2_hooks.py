@@ -149,14 +149,14 @@ def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
         if state.containers and state._training_state.name == "IDLE":
             state.containers.clear()  # of a forward that has raised
         new_args, new_kwargs = stock(state, module, args, kwargs)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, (*_CONTAINERS, tuple)):
-                break
-        else:
-            return new_args, new_kwargs
         found: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
-        new_args = _merged(args, new_args, found)
-        new_kwargs = {name: _merged(kwargs[name], value, found) for name, value in new_kwargs.items()}
+        for place, value in enumerate(args):
+            if isinstance(value, (*_CONTAINERS, tuple)):
+                merged = _merged(value, new_args[place], found)
+                new_args = (*new_args[:place], merged, *new_args[place + 1 :])
+        for name, value in kwargs.items():
+            if isinstance(value, (*_CONTAINERS, tuple)):
+                new_kwargs[name] = _merged(value, new_kwargs[name], found)
         if found:
             state.containers[id(new_args)] = found
         return new_args, new_kwargs

@@ -78,12 +78,10 @@ def make_root(unit: nn.Module) -> None:
     fsdp_state_of(unit)._lazy_init()
 
 
-def first_sharded_parameter(unit: nn.Module) -> torch.nn.Parameter | None:
-    """Return the first of :func:`sharded_parameters`, or ``None``."""
-    for group in fsdp_parameter_groups(unit):
-        for managed in group.fsdp_params:
-            return managed.sharded_param
-    return None
+def first_sharded_parameters(units: Iterable[nn.Module]) -> list[torch.nn.Parameter]:
+    """Return the first sharded parameter of each parameter group of units."""
+    groups = [group for unit in units for group in fsdp_parameter_groups(unit)]
+    return [group.fsdp_params[0].sharded_param for group in groups if group.fsdp_params]
 
 
 def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
