@@ -341,18 +341,10 @@ def refuse_new_parameters(state: ShardedModel) -> None:
 
 
 def refuse_assigned_data(state: ShardedModel) -> None:
-    """Raise if ``.data`` of a sharded parameter was assigned. Local: checks one parameter of each unit, then all."""
+    """Raise if ``.data`` of a sharded parameter was assigned since the last forward. Local operation."""
     if assignments[0] != state.checked.assignments:
         refuse_assigned(state)
         state.checked.assignments = assignments[0]
-    for first in _fsdp2.first_sharded_parameters(state.modules.values()):
-        if is_assigned(first):
-            refuse_assigned(state)
-    # unsharded parameters, some of them DTensors over tp
-    if not state.modules and state.meshes.tp is not None:
-        tp_local = next((p for p in state.model.parameters() if isinstance(p, DTensor)), None)
-        if tp_local is not None and is_assigned(tp_local):
-            refuse_assigned(state)
 
 
 def not_in_the_model(names: list[str], count: int, change: str) -> OrderError:
