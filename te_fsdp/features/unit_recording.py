@@ -184,7 +184,9 @@ class UnitRecording:
                 owner.module._parameters[owner.name] = owner.parameter
         leaves, structure = _torch.flatten((args, kwargs))
         if structure != given[1] or any(a is not b for a, b in zip(leaves, given[0], strict=True)):
-            raise NotRecordableError("it changes a list or dict among its arguments, which a replay would not")
+            raise NotRecordableError(
+                "it changes a list or dict among its arguments, which a replay would not"
+            )
         leaves, structure = _torch.flatten(output)
         # A replay writes to the memory of these tensors. Other values are those of the recording, so only
         # constants are allowed.

@@ -168,7 +168,7 @@ def is_in_forward() -> bool:
     """Return whether a module's forward, or a registered method of a unit, runs on this thread. Local operation."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # ``Module._call_impl``, and the wrappers of FSDP2's ``register_fsdp_forward_method`` and te_fsdp's
+        # ``Module._call_impl``, and the wrappers of registered methods by FSDP2 and by te_fsdp
         if frame.f_code.co_name in ("_call_impl", "wrapped_method", "watched") and frame.f_globals[
             "__name__"
         ].startswith(("torch.", "te_fsdp.")):

@@ -321,8 +321,9 @@ def outcomes(kind: str, axes: dict[str, int], sharder: str) -> dict[str, dict[st
 def gradients_of_autograd() -> list[str]:
     """Return the weights for which ``torch.autograd.grad`` differs from ``backward``, without FSDP2."""
     import harness
-    import te_fsdp
     import transformer_engine.pytorch as te
+
+    import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=1, tp=2, device_type=harness.device_type())
     options = {**meshes.te_kwargs(), "set_parallel_mode": True, "activation": "swiglu"}
