@@ -177,6 +177,13 @@ def is_in_forward() -> bool:
     return torch.compiler.is_compiling()
 
 
+def is_in_conversion() -> bool:
+    """Return whether a function that ``Module._apply`` applies, such as that of ``float()``, has called the caller."""
+    # The function is torch's or TE's, which replaces ``Module.float``.
+    frame = sys._getframe(2).f_back
+    return frame is not None and frame.f_globals.get("__name__") == nn.Module.__module__
+
+
 class _BackwardHooks(OrderedDict[int, Any]):
     """Backward hooks of a module, which call a function when ``make_graphed_callables`` counts them."""
 
