@@ -140,17 +140,20 @@ def test_callers_keep_their_tensors(pool, grad):
 
 
 def references_after_failed_forwards() -> list[bool]:
-    """Let two forwards raise. Return whether the tensors in their arguments still exist after the next forward."""
+    """Let forwards of the model, and of a unit alone, raise.
+
+    Return whether the tensors in their arguments still exist after the next forward.
+    """
     model, meshes = sharded("losses", 2, 1, "optim_grads_params")
     x = batch(0, 2, 1)[0][meshes.data_rank]
     references = []
-    for failing in (True, True, False):
+    for failing, is_alone in ((True, False), (True, False), (True, True), (False, False)):
         item = x.clone().requires_grad_()
         references.append(weakref.ref(item))
         cache: dict[str, Any] = {"states": ([item],), "last": 0 if not failing else torch.ones(3, 3)}
         with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
-            model(x, cache).sum().backward()
-        assert cache["states"][0][0] is item  # not FSDP2's tensor
+            model.blocks[0](x, [], cache=cache) if is_alone else model(x, cache).sum().backward()
+        assert is_alone or cache["states"][0][0] is item  # not FSDP2's tensor
         del item, cache
         gc.collect()
     return [reference() is not None for reference in references]
@@ -158,7 +161,7 @@ def references_after_failed_forwards() -> list[bool]:
 
 @pytest.mark.ranks(2)
 def test_containers_of_a_failed_forward_are_freed(pool):
-    assert pool.run(references_after_failed_forwards, 2) == [[False] * 3] * 2
+    assert pool.run(references_after_failed_forwards, 2) == [[False] * 4] * 2
 
 
 def graphed_units() -> tuple[list[bool], set[str]]:
