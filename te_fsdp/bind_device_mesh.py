@@ -147,6 +147,8 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 def bound_class(cls: type, under_tp: bool = False) -> type:
     """Return the class of a bound instance of ``cls``: for ``te.Linear`` a subclass of ``te_fsdp.Linear``.
 
+    ``under_tp`` adds :class:`ReadableModule` to classes outside of TE.
+
     It has the name and ``__module__`` of ``cls``: ``_init_weights`` of public models recognizes TE's modules by them.
     A user's subclass, and a module outside of TE, keep their code behind the mixin.
     """

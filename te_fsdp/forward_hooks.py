@@ -101,7 +101,7 @@ def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> N
     if started and not state.unsharded.exposed:
         foreach_writes().ignore(state)
     if name in state.unsharded.kept and not _fsdp2.is_unit_unsharded(unit):
-        # A load or an evaluation has resharded it, and the all-gather is not a write of the user.
+        # A load or an evaluation has resharded the unit. Its all-gather is not a write of the user.
         kept_weights.apply_frozen(state, name)
         state.unsharded.kept.pop(name)
     for prepare in state.components.before_unit:

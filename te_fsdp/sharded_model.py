@@ -50,7 +50,7 @@ class ForwardRecord:
     units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
     #: Units that the running forward has called; ``None`` outside of forwards of the model.
     running: list[str] | None = None
-    #: Its mode, and whether its backward reduces replicas
+    #: Whether the running forward trains, records gradients, and reduces them over ``dp_replicate`` in its backward
     order_mode: tuple[bool, ...] = (False, False, False)
     #: ``order_mode`` -> units of the last forward whose order was compared over ranks
     orders: dict[tuple[bool, ...], list[str]] = field(default_factory=dict)

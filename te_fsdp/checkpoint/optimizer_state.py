@@ -112,7 +112,7 @@ def optimizer_state(
     states: dict[str, States] = result.described["state"]
     for name, optimizer in optimizers.items():
         check_optimizer(model, optimizer)
-        check_scaled_state(optimizer)
+        refuse_mesh_dependent_state(optimizer)
         # By the files' tensors: the experts of a layer are one of them.
         for key in dict.fromkeys(
             owned[id(p)].key for group in optimizer.param_groups for p in group["params"]
@@ -211,12 +211,12 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
     return described, cut_entry(local, info.original_shape, boxes)
 
 
-def check_scaled_state(optimizer: Optimizer) -> None:
-    """Raise CheckpointError for state that no other mesh can load: FusedAdam's with scales per shard, and LBFGS's."""
+def refuse_mesh_dependent_state(optimizer: Optimizer) -> None:
+    """Raise CheckpointError for state that depends on the mesh: scales per shard of FusedAdam, vectors of LBFGS."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise CheckpointError(
             f"{type(optimizer).__name__}: state of all parameters in one vector",
-            expected="an optimizer with state of each parameter",
+            expected="state per parameter",
             why="The order of its elements depends on the mesh",
             fix="save and load the model alone: LBFGS begins with a new history",
         )
@@ -261,7 +261,7 @@ def compare_optimizers(
     """Add the differences between saved optimizers and these. Local operation; changes nothing."""
     for optimizer in optimizers.values():
         check_optimizer(model, optimizer)
-        check_scaled_state(optimizer)
+        refuse_mesh_dependent_state(optimizer)
     if saved is None:
         diff.add_optimizer("optimizer: none in the checkpoint")
         return

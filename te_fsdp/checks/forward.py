@@ -295,7 +295,10 @@ def peer_ranks(state: ShardedModel, gathers: bool, *, replicas: bool = False) ->
 
 
 def should_check(state: ShardedModel, mesh: DeviceMesh, *, always: bool = False, of: str = "") -> bool:
-    """Return whether to run a cross-rank check; limited to ``_MOST`` per mesh, counted equally on all its ranks."""
+    """Return whether to run a cross-rank check, at most ``_MOST`` times per mesh and kind (``of``).
+
+    All ranks of the mesh count equally.
+    """
     if mesh.size() == 1 or is_simulated() or is_capturing():
         return False
     if always or state.checks.level == "full":

@@ -366,18 +366,18 @@ def refuse_writes_in_forward(state: ShardedModel) -> None:
 
 def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
     reads: list[tuple[torch.Tensor, Any, int, torch.Tensor]] = []
-    trained: list[tuple[torch.Tensor, int]] = []  # unsharded parameters, with their references
+    parameters: list[tuple[torch.Tensor, int]] = []  # with their reference counts
 
     @_torch.without_modes()
     def before(unit: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
+            unsharded = list(_fsdp2.unsharded_parameters(unit))
             reads[:] = [
                 (parameter, record, _torch.version_of(parameter), checksum(_torch.local_of(parameter)))
-                for parameter, record in _fsdp2.unsharded_parameters(unit)
+                for parameter, record in unsharded
                 if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those without a version
             ]
-            parameters = [parameter for parameter, _ in _fsdp2.unsharded_parameters(unit)]
-            trained[:] = [(parameter, use_count(parameter)) for parameter in parameters]
+            parameters[:] = [(parameter, use_count(parameter)) for parameter, _ in unsharded]
 
     @_torch.without_modes()
     def after(unit: nn.Module, args: Any, output: Any) -> None:
@@ -385,7 +385,7 @@ def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
             return
         while handles:
             handles.pop().remove()
-        # Writes through ``.data`` have no version. One transfer to the host compares the values of all parameters.
+        # Writes through ``.data`` do not change the version, so checksums are compared, in one transfer to the host.
         sums = [torch.ne(total, checksum(_torch.local_of(parameter))) for parameter, _, _, total in reads]
         changed = torch.stack(sums).tolist() if sums else []
         written = [
@@ -393,10 +393,11 @@ def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
             for (parameter, record, version, _), differs in zip(reads, changed, strict=True)
             if differs or _torch.version_of(parameter) != version
         ]
-        parameters = list(trained)
-        reads.clear(), trained.clear()
-        if state.units[name].gather == "pass" and parameters and reduction_of(unit)[0] > 1:
-            refuse_freed_outputs(name, unit, parameters, output)
+        counts = list(parameters)
+        reads.clear()
+        parameters.clear()
+        if state.units[name].gather == "pass" and counts and reduction_of(unit)[0] > 1:
+            refuse_freed_outputs(name, unit, counts, output)
         if written:
             record_unsharded_params(unit)
             names = state.names()
@@ -419,9 +420,9 @@ def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
 def refuse_freed_outputs(
     name: str, unit: nn.Module, parameters: list[tuple[torch.Tensor, int]], output: Any
 ) -> None:
-    """Raise OrderError if results of a unit's forward need weights that FSDP2 frees after it. Local operation.
+    """Raise OrderError if the results of a unit's forward need weights that FSDP2 frees after it. Local operation.
 
-    ``parameters`` are unsharded ones, with their references before the forward.
+    ``parameters`` are the unsharded parameters and their reference counts before the forward.
     """
     label = name or type(unit).__name__.removeprefix("FSDP")
     memory = {_torch.memory_id(_torch.local_of(parameter)) for parameter, _ in parameters}
@@ -434,11 +435,10 @@ def refuse_freed_outputs(
             why="FSDP2 frees it after the forward of the unit",
             fix="return parameter.clone(); or do not make this module a unit",
         )
-    kept = [parameter for parameter, before in parameters if use_count(parameter) > before]
-    has_gradients = any(
-        shard.grad is not None for shard in _fsdp2.sharded_parameters(unit)
-    )  # of its own backward
-    # "Opaque outputs" checks others. New items of containers are outputs, too.
+    kept = any(use_count(parameter) > before for parameter, before in parameters)
+    # The forward may have run backward itself.
+    has_gradients = any(shard.grad is not None for shard in _fsdp2.sharded_parameters(unit))
+    # ``refuse_opaque_output`` checks objects of unknown classes. New items of containers are outputs too.
     if tensors or not kept or has_gradients or opaque_in(output) or fsdp_state_of(unit).containers:
         return
     raise OrderError(

@@ -45,7 +45,7 @@ def _is_over_ep(state: ShardedModel, name: str) -> bool:
 def watch_setters(state: ShardedModel) -> None:
     """Compare orders and settings again after setters of FSDP2 that change the order of all-gathers. Local operation.
 
-    Loops may call the other setters in each microbatch.
+    Other setters are not watched, because loops may call them in each microbatch.
     """
     compared = state.computed
 
@@ -76,7 +76,10 @@ def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: 
 
 
 def _ranks_of_order(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
-    """Return the mesh of the ranks that must run units in the same order. ``gathers``: a unit is all-gathered now."""
+    """Return the mesh of the ranks that must run units in the same order.
+
+    ``gathers`` is whether a unit has to be all-gathered.
+    """
     _, trains, replicas = state.computed.order_mode
     rows = [state.units[name] for name in state.modules]
     joint = all(row.gather == "pass" or (trains and row.reduces(state.sync.mode)) for row in rows)
@@ -84,7 +87,7 @@ def _ranks_of_order(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
 
 
 def _wait_for_new_order(state: ShardedModel, unit: str, label: str, started: bool = False) -> None:
-    """Wait for the ranks that must run units in the same order, until all of them have changed it. Collective then."""
+    """Wait until all ranks that must run units in the same order have changed it. Collective over them."""
     mesh = _ranks_of_order(state, not started and not _fsdp2.is_unit_unsharded(state.modules[unit]))
     if mesh is not None and should_check(state, mesh, of="order"):
         with forward_rendezvous(label, mesh):

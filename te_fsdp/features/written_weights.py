@@ -46,7 +46,7 @@ def record_weight_versions(step: Step) -> None:
 # evaluation with averaged weights, keeps its main weight bit for bit. Elsewhere the main weight becomes the
 # parameter's value. A full state dict has the values of quantized weights in BF16. Quantizing them again changes the
 # scale, so that some main weights no longer round to their values. If all main weights of a shard are within the error
-# of the scale, the shard has its previous values. Versions of tensors and counts of quantizations detect writes, so
+# of the scale, they are kept. Versions of tensors and counts of quantizations detect writes, so
 # that other steps read no values.
 def update_written_main_weights(step: Step) -> None:
     """Update the main weights of parameters that user code has written to. Local operation."""
@@ -115,6 +115,7 @@ _ELEMENTS = {
 }
 # Relative error of fp32 products, with a margin, so that values next to a power of two have its exponent.
 _FP32_ERROR = 2.0**-20
+# Relative error of rounding to BF16
 _BF16_ERROR = 2.0**-9
 
 
@@ -126,7 +127,7 @@ class RoundedValues(NamedTuple):
     outward: torch.Tensor
     #: The same for values that are closer to zero
     inward: torch.Tensor
-    #: Error of a scale that was computed from BF16 values, which adds to both
+    #: Distance to add to both if the scale was computed from values in BF16
     scale_error: torch.Tensor
 
     def keep(self, exact: torch.Tensor) -> torch.Tensor:

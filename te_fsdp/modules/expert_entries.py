@@ -190,7 +190,7 @@ def _wrap_state_initialization(stock: Any) -> Any:
         pending = [p for p in parameters if p.grad is not None]
         if isinstance(optimizer, torch.optim.SGD):
             has_states = any(group["momentum"] for group in optimizer.param_groups)
-        else:  # others may have none
+        else:  # optimizers of other libraries may have no states
             has_states = type(optimizer).__module__.startswith(("torch.", "transformer_engine.", "te_fsdp."))
         if pending and not initialized and has_states and any(map(get_record, parameters)):
             raise OrderError(

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -204,8 +203,8 @@ def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any
             state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
         state_dict = in_model_form(model, state_dict)
         for optimizer in optimizers if info.broadcast_from_rank0 else ():
-            # Other ranks have no state dict to compare with their parameters, and would wait for rank 0.
-            from_rank_0(partial(compare_names, model, optimizer, state_dict, info))
+            # Only rank 0 has a state dict. Other ranks would wait if it raised alone.
+            from_rank_0(functools.partial(compare_names, model, optimizer, state_dict, info))
         token = _loads.set(True)
         try:
             stock(model, optimizers, state_dict, info)

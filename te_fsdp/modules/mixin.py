@@ -367,12 +367,12 @@ class MeshModule(torch.nn.Module):
 
 
 class ReadableModule:
-    """Mixin of modules outside of TE under tp, whose parameters other modules read."""
+    """Mixin of modules outside of TE under tp, whose parameters other modules may read."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an unsharded parameter as a local tensor in forwards, for parents that read it.
+        """Return an unsharded parameter as a local tensor in forwards, as FSDP2 does without tp.
 
-        FSDP2 without tp gives them a plain tensor too. Gradients flow back to the parameter.
+        Gradients flow back to the parameter.
         """
         attributes = self.__dict__
         for table in ("_parameters", "_buffers", "_modules"):  # as torch, without its call

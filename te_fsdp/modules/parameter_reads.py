@@ -26,13 +26,13 @@ def check_unsharded(binding: ModuleBinding, name: str, parameter: DTensor) -> No
 
 
 def is_read_as_local(binding: ModuleBinding, name: str, parameter: DTensor) -> bool:
-    """Return whether forwards of other modules get the local tensor of a module outside of TE. Local operation.
+    """Return whether a read of a parameter gets its local tensor: in forward, if it is unsharded. Local operation.
 
-    tp replicates its parameters, so the local tensor of an unsharded one has all elements.
+    The parameter belongs to a module outside of TE. tp replicates it, so the local tensor has all elements.
     """
     return (
         name not in binding.distributed
         and parameter.device_mesh == binding.unsharded_mesh(name)
-        # Code that recomputes activations has no module's forward around it.
+        # Recomputation of a function runs outside of any module's forward.
         and (is_in_forward() or (_torch.in_backward() and torch.is_grad_enabled()))
     )

@@ -70,9 +70,9 @@ def entries_of_second_names(model: nn.Module) -> dict[str, None]:
 
 
 def wrap_options(stock: Any) -> Any:
-    """Wrap torch's function that maps a model's parameters to names, to which it compares those of the optimizer.
+    """Wrap torch's function that maps a model's parameters to FQNs, which it then uses for the optimizer's parameters.
 
-    Unsharded parameters are not in the optimizer. With ``broadcast_from_rank0`` rank 0 alone would raise.
+    It needs the sharded parameters, because the optimizer has those.
     """
 
     @functools.wraps(stock)
@@ -114,7 +114,7 @@ def wrap_verification(stock: Any) -> Any:
     return verify
 
 
-#: torch's functions that every call for a state dict runs first, with their wrappers
+#: Functions of torch that check the arguments of every call for state dicts, and their wrappers
 VERIFICATIONS = ("_verify_options", wrap_options), ("_verify_state_dict", wrap_verification)
 
 

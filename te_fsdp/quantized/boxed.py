@@ -26,6 +26,7 @@ from te_fsdp.quantized.components import components_of, describe_format, drop_de
 from te_fsdp.records import WEIGHT, ModuleBinding, weight_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_dcp import wrapper
+from te_fsdp.upstream.torch_functions import is_in_conversion
 
 
 def describe_shards(
@@ -93,8 +94,12 @@ class QuantizedDTensor(BoxedDTensor):
         return _torch.dtensor(values, _torch.with_dtype(self._spec, dtype))
 
     def float(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
-        """Return the values, in FP32 without autograd. torch would round them to BF16, which TE's tensors do not."""
-        if (self.requires_grad and torch.is_grad_enabled()) or not _te.is_quantized(self._local_tensor):
+        """Return the values, in FP32 without autograd. torch would round them to BF16, which TE's tensors do not.
+
+        Weights stay quantized in ``Module.float()``.
+        """
+        has_grad = self.requires_grad and torch.is_grad_enabled()
+        if has_grad or not _te.is_quantized(self._local_tensor) or is_in_conversion():
             return super().float(*args, **options)
         return boxed_like(self._plain_values(torch.float32), self)
 

@@ -62,7 +62,7 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             if _te.format_of(local) is not _te.format_of(read):
                 continue
             values = pending_values(read, take=True)
-            # TE loads the saved scale before the weights.
+            # Load the saved scale before the weights, as TE does.
             is_delayed = values is not None and _te.is_quantized(local) and _te.has_delayed_scale(local)
             extra = state_dict.get(f"{key[: -len(name)]}_extra_state") if is_delayed else None
             has_scale = isinstance(extra, torch.Tensor) and extra.numel() > 0
@@ -82,7 +82,8 @@ def _finish(
     """Drop buffers derived from overwritten bytes, and quantize pending values. Collective if there are values.
 
     ``entry`` is the container and key of the tensor ``loaded``, ``owner`` the owner and name of the parameter. Delayed
-    scaling computes a scale from the values too, which the previous scale could clip, unless one was loaded.
+    scaling also computes a new scale from the values, because the previous one could clip them. With ``has_scale`` it
+    uses the scale that was loaded.
     """
     (container, key), (module, name) = entry, owner
     parameter = module._parameters[name]

@@ -1,4 +1,4 @@
-"""FSDP2's hooks of a unit, with less Python around the same code. Checked with torch 2.11 to 2.15."""
+"""FSDP2's hooks of a unit, with less Python around them. Checked with torch 2.11 to 2.15."""
 
 # [Note: cost of hooks] Five things around a hook cost more than the hook itself. They are replaced on the
 # unit's own objects:
@@ -9,7 +9,8 @@
 #     ``_spmd_no_typecheck`` (torch 2.14)    a context manager in C, if the package spmd_types is not installed
 #     ``_register_post_backward_hook``       one loop over flat arguments; nested arguments are left to FSDP2
 #
-# Private names: ``FSDPState._pre_forward``, ``_post_forward``, ``_pre_backward``;
+# Private names: ``FSDPState._pre_forward``, ``_post_forward``, ``_pre_backward``, ``_register_pre_backward_hook``,
+# ``_training_state``;
 # ``FSDPParamGroup.pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward``,
 # ``_register_post_backward_hook``; ``foreach_reduce``, ``_get_device_handle``.
 
@@ -21,7 +22,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -99,7 +100,7 @@ def _substitute(stock: Any, names: Mapping[str, Any]) -> Any:
 def shorten_hooks(unit: nn.Module) -> None:
     """Replace FSDP2's hooks of a unit by shorter ones. Call this before other replacements. Local operation."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-    state.containers = {}  # id of a forward's arguments -> the caller's containers in them
+    state.containers = {}  # id of a forward's arguments -> records of the caller's containers in them
     # torch searches a weak dictionary in five calls, and a step requests the state several times for each unit.
     unit.__dict__["_get_fsdp_state"] = weakref.ref(state)
     for registered, handle, name in (
@@ -109,7 +110,7 @@ def shorten_hooks(unit: nn.Module) -> None:
         key, stock = getattr(getattr(state, handle, None), "id", None), getattr(type(state), name)
         if key in registered and getattr(registered[key], "__func__", None) is stock:
             hook = MethodType(_shortened(stock), state)
-            setattr(state, name, hook)  # methods of ``register_fsdp_forward_method`` call it, too
+            setattr(state, name, hook)  # ``register_fsdp_forward_method`` calls it too
             registered[key] = hook
     _replace(state, "_pre_backward")
     for group in fsdp_parameter_groups(unit):
@@ -139,17 +140,19 @@ def _shortened(hook: Any) -> Any:
 # be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until it ends or
 # raises. New items are outputs, for which FSDP2 all-gathers the unit in backward.
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
+#: A container of the caller, and id of an item of FSDP2 -> that item, and the caller's item
+_Record: TypeAlias = "tuple[Any, dict[int, tuple[Any, Any]]]"
 
 
 def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_pre_forward`` whose arguments have the caller's lists and dicts."""
+    """Wrap ``_pre_forward`` so that the arguments that it returns contain the caller's lists and dicts."""
 
     @functools.wraps(stock)
     def pre_forward(state: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if state.containers and state._training_state.name == "IDLE":
-            state.containers.clear()  # of a forward that has raised
+            state.containers.clear()  # left by a forward that raised
         new_args, new_kwargs = stock(state, module, args, kwargs)
-        found: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
+        found: list[_Record] = []
         for place, value in enumerate(args):
             if isinstance(value, (*_CONTAINERS, tuple)):
                 merged = _merged(value, new_args[place], found)
@@ -164,10 +167,10 @@ def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
     return pre_forward
 
 
-def _merged(old: Any, new: Any, found: list[tuple[Any, dict[int, tuple[Any, Any]]]]) -> Any:
-    """Return ``new``, a copy of ``old``, with the containers of ``old``, which get the new items.
+def _merged(old: Any, new: Any, found: list[_Record]) -> Any:
+    """Return ``new``, FSDP2's copy of ``old``, with the containers of ``old``, which get FSDP2's items.
 
-    ``found`` gets each container, and its new and previous items by the ``id`` of the new ones.
+    ``found`` gets a record of each container.
     """
     if type(old) in _CONTAINERS:
         items: dict[int, tuple[Any, Any]] = {}
@@ -185,7 +188,7 @@ def _merged(old: Any, new: Any, found: list[tuple[Any, dict[int, tuple[Any, Any]
 
 
 def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_post_forward`` that restores the caller's lists and dicts, without the items that are new."""
+    """Wrap ``_post_forward`` so that it restores the caller's items. Items that forward added stay."""
 
     @functools.wraps(stock)
     def post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
@@ -201,7 +204,11 @@ def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def restore_after_exception(units: Iterable[nn.Module]) -> None:
-    """Restore the caller's lists and dicts after a forward that has raised. Inner units first. Local operation."""
+    """Restore the items of the caller's lists and dicts after a forward that raised. Local operation.
+
+    Args:
+        units: The units of the model, inner ones first.
+    """
     for unit in units:
         containers = fsdp_state_of(unit).containers
         for found in containers.values():
@@ -209,8 +216,8 @@ def restore_after_exception(units: Iterable[nn.Module]) -> None:
         containers.clear()
 
 
-def _restored(found: Sequence[tuple[Any, dict[int, tuple[Any, Any]]]]) -> list[Any]:
-    """Restore the caller's items of containers, as :func:`_merged` has found them. Return the items that are new."""
+def _restored(found: Sequence[_Record]) -> list[Any]:
+    """Restore the caller's items of the containers that :func:`_merged` recorded. Return the items that are new."""
     added: list[Any] = []
     for container, items in reversed(found):
         for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):

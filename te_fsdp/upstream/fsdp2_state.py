@@ -416,7 +416,10 @@ def has_forward_prefetch(unit: nn.Module) -> bool:
 
 
 def collective_settings(unit: nn.Module, names: dict[int, str]) -> list[str]:
-    """Return a unit's settings that change the order or the operations of its collectives, with the names of units."""
+    """Return a unit's settings that affect its collectives, as calls of FSDP2's setters.
+
+    ``names`` maps the id of a unit to its name.
+    """
     state = fsdp_state_of(unit)
     prefetched = {
         "set_modules_to_forward_prefetch": state._states_to_forward_prefetch,

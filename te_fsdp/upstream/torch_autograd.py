@@ -176,7 +176,7 @@ def function_transform() -> str:
 
 
 def use_count(tensor: torch.Tensor) -> int:
-    """Return the number of references to a tensor, also those of graphs (``Tensor._use_count``), 0 if not known."""
+    """Return the number of references to a tensor with those of graphs (``Tensor._use_count``), 0 if unavailable."""
     return tensor._use_count() if hasattr(tensor, "_use_count") else 0  # type: ignore[missing-attribute]
 
 

@@ -1,4 +1,4 @@
-"""Entries of DCP's plans that are not tensors of the user."""
+"""Private names of DCP: entries of its plans that are not tensors of the user. Checked with torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def is_called_by(prefix: str) -> bool:
 
 
 def compare_names(model: Any, optimizer: Any, state_dict: Any, info: Any) -> None:
-    """Raise if an optimizer's state dict lacks parameters, as its load does. Local operation."""
+    """Raise the error of torch's load if an optimizer's state dict lacks parameters. Local operation.
+
+    It is that of ``_split_optim_state_dict``.
+    """
     if "state" in state_dict:
         _state_dict._split_optim_state_dict(model, optimizer, state_dict, info)
 

@@ -168,13 +168,20 @@ def is_in_forward() -> bool:
     """Return whether a module's forward, or a registered method of a unit, runs on this thread. Local operation."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # ``Module._call_impl``, and the wrappers of FSDP2's ``register_fsdp_forward_method`` and te_fsdp's
+        # ``Module._call_impl``, and the wrappers of registered methods by FSDP2 and by te_fsdp
         if frame.f_code.co_name in ("_call_impl", "wrapped_method", "watched") and frame.f_globals[
             "__name__"
         ].startswith(("torch.", "te_fsdp.")):
             return True
         frame = frame.f_back
     return torch.compiler.is_compiling()
+
+
+def is_in_conversion() -> bool:
+    """Return whether a function that ``Module._apply`` applies, such as that of ``float()``, has called the caller."""
+    # The function is torch's or TE's, which replaces ``Module.float``.
+    frame = sys._getframe(2).f_back
+    return frame is not None and frame.f_globals.get("__name__") == nn.Module.__module__
 
 
 class _BackwardHooks(OrderedDict[int, Any]):

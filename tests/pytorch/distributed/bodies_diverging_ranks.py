@@ -246,10 +246,10 @@ class Layers(nn.Module):
 def change_the_order(
     axes: dict[str, int], orders: dict[str, list[int]], raises: bool, **options: Any
 ) -> dict[str, Any] | str:
-    """Compare three steps of two microbatches with one process. Return what was compared.
+    """Compare three steps of two microbatches with one process. Return the comparisons.
 
-    `orders` has the orders of step 1 by "RANK MICROBATCH". With `raises`, only ranks that change run that microbatch.
-    They return the error.
+    `orders` has the orders of step 1 by "RANK MICROBATCH". With `raises`, only ranks that change the order run that
+    microbatch, and return the error.
     """
     import te_fsdp
 
@@ -312,7 +312,10 @@ SETTERS = {
 
 
 def call_a_setter(setter: str, is_alone: bool, begin: int = 0) -> str:
-    """Call a setter of FSDP2 before forward `begin`, on rank 1 or on all ranks. Return the error of a later one."""
+    """Call a setter of FSDP2 before forward `begin`, on rank 1 or on all ranks.
+
+    Return the error of rank 1 if only it calls the setter, after the first forward.
+    """
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device().type)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from functools import partial
 from typing import Any
 
 import harness
 import pytest
 import torch
-from strategies.models import FFN, HIDDEN, SEED, batch
+from strategies.models import FFN, HIDDEN, SEED, batch, error_of_training, gradients_and_weights
 from torch import nn
 
 
 class Block(nn.Module):
-    """A TE module and a plain one, whose only use is a loss that the caller finds in its list."""
+    """A TE module and a plain one, which only computes a loss that is added to the caller's list."""
 
     def __init__(self, device: Any, **kwargs: Any) -> None:
         import transformer_engine.pytorch as te
@@ -69,20 +68,6 @@ class FilledModel(Model):
 MODELS = {"losses": Model, "nothing": FilledModel}
 
 
-def trained(model: nn.Module, data: list[torch.Tensor], recipe: Any = None) -> list[torch.Tensor]:
-    import transformer_engine.pytorch as te
-
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
-    for x in data:
-        optimizer.zero_grad()
-        with te.autocast(recipe=recipe) if recipe is not None else contextlib.nullcontext():
-            loss = model(x)
-        loss.backward()
-        found += [harness.full(p.grad) for p in model.parameters()]
-        optimizer.step()
-    return found + [harness.full(p.detach()) for p in model.parameters()]
-
-
 def sharded(name: str, dp: int, tp: int, strategy: str, **options: Any) -> tuple[nn.Module, Any]:
     import te_fsdp
 
@@ -92,19 +77,9 @@ def sharded(name: str, dp: int, tp: int, strategy: str, **options: Any) -> tuple
     return te_fsdp.materialize(model, seed=SEED), meshes
 
 
-def error_of_training(name: str, dp: int, tp: int, strategy: str) -> tuple[float, int]:
-    """Return the largest relative error of three steps against one process, and the number of tensors."""
+def compare_with_one_process(name: str, dp: int, tp: int, strategy: str) -> tuple[float, int]:
     model, meshes = sharded(name, dp, tp, strategy)
-    torch.manual_seed(SEED)
-    alone = MODELS[name](harness.device())
-    with torch.no_grad():
-        for theirs, mine in zip(alone.parameters(), model.parameters(), strict=True):
-            theirs.copy_(harness.full(mine.detach()))
-    data = [batch(step, meshes.data_size, 1)[0] for step in range(3)]
-    found = trained(model, [x[meshes.data_rank] for x in data])
-    expected = trained(alone, [x.flatten(0, 1) for x in data])
-    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True) if b.any()]
-    return max(errors), len(errors)
+    return error_of_training(model, MODELS[name](harness.device()), meshes)
 
 
 @pytest.mark.ranks(4)
@@ -112,26 +87,26 @@ def error_of_training(name: str, dp: int, tp: int, strategy: str) -> tuple[float
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 2)], ids=["dp", "tp"])
 def test_training_equals_one_process(pool, name, dp, tp, strategy):
-    for error, compared in pool.run(error_of_training, 4, name=name, dp=dp, tp=tp, strategy=strategy):
+    for error, compared in pool.run(compare_with_one_process, 4, name=name, dp=dp, tp=tp, strategy=strategy):
         assert error < 1e-5 and compared > 50  # fp32: sums in another order
 
 
-def errors_under_a_recipe() -> list[bool]:
-    """Train on shards and on replicas under a recipe. Return whether each tensor has the same bits."""
+def strategies_under_a_recipe() -> list[bool]:
+    """Train with two strategies under a recipe. Return whether each tensor has the same bits."""
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     runs = []
     for strategy in ("optim_grads_params", "optim"):
         model, meshes = sharded("losses", 2, 1, strategy)
         data = [torch.cat([batch(step, 2, 1)[0][meshes.data_rank]] * 8) for step in range(2)]
-        runs.append(trained(model, data, Float8CurrentScaling()))
+        runs.append(gradients_and_weights(model, data, Float8CurrentScaling()))
     return [torch.equal(a, b) for a, b in zip(*runs, strict=True)]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 def test_strategies_have_equal_bits_under_a_recipe(pool):
-    for equal in pool.run(errors_under_a_recipe, 2):
+    for equal in pool.run(strategies_under_a_recipe, 2):
         assert all(equal) and len(equal) > 40
 
 
@@ -164,35 +139,29 @@ def test_callers_keep_their_tensors(pool, grad):
         assert all(found.values()), found
 
 
-def references_after_failed_forwards(inner: bool) -> list[bool]:
-    """Let two forwards raise. Return whether the tensors in their arguments still exist after the next forward.
+def references_after_failed_forwards() -> list[bool]:
+    """Let forwards of the model, and of a unit alone, raise.
 
-    ``inner``: a unit inside of the model raises, which the script has called by itself.
+    Return whether the tensors in their arguments still exist after the next forward.
     """
     model, meshes = sharded("losses", 2, 1, "optim_grads_params")
     x = batch(0, 2, 1)[0][meshes.data_rank]
     references = []
-    for failing in (True, True, False):
+    for failing, is_alone in ((True, False), (True, False), (True, True), (False, False)):
         item = x.clone().requires_grad_()
         references.append(weakref.ref(item))
         cache: dict[str, Any] = {"states": ([item],), "last": 0 if not failing else torch.ones(3, 3)}
         with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
-            call = (
-                partial(model.blocks[0], x, [], cache=cache)
-                if inner and failing
-                else partial(model, x, cache)
-            )
-            call().sum().backward()
-        assert inner or cache["states"][0][0] is item  # not FSDP2's tensor
-        del item, cache, call
+            model.blocks[0](x, [], cache=cache) if is_alone else model(x, cache).sum().backward()
+        assert is_alone or cache["states"][0][0] is item  # not FSDP2's tensor
+        del item, cache
         gc.collect()
     return [reference() is not None for reference in references]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("inner", [False, True], ids=["model", "unit"])
-def test_containers_of_a_failed_forward_are_freed(pool, inner):
-    assert pool.run(references_after_failed_forwards, 2, inner=inner) == [[False] * 3] * 2
+def test_containers_of_a_failed_forward_are_freed(pool):
+    assert pool.run(references_after_failed_forwards, 2) == [[False] * 4] * 2
 
 
 def graphed_units() -> tuple[list[bool], set[str]]:
@@ -207,7 +176,9 @@ def graphed_units() -> tuple[list[bool], set[str]]:
         if graphs:
             with recording():
                 graphed = te_fsdp.graphed_units(model)
-        runs.append(trained(model, [batch(step, 2, 1)[0][meshes.data_rank] for step in range(5)]))
+        runs.append(
+            gradients_and_weights(model, [batch(step, 2, 1)[0][meshes.data_rank] for step in range(5)])
+        )
     return [torch.equal(a, b) for a, b in zip(*runs, strict=True)], set(graphed.why_eager.values())
 
 

@@ -178,40 +178,16 @@ def test_ranks_of_ep_may_run_different_experts(pool):
 
 
 SWAP, SKIP, REPEAT = [1, 0, 2], [0, 1], [0, 1, 2, 0]
-#: Axes, strategy, orders of step 1 on a rank in a microbatch, and the start of the error's text.
+LATER = "forward of layers.{} in a different order than before"
+#: Axes, strategy, orders of step 1 by "RANK MICROBATCH", and the start of the error's text.
 CHANGES = {
-    "weights": (
-        DP2,
-        "optim_grads_params",
-        {"1 0": SWAP},
-        "forward of layers.1 in a different order than before",
-    ),
-    "weights of a step": (
-        DP2,
-        "optim",
-        {"1 0": SWAP},
-        "forward of layers.1 in a different order than before",
-    ),
-    "gradients": (DP2, "optim", {"1 1": SWAP}, "forward of layers.1 in a different order than before"),
-    "gradients of a microbatch": (
-        DP2,
-        "optim_grads",
-        {"1 0": SWAP},
-        "forward of layers.1 in a different order than before",
-    ),
-    "last position": (
-        DP2,
-        "optim",
-        {"1 1": [0, 2, 1]},
-        "forward of layers.2 in a different order than before",
-    ),
-    "repeated": (DP2, "optim_grads", {"1 1": REPEAT}, "forward of layers.0 in a different order than before"),
-    "replicas": (
-        REPLICATE2,
-        "optim_grads_params",
-        {"1 1": SWAP},
-        "forward of layers.1 in a different order than before",
-    ),
+    "weights": (DP2, "optim_grads_params", {"1 0": SWAP}, LATER.format(1)),
+    "weights of a step": (DP2, "optim", {"1 0": SWAP}, LATER.format(1)),
+    "gradients": (DP2, "optim", {"1 1": SWAP}, LATER.format(1)),
+    "gradients of a microbatch": (DP2, "optim_grads", {"1 0": SWAP}, LATER.format(1)),
+    "last position": (DP2, "optim", {"1 1": [0, 2, 1]}, LATER.format(2)),
+    "repeated": (DP2, "optim_grads", {"1 1": REPEAT}, LATER.format(0)),
+    "replicas": (REPLICATE2, "optim_grads_params", {"1 1": SWAP}, LATER.format(1)),
     "skipped": (REPLICATE2, "optim_grads_params", {"1 1": SKIP}, "end of forward without layers.2"),
 }
 
@@ -231,8 +207,8 @@ def test_later_change_of_the_order_on_one_rank_raises(pool, change):
 def test_later_change_of_the_order_on_all_ranks_passes(pool, change):
     """Check legal branches, and axes over which ranks may differ."""
     axes, strategy, orders, _ = CHANGES[change]
-    alike = {f"{rank} {key[-1]}": order for key, order in orders.items() for rank in range(2)}
-    cases = [(axes, strategy, "no_shard", alike)]
+    on_both = {f"{rank} {key[-1]}": order for key, order in orders.items() for rank in range(2)}
+    cases = [(axes, strategy, "no_shard", on_both)]
     if change == "replicas":
         # Replicas reduce in the last microbatch. HFSDP averages gradients in an order of its own.
         hsdp = {"dp_replicate": 2, "dp_shard": 2}

@@ -25,9 +25,8 @@ def test_main_weights_of_full_state_dict(pool, recipe, broadcast):
 def test_optimizer_loads_while_units_are_unsharded(pool, strategy):
     """Rank 0 compared unsharded parameters with those of the optimizer, and raised KeyError. The others waited."""
     for found in pool.run(full_state_dicts.load_after_forward, 2, strategy=strategy):
-        assert found["differ"] == [] and found["changed"] == 12 and found["states"] == 18, (
-            found
-        )  # without "step"
+        # "step" has the same value before.
+        assert found["differ"] == [] and found["changed"] == 12 and found["states"] == 18, found
 
 
 @pytest.mark.ranks(2)

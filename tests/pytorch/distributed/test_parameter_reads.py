@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import harness
 import pytest
 import torch
-from strategies.models import CLASSES, HIDDEN, SEED, Model as Blocks, batch
+from strategies.models import (
+    CLASSES,
+    HIDDEN,
+    SEED,
+    Model as Blocks,
+    batch,
+    error_of_training,
+    gradients_and_weights,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -17,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Product(torch.autograd.Function):
-    """A kernel of the user's, which autograd gives the tensors themselves."""
+    """A custom function, to which autograd passes the tensors themselves."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -42,7 +49,7 @@ def _without_gradients(x: torch.Tensor, model: Net) -> torch.Tensor:
     return model.head(x) + target
 
 
-#: Reads in a forward of the root -> the same with calls
+#: Computation of the root that reads parameters -> the same by calls of modules
 READS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "linear": (lambda x, m: functional.linear(x, m.head.weight, m.head.bias), lambda x, m: m.head(x)),
     "transposed": (lambda x, m: x @ m.head.weight.t() + m.head.bias, lambda x, m: m.head(x)),
@@ -75,7 +82,7 @@ class Net(Blocks):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return self.read(x, self)
+        return self.read(x, self).square().mean()
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.head.weight.T
@@ -97,35 +104,9 @@ def built(name: str, engine: str, calls: bool = False) -> tuple[nn.Module, Any]:
     return te_fsdp.materialize(model, seed=SEED), meshes
 
 
-def trained(model: nn.Module, data: list[torch.Tensor], recipe: Any = None) -> list[torch.Tensor]:
-    """Return the gradients of each step, the parameters after three, and the last loss."""
-    import transformer_engine.pytorch as te
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    found = []
-    for x in data:
-        optimizer.zero_grad()
-        with te.autocast(recipe=recipe) if recipe is not None else contextlib.nullcontext():
-            loss = model(x).square().mean()
-        loss.backward()
-        found += [harness.full(p.grad) for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-    return found + [harness.full(p.detach()) for p in model.parameters()]
-
-
 def compare_with_one_process(name: str, engine: str) -> tuple[float, int]:
-    """Return the largest relative error of three steps, and the number of tensors compared."""
     model, meshes = built(name, engine)
-    data = [batch(step, meshes.data_size, 1)[0] for step in range(3)]
-    found = trained(model, [x[meshes.data_rank] for x in data])
-    torch.manual_seed(SEED)
-    alone = Net(harness.device(), READS[name][True])
-    with torch.no_grad():
-        for mine, theirs in zip(built(name, engine)[0].parameters(), alone.parameters(), strict=True):
-            theirs.copy_(harness.full(mine.detach()))
-    expected = trained(alone, [x.flatten(0, 1) for x in data])
-    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True) if b.any()]
-    return max(errors), len(errors)
+    return error_of_training(model, Net(harness.device(), READS[name][True]), meshes)
 
 
 @pytest.mark.ranks(4)
@@ -151,7 +132,7 @@ def reads_equal_calls(name: str) -> list[bool]:
     for calls in (False, True):
         model, meshes = built(name, "optim_grads_params", calls)
         data = [torch.cat([batch(step, meshes.data_size, 1)[0][meshes.data_rank]] * 8) for step in range(3)]
-        runs.append(trained(model, data, Float8CurrentScaling()))
+        runs.append(gradients_and_weights(model, data, Float8CurrentScaling()))
     return [torch.equal(a, b) and bool(a.any()) for a, b in zip(*runs, strict=True)]
 
 
@@ -163,7 +144,7 @@ def test_reads_equal_calls_bit_for_bit(pool):
 
 
 def kinds_outside_of_forward(engine: str) -> dict[str, bool]:
-    """Return what a read gives outside of forward, in a registered method, and of a parameter that tp shards."""
+    """Return whether reads outside of forward, in a registered method and of a parameter that tp shards are right."""
     import te_fsdp
 
     model, meshes = built("linear", engine)
@@ -171,7 +152,7 @@ def kinds_outside_of_forward(engine: str) -> dict[str, bool]:
     model.blocks[0].register_forward_hook(lambda m, *_: seen.append(isinstance(m.fc1_weight, DTensor)))
     te_fsdp.register_forward_method(model, "score")
     x = batch(0, meshes.data_size, 1)[0][meshes.data_rank]
-    model(x).sum().backward()
+    model(x).backward()
     return {
         "outside": all(
             model.head._parameters[name] is getattr(model.head, name) for name in ("weight", "bias")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,3 +86,32 @@ def batch(step: int, copies: int, microbatches: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 + step)
     shape = (microbatches, copies, ROWS, HIDDEN)
     return torch.randn(shape, generator=generator).to(harness.device())
+
+
+def gradients_and_weights(
+    model: nn.Module, data: list[torch.Tensor], recipe: Any = None
+) -> list[torch.Tensor]:
+    """Train a model that returns its loss by SGD. Return the gradients of each step, and the last weights."""
+    import transformer_engine.pytorch as te
+
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for x in data:
+        optimizer.zero_grad()
+        with te.autocast(recipe=recipe) if recipe is not None else contextlib.nullcontext():
+            loss = model(x)
+        loss.backward()
+        found += [harness.full(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return found + [harness.full(p.detach()) for p in model.parameters()]
+
+
+def error_of_training(model: nn.Module, alone: nn.Module, meshes: Any) -> tuple[float, int]:
+    """Return the largest relative error of three steps against one process, and the number of tensors."""
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            theirs.copy_(harness.full(mine.detach()))
+    data = [batch(step, meshes.data_size, 1)[0] for step in range(3)]
+    found = gradients_and_weights(model, [x[meshes.data_rank] for x in data])
+    expected = gradients_and_weights(alone, [x.flatten(0, 1) for x in data])
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True) if b.any()]
+    return max(errors), len(errors)
