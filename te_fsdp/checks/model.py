@@ -379,7 +379,8 @@ def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
 
     @_torch.without_modes()
     def before(unit: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
+        # Inference mode does not count versions. Recomputes are not compared.
+        if torch.is_grad_enabled() and not _torch.in_backward():
             reads[:] = [
                 (parameter, record, _torch.version_of(parameter), checksum(_torch.local_of(parameter)))
                 for parameter, record in _fsdp2.unsharded_parameters(unit)
@@ -443,6 +444,8 @@ def refuse_freed_outputs(
             why="FSDP2 frees it after the forward of the unit",
             fix="return parameter.clone(); or do not make this module a unit",
         )
+    if not tensors:
+        torch.clear_autocast_cache()  # its casts are graphs with the weights
     kept = [parameter for parameter, before in parameters if use_count(parameter) > before]
     has_gradients = any(
         shard.grad is not None for shard in _fsdp2.sharded_parameters(unit)

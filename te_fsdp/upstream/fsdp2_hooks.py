@@ -18,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -99,7 +99,7 @@ def _substitute(stock: Any, names: Mapping[str, Any]) -> Any:
 def shorten_hooks(unit: nn.Module) -> None:
     """Replace FSDP2's hooks of a unit by shorter ones. Call this before other replacements. Local operation."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-    state.containers = {}  # id of a forward's arguments -> the caller's containers in them
+    state.containers = {}  # the caller's containers among the arguments of the running forward
     # torch searches a weak dictionary in five calls, and a step requests the state several times for each unit.
     unit.__dict__["_get_fsdp_state"] = weakref.ref(state)
     for registered, handle, name in (
@@ -134,50 +134,52 @@ def _shortened(hook: Any) -> Any:
     return torch._dynamo.disable(stock, recursive=True) if is_disabled else stock
 
 
-# [Note: containers of a caller] FSDP2 passes copies of the lists and dicts among a unit's arguments to forward, with
-# moved, cast or watched tensors in them. Items that forward adds or replaces (auxiliary losses, caches of keys) would
-# be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until it ends or
-# raises. New items are outputs, for which FSDP2 all-gathers the unit in backward.
-_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
-
-
+# [Note: containers of a caller] FSDP2 passes copies of lists, dicts and dataclasses among a unit's arguments to
+# forward, with moved, cast or watched tensors in them. Items that forward adds or replaces (auxiliary losses, caches
+# of keys) would be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until
+# it ends or raises. New items are outputs, for which FSDP2 all-gathers the unit in backward. The state has the
+# containers, because hooks of users may replace the arguments.
 def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``_pre_forward`` whose arguments have the caller's lists and dicts."""
 
     @functools.wraps(stock)
     def pre_forward(state: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if state.containers and state._training_state.name == "IDLE":
-            state.containers.clear()  # of a forward that has raised
+        _restored(state.containers)  # of a forward that has raised, or a recompute that has stopped early
         new_args, new_kwargs = stock(state, module, args, kwargs)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, (*_CONTAINERS, tuple)):
+        found: dict[int, tuple[Any, dict[int, tuple[Any, Any]]]] = {}
+        state.containers = found
+        # Recomputes add no outputs, and may stop before the end of forward.
+        is_same = new_args is args and new_kwargs is kwargs and backward_id() != -1
+        for value in () if is_same else (*args, *kwargs.values()):
+            if type(value) not in _TENSORLESS and not isinstance(value, torch.Tensor):
                 break
         else:
             return new_args, new_kwargs
-        found: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
         new_args = _merged(args, new_args, found)
         new_kwargs = {name: _merged(kwargs[name], value, found) for name, value in new_kwargs.items()}
-        if found:
-            state.containers[id(new_args)] = found
         return new_args, new_kwargs
 
     return pre_forward
 
 
-def _merged(old: Any, new: Any, found: list[tuple[Any, dict[int, tuple[Any, Any]]]]) -> Any:
+def _merged(old: Any, new: Any, found: dict[int, tuple[Any, dict[int, tuple[Any, Any]]]]) -> Any:
     """Return ``new``, a copy of ``old``, with the containers of ``old``, which get the new items.
 
-    ``found`` gets each container, and its new and previous items by the ``id`` of the new ones.
+    ``found`` gets each container by its ``id``, and its new and previous items by the ``id`` of the new ones.
     """
-    if type(old) in _CONTAINERS:
-        items: dict[int, tuple[Any, Any]] = {}
+    result, items, is_container = old, dict[int, tuple[Any, Any]](), isinstance(old, (list, dict, deque))
+    if not is_container and hasattr(old, "__dataclass_fields__") and hasattr(old, "__dict__"):
+        old, new, is_container = vars(old), {**vars(old), **vars(new)}, True
+    if id(old) in found:
+        return result
+    if is_container:
+        found[id(old)] = old, items
         for key, item in list(old.items() if isinstance(old, dict) else enumerate(old)):
             merged = item if type(item) in _TENSORLESS else _merged(item, new[key], found)
             items[id(merged)] = merged, item
             if merged is not item:
                 old[key] = merged
-        found.append((old, items))
-        return old
+        return result
     if not isinstance(old, tuple) or type(old) is torch.Size:
         return new
     merged = [_merged(*pair, found) for pair in zip(old, new, strict=True)]
@@ -189,7 +191,7 @@ def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
-        added = _restored(state.containers.pop(id(args), ()))
+        added, state.containers = _restored(state.containers), {}
         if added and torch.is_grad_enabled() and backward_id() == -1:
             state._register_pre_backward_hook(
                 [tensor for tensor in tensors_in(added) if tensor.requires_grad]
@@ -202,16 +204,14 @@ def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
 def restore_after_exception(units: Iterable[nn.Module]) -> None:
     """Restore the caller's lists and dicts after a forward that has raised. Inner units first. Local operation."""
     for unit in units:
-        containers = fsdp_state_of(unit).containers
-        for found in containers.values():
-            _restored(found)
-        containers.clear()
+        _restored(fsdp_state_of(unit).containers)
+        fsdp_state_of(unit).containers = {}
 
 
-def _restored(found: Sequence[tuple[Any, dict[int, tuple[Any, Any]]]]) -> list[Any]:
+def _restored(found: Mapping[int, tuple[Any, dict[int, tuple[Any, Any]]]]) -> list[Any]:
     """Restore the caller's items of containers, as :func:`_merged` has found them. Return the items that are new."""
     added: list[Any] = []
-    for container, items in reversed(found):
+    for container, items in found.values():
         for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
             if id(item) in items:
                 container[key] = items[id(item)][1]
@@ -267,8 +267,11 @@ def _register_post_backward(
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
                 indices.append(index)
-        elif type(value) not in _TENSORLESS and not (
-            type(value) in (list, tuple) and _TENSORLESS.issuperset(map(type, value))
+        # A recompute must not watch tensors in containers: their gradients of zero would run the graphs of others.
+        elif (
+            type(value) not in _TENSORLESS
+            and backward_id() == -1
+            and not (type(value) in (list, tuple) and _TENSORLESS.issuperset(map(type, value)))
         ):
             return stock(args, kwargs)
     if not indices:
