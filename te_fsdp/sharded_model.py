@@ -55,7 +55,9 @@ class ForwardRecord:
     #: ``order_mode`` -> units of the last forward whose order was compared over ranks
     orders: dict[tuple[bool, ...], list[str]] = field(default_factory=dict)
     has_replicas: bool | None = None  #: Whether ``dp_replicate`` has several ranks
-    over_ep: dict[str, bool] = field(default_factory=dict)  #: Name of a unit -> whether it has experts over ``ep``
+    over_ep: dict[str, bool] = field(
+        default_factory=dict
+    )  #: Name of a unit -> whether it has experts over ``ep``
     reordered: DeviceMesh | None = None  #: Ranks that compare the order at the end of the running forward
     #: Old and new recipes that were compared over ranks in this forward.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)

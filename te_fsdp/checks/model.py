@@ -370,7 +370,8 @@ def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
 
     @_torch.without_modes()
     def before(unit: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
+        # Inference mode does not count versions. Recomputes are not compared.
+        if torch.is_grad_enabled() and not _torch.in_backward():
             unsharded = list(_fsdp2.unsharded_parameters(unit))
             reads[:] = [
                 (parameter, record, _torch.version_of(parameter), checksum(_torch.local_of(parameter)))
@@ -435,6 +436,8 @@ def refuse_freed_outputs(
             why="FSDP2 frees it after the forward of the unit",
             fix="return parameter.clone(); or do not make this module a unit",
         )
+    if not tensors:
+        torch.clear_autocast_cache()  # its casts are graphs with the weights
     kept = any(use_count(parameter) > before for parameter, before in parameters)
     # The forward may have run backward itself.
     has_gradients = any(shard.grad is not None for shard in _fsdp2.sharded_parameters(unit))

@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -100,7 +100,7 @@ def _substitute(stock: Any, names: Mapping[str, Any]) -> Any:
 def shorten_hooks(unit: nn.Module) -> None:
     """Replace FSDP2's hooks of a unit by shorter ones. Call this before other replacements. Local operation."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-    state.containers = {}  # id of a forward's arguments -> records of the caller's containers in them
+    state.containers = {}  # records of the caller's containers among the arguments of the running forward
     # torch searches a weak dictionary in five calls, and a step requests the state several times for each unit.
     unit.__dict__["_get_fsdp_state"] = weakref.ref(state)
     for registered, handle, name in (
@@ -135,13 +135,13 @@ def _shortened(hook: Any) -> Any:
     return torch._dynamo.disable(stock, recursive=True) if is_disabled else stock
 
 
-# [Note: containers of a caller] FSDP2 passes copies of the lists and dicts among a unit's arguments to forward, with
-# moved, cast or watched tensors in them. Items that forward adds or replaces (auxiliary losses, caches of keys) would
-# be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until it ends or
-# raises. New items are outputs, for which FSDP2 all-gathers the unit in backward.
-_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
-#: A container of the caller, and id of an item of FSDP2 -> that item, and the caller's item
-_Record: TypeAlias = "tuple[Any, dict[int, tuple[Any, Any]]]"
+# [Note: containers of a caller] FSDP2 passes copies of lists, dicts and dataclasses among a unit's arguments to
+# forward, with moved, cast or watched tensors in them. Items that forward adds or replaces (auxiliary losses, caches
+# of keys) would be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until
+# it ends or raises. New items are outputs, for which FSDP2 all-gathers the unit in backward. The state has the
+# containers, because hooks of users may replace the arguments.
+#: Id of a container of the caller -> the container, and id of an item of FSDP2 -> that item, and the caller's item
+_Records: TypeAlias = "dict[int, tuple[Any, dict[int, tuple[Any, Any]]]]"
 
 
 def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,38 +149,44 @@ def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def pre_forward(state: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if state.containers and state._training_state.name == "IDLE":
-            state.containers.clear()  # left by a forward that raised
+        if state.containers:  # left by a forward that raised, or a recompute that stopped early
+            _restored(state.containers)
         new_args, new_kwargs = stock(state, module, args, kwargs)
-        found: list[_Record] = []
+        found: _Records = {}
+        state.containers = found
+        # Recomputes add no outputs, and may stop before the end of forward.
+        if new_args is args and new_kwargs is kwargs and backward_id() != -1:
+            return new_args, new_kwargs
         for place, value in enumerate(args):
-            if isinstance(value, (*_CONTAINERS, tuple)):
+            if type(value) not in _TENSORLESS and not isinstance(value, torch.Tensor):
                 merged = _merged(value, new_args[place], found)
                 new_args = (*new_args[:place], merged, *new_args[place + 1 :])
         for name, value in kwargs.items():
-            if isinstance(value, (*_CONTAINERS, tuple)):
+            if type(value) not in _TENSORLESS and not isinstance(value, torch.Tensor):
                 new_kwargs[name] = _merged(value, new_kwargs[name], found)
-        if found:
-            state.containers[id(new_args)] = found
         return new_args, new_kwargs
 
     return pre_forward
 
 
-def _merged(old: Any, new: Any, found: list[_Record]) -> Any:
+def _merged(old: Any, new: Any, found: _Records) -> Any:
     """Return ``new``, FSDP2's copy of ``old``, with the containers of ``old``, which get FSDP2's items.
 
     ``found`` gets a record of each container.
     """
-    if type(old) in _CONTAINERS:
-        items: dict[int, tuple[Any, Any]] = {}
+    result, items, is_container = old, dict[int, tuple[Any, Any]](), isinstance(old, (list, dict, deque))
+    if not is_container and hasattr(old, "__dataclass_fields__") and hasattr(old, "__dict__"):
+        old, new, is_container = vars(old), {**vars(old), **vars(new)}, True
+    if id(old) in found:
+        return result
+    if is_container:
+        found[id(old)] = old, items
         for key, item in list(old.items() if isinstance(old, dict) else enumerate(old)):
             merged = item if type(item) in _TENSORLESS else _merged(item, new[key], found)
             items[id(merged)] = merged, item
             if merged is not item:
                 old[key] = merged
-        found.append((old, items))
-        return old
+        return result
     if not isinstance(old, tuple) or type(old) is torch.Size:
         return new
     merged = [_merged(*pair, found) for pair in zip(old, new, strict=True)]
@@ -192,8 +198,9 @@ def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
-        found = state.containers.pop(id(args), None)
-        added = _restored(found) if found else None
+        added = None
+        if state.containers:
+            added, state.containers = _restored(state.containers), {}
         if added and torch.is_grad_enabled() and backward_id() == -1:
             state._register_pre_backward_hook(
                 [tensor for tensor in tensors_in(added) if tensor.requires_grad]
@@ -210,16 +217,14 @@ def restore_after_exception(units: Iterable[nn.Module]) -> None:
         units: The units of the model, inner ones first.
     """
     for unit in units:
-        containers = fsdp_state_of(unit).containers
-        for found in containers.values():
-            _restored(found)
-        containers.clear()
+        _restored(fsdp_state_of(unit).containers)
+        fsdp_state_of(unit).containers = {}
 
 
-def _restored(found: Sequence[_Record]) -> list[Any]:
+def _restored(found: _Records) -> list[Any]:
     """Restore the caller's items of the containers that :func:`_merged` recorded. Return the items that are new."""
     added: list[Any] = []
-    for container, items in reversed(found):
+    for container, items in found.values():
         for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
             if id(item) in items:
                 container[key] = items[id(item)][1]
@@ -275,8 +280,11 @@ def _register_post_backward(
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
                 indices.append(index)
-        elif type(value) not in _TENSORLESS and not (
-            type(value) in (list, tuple) and _TENSORLESS.issuperset(map(type, value))
+        # A recompute must not watch tensors in containers: their gradients of zero would run the graphs of others.
+        elif (
+            type(value) not in _TENSORLESS
+            and backward_id() == -1
+            and not (type(value) in (list, tuple) and _TENSORLESS.issuperset(map(type, value)))
         ):
             return stock(args, kwargs)
     if not indices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import harness
@@ -12,6 +13,7 @@ import pytest
 import torch
 from strategies.models import FFN, HIDDEN, SEED, batch, error_of_training, gradients_and_weights
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -65,7 +67,57 @@ class FilledModel(Model):
         return box[0].square().mean()
 
 
-MODELS = {"losses": Model, "nothing": FilledModel}
+class Losses(list[torch.Tensor]):
+    pass
+
+
+@dataclass
+class Holder:
+    losses: list[torch.Tensor]
+    last: torch.Tensor | None = None
+
+
+class KeptModel(Model):
+    """Units that add losses to a list. The user's hooks replace their arguments."""
+
+    kinds: tuple[Any, ...] = (list, Losses, Holder)
+
+    class block(Block):
+        def forward(self, x: torch.Tensor, box: Any) -> torch.Tensor:  # type: ignore[override]
+            y = x + self.mlp(x)
+            if isinstance(box, Holder):
+                box.last, box = y.mean(), box.losses
+            box.append(self.aux(x).mean())
+            return y
+
+    def __init__(self, device: Any, **kwargs: Any) -> None:
+        super().__init__(device, **kwargs)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 1.0, *args[1:]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        total = x.new_zeros(())
+        for kind in self.kinds:
+            box, y = kind([x.mean()]), x
+            for block in self.blocks:
+                y = block(y, box)
+            if isinstance(box, Holder):
+                assert box.last is not None
+                total, box = total + box.last, box.losses
+            assert len(box) == 3
+            total = total + y.square().mean() + sum(box)
+        return total
+
+
+class RecomputedModel(KeptModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x, losses = x.clone().requires_grad_(), []
+        for block in self.blocks:
+            x = checkpoint(block, x, losses, use_reentrant=True)
+        return x.square().mean()
+
+
+MODELS = {"losses": Model, "nothing": FilledModel, "kinds": KeptModel, "recomputed": RecomputedModel}
 
 
 def sharded(name: str, dp: int, tp: int, strategy: str, **options: Any) -> tuple[nn.Module, Any]:
@@ -188,3 +240,27 @@ def test_units_that_change_their_arguments_are_not_recorded(pool):
         assert all(equal) and why == {
             "it changes a list or dict among its arguments, which a replay would not"
         }
+
+
+class Measuring(Model):
+    """Units that return numbers, of which nothing has a backward."""
+
+    class block(Block):
+        def forward(self, x: torch.Tensor) -> float:  # type: ignore[override]
+            return float(self.aux(x).square().mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * sum(block(x) for block in self.blocks)
+
+
+def measured_under_autocast() -> bool:
+    MODELS["numbers"] = Measuring
+    model, meshes = sharded("numbers", 2, 1, "optim_grads_params")
+    x = batch(0, 2, 1)[0][meshes.data_rank]
+    with torch.autocast(harness.device_type(), torch.bfloat16):
+        return bool(model(x).any())
+
+
+@pytest.mark.ranks(2)
+def test_units_may_return_numbers_under_autocast(pool):
+    assert pool.run(measured_under_autocast, 2) == [True, True]
