@@ -24,7 +24,7 @@ from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
 from te_fsdp.modules.full_experts import has_other_experts, with_all_experts, wrap_optimizer_loading
-from te_fsdp.modules.state_loading import VERIFICATIONS, entries_of_second_names
+from te_fsdp.modules.state_loading import VERIFICATIONS, create_states, entries_of_second_names
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of, get_record
@@ -178,14 +178,12 @@ def _wrap_state_initialization(stock: Any) -> Any:
     @functools.wraps(stock)
     def init_states(optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        dtypes = {
-            p: dtype for p in parameters if (dtype := getattr(p, "grad_dtype", None)) not in (None, p.dtype)
-        }
+        dtypes = [p for p in parameters if getattr(p, "grad_dtype", None) not in (None, p.dtype)]
         main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
         unstepped = main_params is not None and main_params.are_all_state(optimizer)
         initialized = bool(optimizer.state) and not unstepped
-        rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        on_device = any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for _, rate in rates)
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        on_device = any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for rate in rates)
         is_usual = not (dtypes or unstepped or on_device)
         pending = [p for p in parameters if p.grad is not None]
         if isinstance(optimizer, torch.optim.SGD):
@@ -203,17 +201,7 @@ def _wrap_state_initialization(stock: Any) -> Any:
         if is_usual or initialized or pending:
             original(optimizer)
             return
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter, dtype=dtypes.get(parameter, parameter.dtype))
-        try:
-            for group, rate in rates:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-            optimizer.step()
-        finally:
-            for group, rate in rates:
-                group["lr"] = rate
-            optimizer.zero_grad(set_to_none=True)
+        create_states(optimizer, [parameter for parameter in parameters if parameter.requires_grad])
 
     # Scripts import torch's function by name before, as PyTorch's FSDP2 example does, so its code is replaced.
     if isinstance(stock, FunctionType) and stock.__closure__ is None:

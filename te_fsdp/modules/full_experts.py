@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import from_rank_0, gather, rank, world_size
 from te_fsdp.modules.extra_state import ExpertEntry
+from te_fsdp.modules.state_loading import create_missing_states
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.torch_dcp import compare_names
+from te_fsdp.upstream.torch_dcp import loaded_entries
 from te_fsdp.upstream.torch_redistribution import as_bits
 
 #: Whether torch loads an optimizer, for which it compares the names with those of the rank's parameters.
@@ -202,9 +203,10 @@ def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any
                     _holder(loaded, path)[path[-1]] = value
             state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
         state_dict = in_model_form(model, state_dict)
-        for optimizer in optimizers if info.broadcast_from_rank0 else ():
+        for optimizer in optimizers if info.full_state_dict or "state" not in state_dict else ():
+            find = functools.partial(loaded_entries, model, optimizer, state_dict, info)
             # Only rank 0 has a state dict. Other ranks would wait if it raised alone.
-            from_rank_0(functools.partial(compare_names, model, optimizer, state_dict, info))
+            create_missing_states(optimizer, from_rank_0(find) if info.broadcast_from_rank0 else find(), info)
         token = _loads.set(True)
         try:
             stock(model, optimizers, state_dict, info)

@@ -1,19 +1,22 @@
-"""Checks of ``load_state_dict`` of a bound model."""
+"""Checks before loads of state dicts into a bound model."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from te_fsdp.boxed_dtensor import rows_for
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
 from te_fsdp.collectives.rendezvous import format_ranks
-from te_fsdp.errors import CheckpointError, PlacementError
+from te_fsdp.errors import CheckpointError, OrderError, PlacementError
+from te_fsdp.quantized.amax import MAIN
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import get_record, module_record
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -112,6 +115,57 @@ def wrap_verification(stock: Any) -> Any:
         stock(model_state, optimizer_state, info)
 
     return verify
+
+
+def create_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Create states by a step with zero gradients and learning rates of zero, as torch does. Collective as the step."""
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for parameter in parameters:
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+    try:
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+
+
+# [Note: parameters without state] A parameter that was frozen or had no gradient in all steps has no optimizer state.
+# torch loads a full or flattened state dict into existing states, and creates states only if the optimizer has none.
+# Rank 0 would add unsharded states, and the other ranks none. Flattened states would be lost.
+def create_missing_states(optimizer: Optimizer, entries: set[Sequence[str]], info: Any) -> None:
+    """Create the states of parameters that an optimizer lacks, for (name, key) of a state dict.
+
+    Collective over the largest mesh of the parameters, for those that te_fsdp has bound.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Main weights exist before the first step of their parameters.
+    present = {p for p in parameters if set(optimizer.state.get(p, ())) - {MAIN}}
+    if not present or not any(map(get_record, parameters)):  # torch creates all states
+        return
+    names = {name for name, key in entries if key != MAIN}
+    missing = {
+        name: p
+        for p in parameters
+        if p not in present and p.requires_grad
+        for name in names & info.fqn_param_mapping[p]
+    }
+    meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
+    # Ranks have different experts, and the step is collective.
+    if not (on_any_rank(bool(missing), max(meshes, key=DeviceMesh.size)) if meshes else missing):
+        return
+    if pending := [p for p in parameters if p.grad is not None]:
+        raise OrderError(
+            f"{type(optimizer).__name__}: load of states before the first step of {', '.join(sorted(missing))}",
+            expected="no gradients",
+            got=f"gradients of {len(pending)} parameters",
+            why="A step with zero gradients creates the states",
+            fix="call optimizer.zero_grad() first",
+        )
+    create_states(optimizer, missing.values())
 
 
 #: Functions of torch that check the arguments of every call for state dicts, and their wrappers

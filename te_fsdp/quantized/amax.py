@@ -35,6 +35,8 @@ from te_fsdp.upstream.te_formats import has_amax_history
 
 #: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
+#: Key of the main weight in the state of a parameter, as in TransformerEngine's FusedAdam
+MAIN = "master_param"
 
 
 # [Note: name of the amax group] TE 2.20 stores the amax group as an attribute of the tensor object. Every

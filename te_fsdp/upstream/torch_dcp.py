@@ -17,13 +17,15 @@ def is_called_by(prefix: str) -> bool:
     return sys._getframe(2).f_code.co_name.startswith(prefix)
 
 
-def compare_names(model: Any, optimizer: Any, state_dict: Any, info: Any) -> None:
-    """Raise the error of torch's load if an optimizer's state dict lacks parameters. Local operation.
+def loaded_entries(model: Any, optimizer: Any, state_dict: Any, info: Any) -> set[Any]:
+    """Return (name, key) of the states in an optimizer's state dict, nested or flattened. Local operation.
 
-    It is that of ``_split_optim_state_dict``.
+    Raise the error of torch's load (``_split_optim_state_dict``) if it lacks parameters.
     """
-    if "state" in state_dict:
-        _state_dict._split_optim_state_dict(model, optimizer, state_dict, info)
+    if "state" not in state_dict:
+        return {tuple(key[len("state.") :].rsplit(".", 1)) for key in state_dict if key.startswith("state.")}
+    states: Any = _state_dict._split_optim_state_dict(model, optimizer, state_dict, info)["state"]
+    return {(name, key) for name, state in states.items() for key in state}
 
 
 def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:
