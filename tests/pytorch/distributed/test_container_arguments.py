@@ -77,18 +77,21 @@ class Holder:
     last: torch.Tensor | None = None
 
 
+class Adding(Block):
+    def forward(self, x: torch.Tensor, box: Any) -> torch.Tensor:  # type: ignore[override]
+        y = x + self.mlp(x)
+        if isinstance(box, Holder):
+            box.last, box = y.mean(), box.losses
+        box.append(self.aux(x).mean())
+        return y
+
+
 class KeptModel(Model):
     """Units that add losses to a list. The user's hooks replace their arguments."""
 
     kinds: tuple[Any, ...] = (list, Losses, Holder)
 
-    class block(Block):
-        def forward(self, x: torch.Tensor, box: Any) -> torch.Tensor:  # type: ignore[override]
-            y = x + self.mlp(x)
-            if isinstance(box, Holder):
-                box.last, box = y.mean(), box.losses
-            box.append(self.aux(x).mean())
-            return y
+    block = Adding
 
     def __init__(self, device: Any, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
@@ -242,12 +245,15 @@ def test_units_that_change_their_arguments_are_not_recorded(pool):
         }
 
 
+class Number(Block):
+    def forward(self, x: torch.Tensor) -> float:  # type: ignore[override]
+        return float(self.aux(x).square().mean())
+
+
 class Measuring(Model):
     """Units that return numbers, of which nothing has a backward."""
 
-    class block(Block):
-        def forward(self, x: torch.Tensor) -> float:  # type: ignore[override]
-            return float(self.aux(x).square().mean())
+    block = Number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return x * sum(block(x) for block in self.blocks)
