@@ -151,6 +151,8 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
 
     After a forward without gradients the sharded parameters are registered. Collective as its checks are.
     """
+    if output is None:  # or the forward has raised: no order of units to compare
+        state.computed.running = None
     if output is None and kept_weights.expose_after_exception(state):
         _fsdp2_hooks.restore_after_exception(state.modules.values())
         return

@@ -23,7 +23,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
-from te_fsdp.modules.full_experts import has_other_experts, with_all_experts, wrap_optimizer_loading
+from te_fsdp.modules.full_experts import (
+    has_other_experts,
+    loads_shards,
+    with_all_experts,
+    wrap_optimizer_loading,
+)
 from te_fsdp.modules.state_loading import VERIFICATIONS, create_states, entries_of_second_names
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
@@ -190,7 +195,8 @@ def _wrap_state_initialization(stock: Any) -> Any:
             has_states = any(group["momentum"] for group in optimizer.param_groups)
         else:  # optimizers of other libraries may have no states
             has_states = type(optimizer).__module__.startswith(("torch.", "transformer_engine.", "te_fsdp."))
-        if pending and not initialized and has_states and any(map(get_record, parameters)):
+        is_omitted = pending and not initialized and has_states and not loads_shards.get()
+        if is_omitted and any(map(get_record, parameters)):
             raise OrderError(
                 f"{type(optimizer).__name__}: state dict before the first step",
                 expected="no gradients",

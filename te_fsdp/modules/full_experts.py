@@ -27,6 +27,8 @@ from te_fsdp.upstream.torch_redistribution import as_bits
 
 #: Whether torch loads an optimizer, for which it compares the names with those of the rank's parameters.
 _loads: ContextVar[bool] = ContextVar("loads", default=False)
+#: Whether the state dict has shards, which torch loads into an optimizer without states, too
+loads_shards: ContextVar[bool] = ContextVar("loads_shards", default=False)
 #: Keys that lead to a value in nested dicts.
 _Path = tuple[str, ...]
 
@@ -207,11 +209,12 @@ def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any
             find = functools.partial(loaded_entries, model, optimizer, state_dict, info)
             # Only rank 0 has a state dict. Other ranks would wait if it raised alone.
             create_missing_states(optimizer, from_rank_0(find) if info.broadcast_from_rank0 else find(), info)
-        token = _loads.set(True)
+        tokens = _loads.set(True), loads_shards.set(not info.full_state_dict and "state" in state_dict)
         try:
             stock(model, optimizers, state_dict, info)
         finally:
-            _loads.reset(token)
+            _loads.reset(tokens[0])
+            loads_shards.reset(tokens[1])
         for optimizer in optimizers:
             _te.move_options(optimizer)
 

@@ -161,7 +161,10 @@ def lacks_a_parameter() -> str:
 
 
 def with_gradients(kind: str) -> dict[str, Any]:
-    """Get a state dict before the first step, with and without gradients; return errors and numbers of states."""
+    """Get a state dict before the first step, with and without gradients; return errors and numbers of states.
+
+    Then load those of a step into an optimizer with gradients, which has not stepped.
+    """
     run = Training({"dp_shard": 2}, "optim_grads_params", 0, kind)
     run.forward(0).backward()
     found = dict[str, Any]()
@@ -171,6 +174,16 @@ def with_gradients(kind: str) -> dict[str, Any]:
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
         run.optimizer.zero_grad()
+    run.step(1)
+    saved = get_optimizer_state_dict(run.model, run.optimizer)
+    other = Training({"dp_shard": 2}, "optim_grads_params", 0, kind)
+    other.forward(0).backward()
+    set_optimizer_state_dict(other.model, other.optimizer, saved)
+    loaded = get_optimizer_state_dict(other.model, other.optimizer)["state"]
+    found["loaded"] = len(loaded)
+    for name, entries in saved["state"].items():
+        for key, value in entries.items():
+            assert torch.equal(harness.full(value), harness.full(loaded[name][key])), (name, key)
     return found
 
 
