@@ -387,8 +387,10 @@ def _watch_writes(state: ShardedModel, name: str, unit: nn.Module) -> None:
         while handles:
             handles.pop().remove()
         # Writes through ``.data`` do not change the version, so checksums are compared, in one transfer to the host.
-        sums = [torch.ne(total, checksum(_torch.local_of(parameter))) for parameter, _, _, total in reads]
-        changed = torch.stack(sums).tolist() if sums else []
+        # A forward that has run backward has freed them.
+        kept = reads if _fsdp2.is_unit_unsharded(unit) else []
+        sums = [torch.ne(total, checksum(_torch.local_of(parameter))) for parameter, _, _, total in kept]
+        changed = torch.stack(sums).tolist() if sums else [False] * len(reads)
         written = [
             record
             for (parameter, record, version, _), differs in zip(reads, changed, strict=True)

