@@ -66,7 +66,7 @@ def reshard_after_evaluations(module: nn.Module, shard: torch.Tensor | None) -> 
     """
     record = None if shard is None else get_record(shard)
     if isinstance(shard, DTensor):
-        sharding_meshes.add(shard.device_mesh)
+        sharding_meshes[id(shard.device_mesh)] = shard.device_mesh
     if record is not None and record.state is not None:
         return  # te_fsdp.fully_shard keeps its units
     if isinstance(shard, DTensor):

@@ -27,8 +27,9 @@ _VIEWS = (
     _aten.split_with_sizes.default,
     _aten.diagonal.default,
 )
-#: Meshes over which FSDP2 shards parameters, whose gradients and optimizer states have no record.
-sharding_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+#: Meshes by id over which FSDP2 shards parameters, whose gradients and optimizer states have no record. A set would
+#: keep one of several equal meshes, and lose all with the end of its model.
+sharding_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 #: Attribute of DTensors that :func:`te_fsdp.upstream.torch_data.count_writes_to_data` has detached from parameters.
 DETACHED = "_detached_parameter"
 _assigning = threading.local()
@@ -49,7 +50,7 @@ def after_copies(record: str, call: Callable[[Sequence[DTensor], bool], None]) -
     def handle(op: Any, args: Any, kwargs: Any) -> Any:
         results, source = run_stock(op, args, kwargs), args[0]
         if type(source._local_tensor) is torch.Tensor and (
-            source._spec.mesh in sharding_meshes
+            source._spec.mesh in sharding_meshes.values()
             or not keys.isdisjoint(source.__dict__)
             or (source._base is not None and not keys.isdisjoint(source._base.__dict__))
         ):
