@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from parity.writes_after_evaluation import make_model
 from strategies.models import batch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 #: Writes to rows of a tensor of 2 dims, of which torch dropped all without an error, or had an error of its own.
 WRITES: dict[str, Callable[[Any], Any]] = {
@@ -79,3 +81,27 @@ def outcomes(by: str) -> dict[str, list[str]]:
     with torch.no_grad():
         attempt({"gradient": weight.grad, "state": optimizer.state[weight]["exp_avg"], "view": weight.T.T})
     return found
+
+
+def write_after_an_earlier_model() -> str:
+    """Write to a row of a gradient when a model with an equal mesh has ended. Return the error."""
+    import te_fsdp
+    from te_fsdp.modules.torch_units import reshard_after_evaluations
+
+    def shard(mesh: Any) -> DTensor:
+        return DTensor.from_local(
+            torch.ones(2, 4, device=harness.device()), mesh, [Shard(0)], run_check=False
+        )
+
+    earlier, mesh = (init_device_mesh(harness.device_type(), (2,)) for _ in range(2))
+    assert earlier == mesh and earlier is not mesh
+    for each in (earlier, mesh):
+        reshard_after_evaluations(nn.Linear(2, 2), shard(each))
+    del earlier, each
+    gc.collect()
+    # An optimizer state or a gradient has no record: its mesh alone shows that FSDP2 shards it.
+    try:
+        shard(mesh)[3].zero_()
+    except te_fsdp.PlacementError as error:
+        return str(error)
+    return ""
