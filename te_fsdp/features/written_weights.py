@@ -46,8 +46,8 @@ def record_weight_versions(step: Step) -> None:
 # evaluation with averaged weights, keeps its main weight bit for bit. Elsewhere the main weight becomes the
 # parameter's value. A full state dict has the values of quantized weights in BF16. Quantizing them again changes the
 # scale, so that some main weights no longer round to their values. If all main weights of a shard are within the error
-# of the scale, they are kept. Versions of tensors and counts of quantizations detect writes, so
-# that other steps read no values.
+# of the scale, they are kept. Versions of tensors and counts of quantizations detect writes, so that other steps read
+# no values.
 def update_written_main_weights(step: Step) -> None:
     """Update the main weights of parameters that user code has written to. Local operation."""
     main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
