@@ -29,13 +29,13 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Shells make background jobs ignore SIGINT, and pytest would inherit that.
+# Background jobs of a shell ignore SIGINT, perhaps this script too, and pytest would inherit that.
 listen='import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
 # A worker that crashed is not made anew: xdist 3.8 with loadfile then waits for ever for the files that it had.
 nice -n 5 "$python" -c "$listen" \
   -m pytest -n auto --maxprocesses 8 --dist loadfile --max-worker-restart 0 tests/unit tests/conformance "$@" >"$units" 2>&1 &
 unit_tests=$!
-"$python" -m pytest -n auto tests/pytorch/distributed "$@"
+"$python" -c "$listen" -m pytest -n auto tests/pytorch/distributed "$@"
 second=$?
 echo "== distributed tests: pytest's exit code $second; tests of one process:"
 wait "$unit_tests"
