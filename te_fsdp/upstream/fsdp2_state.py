@@ -280,6 +280,12 @@ def wait_for_reductions(root: nn.Module) -> None:
     """Let the current stream wait for started reductions (``FSDPParamGroup.finalize_backward``)."""
     # A backward does this at its end unless ``set_is_last_backward(False)`` disables it. On torch 2.15
     # ``FSDPState._end_backward_iteration``.
+    if fsdp_state_of(root)._state_ctx.post_backward_final_callback_queued:
+        # An optimizer steps in a hook, within the backward, which still needs FSDP2's state.
+        for group in _groups(root):
+            if group._post_reduce_event is not None:
+                group.device_handle.current_stream().wait_event(group._post_reduce_event)
+        return
     end = getattr(fsdp_state_of(root), "_end_backward_iteration", None)
     if end is not None:  # torch 2.15: finalize_backward of its groups no longer waits for the reductions
         end()
