@@ -11,6 +11,7 @@ After other forwards ``model.parameters()`` returns the unsharded parameters. A 
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from te_fsdp.errors import OrderError
 from te_fsdp.lifecycle import Step
@@ -48,7 +49,7 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         and _torch.versions_of(_fsdp2.sharded_parameters(unit)) != versions
     ):
         # The user has written to the shards, so that the next forward must all-gather them.
-        unit.reshard()  # type: ignore[operator]
+        FSDPModule.reshard(unit)  # type: ignore[bad-argument-type]  # not a call of the user
         state.unsharded.versions.pop(name, None)
         return
     register_unsharded(unit)
