@@ -74,6 +74,8 @@ def watch_setters(state: ShardedModel) -> None:
         is_unsharded = _fsdp2.is_unit_unsharded(state.modules[name])
         if _torch.in_backward() or is_unsharded is (method == "unshard") or _is_over_ep(state, name):
             return
+        if compared.calls is None:  # as the forwards so far
+            compared.states |= {(mode, ((), ())) for mode in compared.orders}
         before, since = compared.calls or ((), ())
         compared.calls = before, (*since, f"{method} of {name or 'the model'}")
         if method == "unshard":

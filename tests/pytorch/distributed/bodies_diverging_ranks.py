@@ -382,9 +382,9 @@ def reshard_before_a_step() -> None:
     for _ in range(3):
         with te_fsdp.no_sync(model):
             _backward(model)
+            if dist.get_rank() == 1:
+                model.layer.reshard()  # type: ignore[operator]
         te_fsdp.finish_grad_reduce(model)
-        if dist.get_rank() == 1:
-            model.layer.reshard()  # type: ignore[operator]
         optimizer.step()
         optimizer.zero_grad()
     te_fsdp.set_collective_timeout(1800)
