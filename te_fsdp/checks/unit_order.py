@@ -25,7 +25,7 @@ from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CollectiveError, shorten
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
-from te_fsdp.upstream.fsdp2_units import call_before
+from te_fsdp.upstream.fsdp2_units import call_before, flags_of_backward, reduces_gradients
 
 
 def require_same_unit(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
@@ -81,7 +81,7 @@ def watch_setters(state: ShardedModel) -> None:
         if method == "unshard":
             _wait_for_new_states(state, compared.calls[1][-1])
 
-    compared.states = {_fsdp2.flags_of_backward(state.modules.values())}
+    compared.states = {flags_of_backward(state.modules.values())}
     for name, unit in state.modules.items() if peer_ranks(state, True, replicas=True) is not None else ():
         for setter in (*_OF_ORDER, *_OF_BACKWARD):
             call_before(unit, setter, functools.partial(record_setter, setter))
@@ -112,7 +112,7 @@ def _wait_for_new_states(state: ShardedModel, call: str = "") -> None:
         mesh = _ranks_of_order(state, any(state.units[name].gather == "pass" for name in state.modules))
         label = f"forward with new settings of FSDP2: {compared.setter} was called"
         # The end of the first forward compares settings.
-        new[_fsdp2.flags_of_backward(state.modules.values())] = label, mesh if compared.orders else None, True
+        new[flags_of_backward(state.modules.values())] = label, mesh if compared.orders else None, True
     for key, (label, mesh, has_new_settings) in new.items():
         if key not in compared.states and mesh is not None and should_check(state, mesh, of="state"):
             with forward_rendezvous(label, mesh):
@@ -148,10 +148,10 @@ def _ranks_of_order(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
     (_, trains, replicas), units = state.computed.order_mode, state.modules
     # The units' own flags, which the user's calls of setters may have changed.
     joint = all(
-        state.units[name].gather == "pass" or (trains and _fsdp2.reduces_gradients(unit))
+        state.units[name].gather == "pass" or (trains and reduces_gradients(unit))
         for name, unit in units.items()
     )
-    replicas = replicas and all(_fsdp2.reduces_gradients(unit, replicas=True) for unit in units.values())
+    replicas = replicas and all(reduces_gradients(unit, replicas=True) for unit in units.values())
     return peer_ranks(state, gathers or joint, replicas=replicas)
 
 

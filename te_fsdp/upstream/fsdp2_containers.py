@@ -1,4 +1,4 @@
-"""Tensors in arguments and outputs of a unit's forward. Checked with torch 2.11 to 2.15."""
+"""Tensors in the arguments of a unit, or in its outputs. Checked with torch 2.11 to 2.15."""
 
 # Private names: ``FSDPState._pre_forward``, ``_post_forward``, ``_register_pre_backward_hook``.
 

@@ -442,32 +442,6 @@ def collective_settings(unit: nn.Module, names: dict[int, str]) -> list[str]:
     return [*settings, f"set_is_last_backward({state._state_ctx.is_last_backward})"]
 
 
-_flags_of_group = operator.attrgetter(
-    "reduce_grads",
-    "all_reduce_grads",
-    "reshard_after_backward",
-    "unshard_in_backward",
-    "gradient_divide_factor",
-    "force_sum_reduction_for_comms",
-)
-
-
-def flags_of_backward(units: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """Return the settings of units' backwards, which loops may change in each microbatch."""
-    flags = []
-    for unit in units:
-        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-        flags.append(state._state_ctx.is_last_backward)
-        flags += map(_flags_of_group, getattr(state, "_fsdp_param_groups", ()) or fsdp_parameter_groups(unit))
-    return tuple(flags)
-
-
-def reduces_gradients(unit: nn.Module, *, replicas: bool = False) -> bool:
-    """Return whether backwards of a unit reduce gradients; with ``replicas`` also over replicas."""
-    groups = fsdp_parameter_groups(unit)
-    return all(group.reduce_grads and (group.all_reduce_grads or not replicas) for group in groups)
-
-
 def start_gather(unit: nn.Module) -> bool:
     """Start to all-gather a unit as FSDP2's prefetch in forward does. Return whether it was sharded.
 
