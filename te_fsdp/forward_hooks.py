@@ -18,7 +18,7 @@ from te_fsdp.sharded_model import (
     sharded_model_of,
 )
 from te_fsdp.upstream import (
-    fsdp2_hooks as _fsdp2_hooks,
+    fsdp2_containers as _fsdp2_containers,
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
     fsdp2_units,
@@ -31,16 +31,16 @@ def register_forward_hooks(state: ShardedModel) -> None:
     """Register the hooks around each forward of a model and of its units. Local operation."""
     # Hooks are not compiled: they read the state of a step, which a traced graph would contain as constants.
     for name, unit in state.modules.items():
-        unit.register_forward_hook(_torch.disable_compile(functools.partial(after_unit, state, name)))
+        after = _torch.disable_compile(functools.partial(after_unit, state, name))
+        unit.register_forward_hook(after, always_call=True)
         handle: list[Any] = []
         choose = _torch.disable_compile(functools.partial(choose_root, state, handle))
         # Before FSDP2's hook, which chooses the root and all-gathers.
         handle.append(unit.register_forward_pre_hook(choose, prepend=True))
         before = _torch.disable_compile(functools.partial(before_unit, state, name))
         unit.register_forward_pre_hook(before, prepend=True)
-        if state.units[name].gather != "pass":
-            expose = functools.partial(kept_weights.expose_unsharded_params, state, name, unit)
-            fsdp2_units.call_before(unit, "unshard", expose)
+        before_unshard = functools.partial(kept_weights.before_unshard, state, name, unit)
+        fsdp2_units.call_before(unit, "unshard", before_unshard)
     first = _torch.disable_compile(functools.partial(before_forward, state))
     state.model.register_forward_pre_hook(first, prepend=True)
     # After FSDP2's hook, so that only units that are kept are still unsharded.
@@ -111,17 +111,22 @@ def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> N
 
 
 def after_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-    """Expose shards after an evaluation; let FSDP2 find tensors in objects that a unit returns. Local operation."""
+    """Expose shards after an evaluation; let FSDP2 find tensors in objects that a unit returns. Local operation.
+
+    After an exception it restores the caller's containers.
+    """
+    if output is None and _fsdp2_containers.restore_after_exception(unit):
+        return
     if not torch.is_grad_enabled() and state.units[name].gather != "pass":
         kept_weights.expose_after_evaluation(state, name, unit)
     if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
         return
     # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
-    opaque = _fsdp2_hooks.opaque_in(output)
+    opaque = _fsdp2_containers.opaque_in(output)
     if not opaque:
         return
-    tensors = list(_fsdp2_hooks.tensors_in(opaque))
-    _fsdp2_hooks.gather_in_backward_of(unit, [tensor for tensor in tensors if tensor.requires_grad])
+    tensors = list(_fsdp2_containers.tensors_in(opaque))
+    _fsdp2_containers.gather_in_backward_of(unit, [tensor for tensor in tensors if tensor.requires_grad])
     if not tensors and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
         for check in state.checks.output:
             check(name, unit, opaque)
@@ -154,7 +159,6 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
     if output is None:  # or the forward has raised: no order of units to compare
         state.computed.running = None
     if output is None and kept_weights.expose_after_exception(state):
-        _fsdp2_hooks.restore_after_exception(state.modules.values())
         return
     for name, unit in state.modules.items():
         # The first forward creates the unsharded parameters, which ``model.parameters()`` returns until they are freed.
@@ -169,7 +173,7 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
         for check in state.checks.ended if output is not None else ():  # None after an exception
             check(state)
         if torch.is_grad_enabled():
-            trained = [tensor for tensor in _fsdp2_hooks.tensors_in(output) if tensor.requires_grad]
+            trained = [tensor for tensor in _fsdp2_containers.tensors_in(output) if tensor.requires_grad]
             for after in state.components.after_forward:
                 after(trained)
             for check in state.checks.trained:

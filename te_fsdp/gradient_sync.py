@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from te_fsdp.errors import OrderError, require_flags
 from te_fsdp.layout import SyncMode
@@ -283,10 +284,11 @@ def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool 
     for name, unit in state.modules.items():
         row = state.units[name]
         fsdp: Any = unit
-        fsdp.set_requires_gradient_sync(row.reduces(mode), recurse=False)
+        # The class's methods, because checks watch the user's calls of the unit's own.
+        FSDPModule.set_requires_gradient_sync(fsdp, row.reduces(mode), recurse=False)
         # HSDP reduces over dp_replicate once per step. set_requires_gradient_sync has set this one too.
-        fsdp.set_requires_all_reduce(last, recurse=False)
-        fsdp.set_reshard_after_backward(row.releases(mode), recurse=False)
+        FSDPModule.set_requires_all_reduce(fsdp, last, recurse=False)
+        FSDPModule.set_reshard_after_backward(fsdp, row.releases(mode), recurse=False)
         # ``set_is_last_backward`` stays at its default: each backward ends by waiting for its reductions, so that
         # kernels that read, clear or scale ``.grad`` between microbatches come after them.
     for set_gradient_sync in state.components.set_gradient_sync:

@@ -11,11 +11,12 @@ After other forwards ``model.parameters()`` returns the unsharded parameters. A 
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from te_fsdp.errors import OrderError
 from te_fsdp.lifecycle import Step
 from te_fsdp.modules.torch_units import register_shards, register_unsharded
-from te_fsdp.sharded_model import ShardedModel, record_unsharded_params
+from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, versions_of
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
@@ -48,10 +49,18 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         and _torch.versions_of(_fsdp2.sharded_parameters(unit)) != versions
     ):
         # The user has written to the shards, so that the next forward must all-gather them.
-        unit.reshard()  # type: ignore[operator]
+        FSDPModule.reshard(unit)  # type: ignore[bad-argument-type]  # not a call of the user
         state.unsharded.versions.pop(name, None)
         return
     register_unsharded(unit)
+
+
+def before_unshard(state: ShardedModel, name: str, unit: nn.Module) -> None:
+    """Undo :func:`expose_sharded_params` before a manual all-gather, and record what it gathers. Local operation."""
+    expose_unsharded_params(state, name, unit)
+    if not _fsdp2.is_unit_unsharded(unit):
+        # A later write to the shards makes the unsharded weights stale. The versions show it in the forward.
+        state.unsharded.versions[name] = versions_of(unit)
 
 
 def record_kept(state: ShardedModel, name: str, unit: nn.Module) -> None:

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
@@ -133,7 +134,8 @@ def release_weights(step: Step) -> None:
             gather.wait()
         state.unsharded.gathers.clear()
         for _, unit in state.gathered():
-            unit.reshard()
+            FSDPModule.reshard(unit)  # type: ignore[bad-argument-type]  # not a call of the user
+        state.computed.calls = state.computed.calls and ((), ())
         if state.unsharded.versions:
             # Versions of units that were resharded do not apply to the next all-gather.
             gathered = dict(state.gathered())

@@ -7,6 +7,7 @@ import logging
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_state as _fsdp2
+from te_fsdp.upstream.fsdp2_containers import restore_after_exception
 
 _log = logging.getLogger("te_fsdp")
 
@@ -35,6 +36,8 @@ def recover_from_exception(state: ShardedModel) -> None:
         lost |= phase == "backward"
         if phase:
             _log.warning("an exception interrupted a %s; FSDP2 is reset for the next forward", phase)
+            for unit in state.modules.values():
+                restore_after_exception(unit)  # after a KeyboardInterrupt no hook of forward runs
             _fsdp2.reset_iteration(root)
             state.unsharded.gathers.clear()
     for recover in state.components.recover:

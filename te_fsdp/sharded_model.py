@@ -58,6 +58,12 @@ class ForwardRecord:
     over_ep: dict[str, bool] = field(
         default_factory=dict
     )  #: Name of a unit -> whether it has experts over ``ep``
+    setter: str = ""  #: Setter of FSDP2 that the user has called since the last forward
+    #: Manual calls of ``unshard`` and ``reshard`` since the last step: before its last forward, and since that forward.
+    #: ``None`` before the first call
+    calls: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    #: Settings of backwards, and manual calls before forwards, that were compared over ranks
+    states: set[Any] = field(default_factory=set)
     reordered: DeviceMesh | None = None  #: Ranks that compare the order at the end of the running forward
     #: Old and new recipes that were compared over ranks in this forward.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)

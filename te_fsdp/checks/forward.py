@@ -36,7 +36,7 @@ from te_fsdp.errors import (
 )
 from te_fsdp.layout import SyncMode
 from te_fsdp.records import iter_param_owners
-from te_fsdp.sharded_model import ShardedModel, versions_of
+from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, versions_of
 from te_fsdp.upstream import (
     fsdp2_state as _fsdp2,
     te as _te,
@@ -83,6 +83,7 @@ def refuse_stale_weights(state: ShardedModel, name: str, unit: nn.Module, starte
     now = versions_of(unit)
     changed = [key for key, version in gathered_at.items() if now.get(key, version) != version]
     if changed:
+        record_unsharded_params(unit)  # names() finds the shards of registered unsharded parameters
         raise OrderError(
             f"{state.names()[changed[0]]}: forward with an unsharded weight from before the last update",
             expected="weights all-gathered after the optimizer's step",

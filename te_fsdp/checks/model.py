@@ -38,7 +38,7 @@ from te_fsdp.upstream import (
     te as _te,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_hooks import opaque_in, tensors_in
+from te_fsdp.upstream.fsdp2_containers import opaque_in, tensors_in
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, fsdp_state_of, reduction_of
 from te_fsdp.upstream.torch_autograd import refuse_hooks, use_count
 from te_fsdp.upstream.torch_data import assigned_data, assignments
@@ -444,7 +444,7 @@ def refuse_freed_outputs(
     # The forward may have run backward itself.
     has_gradients = any(shard.grad is not None for shard in _fsdp2.sharded_parameters(unit))
     # ``refuse_opaque_output`` checks objects of unknown classes. New items of containers are outputs too.
-    if tensors or not kept or has_gradients or opaque_in(output) or fsdp_state_of(unit).containers:
+    if tensors or not kept or has_gradients or opaque_in(output) or any(fsdp_state_of(unit).containers):
         return
     raise OrderError(
         f"{label}: forward returned {type(output).__name__}",

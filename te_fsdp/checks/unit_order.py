@@ -5,10 +5,16 @@
 # the end. A rank that changes alone logs the unit, and gives up as in [Note: when ranks compare].
 # The ranks are those that all-gather units, reduce their gradients or split them together in this mode. So ranks may
 # differ while they keep weights and gradients unsharded, and replicas until the last microbatch.
+#
+# Manual calls of unshard and reshard, and setters, change collectives too. Loops may repeat them in each step. So a
+# rank waits before a manual all-gather or a forward only if it has never made the same calls since a step, or had the
+# same settings, in a forward of this mode.
 
 from __future__ import annotations
 
+import functools
 from itertools import zip_longest
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_fsdp.checks.forward import forward_rendezvous, peer_ranks, should_check
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank
 from te_fsdp.collectives.rendezvous import format_ranks
-from te_fsdp.errors import CollectiveError
+from te_fsdp.errors import CollectiveError, shorten
 from te_fsdp.sharded_model import ShardedModel
-from te_fsdp.upstream import fsdp2_state as _fsdp2
-from te_fsdp.upstream.fsdp2_units import call_before
+from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_units import call_before, flags_of_backward, reduces_gradients
 
 
 def require_same_unit(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
@@ -42,20 +48,81 @@ def _is_over_ep(state: ShardedModel, name: str) -> bool:
     return known[name]
 
 
-def watch_setters(state: ShardedModel) -> None:
-    """Compare orders and settings again after setters of FSDP2 that change the order of all-gathers. Local operation.
+#: Setters of FSDP2 that change the order of all-gathers, and those that loops may call in each microbatch.
+_OF_ORDER = "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_reshard_after_forward"
+_OF_BACKWARD = (
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_is_last_backward",
+    "set_reshard_after_backward",
+    "set_unshard_in_backward",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+)
 
-    Other setters are not watched, because loops may call them in each microbatch.
-    """
+
+def watch_setters(state: ShardedModel) -> None:
+    """Record calls of FSDP2's setters, ``unshard`` and ``reshard`` ([Note: order of units]). Local operation."""
     compared = state.computed
 
-    def forget() -> None:
-        compared.orders = {mode: [] for mode in compared.orders}
+    def record_setter(setter: str) -> None:
+        compared.setter = setter
+        if setter in _OF_ORDER:
+            compared.orders = {mode: [] for mode in compared.orders}
 
-    for unit in state.modules.values() if peer_ranks(state, True, replicas=True) is not None else ():
-        for setter in ("forward_prefetch", "backward_prefetch"):
-            call_before(unit, f"set_modules_to_{setter}", forget)
-        call_before(unit, "set_reshard_after_forward", forget)
+    def record_call(method: str, name: str) -> None:
+        is_unsharded = _fsdp2.is_unit_unsharded(state.modules[name])
+        if _torch.in_backward() or is_unsharded is (method == "unshard") or _is_over_ep(state, name):
+            return
+        if compared.calls is None:  # as the forwards so far
+            compared.states |= {(mode, ((), ())) for mode in compared.orders}
+        before, since = compared.calls or ((), ())
+        # Loops without a step repeat the last calls.
+        since = (*since, f"{method} of {name or 'the model'}")[-2 * len(state.modules) :]
+        compared.calls = before, since
+        if method == "unshard":
+            _wait_for_new_states(state, compared.calls[1][-1])
+
+    compared.states = {flags_of_backward(state.modules.values())}
+    for name, unit in state.modules.items() if peer_ranks(state, True, replicas=True) is not None else ():
+        for setter in (*_OF_ORDER, *_OF_BACKWARD):
+            call_before(unit, setter, functools.partial(record_setter, setter))
+        for method in ("unshard", "reshard") if state.meshes.size("dp_shard") > 1 else ():
+            call_before(unit, method, functools.partial(record_call, method, name))
+
+
+def _wait_for_new_states(state: ShardedModel, call: str = "") -> None:
+    """Wait for the other ranks if manual calls or setters have led to a state that this rank has not had before.
+
+    Before a manual all-gather (``call``), or the first unit of a forward. Collective in a new state.
+    """
+    compared, mode, new = (
+        state.computed,
+        state.computed.order_mode,
+        dict[Any, tuple[str, DeviceMesh | None, bool]](),
+    )
+    if compared.calls is not None:
+        mesh = state.meshes.device_mesh["dp_shard"]
+        made = shorten(list(compared.calls[1] or compared.calls[0]), 3) or "none"
+        new[call or mode, compared.calls] = (
+            f"{call or 'forward'}: a new order of manual calls, {made}",
+            mesh,
+            False,
+        )
+        compared.calls = compared.calls if call else (compared.calls[1] or compared.calls[0], ())
+    if compared.setter and mode[1] and not call:
+        mesh = _ranks_of_order(state, any(state.units[name].gather == "pass" for name in state.modules))
+        label = f"forward with new settings of FSDP2: {compared.setter} was called"
+        # The end of the first forward compares settings.
+        new[flags_of_backward(state.modules.values())] = label, mesh if compared.orders else None, True
+    for key, (label, mesh, has_new_settings) in new.items():
+        if key in compared.states or (mesh is not None and not should_check(state, mesh, of="state")):
+            continue
+        if mesh is not None:
+            with forward_rendezvous(label, mesh):
+                compared.checks_done[mesh.mesh_dim_names, "state"] += 1
+            compared.reordered = mesh if has_new_settings else compared.reordered
+        compared.states.add(key)
 
 
 def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
@@ -67,10 +134,12 @@ def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: 
         return
     order.append(name)
     index, known = len(order) - 1, compared.orders.get(compared.order_mode)
+    if not index and (compared.setter or compared.calls):
+        _wait_for_new_states(state)
     if known is None or compared.reordered is not None or known[index : index + 1] == [name]:
         return
     before = (known[index] or "the model") if index < len(known) else "no unit"
-    reason = f"the last forward called {before} instead" if known else "a setter of FSDP2 was called"
+    reason = f"the last forward called {before} instead" if known else f"{compared.setter} was called"
     where = f"forward of {name or 'the model'} in a different order than before"
     _wait_for_new_order(state, name, f"{where}: {reason}", started)
 
@@ -80,9 +149,13 @@ def _ranks_of_order(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
 
     ``gathers`` is whether a unit has to be all-gathered.
     """
-    _, trains, replicas = state.computed.order_mode
-    rows = [state.units[name] for name in state.modules]
-    joint = all(row.gather == "pass" or (trains and row.reduces(state.sync.mode)) for row in rows)
+    (_, trains, replicas), units = state.computed.order_mode, state.modules
+    # The units' own flags, which the user's calls of setters may have changed.
+    joint = all(
+        state.units[name].gather == "pass" or (trains and reduces_gradients(unit))
+        for name, unit in units.items()
+    )
+    replicas = replicas and all(reduces_gradients(unit, replicas=True) for unit in units.values())
     return peer_ranks(state, gathers or joint, replicas=replicas)
 
 
@@ -102,6 +175,8 @@ def compare_unit_order(state: ShardedModel) -> None:
     """
     compared, mode = state.computed, state.computed.order_mode
     mine, known, compared.running = compared.running, compared.orders.get(mode), None
+    if mode[1]:
+        compared.setter = ""
     if mine is None or not state.modules:
         return
     if known is None:

@@ -15,6 +15,7 @@ from te_fsdp.forward_hooks import after_forward, before_forward, before_unit, ch
 from te_fsdp.records import is_replicated, iter_param_owners
 from te_fsdp.sharded_model import get_sharded_model, shard_of, sharded_model_of
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_containers import restore_after_exception
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:
@@ -92,6 +93,9 @@ def _wrap_method(unit: nn.Module, method: str, stock: Callable[..., Any]) -> Non
         state.computed.methods += is_root
         try:
             output = gathering(*args, **kwargs)
+        except Exception:
+            _ = names and restore_after_exception(unit)
+            raise
         finally:
             state.computed.methods -= is_root
         after_forward(state, unit, args, output)

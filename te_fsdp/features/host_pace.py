@@ -25,7 +25,7 @@ from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.component import Component
 from te_fsdp.sharded_model import ShardedModel
-from te_fsdp.upstream import fsdp2_hooks as _fsdp2_hooks, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_containers as _fsdp2_containers, fsdp2_units, torch_dtensor as _torch
 
 _log = logging.getLogger("te_fsdp")
 
@@ -172,7 +172,7 @@ class HostPace(Component):
     def _after(self, unit: nn.Module, args: Any, output: Any) -> None:
         if _torch.in_backward() or not torch.is_grad_enabled():
             return
-        trained = (tensor for tensor in _fsdp2_hooks.tensors_in(output) if tensor.requires_grad)
+        trained = (tensor for tensor in _fsdp2_containers.tensors_in(output) if tensor.requires_grad)
         first = next(trained, None)
         if first is not None:
             first.register_hook(lambda gradient: self._mark())

@@ -14,7 +14,6 @@ from te_fsdp.sharded_model import (
     record_unsharded_params,
     refuse_in_backward,
     require_sharded_model,
-    versions_of,
 )
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
@@ -43,10 +42,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
         # A unit whose shards are exposed still has its weights. This frees them if they are stale.
         expose_unsharded_params(state, name, unit)
         if name not in state.unsharded.gathers and not _fsdp2.is_unit_unsharded(unit):
-            # A later write to the shards makes the unsharded weights stale. The versions show it in the
-            # forward.
             foreach_writes().count(state)
-            state.unsharded.versions[name] = versions_of(unit)
             state.unsharded.gathers[name] = unit.unshard(async_op=True)
 
 

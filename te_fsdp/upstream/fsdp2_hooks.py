@@ -19,30 +19,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.profiler import record_function
 
+from te_fsdp.upstream.fsdp2_containers import TENSORLESS, pass_containers, restore_containers
 from te_fsdp.upstream.fsdp2_reduce import copy_in
-from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, fsdp_state_of, record_of_group
+from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, record_of_group
 from te_fsdp.upstream.torch_autograd import function_transform
-from te_fsdp.upstream.torch_dtensor import backward_id, flatten
+from te_fsdp.upstream.torch_dtensor import backward_id
 
 #: Whether compiled autograd runs (torch before 2.13); always false in later versions.
 _compiles_autograd: Callable[[], bool] = getattr(_fsdp_common, "compiled_autograd_enabled", bool)
 _no_range = torch._C._profiler._RecordFunctionFast
 _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
-
-#: Arguments and outputs of a forward that contain no tensors.
-_TENSORLESS = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-)
 
 
 def profiler_range(name: str) -> Any:
@@ -100,7 +95,7 @@ def _substitute(stock: Any, names: Mapping[str, Any]) -> Any:
 def shorten_hooks(unit: nn.Module) -> None:
     """Replace FSDP2's hooks of a unit by shorter ones. Call this before other replacements. Local operation."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-    state.containers = {}  # records of the caller's containers among the arguments of the running forward
+    state.containers, state.returned_none = [], False  # [Note: containers of a caller]
     # torch searches a weak dictionary in five calls, and a step requests the state several times for each unit.
     unit.__dict__["_get_fsdp_state"] = weakref.ref(state)
     for registered, handle, name in (
@@ -133,104 +128,6 @@ def _shortened(hook: Any) -> Any:
     if around := {"_pre_forward": pass_containers, "_post_forward": restore_containers}.get(hook.__name__):
         stock = around(stock)
     return torch._dynamo.disable(stock, recursive=True) if is_disabled else stock
-
-
-# [Note: containers of a caller] FSDP2 passes copies of lists, dicts and dataclasses among a unit's arguments to
-# forward, with moved, cast or watched tensors in them. Items that forward adds or replaces (auxiliary losses, caches
-# of keys) would be lost without an error. So forward gets the caller's containers. They contain FSDP2's tensors until
-# it ends or raises. New items are outputs, for which FSDP2 all-gathers the unit in backward. The state has the
-# containers, because hooks of users may replace the arguments.
-#: Id of a container of the caller -> the container, and id of an item of FSDP2 -> that item, and the caller's item
-_Records: TypeAlias = "dict[int, tuple[Any, dict[int, tuple[Any, Any]]]]"
-
-
-def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_pre_forward`` so that the arguments that it returns contain the caller's lists and dicts."""
-
-    @functools.wraps(stock)
-    def pre_forward(state: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if state.containers:  # left by a forward that raised, or a recompute that stopped early
-            _restored(state.containers)
-        new_args, new_kwargs = stock(state, module, args, kwargs)
-        found: _Records = {}
-        state.containers = found
-        # Recomputes add no outputs, and may stop before the end of forward.
-        if new_args is args and new_kwargs is kwargs and backward_id() != -1:
-            return new_args, new_kwargs
-        for place, value in enumerate(args):
-            if type(value) not in _TENSORLESS and not isinstance(value, torch.Tensor):
-                merged = _merged(value, new_args[place], found)
-                new_args = (*new_args[:place], merged, *new_args[place + 1 :])
-        for name, value in kwargs.items():
-            if type(value) not in _TENSORLESS and not isinstance(value, torch.Tensor):
-                new_kwargs[name] = _merged(value, new_kwargs[name], found)
-        return new_args, new_kwargs
-
-    return pre_forward
-
-
-def _merged(old: Any, new: Any, found: _Records) -> Any:
-    """Return ``new``, FSDP2's copy of ``old``, with the containers of ``old``, which get FSDP2's items.
-
-    ``found`` gets a record of each container.
-    """
-    result, items, is_container = old, dict[int, tuple[Any, Any]](), isinstance(old, (list, dict, deque))
-    if not is_container and hasattr(old, "__dataclass_fields__") and hasattr(old, "__dict__"):
-        old, new, is_container = vars(old), {**vars(old), **vars(new)}, True
-    if id(old) in found:
-        return result
-    if is_container:
-        found[id(old)] = old, items
-        for key, item in list(old.items() if isinstance(old, dict) else enumerate(old)):
-            merged = item if type(item) in _TENSORLESS else _merged(item, new[key], found)
-            items[id(merged)] = merged, item
-            if merged is not item:
-                old[key] = merged
-        return result
-    if not isinstance(old, tuple) or type(old) is torch.Size:
-        return new
-    merged = [_merged(*pair, found) for pair in zip(old, new, strict=True)]
-    return type(new)(*merged) if hasattr(new, "_fields") else type(new)(merged)
-
-
-def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_post_forward`` so that it restores the caller's items. Items that forward added stay."""
-
-    @functools.wraps(stock)
-    def post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
-        added = None
-        if state.containers:
-            added, state.containers = _restored(state.containers), {}
-        if added and torch.is_grad_enabled() and backward_id() == -1:
-            state._register_pre_backward_hook(
-                [tensor for tensor in tensors_in(added) if tensor.requires_grad]
-            )
-        return stock(state, module, args, output)
-
-    return post_forward
-
-
-def restore_after_exception(units: Iterable[nn.Module]) -> None:
-    """Restore the items of the caller's lists and dicts after a forward that raised. Local operation.
-
-    Args:
-        units: The units of the model, inner ones first.
-    """
-    for unit in units:
-        _restored(fsdp_state_of(unit).containers)
-        fsdp_state_of(unit).containers = {}
-
-
-def _restored(found: _Records) -> list[Any]:
-    """Restore the caller's items of the containers that :func:`_merged` recorded. Return the items that are new."""
-    added: list[Any] = []
-    for container, items in found.values():
-        for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
-            if id(item) in items:
-                container[key] = items[id(item)][1]
-            else:
-                added.append(item)
-    return added
 
 
 class _PostBackward(torch.autograd.Function):
@@ -282,9 +179,9 @@ def _register_post_backward(
                 indices.append(index)
         # A recompute must not watch tensors in containers: their gradients of zero would run the graphs of others.
         elif (
-            type(value) not in _TENSORLESS
+            type(value) not in TENSORLESS
             and backward_id() == -1
-            and not (type(value) in (list, tuple) and _TENSORLESS.issuperset(map(type, value)))
+            and not (type(value) in (list, tuple) and TENSORLESS.issuperset(map(type, value)))
         ):
             return stock(args, kwargs)
     if not indices:
@@ -293,47 +190,3 @@ def _register_post_backward(
     for index, value in zip(indices, watched, strict=True):
         values[index] = value
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-
-
-# --- tensors in outputs
-
-
-# [Note: hooks of outputs] FSDP2 all-gathers a unit for backward in hooks on the tensors of its output. It
-# finds them with ``torch.utils._pytree``.
-
-#: How many objects of an output are searched.
-_MAX_OBJECTS = 10_000
-
-
-def opaque_in(output: Any) -> list[Any]:
-    """Return the leaves of an output in which tensors may be hidden."""
-    if isinstance(output, torch.Tensor):
-        return []
-    return [leaf for leaf in flatten(output)[0] if not isinstance(leaf, (torch.Tensor, *_TENSORLESS))]
-
-
-def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an output: in containers, dataclasses and attributes of other objects."""
-    waiting, seen = [output], set[int]()
-    while waiting and len(seen) < _MAX_OBJECTS:
-        item = waiting.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-            continue
-        if id(item) in seen or isinstance(item, (*_TENSORLESS, type, torch.nn.Module, Callable)):
-            continue
-        seen.add(id(item))
-        if isinstance(item, Mapping):
-            waiting += item.values()
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            waiting += item
-        # Subclasses of containers may have attributes too.
-        waiting += getattr(item, "__dict__", {}).values()
-        for kind in type(item).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            waiting += [getattr(item, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots)]
-
-
-def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:
-    """Let FSDP2 all-gather a unit in the backward of these outputs (``_register_pre_backward_hook``). Local."""
-    fsdp_state_of(unit)._register_pre_backward_hook(tensors)

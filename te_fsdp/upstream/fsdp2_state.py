@@ -440,9 +440,12 @@ def collective_settings(unit: nn.Module, names: dict[int, str]) -> list[str]:
             f"set_reshard_after_forward({group.post_forward_mesh_info is not None})",
             f"set_requires_gradient_sync({group.reduce_grads})",
             f"set_requires_all_reduce({group.all_reduce_grads})",
+            f"set_reshard_after_backward({group.reshard_after_backward})",
+            f"set_unshard_in_backward({group.unshard_in_backward})",
             f"set_gradient_divide_factor({group.gradient_divide_factor})",
+            f"set_force_sum_reduction_for_comms({group.force_sum_reduction_for_comms})",
         ]
-    return settings
+    return [*settings, f"set_is_last_backward({state._state_ctx.is_last_backward})"]
 
 
 def start_gather(unit: nn.Module) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -81,8 +82,8 @@ def is_fsdp_module(module: nn.Module) -> bool:
 def wait_and_reshard(model: nn.Module) -> None:
     """Reshard FSDP2 units, and wait for pending unshards. Local operation."""
     for module in model.modules():
-        if is_fsdp_module(module):
-            module.reshard()  # type: ignore[operator]
+        if isinstance(module, FSDPModule):
+            FSDPModule.reshard(module)  # not a call of the user
 
 
 def inner_units(unit: nn.Module) -> list[str]:
@@ -267,3 +268,29 @@ def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
     (group, *_) = fsdp_parameter_groups(unit)
     info = group.mesh_info
     return info.shard_mesh_size, getattr(info, "replicate_mesh_size", 1), group.all_reduce_grads
+
+
+_flags_of_group = operator.attrgetter(
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "unshard_in_backward",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+)
+
+
+def flags_of_backward(units: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Return the settings of units' backwards, which loops may change in each microbatch."""
+    flags = []
+    for unit in units:
+        state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+        flags.append(state._state_ctx.is_last_backward)
+        flags += map(_flags_of_group, getattr(state, "_fsdp_param_groups", ()) or fsdp_parameter_groups(unit))
+    return tuple(flags)
+
+
+def reduces_gradients(unit: nn.Module, *, replicas: bool = False) -> bool:
+    """Return whether backwards of a unit reduce gradients; with ``replicas`` also over replicas."""
+    groups = fsdp_parameter_groups(unit)
+    return all(group.reduce_grads and (group.all_reduce_grads or not replicas) for group in groups)

@@ -27,7 +27,7 @@ STREAMS_OF_ANY_DEVICE = ("torch.accelerator.current_stream",)
 NAMES_TORCH_DOORS = (
     "patches torch_dtensor torch_autograd torch_functions torch_mixed_lists torch_dcp torch_redistribution "
     "symmetric_memory fsdp2_state fsdp2_copy_engine fsdp2_gather fsdp2_reduce fsdp2_settled fsdp2_gradients "
-    "fsdp2_patches fsdp2_units fsdp2_unused fsdp2_hooks fsdp2_fixed_memory unit_graphs"
+    "fsdp2_patches fsdp2_units fsdp2_unused fsdp2_hooks fsdp2_containers fsdp2_fixed_memory unit_graphs"
 )
 TORCH_DOORS = (
     *(f"te_fsdp/upstream/{name}.py" for name in NAMES_TORCH_DOORS.split(" ")),

@@ -308,6 +308,8 @@ SETTERS = {
     ),
     "set_reshard_after_forward": lambda layers: layers[0].set_reshard_after_forward(False),
     "set_requires_gradient_sync": lambda layers: layers[0].set_requires_gradient_sync(False),
+    "set_reshard_after_backward": lambda layers: layers[0].set_reshard_after_backward(False),
+    "set_force_sum_reduction_for_comms": lambda layers: layers[0].set_force_sum_reduction_for_comms(True),
 }
 
 
@@ -329,3 +331,60 @@ def call_a_setter(setter: str, is_alone: bool, begin: int = 0) -> str:
             return _run_alone(model, is_last=True) if dist.get_rank() == 1 else ""
         model(draw_batch()).square().mean().backward()
     return ""
+
+
+def call_manually(calls: str, is_alone: bool, strategy: str, begin: int) -> tuple[str, int]:
+    """Call unshard and reshard, or start_param_gather, before forwards of two steps from step `begin` on.
+
+    `calls` has, for each forward of a step, the numbers of layers, negative ones for `reshard`. With `is_alone`, rank 1
+    makes the calls of step `begin` alone. Return its error, and the number of waits of the last step.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device().type)
+    model = Layers()
+    te_fsdp.fully_shard(model, meshes, units=["layers.*"], strategy=strategy)
+    te_fsdp.materialize(model, seed=0)
+    optimizer, counts = make_sgd(model), list[int]()
+    state = te_fsdp.sharded_model.get_sharded_model(model)
+    assert state is not None
+    for step in range(5):
+        for micro, numbers in enumerate(calls.split("|")):
+            is_alone_now = is_alone and step == begin and bool(numbers)
+            if is_alone_now and dist.get_rank() == 0:
+                return "", 0
+            te_fsdp.set_collective_timeout(1 if is_alone_now else 1800)
+            try:
+                for number in map(int, numbers.split() if step >= begin else ()):
+                    layer: Any = model.layers[abs(number) - 1]
+                    layer.unshard() if number > 0 else layer.reshard()
+            except te_fsdp.CollectiveError as error:
+                return str(error), 0
+            finally:
+                te_fsdp.set_collective_timeout(1800)
+            if is_alone_now:
+                return _run_alone(model, is_last=True), 0
+            with te_fsdp.microbatch(model, is_last=micro == 1):
+                model(draw_batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(state.computed.checks_done.total())
+    return "", counts[-1] - counts[-2]
+
+
+def reshard_before_a_step() -> None:
+    """Reshard on rank 1 alone before steps."""
+    import te_fsdp
+
+    te_fsdp.set_collective_timeout(5)
+    model = make_sharded("optim")
+    optimizer = make_sgd(model)
+    for _ in range(3):
+        with te_fsdp.no_sync(model):
+            _backward(model)
+            if dist.get_rank() == 1:
+                model.layer.reshard()  # type: ignore[operator]
+        te_fsdp.finish_grad_reduce(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    te_fsdp.set_collective_timeout(1800)

@@ -34,3 +34,20 @@ def test_writes_between_evaluation_and_microbatches(pool, strategy):
         max(pool.run(changes_after_forward.write_between_evaluation_and_microbatches, 2, strategy=strategy))
         < 1e-5
     )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_manual_unshard_after_a_load(pool, strategy, tmp_path):
+    """Check that it all-gathers the loaded weights. The forward raised."""
+    options = {"strategy": strategy, "path": str(tmp_path / "saved")}
+    assert pool.run(changes_after_forward.unshard_after_a_load, 2, **options) == [(True, False)] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_write_after_manual_unshard_raises(pool, strategy):
+    """Check that a forward does not use weights from before a write, as it did under optim_grads_params."""
+    for error in pool.run_expect_error(changes_after_forward.write_after_unshard, 2, strategy=strategy):
+        assert error.type_name == "OrderError"
+        assert "forward with an unsharded weight from before the last update" in error.message

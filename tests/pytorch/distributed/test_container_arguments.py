@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import harness
@@ -32,6 +35,8 @@ class Block(nn.Module):
         cache["states"][0].append(y)
         cache["last"] = y.square().mean()
         return y
+
+    fill = forward
 
 
 class Filled(Block):
@@ -82,8 +87,23 @@ class Adding(Block):
         y = x + self.mlp(x)
         if isinstance(box, Holder):
             box.last, box = y.mean(), box.losses
-        box.append(self.aux(x).mean())
+        if isinstance(box, Mapping):  # which FSDP2 does not copy
+            box["losses"].append(self.aux(x).mean())
+        else:
+            box.append(self.aux(x).mean())
         return y
+
+
+class Recursive(Block):
+    """A unit that calls itself."""
+
+    def forward(self, x: torch.Tensor, box: list[torch.Tensor], depth: int = 2) -> torch.Tensor:  # type: ignore[override]
+        assert box[0].dtype is x.dtype
+        y = x + self.mlp(x)
+        box.append(self.aux(y).mean())
+        for _ in range(2 if depth else 0):
+            y = y + self(y, box, depth - 1)
+        return y + 0 * box[0]
 
 
 class KeptModel(Model):
@@ -112,6 +132,32 @@ class KeptModel(Model):
         return total
 
 
+class MappedModel(KeptModel):
+    """Units that add losses to a mapping that is not a dict."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        total = x.new_zeros(())
+        for kind in (UserDict, MappingProxyType, lambda items: SimpleNamespace(box=UserDict(items)).box):
+            box, y = kind({"losses": [x.mean()]}), x
+            for block in self.blocks:
+                y = block(y, box)
+            assert len(box["losses"]) == 3
+            total = total + y.square().mean() + sum(box["losses"])
+        return total
+
+
+class RecursiveModel(Model):
+    block = Recursive
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        box = [x.float().clone()]
+        first = box[0]
+        for block in self.blocks:
+            x = block(x, box)
+        assert box[0] is first and len(box) == 15
+        return x.square().mean().float() + sum(item.float() for item in box[1:])
+
+
 class RecomputedModel(KeptModel):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x, losses = x.clone().requires_grad_(), []
@@ -121,6 +167,7 @@ class RecomputedModel(KeptModel):
 
 
 MODELS = {"losses": Model, "nothing": FilledModel, "kinds": KeptModel, "recomputed": RecomputedModel}
+MODELS |= {"mapped": MappedModel, "recursive": RecursiveModel}
 
 
 def sharded(name: str, dp: int, tp: int, strategy: str, **options: Any) -> tuple[nn.Module, Any]:
@@ -195,20 +242,24 @@ def test_callers_keep_their_tensors(pool, grad):
 
 
 def references_after_failed_forwards() -> list[bool]:
-    """Let forwards of the model, and of a unit alone, raise.
+    """Let forwards of the model, and a forward and a method of a unit alone, raise.
 
     Return whether the tensors in their arguments still exist after the next forward.
     """
+    import te_fsdp
+
     model, meshes = sharded("losses", 2, 1, "optim_grads_params")
+    te_fsdp.register_forward_method(model.blocks[0], "fill")
     x = batch(0, 2, 1)[0][meshes.data_rank]
     references = []
-    for failing, is_alone in ((True, False), (True, False), (True, True), (False, False)):
+    alone = {"forward": model.blocks[0], "fill": model.blocks[0].fill}
+    for failing, is_alone in ((True, ""), (True, ""), (True, "forward"), (True, "fill"), (False, "")):
         item = x.clone().requires_grad_()
         references.append(weakref.ref(item))
         cache: dict[str, Any] = {"states": ([item],), "last": 0 if not failing else torch.ones(3, 3)}
         with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
-            model.blocks[0](x, [], cache=cache) if is_alone else model(x, cache).sum().backward()
-        assert is_alone or cache["states"][0][0] is item  # not FSDP2's tensor
+            alone[is_alone](x, [], cache=cache) if is_alone else model(x, cache).sum().backward()
+        assert cache["states"][0][0] is item  # not FSDP2's tensor
         del item, cache
         gc.collect()
     return [reference() is not None for reference in references]
@@ -216,7 +267,7 @@ def references_after_failed_forwards() -> list[bool]:
 
 @pytest.mark.ranks(2)
 def test_containers_of_a_failed_forward_are_freed(pool):
-    assert pool.run(references_after_failed_forwards, 2) == [[False] * 4] * 2
+    assert pool.run(references_after_failed_forwards, 2) == [[False] * 5] * 2
 
 
 def graphed_units() -> tuple[list[bool], set[str]]:

@@ -229,6 +229,30 @@ def test_setter_of_fsdp2_on_one_rank_raises(pool, setter):
         assert f"with {setter}(" in error.message and " on rank 1. " in error.message
     for begin in (0, 1):
         assert pool.run(bodies.call_a_setter, 2, setter=setter, is_alone=False, begin=begin) == ["", ""]
-    if setter != "set_requires_gradient_sync":
-        _, error = pool.run(bodies.call_a_setter, 2, setter=setter, is_alone=True, begin=1)
-        assert "rank 0 has not called it" in error and "On this rank: a setter of FSDP2 was called" in error
+    _, error = pool.run(bodies.call_a_setter, 2, setter=setter, is_alone=True, begin=1)
+    assert "rank 0 has not called it" in error and f"{setter} was called" in error
+
+
+#: Calls of :func:`bodies.call_manually`, strategy, and the error of a rank that makes them alone.
+MANUAL = {
+    "unshard": ("2 3|", "optim_grads_params", "unshard of layers.1: "),
+    "unshard of a step": ("2|", "optim", "unshard of layers.1: "),
+    "reshard": ("|-1 -3", "optim", "forward: "),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", MANUAL)
+@pytest.mark.parametrize("begin", [0, 2])
+def test_manual_unshard_on_one_rank_raises(pool, case, begin):
+    """Check that it raises instead of mixing weights, and that loops wait only the first time."""
+    calls, strategy, text = MANUAL[case]
+    options = {"calls": calls, "strategy": strategy, "begin": begin}
+    (_, _), (error, _) = pool.run(bodies.call_manually, 2, is_alone=True, **options)
+    assert f"te_fsdp.{text}" in error or "different calls" in error, error
+    assert pool.run(bodies.call_manually, 2, is_alone=False, **options) == [("", 0)] * 2
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_may_reshard_before_a_step(pool):
+    pool.run(bodies.reshard_before_a_step, 2)

@@ -80,3 +80,44 @@ def write_between_evaluation_and_microbatches(strategy: str) -> float:
     both = list(zip(pair[0].parameters(), pair[1].parameters(), strict=True))
     values = [(harness.full(p.detach()), harness.full(r.detach())) for p, r in both]
     return max(float((value - expected).norm() / expected.norm()) for value, expected in values)
+
+
+def unshard_after_a_load(strategy: str, path: str) -> tuple[bool, bool]:
+    """Unshard units by hand after a load in the middle of a step.
+
+    Return whether the output is that of the loaded weights, and whether it is that of the earlier ones.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = sharded(meshes, strategy)
+    x = batch(0, meshes.data_size, 1)[0, meshes.data_rank]
+    with torch.no_grad():
+        loaded = model(x)
+    te_fsdp.checkpoint.save(path, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    earlier = model(x)
+    te_fsdp.checkpoint.load(path, model)
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.unshard()
+    output = model(x)
+    return torch.equal(output, loaded), torch.equal(output, earlier)
+
+
+def write_after_unshard(strategy: str) -> None:
+    """Write to shards of units that were unsharded by hand; the forward must raise."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = sharded(meshes, strategy)
+    shards = list(model.parameters())
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.unshard()
+    with torch.no_grad():
+        for parameter in shards:
+            parameter.mul_(0.5)
+    model(batch(0, meshes.data_size, 1)[0, meshes.data_rank])
