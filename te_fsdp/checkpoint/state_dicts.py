@@ -243,9 +243,9 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             contents.notes.append(f"{name}: tied to {first[identity]}, stored once")
             manifest.tied[name] = first[identity]
         elif isinstance(value, Quantized):
-            # TE's float8 tensor does not record the origin of its scale; the module's state does.
+            # TE's float8 tensor does not record the origin of its scale. State of delayed scaling does.
             is_delayed = name.rpartition(".")[0] in manifest.delayed
-            format_ = value.format.replace(" current ", " delayed ") if is_delayed else value.format
+            format_ = value.format.replace(" current ", " delayed " if is_delayed else " ")
             layout = None if len(value.shape) == 2 else GROUPED  # each expert has its own scales
             quantized = {"format": format_, "components": sorted(value.components), "layout": layout}
             manifest.parameters[name] = describe(value) | quantized

@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict as _state_dict
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, state_dict as _state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from te_fsdp.errors import CheckpointError, OrderError
@@ -28,6 +28,12 @@ from te_fsdp.modules.full_experts import (
     loads_shards,
     with_all_experts,
     wrap_optimizer_loading,
+)
+from te_fsdp.modules.newest_amaxes import (
+    wrap_final_plan,
+    wrap_full_state,
+    wrap_global_plan,
+    wrap_local_plan,
 )
 from te_fsdp.modules.state_loading import VERIFICATIONS, create_states, entries_of_second_names
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
@@ -136,12 +142,19 @@ def patch_expert_loading() -> None:
 
     for owner, name, wrap in (
         (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
-        (_state_dict, "_get_model_state_dict", lambda stock: functools.partial(with_all_experts, stock)),
+        (
+            _state_dict,
+            "_get_model_state_dict",
+            lambda stock: wrap_full_state(functools.partial(with_all_experts, stock)),
+        ),
         (_state_dict, "_load_model_state_dict", wrap_model_state),
         (_state_dict, "_load_optim_state_dict", lambda stock: wrap_optimizer_loading(stock, _in_model_form)),
         (_state_dict, "_init_optim_state", _wrap_state_initialization),
         *((_state_dict, name, wrap) for name, wrap in VERIFICATIONS),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),
+        (DefaultSavePlanner, "create_local_plan", wrap_local_plan),
+        (DefaultSavePlanner, "create_global_plan", wrap_global_plan),
+        (DefaultSavePlanner, "finish_plan", wrap_final_plan),
     ):
         replace_once(owner, name, wrap)
 
