@@ -35,7 +35,13 @@ from te_fsdp.modules.newest_amaxes import (
     wrap_global_plan,
     wrap_local_plan,
 )
-from te_fsdp.modules.state_loading import VERIFICATIONS, create_states, entries_of_second_names
+from te_fsdp.modules.state_loading import (
+    VERIFICATIONS,
+    create_states,
+    entries_of_second_names,
+    record_missing_states,
+    refuse_missing_states,
+)
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of, get_record
@@ -106,6 +112,7 @@ def patch_expert_loading() -> None:
                         is_own = states is not states_of or key.startswith(f"state.{fqn}.")
                         if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
                             value.__dict__[_MARK] = tuple(mark)
+            record_missing_states(states_of, *args)
             return states_of
 
         return get_states
@@ -130,6 +137,7 @@ def patch_expert_loading() -> None:
         @functools.wraps(stock)
         def create_local_plan(self: Any) -> Any:
             _refuse_padded(self)
+            refuse_missing_states(self)
             _place_entries(self)
             fit = _Fit(self, self.state_dict)
             if fit.find():
