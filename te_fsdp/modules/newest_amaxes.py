@@ -26,7 +26,7 @@ from te_fsdp.upstream import torch_dtensor as _torch
 class PlanData(dict[str, Any]):
     """``planner_data`` of a save plan, with the newest amaxes of a rank, or their maxima over ranks."""
 
-    amaxes: Amaxes = {}
+    amaxes: Amaxes
 
     @classmethod
     def join(cls, data: Any, amaxes: Amaxes) -> PlanData:
@@ -83,7 +83,7 @@ def wrap_final_plan(stock: Any) -> Any:
 
 
 def wrap_full_state(stock: Any) -> Any:
-    """Wrap torch's function that returns a model's state dict. Collective over the model's mesh for an unsharded one."""
+    """Wrap torch's function that returns a model's state dict. Collective over the mesh for an unsharded one."""
 
     @functools.wraps(stock)
     def get_model_state(model: torch.nn.Module, *args: Any) -> dict[str, Any]:
@@ -94,7 +94,8 @@ def wrap_full_state(stock: Any) -> Any:
         entries = {
             f"{_torch.without_wrappers(path)}._extra_state".lstrip("."): module.get_extra_state()
             for path, module in model.named_modules()
-            if binding_of(module) is not None and type(module).get_extra_state is not torch.nn.Module.get_extra_state
+            if binding_of(module) is not None
+            and type(module).get_extra_state is not torch.nn.Module.get_extra_state
         }
         if not any(isinstance(entry, torch.Tensor) and entry.numel() for entry in entries.values()):
             return state

@@ -10,7 +10,9 @@ TP, DP = {"dp_shard": 1, "tp": 2}, {"dp_shard": 2}
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["dcp", "async", "cached", "full"])
-@pytest.mark.parametrize(("axes", "evaluate"), [(TP, False), (TP, True), (DP, True)], ids=["tp", "tp-eval", "dp"])
+@pytest.mark.parametrize(
+    ("axes", "evaluate"), [(TP, False), (TP, True), (DP, True)], ids=["tp", "tp-eval", "dp"]
+)
 def test_resumed_steps_equal_those_without_a_save(pool, tmp_path, axes, evaluate, form):
     """Files had the newest amaxes of one rank, so that histories and scales differed after the next forward.
 

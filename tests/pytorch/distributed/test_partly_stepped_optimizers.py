@@ -45,7 +45,9 @@ def test_dcp_refuses_states_that_the_optimizer_lacks(pool, tmp_path, flat, prefi
     for text, control, states in pool.run(
         partly_stepped.load_by_dcp, 2, directory=str(tmp_path), flat=flat, prefix=prefix
     ):
-        assert "dcp.load: states of 3 parameters that have not stepped: 0.fc1_weight, 1.bias, 1.weight" in text
+        assert (
+            "dcp.load: states of 3 parameters that have not stepped: 0.fc1_weight, 1.bias, 1.weight" in text
+        )
         assert control == "" and states > 0
 
 

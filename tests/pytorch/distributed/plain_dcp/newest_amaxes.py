@@ -137,7 +137,5 @@ def resume(
     return {
         "unequal": sum(len({str(o[n]) for o in by_rank}) > 1 for n in range(len(own))),
         "newest": sum(any(row) for row in own),
-        "differ": [
-            k for a, b in zip(expected, found, strict=True) for k in a if not torch.equal(a[k], b[k])
-        ],
+        "differ": [k for a, b in zip(expected, found, strict=True) for k in a if not torch.equal(a[k], b[k])],
     }
