@@ -56,7 +56,7 @@ from te_fsdp.modules.extra_state import (
     unpack,
 )
 from te_fsdp.upstream.te_modules import read_extra_state, unreadable_state
-from te_fsdp.upstream.torch_dtensor import unflatten_state_dict
+from te_fsdp.upstream.torch_dtensor import unflatten_state_dict, without_wrappers
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -224,6 +224,9 @@ def _kind_of(value: Any) -> str:
 def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -> None:
     """Add weights, buffers and delayed-scaling state of a state dict."""
     manifest, unread = contents.manifest, []
+    names = {name: without_wrappers(name) if isinstance(name, str) else name for name in state}
+    if len({*names.values()}) == len(names):  # as checkpoints of te_fsdp name the tensors of a model
+        state = {names[name]: value for name, value in state.items()}
     extras = {name.rpartition(".")[0]: value for name, value in state.items() if _is_extra(name)}
     manifest.extra_states = sorted(extras)
     # Before the weights: the format of a float8 weight depends on the delayed-scaling state of its module.

@@ -20,7 +20,7 @@ from te_fsdp.errors import CheckpointError, OrderError, PlacementError, shorten
 from te_fsdp.quantized.amax import MAIN
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import get_record, module_record
-from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_units import wait_and_reshard
 from te_fsdp.upstream.torch_dcp import is_called_by
 
@@ -59,8 +59,15 @@ def _before_load(
     if params and not any(parameter.is_meta for parameter in params):
         metadata[_ASSIGN] = False
     for name, target in module._parameters.items():
-        if target is not None and target.is_meta and prefix + name in state_dict:
-            state_dict[prefix + name] = rows_for(target, state_dict[prefix + name])
+        value = state_dict.get(prefix + name)
+        if target is None or value is None:
+            continue
+        if target.is_meta:
+            state_dict[prefix + name] = rows_for(target, value)
+        # Pickles of float8 tensors have no quantizer, without which TE cannot quantize new values.
+        if _te.is_quantized(value) and getattr(value, _te.QUANTIZER, value) is None:
+            setattr(value, _te.QUANTIZER, _te.quantizer_of(target) or _te.weight_quantizer(module, name))
+            _te_modules.sync_delayed_scale(module, name, value)
 
 
 def entries_of_second_names(model: nn.Module) -> dict[str, None]:
