@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -134,14 +134,7 @@ def load(
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     require_kind("load", "allow", allow, Iterable, expected="names", error=CheckpointError)
     source, model, optimizers = absolute(path), joined_model(model), optimizers_of(optimizer)
-    # Under a different name for a stage, ranks with and without one raise instead of waiting for each other.
-    with ExitStack() as joint:
-        joint.enter_context(collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")))
-        if world_size() > 1:
-            background().wait()  # a running save uses the same process group
-        # The other ranks wait in the next agreement for a rank that raises between two of them, as MemoryError.
-        for context in (through_rank_0(), errors_interrupt(), without_collector()):
-            joint.enter_context(context)
+    with _joint_load(model), without_collector():
         began = time.perf_counter()
         opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
         take_own_part(opened, model)
@@ -151,6 +144,18 @@ def load(
         loaded = ModelLoader(opened, model, optimizers, state, diff).result()
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
+
+
+@contextmanager
+def _joint_load(model: nn.Module) -> Iterator[None]:
+    """Enter the load on all ranks, with rank 0 as coordinator of all agreements. Collective over the world."""
+    # Under a different name for a stage, ranks with and without one raise instead of waiting for each other.
+    with collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")):
+        if world_size() > 1:
+            background().wait()  # a running save uses the same process group
+        # The other ranks wait in the next agreement for a rank that raises between two of them, as MemoryError.
+        with through_rank_0(), errors_interrupt():
+            yield
 
 
 def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[ModelState, Differences]:

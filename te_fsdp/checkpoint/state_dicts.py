@@ -61,6 +61,7 @@ from te_fsdp.upstream.torch_dtensor import unflatten_state_dict, without_wrapper
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
+_SGD = {"momentum", "nesterov", "foreach"}
 
 
 def refuse_other_files(path: Path) -> None:
@@ -438,10 +439,6 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
 def _class_of(groups: list[Any]) -> str | None:
     """Return the class with these options; ``None`` if several have them (NAdam, RAdam, Adamax, TE's FusedSGD)."""
     options = groups[0] if groups else {}
-    if {"betas", "bias_correction"} <= options.keys():
-        return "FusedAdam"
-    if {"betas", "amsgrad"} <= options.keys():
-        return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
-    if {"momentum", "nesterov", "foreach"} <= options.keys():
-        return "SGD"
-    return None
+    adam = "AdamW" if options.get("decoupled_weight_decay") else "Adam"
+    known = {"FusedAdam": {"bias_correction", "betas"}, adam: {"betas", "amsgrad"}, "SGD": _SGD}
+    return next((name for name, keys in known.items() if keys <= options.keys()), None)

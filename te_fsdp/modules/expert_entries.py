@@ -133,21 +133,6 @@ def patch_expert_loading() -> None:
 
         return load_model_state
 
-    def wrap_plan(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def create_local_plan(self: Any) -> Any:
-            _refuse_padded(self)
-            refuse_missing_states(self)
-            _place_entries(self)
-            fit = _Fit(self, self.state_dict)
-            if fit.find():
-                self.state_dict = fit.fitted()
-                self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
-                self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
-            return stock(self)
-
-        return create_local_plan
-
     for owner, name, wrap in (
         (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
         (
@@ -159,12 +144,28 @@ def patch_expert_loading() -> None:
         (_state_dict, "_load_optim_state_dict", lambda stock: wrap_optimizer_loading(stock, _in_model_form)),
         (_state_dict, "_init_optim_state", _wrap_state_initialization),
         *((_state_dict, name, wrap) for name, wrap in VERIFICATIONS),
-        (DefaultLoadPlanner, "create_local_plan", wrap_plan),
+        (DefaultLoadPlanner, "create_local_plan", _wrap_load_plan),
         (DefaultSavePlanner, "create_local_plan", wrap_local_plan),
         (DefaultSavePlanner, "create_global_plan", wrap_global_plan),
         (DefaultSavePlanner, "finish_plan", wrap_final_plan),
     ):
         replace_once(owner, name, wrap)
+
+
+def _wrap_load_plan(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def create_local_plan(self: Any) -> Any:
+        _refuse_padded(self)
+        refuse_missing_states(self)
+        _place_entries(self)
+        fit = _Fit(self, self.state_dict)
+        if fit.find():
+            self.state_dict = fit.fitted()
+            self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
+            self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
+        return stock(self)
+
+    return create_local_plan
 
 
 def _refuse_padded(planner: Any) -> None:

@@ -1,4 +1,4 @@
-"""Maxima over ranks of delayed scaling's newest amaxes, in files of plain DCP and in full state dicts."""
+"""Maxima over ranks of delayed scaling's newest amaxes in saved state dicts."""
 
 # [Note: newest amaxes] TE reduces the newest row of an amax history over ranks at the end of the next training
 # forward. Until then each rank has a row of its own, for example after an evaluation, or after a backward in which

@@ -152,10 +152,10 @@ def load_huggingface(
         OrderError: The optimizer has parameters that are not the model's.
     """
     with collective_call("checkpoint.load_huggingface"):
-        loader, absent, sample = all_agree(
+        loader, absent, sums = all_agree(
             lambda: _model_loader(source, model, optimizer, config, names, blocks)
         )
-        require_same_model("load_huggingface", (loader.manifest.parameters, sorted(absent), sample))
+        require_same_model("load_huggingface", (loader.manifest.parameters, sorted(absent), sums))
         loader.run()
         for owned in owned_parameters(model):
             owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in absent)
@@ -196,13 +196,13 @@ def _model_loader(
     note = f"biases that it lacks are zero, and stay zero (frozen): {shorten(sorted(absent), 3)}"
     opened.notes = [note] if absent else []
     diff = Differences(converted=quantized)
-    sample, stored = [], [t.tensor if isinstance(t, InMemory) else t for t in tensors.values()]
+    sums, stored = [], [t.tensor if isinstance(t, InMemory) else t for t in tensors.values()]
     # A part of a page of each tensor, at most 4,096 pages: all values would be read once more.
     for tensor in stored[:: 1 + len(stored) // 4096] if world_size() > 1 else ():
         if isinstance(tensor, torch.Tensor):
             values = tensor.detach().reshape(-1)[tensor.numel() // 2 :][:256].view(torch.uint8)
-            sample.append(digest(values.cpu().numpy().tobytes()))
-    return ModelLoader(opened, model, optimizers_of(optimizer), state, diff), absent, sample
+            sums.append(digest(values.cpu().numpy().tobytes()))
+    return ModelLoader(opened, model, optimizers_of(optimizer), state, diff), absent, sums
 
 
 def values_for_huggingface(

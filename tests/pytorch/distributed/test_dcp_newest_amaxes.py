@@ -1,4 +1,4 @@
-"""Training with delayed scaling and BF16 weights that resumes from plain DCP or a full state dict."""
+"""Training with delayed scaling of BF16 weights that resumes from saved state dicts."""
 
 from __future__ import annotations
 
