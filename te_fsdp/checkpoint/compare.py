@@ -135,14 +135,16 @@ class Differences:
 def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     """Compare a checkpoint with a model: tensors, ties, settings of modules and FP8 recipes. Local operation.
 
-    ``state`` is the model's. The ``source`` is changed: current scaling becomes the model's delayed scaling. If
+    ``state`` is the model's. The ``source`` is changed: current or unknown scaling becomes the model's. If
     te_fsdp did not write it, its ``notes`` then name stacked weights whose row order is not certain.
     """
     manifest = source.manifest
     # TE's float8 tensors do not record the origin of their scales in plain files, nor in what is converted from them.
+    # Files that versions until 0.3 converted have "current" instead.
     for name, saved in manifest.parameters.items():
-        model_format = state.described.get(name, {}).get("format") or ""
-        if saved["format"] and saved["format"].replace(" current ", " delayed ") == model_format:
+        model_format = state.described.get(name, {}).get("format") or "none none"
+        kind, *scaling, element = model_format.split()
+        if scaling and saved["format"] in (f"{kind} {element}", f"{kind} current {element}"):
             saved["format"] = model_format
     result = compare_model(manifest, state)
     if source.kind == DCP_KIND:

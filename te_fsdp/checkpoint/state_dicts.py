@@ -56,11 +56,12 @@ from te_fsdp.modules.extra_state import (
     unpack,
 )
 from te_fsdp.upstream.te_modules import read_extra_state, unreadable_state
-from te_fsdp.upstream.torch_dtensor import unflatten_state_dict
+from te_fsdp.upstream.torch_dtensor import unflatten_state_dict, without_wrappers
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
+_SGD = {"momentum", "nesterov", "foreach"}
 
 
 def refuse_other_files(path: Path) -> None:
@@ -224,6 +225,9 @@ def _kind_of(value: Any) -> str:
 def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -> None:
     """Add weights, buffers and delayed-scaling state of a state dict."""
     manifest, unread = contents.manifest, []
+    names = {name: without_wrappers(name) if isinstance(name, str) else name for name in state}
+    if len({*names.values()}) == len(names):  # as checkpoints of te_fsdp name the tensors of a model
+        state = {names[name]: value for name, value in state.items()}
     extras = {name.rpartition(".")[0]: value for name, value in state.items() if _is_extra(name)}
     manifest.extra_states = sorted(extras)
     # Before the weights: the format of a float8 weight depends on the delayed-scaling state of its module.
@@ -243,9 +247,9 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             contents.notes.append(f"{name}: tied to {first[identity]}, stored once")
             manifest.tied[name] = first[identity]
         elif isinstance(value, Quantized):
-            # TE's float8 tensor does not record the origin of its scale; the module's state does.
+            # TE's float8 tensor does not record the origin of its scale. State of delayed scaling does.
             is_delayed = name.rpartition(".")[0] in manifest.delayed
-            format_ = value.format.replace(" current ", " delayed ") if is_delayed else value.format
+            format_ = value.format.replace(" current ", " delayed " if is_delayed else " ")
             layout = None if len(value.shape) == 2 else GROUPED  # each expert has its own scales
             quantized = {"format": format_, "components": sorted(value.components), "layout": layout}
             manifest.parameters[name] = describe(value) | quantized
@@ -435,10 +439,6 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
 def _class_of(groups: list[Any]) -> str | None:
     """Return the class with these options; ``None`` if several have them (NAdam, RAdam, Adamax, TE's FusedSGD)."""
     options = groups[0] if groups else {}
-    if {"betas", "bias_correction"} <= options.keys():
-        return "FusedAdam"
-    if {"betas", "amsgrad"} <= options.keys():
-        return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
-    if {"momentum", "nesterov", "foreach"} <= options.keys():
-        return "SGD"
-    return None
+    adam = "AdamW" if options.get("decoupled_weight_decay") else "Adam"
+    known = {"FusedAdam": {"bias_correction", "betas"}, adam: {"betas", "amsgrad"}, "SGD": _SGD}
+    return next((name for name, keys in known.items() if keys <= options.keys()), None)

@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict as _state_dict
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, state_dict as _state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from te_fsdp.errors import CheckpointError, OrderError
@@ -29,7 +29,19 @@ from te_fsdp.modules.full_experts import (
     with_all_experts,
     wrap_optimizer_loading,
 )
-from te_fsdp.modules.state_loading import VERIFICATIONS, create_states, entries_of_second_names
+from te_fsdp.modules.newest_amaxes import (
+    wrap_final_plan,
+    wrap_full_state,
+    wrap_global_plan,
+    wrap_local_plan,
+)
+from te_fsdp.modules.state_loading import (
+    VERIFICATIONS,
+    create_states,
+    entries_of_second_names,
+    record_missing_states,
+    refuse_missing_states,
+)
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of, get_record
@@ -100,6 +112,7 @@ def patch_expert_loading() -> None:
                         is_own = states is not states_of or key.startswith(f"state.{fqn}.")
                         if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
                             value.__dict__[_MARK] = tuple(mark)
+            record_missing_states(states_of, *args)
             return states_of
 
         return get_states
@@ -120,30 +133,39 @@ def patch_expert_loading() -> None:
 
         return load_model_state
 
-    def wrap_plan(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def create_local_plan(self: Any) -> Any:
-            _refuse_padded(self)
-            _place_entries(self)
-            fit = _Fit(self, self.state_dict)
-            if fit.find():
-                self.state_dict = fit.fitted()
-                self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
-                self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
-            return stock(self)
-
-        return create_local_plan
-
     for owner, name, wrap in (
         (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
-        (_state_dict, "_get_model_state_dict", lambda stock: functools.partial(with_all_experts, stock)),
+        (
+            _state_dict,
+            "_get_model_state_dict",
+            lambda stock: wrap_full_state(functools.partial(with_all_experts, stock)),
+        ),
         (_state_dict, "_load_model_state_dict", wrap_model_state),
         (_state_dict, "_load_optim_state_dict", lambda stock: wrap_optimizer_loading(stock, _in_model_form)),
         (_state_dict, "_init_optim_state", _wrap_state_initialization),
         *((_state_dict, name, wrap) for name, wrap in VERIFICATIONS),
-        (DefaultLoadPlanner, "create_local_plan", wrap_plan),
+        (DefaultLoadPlanner, "create_local_plan", _wrap_load_plan),
+        (DefaultSavePlanner, "create_local_plan", wrap_local_plan),
+        (DefaultSavePlanner, "create_global_plan", wrap_global_plan),
+        (DefaultSavePlanner, "finish_plan", wrap_final_plan),
     ):
         replace_once(owner, name, wrap)
+
+
+def _wrap_load_plan(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def create_local_plan(self: Any) -> Any:
+        _refuse_padded(self)
+        refuse_missing_states(self)
+        _place_entries(self)
+        fit = _Fit(self, self.state_dict)
+        if fit.find():
+            self.state_dict = fit.fitted()
+            self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
+            self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
+        return stock(self)
+
+    return create_local_plan
 
 
 def _refuse_padded(planner: Any) -> None:

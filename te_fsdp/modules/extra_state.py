@@ -23,8 +23,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -168,6 +168,8 @@ def _text(marks: tuple[int, ...]) -> bytes:
 #: Keys of delayed scaling's state in an entry, and of an expert's index in its row.
 DELAYED = "delayed scaling"
 _EXPERT = "expert"
+#: Newest amaxes of all histories of a module, by key of the entry and index of the expert
+Amaxes: TypeAlias = "dict[tuple[str, str | None], torch.Tensor]"
 
 
 class _AnySize(Sequence[int]):
@@ -236,6 +238,43 @@ class _Entry(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone().as_subclass(type(self))
+
+
+def newest_amaxes(entries: Mapping[str, Any]) -> Amaxes:
+    """Return the newest amaxes that are not zero, of the entries among the values of a flat dict. Local operation."""
+    found: Amaxes = {}
+    for key, entry in entries.items():
+        for state in _states_of(entry) if isinstance(entry, _Entry) and entry.numel() else ():
+            newest = torch.cat([history[0] for history in _histories(state)])
+            if bool(newest.any()):
+                found[key, state["recipe"].get(_EXPERT)] = newest
+    return found
+
+
+def with_newest_amaxes(key: str, entry: torch.Tensor, amaxes: Amaxes) -> torch.Tensor:
+    """Return a copy of an entry with the given newest amaxes, which has equal shape and class. Local operation."""
+    states = _states_of(entry)
+    for state in states:
+        histories = _histories(state)
+        newest = amaxes.get((key, state["recipe"].get(_EXPERT)))
+        for history, part in zip(
+            histories, () if newest is None else newest.split([h.shape[1] for h in histories]), strict=False
+        ):
+            history[0] = part
+    result = torch.stack([pack(state) for state in states]).view(entry.shape).as_subclass(type(entry))
+    if isinstance(entry, ExpertEntry) and isinstance(result, ExpertEntry):
+        result.experts = entry.experts
+    return result
+
+
+def _states_of(entry: torch.Tensor) -> list[dict[str, Any]]:
+    """Return the state of an entry, or of each row of experts."""
+    rows = entry.as_subclass(torch.Tensor)
+    return [contents[1] for row in rows.view(-1, rows.shape[-1]) if (contents := unpack(row)) and contents[1]]
+
+
+def _histories(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [value for name, value in state.items() if name.endswith("amax_history")]
 
 
 def plain_entry(value: Any) -> Any:

@@ -22,7 +22,7 @@ from te_fsdp.modules.extra_state import ExpertEntry
 from te_fsdp.modules.state_loading import create_missing_states
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.torch_dcp import loaded_entries
+from te_fsdp.upstream.torch_dcp import loaded_entries, nested_states
 from te_fsdp.upstream.torch_redistribution import as_bits
 
 #: Whether torch loads an optimizer, for which it compares the names with those of the rank's parameters.
@@ -210,8 +210,13 @@ def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any
             # Only rank 0 has a state dict. Other ranks would wait if it raised alone.
             create_missing_states(optimizer, from_rank_0(find) if info.broadcast_from_rank0 else find(), info)
         tokens = _loads.set(True), loads_shards.set(not info.full_state_dict and "state" in state_dict)
+        # torch would look for nested states in the optimizer's flattened ones.
+        is_flat = info.full_state_dict and info.flatten_optimizer_state_dict
+        nested = replace(info, flatten_optimizer_state_dict=False) if is_flat else info
         try:
-            stock(model, optimizers, state_dict, info)
+            for some in [(optimizer,) for optimizer in optimizers] if is_flat else [optimizers]:
+                states = nested_states(*some, state_dict, info) if is_flat else state_dict
+                stock(model, some, states, nested)
         finally:
             _loads.reset(tokens[0])
             loads_shards.reset(tokens[1])

@@ -11,15 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_fsdp.boxed_dtensor import rows_for
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
 from te_fsdp.collectives.rendezvous import format_ranks
-from te_fsdp.errors import CheckpointError, OrderError, PlacementError
+from te_fsdp.errors import CheckpointError, OrderError, PlacementError, shorten
 from te_fsdp.quantized.amax import MAIN
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import get_record, module_record
-from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_units import wait_and_reshard
 from te_fsdp.upstream.torch_dcp import is_called_by
 
@@ -58,8 +59,15 @@ def _before_load(
     if params and not any(parameter.is_meta for parameter in params):
         metadata[_ASSIGN] = False
     for name, target in module._parameters.items():
-        if target is not None and target.is_meta and prefix + name in state_dict:
-            state_dict[prefix + name] = rows_for(target, state_dict[prefix + name])
+        value = state_dict.get(prefix + name)
+        if target is None or value is None:
+            continue
+        if target.is_meta:
+            state_dict[prefix + name] = rows_for(target, value)
+        # Pickles of float8 tensors have no quantizer, without which TE cannot quantize new values.
+        if _te.is_quantized(value) and getattr(value, _te.QUANTIZER, value) is None:
+            setattr(value, _te.QUANTIZER, _te.quantizer_of(target) or _te.weight_quantizer(module, name))
+            _te_modules.sync_delayed_scale(module, name, value)
 
 
 def entries_of_second_names(model: nn.Module) -> dict[str, None]:
@@ -142,17 +150,10 @@ def create_missing_states(optimizer: Optimizer, entries: set[Sequence[str]], inf
     Collective over the largest mesh of the parameters, for those that te_fsdp has bound.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Main weights exist before the first step of their parameters.
-    present = {p for p in parameters if set(optimizer.state.get(p, ())) - {MAIN}}
-    if not present or not any(map(get_record, parameters)):  # torch creates all states
-        return
     names = {name for name, key in entries if key != MAIN}
-    missing = {
-        name: p
-        for p in parameters
-        if p not in present and p.requires_grad
-        for name in names & info.fqn_param_mapping[p]
-    }
+    missing = {name: p for name, p in _without_state(optimizer, info).items() if name in names}
+    if not any(map(get_record, parameters)) or not _has_stepped(optimizer):  # torch creates all states
+        return
     meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
     # Ranks have different experts, and the step is collective.
     if not (on_any_rank(bool(missing), max(meshes, key=DeviceMesh.size)) if meshes else missing):
@@ -166,6 +167,55 @@ def create_missing_states(optimizer: Optimizer, entries: set[Sequence[str]], inf
             fix="call optimizer.zero_grad() first",
         )
     create_states(optimizer, missing.values())
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether a parameter has a state. Main weights exist before the first step of their parameters."""
+    return any(set(state) - {MAIN} for state in optimizer.state.values())
+
+
+def _without_state(optimizer: Optimizer, info: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters to train that have no state, by all their names. Local operation."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    missing = [p for p in parameters if p.requires_grad and not set(optimizer.state.get(p, ())) - {MAIN}]
+    return {name: p for p in missing for name in info.fqn_param_mapping[p]}
+
+
+#: Tensor in the state dict of a partly stepped optimizer -> its key, and names of parameters without state
+_lacking = WeakIdKeyDictionary()
+
+
+def record_missing_states(states: dict[str, Any], optimizers: Iterable[Optimizer], info: Any) -> None:
+    """Record which parameters have no state when torch returns a state dict, nested or flattened. Local operation."""
+    missing = {name: p for o in optimizers if _has_stepped(o) for name, p in _without_state(o, info).items()}
+    missing = {name: p for name, p in missing.items() if get_record(p)}
+    nested = states.get("state", {}).items()
+    values = {f"state.{name}.{key}": value for name, state in nested for key, value in state.items()}
+    for key, value in (values if "state" in states else states).items():
+        if isinstance(value, torch.Tensor):
+            _lacking[value] = key, [*missing]
+
+
+def refuse_missing_states(planner: Any) -> None:
+    """Raise CheckpointError if a checkpoint has states that ``dcp.load`` would omit. Local operation.
+
+    DCP reads only what the given state dict has. That of a partly stepped optimizer lacks states.
+    """
+    saved, problems = planner.metadata.state_dict_metadata, dict[str, None]()
+    for key, value in planner.state_dict.items():
+        own, names = _lacking.get(value, ("", ())) if isinstance(value, torch.Tensor) else ("", ())
+        for name in names:
+            prefix = f"{key.removesuffix(own)}state.{name}."
+            if any(k.startswith(prefix) and k not in planner.state_dict for k in saved):
+                problems[name] = None
+    if problems:
+        raise CheckpointError(
+            f"dcp.load: states of {len(problems)} parameters that have not stepped: {shorten(sorted(problems))}",
+            expected="a state dict with the states that the checkpoint has",
+            got="that of an optimizer in which other parameters have stepped",
+            why="DCP reads only the entries of the given state dict, so that these states would be lost",
+            fix="load into a new optimizer, for which torch creates all states, or use te_fsdp.checkpoint.load",
+        )
 
 
 #: Functions of torch that check the arguments of every call for state dicts, and their wrappers

@@ -28,6 +28,14 @@ def loaded_entries(model: Any, optimizer: Any, state_dict: Any, info: Any) -> se
     return {(name, key) for name, state in states.items() for key in state}
 
 
+def nested_states(optimizer: Any, state_dict: Any, info: Any) -> Any:
+    """Return a flattened state dict of optimizers as the nested one of an optimizer, with states; others unchanged."""
+    if not state_dict or "state" in state_dict:
+        return state_dict
+    _state_dict._init_optim_state(optimizer)
+    return _state_dict._unflatten_optim_state_dict(optimizer, state_dict, info)
+
+
 def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:
     """Return a tensor of a subclass without memory (``Tensor._make_wrapper_subclass``)."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=like.dtype, device=like.device)

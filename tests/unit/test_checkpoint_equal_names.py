@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from te_fsdp import checkpoint
@@ -101,3 +102,16 @@ def test_save_accepts_paths_with_undecodable_bytes(tmp_path: Path) -> None:
     checkpoint.save(path, model)
     assert checkpoint.latest(tmp_path) == path
     assert checkpoint.load(path, model).is_complete
+
+
+@pytest.mark.parametrize("kind", ["parameter", "child"])
+def test_plain_directories_have_names_without_wrappers(tmp_path: Path, kind: str) -> None:
+    """A parameter or child called as the wrapper of ``torch.compile`` was missing, as in directories of such models."""
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for model in models:
+        value = nn.Parameter(torch.randn(3))
+        model._orig_mod = value if kind == "parameter" else nn.ParameterDict({"table": value})
+    dcp.save({"model": models[0].state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert not any(map(torch.equal, *(model.parameters() for model in models))), "the control"
+    checkpoint.load(tmp_path / "a", models[1])
+    assert all(map(torch.equal, *(model.parameters() for model in models)))

@@ -24,7 +24,7 @@ RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
 #: Format in the manifest, and what an element of it is.
 FORMATS = {
     "delayed": "float8 delayed kFloat8E4M3",
-    "current": "float8 current kFloat8E4M3",
+    "current": "float8 kFloat8E4M3",  # state dicts record delayed scaling only
     "block": "float8-block kFloat8E4M3",
     "mxfp8": "mxfp8 kFloat8E4M3",
     "nvfp4": "nvfp4 kFloat4E2M1",
@@ -176,6 +176,8 @@ def test_delayed_weights_without_extra_state_keep_their_bytes(
     model = trained(te, recipe)
     torch.save({k: v for k, v in model.state_dict().items() if "_extra_state" not in k}, tmp_path / "s.pt")
     run(capsys, "convert", tmp_path / "s.pt", tmp_path / "c", "--to", "checkpoint")
+    shown = {item["name"]: item["format"] for item in run(capsys, "inspect", tmp_path / "s.pt")["parameters"]}
+    assert shown["head.weight"] == "float8 kFloat8E4M3", "the file does not record the scaling"
     other = Model(te, recipe, seed=1)
     assert len(differing(model, other)) >= 4, "the control: without the load they differ"
     loaded = checkpoint.load(tmp_path / "c", other)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.compare import Differences, check_spans_world, compare_model
 from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.lazy_tensors import Lazy, open_safetensors, total_bytes, write_folder
+from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, open_safetensors, total_bytes, write_folder
 from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.loading import ModelLoader
 from te_fsdp.checkpoint.manifest import Tick
@@ -33,7 +33,7 @@ from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_
 from te_fsdp.checkpoint.shard_files import no_progress
 from te_fsdp.checkpoint.state_dicts import refuse_other_files
 from te_fsdp.checkpoint.storage import absolute, expanded
-from te_fsdp.collectives.agreement import all_agree, rank
+from te_fsdp.collectives.agreement import all_agree, digest, rank, world_size
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer
@@ -152,8 +152,10 @@ def load_huggingface(
         OrderError: The optimizer has parameters that are not the model's.
     """
     with collective_call("checkpoint.load_huggingface"):
-        loader, absent = all_agree(lambda: _model_loader(source, model, optimizer, config, names, blocks))
-        require_same_model("load_huggingface", (loader.manifest.parameters, sorted(absent)))
+        loader, absent, sums = all_agree(
+            lambda: _model_loader(source, model, optimizer, config, names, blocks)
+        )
+        require_same_model("load_huggingface", (loader.manifest.parameters, sorted(absent), sums))
         loader.run()
         for owned in owned_parameters(model):
             owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in absent)
@@ -168,8 +170,8 @@ def _model_loader(
     config: Any,
     names: TeNames | None,
     blocks: TeBlocks | None,
-) -> tuple[ModelLoader, set[str]]:
-    """Return the load of a Hugging Face model's tensors into a model that fits, and the biases that it lacks. Local."""
+) -> tuple[ModelLoader, set[str], list[int]]:
+    """Return the load of a model that fits, the biases that it lacks, and checksums of a sample. Local operation."""
     require_kind(
         "load_huggingface", "model", model, torch.nn.Module, expected="a model", error=CheckpointError
     )
@@ -194,7 +196,13 @@ def _model_loader(
     note = f"biases that it lacks are zero, and stay zero (frozen): {shorten(sorted(absent), 3)}"
     opened.notes = [note] if absent else []
     diff = Differences(converted=quantized)
-    return ModelLoader(opened, model, optimizers_of(optimizer), state, diff), absent
+    sums, stored = [], [t.tensor if isinstance(t, InMemory) else t for t in tensors.values()]
+    # A part of a page of each tensor, at most 4,096 pages: all values would be read once more.
+    for tensor in stored[:: 1 + len(stored) // 4096] if world_size() > 1 else ():
+        if isinstance(tensor, torch.Tensor):
+            values = tensor.detach().reshape(-1)[tensor.numel() // 2 :][:256].view(torch.uint8)
+            sums.append(digest(values.cpu().numpy().tobytes()))
+    return ModelLoader(opened, model, optimizers_of(optimizer), state, diff), absent, sums
 
 
 def values_for_huggingface(

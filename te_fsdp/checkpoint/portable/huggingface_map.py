@@ -331,7 +331,15 @@ class WeightMap:
             )
         tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, model.recorded)
         groups = tuple(tables.model())
-        _check_distinct(groups)
+        counts = Counter(name for group in groups for name in group.names(te=True, tied=True))
+        if equal := [name for name, count in counts.items() if count > 1]:
+            raise CheckpointError(
+                f"Hugging Face model: several of its tensors have one name in the model: {shorten(equal, 3)}",
+                expected="a name for each part and layer in names=TeNames(...)",
+                why="All but one would be lost",
+                fix='put {layer} into TeNames(layer="layers.{layer}."); for a model whose head is its embedding, pass '
+                "TeNames(head=None) and a config.json that ties them",
+            )
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
         return cls(a, groups, ignored, tuple(layer_differences(model, a, names)))
 
@@ -393,19 +401,6 @@ class WeightMap:
             for name in group.names(te=to_te, tied=to_te):
                 result[name] = Lazy(shapes[name], kind, partial(rows, group, tensors, kind, name))
         return result
-
-
-def _check_distinct(groups: Sequence[Group]) -> None:
-    """Raise CheckpointError for several tensors under one name of the model: all but one would be lost."""
-    counts = Counter(name for group in groups for name in group.names(te=True, tied=True))
-    if equal := [name for name, count in counts.items() if count > 1]:
-        raise CheckpointError(
-            f"Hugging Face model: several of its tensors have one name in the model: {shorten(equal, 3)}",
-            expected="a name for each part and layer in names=TeNames(...)",
-            why="All but one would be lost",
-            fix='put {layer} into TeNames(layer="layers.{layer}."); for a model whose head is its embedding, pass '
-            "TeNames(head=None) and a config.json that ties them",
-        )
 
 
 def _check(

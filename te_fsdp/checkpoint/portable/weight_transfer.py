@@ -312,7 +312,7 @@ def require_same_model(call: str, description: object) -> None:
     if world_size() > 1 and not are_equal([digest(repr(description))]).all():
         raise CheckpointError(
             f"{call}: the ranks read different models",
-            expected="config.json and files with the same tensors, dtypes and biases on all ranks",
+            expected="config.json and files with the same tensors, dtypes, biases and values on all ranks",
             got="differences between ranks",
             fix="copy one folder to all machines",
         )
@@ -414,7 +414,13 @@ def assemble(
                     part[: data.nbytes] = data.view(torch.uint8)
             except Exception as error:  # the other ranks wait for the message
                 failed = failed or error
-        _send(message, holder, receiver)
+        if world_size() > 1 and holder != receiver:
+            if receiver is None:
+                dist.broadcast(message, src=holder)
+            elif holder == rank():
+                dist.send(message, receiver)
+            else:
+                dist.recv(message, holder)
         if receives:
             for piece, data in zip(pieces, message.split(sizes), strict=True):
                 dtype = plan.described[piece.tensor].values
@@ -423,18 +429,6 @@ def assemble(
         del message
     all_agree(lambda: raise_error(failed))
     return result
-
-
-def _send(message: torch.Tensor, holder: int, receiver: int | None) -> None:
-    """Send a message to the receivers. Collective over holder and receivers."""
-    if world_size() == 1 or holder == receiver:
-        return
-    if receiver is None:
-        dist.broadcast(message, src=holder)
-    elif holder == rank():
-        dist.send(message, receiver)
-    else:
-        dist.recv(message, holder)
 
 
 def raise_error(error: Exception | None) -> None:

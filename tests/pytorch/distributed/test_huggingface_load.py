@@ -29,12 +29,15 @@ CONFIG = {
 }
 
 
-def write_model(folder: Path, dtype: torch.dtype = torch.float32, **changes: object) -> None:
-    """Write a folder as save_pretrained would, of random weights."""
+def write_model(
+    folder: Path, dtype: torch.dtype = torch.float32, last: float = 1.0, **changes: object
+) -> None:
+    """Write a folder as save_pretrained would, of random weights. The last tensor is multiplied by ``last``."""
     generator, config = torch.Generator().manual_seed(0), CONFIG | changes
     shapes = hf.WeightMap.build(config).shapes(te=False)
     del shapes["lm_head.weight"]
     tensors = {n: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for n, shape in shapes.items()}
+    tensors[[*tensors][-1]] *= last
     folder.mkdir()
     write_folder(folder, {n: InMemory(t) for n, t in tensors.items()}, {}, lambda _: None, 40_000)
     (folder / "config.json").write_text(json.dumps(config))
@@ -65,7 +68,9 @@ def test_huggingface_folder_loads_onto_a_mesh(pool, request, tmp_path, axes):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "other", [{"dtype": torch.bfloat16}, {"attention_bias": False}, {}], ids=["dtype", "biases", "equal"]
+    "other",
+    [{"dtype": torch.bfloat16}, {"attention_bias": False}, {"last": 2.0}, {}],
+    ids=["dtype", "biases", "values", "equal"],
 )
 def test_different_folders_on_two_ranks_raise(pool, tmp_path, other):
     """The ranks loaded shards of both models, and froze different biases, without an error."""

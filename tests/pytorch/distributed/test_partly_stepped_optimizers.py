@@ -9,6 +9,8 @@ CASES = [
     ({"dp_shard": 2}, "AdamW", "te_fsdp", "broadcast"),
     ({"dp_shard": 2}, "AdamW", "te_fsdp", "full"),
     ({"dp_shard": 2}, "AdamW", "te_fsdp", "flat"),
+    ({"dp_shard": 2}, "AdamW", "te_fsdp", "full flat"),
+    ({"dp_shard": 2}, "main weights", "te_fsdp", "broadcast flat"),
     ({"dp_shard": 2}, "AdamW", "torch", "broadcast"),
     ({"dp_shard": 2}, "SGD", "te_fsdp", "broadcast"),
     ({"dp_shard": 2}, "main weights", "te_fsdp", "broadcast"),
@@ -34,6 +36,19 @@ def test_state_dict_has_states_that_the_optimizer_lacks(pool, axes, optimizer, b
         assert 0 < found["before"] < found["states"], found
         assert found["differ"] == found["unsharded"] == found["changed"] == [], found
         assert found["rates"] == [1e-2]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("flat", "prefix"), [(False, "optimizer"), (True, "a.state.of")])
+def test_dcp_refuses_states_that_the_optimizer_lacks(pool, tmp_path, flat, prefix):
+    """They were lost without an error. Negative control: a checkpoint without these states loads."""
+    for text, control, states in pool.run(
+        partly_stepped.load_by_dcp, 2, directory=str(tmp_path), flat=flat, prefix=prefix
+    ):
+        assert (
+            "dcp.load: states of 3 parameters that have not stepped: 0.fc1_weight, 1.bias, 1.weight" in text
+        )
+        assert control == "" and states > 0
 
 
 @pytest.mark.ranks(2)

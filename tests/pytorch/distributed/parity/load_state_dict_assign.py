@@ -7,6 +7,8 @@ from typing import Any
 import harness
 import pytest
 import torch
+import torch.distributed as dist
+from checkpointing.models import recipe_of
 from strategies.models import Model, batch
 
 STAGES = ("bound", "sharded", "materialized")
@@ -71,3 +73,43 @@ def _made(meshes: Any, stage: str, recipe: str, seed: int) -> Model:
 def _bits(parameter: torch.Tensor) -> torch.Tensor:
     local = getattr(parameter, "_local_tensor", parameter).detach()
     return local.dequantize() if hasattr(local, "dequantize") and type(local) is not torch.Tensor else local
+
+
+def assign_pickled(recipe: str, directory: str, *, device: str) -> list[str]:
+    """Assign a ``torch.save`` file of TE's unsharded module to a ``fsdp_no_shard`` model, and train a step of each.
+
+    Returns:
+        Names of parameters that differ from those of the unsharded module, after the load and after the step.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.optimizers import FusedAdam
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    import te_fsdp
+
+    def made(where: str) -> Any:
+        with te.quantized_model_init(recipe=recipe_of(recipe)):
+            return te.Linear(64, 64, device=where, params_dtype=torch.bfloat16)
+
+    torch.manual_seed(1)
+    stock, model = made(str(harness.device())), made(device if device == "meta" else str(harness.device()))
+    file = f"{directory}/{dist.get_rank()}.pt"
+    torch.save(stock.state_dict(), file)
+    te_fsdp.fsdp_no_shard(model)
+    te_fsdp.fully_shard(model, te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()))
+    model.load_state_dict(torch.load(file, weights_only=False), assign=True)
+    differing = []
+    for stage in ("loaded", "stepped"):
+        if stage == "stepped":
+            for module in (stock, model):
+                optimizer = FusedAdam(module.parameters(), lr=1e-2, master_weights=True)
+                x = torch.ones(32, 64, dtype=torch.bfloat16, device=harness.device())
+                with te.autocast(enabled=True, recipe=recipe_of(recipe)):
+                    module(x).float().square().mean().backward()
+                optimizer.step()
+                FP8GlobalStateManager.reset()  # models would roll each other's amax histories
+        pairs = zip(stock.named_parameters(), model.parameters(), strict=True)
+        differing += [
+            f"{stage} {n}" for (n, p), q in pairs if not torch.equal(harness.full(p), harness.full(q))
+        ]
+    return differing

@@ -7,7 +7,9 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checkpointing.models import recipe_of
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -88,9 +90,9 @@ def load(axes: dict[str, int], optimizer: str, *, by: str, form: str) -> dict[st
     run.steps(3, partly=True)
     before = len(run.values())
     weights = {name: harness.full(p.detach()).clone() for name, p in run.model.named_parameters()}
-    options = {"full_state_dict": form != "flat", "flatten_optimizer_state_dict": form == "flat"}
+    options = {"full_state_dict": form != "flat", "flatten_optimizer_state_dict": "flat" in form}
     state: Any = get_optimizer_state_dict(saved.model, saved.optimizer, options=StateDictOptions(**options))
-    is_broadcast = form == "broadcast"
+    is_broadcast = "broadcast" in form
     state = state if not is_broadcast or dist.get_rank() == 0 else {}
     options["broadcast_from_rank0"] = is_broadcast
     set_optimizer_state_dict(run.model, run.optimizer, state, options=StateDictOptions(**options))
@@ -109,6 +111,30 @@ def load(axes: dict[str, int], optimizer: str, *, by: str, form: str) -> dict[st
         "changed": [n for n, p in named.items() if not torch.equal(harness.full(p.detach()), weights[n])],
         "rates": [group["lr"] for group in run.optimizer.param_groups],
     }
+
+
+def load_by_dcp(directory: str, *, flat: bool, prefix: str) -> tuple[str, str, int]:
+    """Load states that the given state dict lacks by ``dcp.load``; return two errors, and the number of states.
+
+    The second error is that of a checkpoint without these states, which loads.
+    """
+    saved, run = (Training({"dp_shard": 2}, "AdamW", seed, by="te_fsdp") for seed in (0, 1))
+    saved.steps(2)
+    run.steps(3, partly=True)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    errors = []
+    for number, source in enumerate((saved, run)):
+        there, here = (
+            {prefix: get_optimizer_state_dict(job.model, job.optimizer, options=options)}
+            for job in (source, run)
+        )
+        dcp.save(there, checkpoint_id=f"{directory}/{number}")
+        try:
+            dcp.load(here, checkpoint_id=f"{directory}/{number}")
+            errors.append("")
+        except CheckpointException as error:
+            errors.append(str(error))
+    return *errors, len(run.values())
 
 
 def load_with_gradients(*, broadcast: bool) -> str:

@@ -1,0 +1,111 @@
+"""Maxima over ranks of delayed scaling's newest amaxes in saved state dicts."""
+
+# [Note: newest amaxes] TE reduces the newest row of an amax history over ranks at the end of the next training
+# forward. Until then each rank has a row of its own, for example after an evaluation, or after a backward in which
+# TE quantizes weights again under FSDP2. A file has one row for all ranks. The maximum over ranks is the same
+# state, because TE takes the maximum, too. DCP's plans carry the rows to the coordinator and back. A collective of
+# te_fsdp could interleave with those of training, because ``dcp.async_save`` saves in a thread.
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.collectives.agreement import gather_by_rank
+from te_fsdp.modules.extra_state import Amaxes, newest_amaxes, with_newest_amaxes
+from te_fsdp.records import binding_of
+from te_fsdp.upstream import torch_dtensor as _torch
+
+
+class PlanData(dict[str, Any]):
+    """``planner_data`` of a save plan, with the newest amaxes of a rank, or their maxima over ranks."""
+
+    amaxes: Amaxes
+
+    @classmethod
+    def join(cls, data: Any, amaxes: Amaxes) -> PlanData:
+        """Return a copy of a plan's data with these amaxes."""
+        result = cls(data or ())
+        result.amaxes = amaxes
+        return result
+
+
+def maxima(by_rank: Iterable[Amaxes]) -> Amaxes:
+    """Return the maxima over ranks. Ranks omit amaxes of zero."""
+    result: Amaxes = {}
+    for amaxes in by_rank:
+        for key, newest in amaxes.items():
+            result[key] = torch.maximum(result.get(key, newest), newest)
+    return result
+
+
+def wrap_local_plan(stock: Any) -> Any:
+    """Wrap ``create_local_plan`` of a save planner. The coordinator also gets the amaxes of a cached plan."""
+
+    @functools.wraps(stock)
+    def create_local_plan(self: Any) -> Any:
+        plan, amaxes = stock(self), newest_amaxes(self.state_dict)
+        return replace(plan, planner_data=PlanData.join(plan.planner_data, amaxes)) if amaxes else plan
+
+    return create_local_plan
+
+
+def wrap_global_plan(stock: Any) -> Any:
+    """Wrap ``create_global_plan`` of a save planner, which runs on the coordinator only."""
+
+    @functools.wraps(stock)
+    def create_global_plan(self: Any, all_plans: Any) -> Any:
+        amaxes = maxima(getattr(plan.planner_data, "amaxes", {}) for plan in all_plans)
+        plans, metadata = stock(self, all_plans)
+        # Cached plans have the amaxes of an earlier save.
+        plans = [replace(plan, planner_data=PlanData.join(plan.planner_data, amaxes)) for plan in plans]
+        return plans, metadata
+
+    return create_global_plan
+
+
+def wrap_final_plan(stock: Any) -> Any:
+    """Wrap ``finish_plan`` of a save planner: the rank that writes an entry writes it with the maxima."""
+
+    @functools.wraps(stock)
+    def finish_plan(self: Any, new_plan: Any) -> Any:
+        amaxes = getattr(new_plan.planner_data, "amaxes", {})
+        self.state_dict = _with_maxima(self.state_dict, amaxes) if amaxes else self.state_dict
+        return stock(self, new_plan)
+
+    return finish_plan
+
+
+def wrap_full_state(stock: Any) -> Any:
+    """Wrap torch's function that returns a model's state dict. Collective over the mesh for an unsharded one."""
+
+    @functools.wraps(stock)
+    def get_model_state(model: torch.nn.Module, *args: Any) -> dict[str, Any]:
+        state = stock(model, *args)
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        if not meshes or not args[-1].full_state_dict:
+            return state
+        entries = {
+            f"{_torch.without_wrappers(path)}._extra_state".lstrip("."): module.get_extra_state()
+            for path, module in model.named_modules()
+            if binding_of(module) is not None
+            and type(module).get_extra_state is not torch.nn.Module.get_extra_state
+        }
+        if not any(isinstance(entry, torch.Tensor) and entry.numel() for entry in entries.values()):
+            return state
+        by_rank = gather_by_rank(newest_amaxes(entries), max(meshes, key=DeviceMesh.size))
+        return _with_maxima(state, maxima(by_rank.values()))
+
+    return get_model_state
+
+
+def _with_maxima(state: dict[str, Any], amaxes: Amaxes) -> dict[str, Any]:
+    """Return a state dict whose entries have these amaxes. Entries of other ranks are omitted."""
+    keys = {key for key, _ in amaxes} & state.keys()
+    return {**state, **{key: with_newest_amaxes(key, state[key], amaxes) for key in keys}}

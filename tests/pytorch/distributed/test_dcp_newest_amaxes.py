@@ -1,0 +1,33 @@
+"""Training with delayed scaling of BF16 weights that resumes from saved state dicts."""
+
+from __future__ import annotations
+
+import pytest
+from plain_dcp import newest_amaxes
+
+TP, DP = {"dp_shard": 1, "tp": 2}, {"dp_shard": 2}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("form", ["dcp", "async", "cached", "full"])
+@pytest.mark.parametrize(
+    ("axes", "evaluate"), [(TP, False), (TP, True), (DP, True)], ids=["tp", "tp-eval", "dp"]
+)
+def test_resumed_steps_equal_those_without_a_save(pool, tmp_path, axes, evaluate, form):
+    """Files had the newest amaxes of one rank, so that histories and scales differed after the next forward.
+
+    Negative control: the ranks have different newest amaxes when they save.
+    """
+    where = {"axes": axes, "form": form, "directory": str(tmp_path)}
+    for found in pool.run(newest_amaxes.resume, 2, evaluate=evaluate, **where):
+        assert found["unequal"] and found["newest"] and found["differ"] == [], found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("form", ["dcp", "full"])
+@pytest.mark.parametrize("axes", [DP, {"dp_shard": 1, "ep": 2}], ids=["dp", "ep"])
+def test_experts_resume(pool, tmp_path, axes, form):
+    """Check the rows of each expert, of which other ranks have others."""
+    where = {"axes": axes, "form": form, "directory": str(tmp_path)}
+    for found in pool.run(newest_amaxes.resume, 2, evaluate=True, experts=True, **where):
+        assert found["unequal"] and found["newest"] and found["differ"] == [], found
