@@ -88,6 +88,12 @@ def _sharded_init_class() -> type:
     class ShardedInit(base):  # type: ignore[misc, valid-type]
         """Replaces the generic part of TE's ``reset_parameters`` for bound modules."""
 
+        @property
+        def is_fsdp2(self) -> Any:
+            """Return whether TE's forward drops a weight that backward then quantizes again."""
+            # Backward repeats a quantization only. A weight cast by ``torch.autocast`` would be missing (2.20.2).
+            return super().is_fsdp2 and not _te_modules.is_casting()
+
         def reset_parameters(self: Any, defer_init: bool | None = False) -> None:
             """Initialize this rank's shards; see :meth:`MeshModule.reset_parameters`."""
             if binding_of(self) is None:

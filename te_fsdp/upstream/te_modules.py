@@ -133,6 +133,12 @@ def keep_cast_weight(module: nn.Module) -> None:
     module._is_fsdp2 = False  # type: ignore[bad-argument-type]
 
 
+def is_casting() -> bool:
+    """Return whether ``torch.autocast`` is enabled and TE's modules compute without a recipe."""
+    casts = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    return casts and _te.active_recipe() is None
+
+
 def cached_weights(module: nn.Module) -> dict[str, Any]:
     """Return the quantized weights that TE keeps between microbatches (``is_first_microbatch``), by name.
 

@@ -84,3 +84,25 @@ def test_deepcopy_after_a_gather_works_on_bound_models_only(pool):
 
 def test_fused_adam_without_main_weights_does_nothing(pool):
     assert pool.run(te_faults.no_main_weights, 1) == [False]
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+def test_stock_te_under_fsdp2_drops_weights_that_torch_autocast_casts(pool):
+    with pytest.raises(Exception, match="columnwise representation, but it is unavailable"):
+        pool.run(te_faults.gradients_under_torch_autocast, 2, kind="Linear", recipe=None, bound=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("Linear", None),
+        ("LayerNormLinear", None),
+        ("LayerNormMLP", None),
+        ("Linear", "Float8CurrentScaling"),
+    ],
+)
+def test_bound_models_keep_weights_that_torch_autocast_casts(pool, kind, recipe):
+    for equal in pool.run(te_faults.gradients_under_torch_autocast, 2, kind=kind, recipe=recipe, bound=True):
+        assert all(equal.values()), equal

@@ -207,3 +207,40 @@ def no_main_weights() -> bool:
     before = layer.weight._data.clone()
     optimizer.step()
     return not torch.equal(layer.weight._data, before)
+
+
+def gradients_under_torch_autocast(kind: str, recipe: str | None, bound: bool) -> dict[str, bool]:
+    """Return for each gradient whether it equals one process bit for bit, with the same batch on all ranks.
+
+    FP32 weights under ``torch.autocast``, or weights that are quantized with ``recipe`` and used without it.
+    """
+    import transformer_engine.pytorch as te
+    from torch.distributed.fsdp import fully_shard
+    from transformer_engine.common import recipe as recipes
+
+    import te_fsdp
+
+    sizes = (64, 128) if kind == "LayerNormMLP" else (64, 64)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with te.quantized_model_init(
+            enabled=recipe is not None, recipe=recipe and getattr(recipes, recipe)()
+        ):
+            layers = (
+                getattr(te, kind)(*sizes, params_dtype=torch.float32, device=harness.device()) for _ in "ab"
+            )
+            models.append(torch.nn.Sequential(*layers))
+    sharded, single = models
+    if bound:
+        te_fsdp.fully_shard(sharded, te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type()))
+    else:
+        fully_shard(sharded)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(harness.device())
+    for model in models:
+        with torch.autocast(harness.device_type(), torch.bfloat16):
+            output = model(x)
+        output.float().square().sum().backward()
+    assert all(parameter.grad.any() for parameter in single.parameters())
+    expected = dict(single.named_parameters())
+    return {n: harness.full(p.grad).equal(expected[n].grad) for n, p in sharded.named_parameters()}
