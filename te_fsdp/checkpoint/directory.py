@@ -209,6 +209,13 @@ def in_place_of(target: Path) -> Iterator[Path]:
             expected="a path that does not exist",
             fix="choose another path",
         )
+    if not (target.is_symlink() or target.is_file() or target.is_dir()):
+        raise CheckpointError(
+            f"{target}: cannot be replaced",
+            expected="a file or a directory",
+            got="a device, a pipe or a socket",
+            fix="choose another path",
+        )
     # A folder, in which the replacement and the old target can both have the target's own name.
     folder = target.with_name(f"{target.name}.new")
     with explain_os_errors(target):

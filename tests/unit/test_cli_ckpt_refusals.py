@@ -70,6 +70,18 @@ def test_existing_targets_require_force(tmp_path: Path, capsys: pytest.CaptureFi
     assert listing(tmp_path) == {"a", "b", "x", "x.pt", "x.safetensors"}, "nothing hidden is left"
 
 
+def test_force_does_not_replace_a_pipe_or_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, pipe, link = saved(tmp_path / "a"), tmp_path / "pipe", tmp_path / "link.pt"
+    os.mkfifo(pipe)
+    for to in ("torch", "safetensors", "checkpoint"):
+        text = refuse(capsys, "convert", source, pipe, "--to", to, "--force")
+        assert f"{pipe}: cannot be replaced" in text and "got a device, a pipe or a socket" in text
+    assert pipe.is_fifo() and listing(tmp_path) == {"a", "pipe"}
+    link.symlink_to(pipe)  # the link itself is replaced
+    assert main(["ckpt", "convert", str(source), str(link), "--force"]) == 0
+    assert pipe.is_fifo() and values(link) == values(source)
+
+
 def test_force_keeps_the_target_until_its_replacement_is_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
