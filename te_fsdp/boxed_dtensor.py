@@ -16,8 +16,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -35,6 +35,7 @@ from te_fsdp.row_order import (
     stacked_among,
 )
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.torch_dcp import shard_item
 from te_fsdp.upstream.torch_functions import support_foreach
 
 #: Key in a tensor's ``__dict__``.
@@ -250,17 +251,9 @@ class BoxedDTensor(DTensor):
         if self._map is None:
             return super().__create_write_items__(fqn, object)
         self.__dict__[_KEY] = replace(self._map, to_write=True)
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
         # A reader of the files can see that rows need no reordering.
-        properties.memory_format = ORIGINAL_ORDER
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self._chunks()
-        ]
+        shard, size = self._local_tensor, self.size()
+        return [shard_item(fqn, shard, chunk, size, memory_format=ORIGINAL_ORDER) for chunk in self._chunks()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self._map is None:

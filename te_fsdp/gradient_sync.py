@@ -98,23 +98,17 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
     if pending and only is not None:
         pending = {key: pending[key] for key in map(id, only) if key in pending}
     if pending:
-        what = f"gradients of {len(pending)} parameter(s) were not reduced, such as {next(iter(pending.values()))}"
+        expected = "a last backward that reduces the accumulated gradients"
+        got = "only backwards in te_fsdp.no_sync, or microbatches with is_last=False"
+        fix = "run the last backward with is_last=True or outside of the context, or call "
+        fix += "te_fsdp.finish_grad_reduce(model)"
         if in_backward():  # a hook, while other gradients are not reduced
-            raise OrderError(
-                f"{where}: {what}",
-                expected="a call after backward, which reduces them when it ends",
-                got="a call within backward, as in register_post_accumulate_grad_hook",
-                why="Each rank has the gradient of its own microbatches only",
-                fix="call it after backward(), or step an optimizer of the hook's parameter alone",
-            )
-        raise OrderError(
-            f"{where}: {what}",
-            expected="a last backward that reduces the accumulated gradients",
-            got="only backwards in te_fsdp.no_sync, or microbatches with is_last=False",
-            why="Each rank has the gradient of its own microbatches only",
-            fix="run the last backward with is_last=True or outside of the context, or call "
-            "te_fsdp.finish_grad_reduce(model)",
-        )
+            expected = "a call after backward, which reduces them when it ends"
+            got = "a call within backward, as in register_post_accumulate_grad_hook"
+            fix = "call it after backward(), or step an optimizer of the hook's parameter alone"
+        what = f"gradients of {len(pending)} parameter(s) were not reduced, such as {next(iter(pending.values()))}"
+        why = "Each rank has the gradient of its own microbatches only"
+        raise OrderError(f"{where}: {what}", expected=expected, got=got, why=why, fix=fix)
 
 
 def raise_if_backward_failed(state: ShardedModel, where: str) -> None:

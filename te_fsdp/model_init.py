@@ -275,7 +275,7 @@ class _Unsharded(TorchFunctionMode):
             for entry in self.live.values():
                 # An initialization may write through a view that it made before, so the tensor stays unsharded
                 # while a view lives.
-                if tensor is not entry.full and _memory(tensor) == _memory(entry.full):
+                if tensor is not entry.full and _torch.memory_id(tensor) == _torch.memory_id(entry.full):
                     entry.views.append(weakref.ref(tensor))
         return result
 
@@ -355,13 +355,9 @@ class _Unsharded(TorchFunctionMode):
             )
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
+def _fingerprint(tensor: torch.Tensor) -> int:
     """Return a checksum of a tensor's bits: writes through ``.data`` do not count as versions."""
-    return tuple(checksum(tensor.detach()).flatten().tolist())
+    return int(checksum(tensor))
 
 
 def attributes_on_meta(model: nn.Module) -> Iterator[str]:

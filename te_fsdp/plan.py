@@ -143,8 +143,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         sharded_units = {name: row for name, row in units.items() if name not in without_shards}
         precision = None
         if request.precision is not None:
-            all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
-            precision = plan_precision(model, rows, sharded_units, request.precision, all_reduces=all_reduces)
+            precision = plan_precision(model, rows, sharded_units, request.precision)
             for owner in iter_param_owners(model):
                 key = id(owner.module), owner.name
                 dtype = precision.gradient_of(owner.parameter, rows[key])

@@ -109,7 +109,6 @@ class PrecisionPlan:
     policy: MixedPrecisionPolicy  #: The user's policy
     #: Unit -> compute dtype; ``None`` without floating-point parameters.
     compute: dict[str, torch.dtype | None]
-    all_reduces: bool = False  #: Whether FSDP2 itself reduces over ``dp_replicate``
 
     def accumulation_dtype(self, unit: str) -> torch.dtype | None:
         """Return the dtype in which a unit's gradients are accumulated."""
@@ -164,14 +163,11 @@ def plan_precision(
     rows: Mapping[Key, ParameterPlan],
     units: Iterable[str],
     policy: MixedPrecisionPolicy,
-    *,
-    all_reduces: bool = False,
 ) -> PrecisionPlan:
     """Plan a policy for a model before ``set_device_mesh``. Local operation without changes, identical on all ranks.
 
     ``rows`` are the plans of its parameters, by owner's id and name. ``units`` are the future FSDP2 units, outer
-    before inner. ``all_reduces``: FSDP2 itself will reduce over ``dp_replicate`` (HSDP). Raises PrecisionError, with
-    the parameter or the unit, if the policy contradicts the model.
+    before inner. Raises PrecisionError, with the parameter or the unit, if the policy contradicts the model.
     """
     # Label, parameter, and whether it is or will be quantized.
     members: dict[str, list[tuple[str, torch.Tensor, bool]]] = {unit: [] for unit in units}
@@ -198,7 +194,7 @@ def plan_precision(
         for label, parameter, quantized in params:
             if parameter.requires_grad:
                 _check_main_params_dtype(label, parameter, quantized, policy.main_params_dtype)
-    return PrecisionPlan(policy, compute, all_reduces)
+    return PrecisionPlan(policy, compute)
 
 
 def _check_main_params_dtype(

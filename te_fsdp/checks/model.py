@@ -39,7 +39,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_containers import opaque_in, tensors_in
-from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, fsdp_state_of, reduction_of
+from te_fsdp.upstream.fsdp2_units import call_before, fsdp_parameter_groups, fsdp_state_of, reduction_of
 from te_fsdp.upstream.torch_autograd import refuse_hooks, use_count
 from te_fsdp.upstream.torch_data import assigned_data, assignments
 from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
@@ -183,7 +183,7 @@ def watch_model(state: ShardedModel) -> None:
     for name, unit in state.modules.items():
         # Before the all-gather of backward, so that no rank waits for one that has raised.
         for group in fsdp_parameter_groups(unit):
-            _fsdp2_patches.before_backward(group, functools.partial(refuse_second_derivatives, name))
+            call_before(group, "pre_backward", functools.partial(refuse_second_derivatives, name))
     before_reparametrization(_refuse_reparametrization)
 
 

@@ -190,13 +190,13 @@ def ended_error(call: str, ended: list[int], size: int, own: Exception | None = 
         expected=f"the call on all {size} ranks",
         got="an ended process (its connection is closed)"
         + (f", and here {type(own).__name__}: {(str(own).splitlines() or [''])[0][:200]}" if own else ""),
-        why="It may have been killed or have raised an error; check its own output",
-        fix="restart the job from its last checkpoint",
     )
 
 
-def _with_end(what: str, **parts: str) -> CollectiveError:
-    error = CollectiveError(what, **parts)
+def _with_end(what: str, got: str, expected: str | None = None) -> CollectiveError:
+    why = "It may have been killed or have raised an error; check its own output"
+    fix = "restart the job from its last checkpoint"
+    error = CollectiveError(what, expected=expected, got=got, why=why, fix=fix)
     error.has_ended = True
     return error
 
@@ -211,8 +211,6 @@ def store_errors(call: str) -> Iterator[None]:
         raise _with_end(
             f"te_fsdp.{call}: {holder}, which hosts the store of torch.distributed, has ended",
             got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
-            why="It may have been killed or have raised an error; check its own output",
-            fix="restart the job from its last checkpoint",
         ) from lost
 
 

@@ -22,23 +22,23 @@ from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units, te as
 
 def attach_gradient_dtypes(setup: Setup) -> None:
     """Let FSDP2 reduce and accumulate gradients as the precision policy says. Local operation."""
-    plan, model = setup.plan.precision, setup.state.model
+    plan, state, model = setup.plan.precision, setup.state, setup.state.model
     if plan is None:
         return
-    setup.state.components.attach(GradientDtypes())
+    state.components.attach(GradientDtypes())
     others = {
         p.unit
         for p in setup.plan.parameters.values()
         if p.gradient_dtype is not None and not p.storage.is_replicated
     }
-    comm = setup.state.sync.comm = GradComm(plan.policy.grad_comm_dtype, plan.policy.adds_in_fp32)
+    comm = state.sync.comm = GradComm(plan.policy.grad_comm_dtype, plan.policy.adds_in_fp32)
     for name in plan.compute:
         unit = model.get_submodule(name)
         if not fsdp2_units.is_fsdp_module(unit):
             continue
         set_unit_grad_comm(unit, comm, name)
         # FSDP2 has no hook for its all-reduce over dp_replicate, which adds in the communication dtype.
-        if comm.fp32_sum and plan.all_reduces:
+        if comm.fp32_sum and state.outer == "no_shard" and state.meshes.size("dp_replicate") > 1:
             _fsdp2_patches.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
         if (
             comm.fp32_sum

@@ -303,4 +303,4 @@ def watch_unreduced_gradients(setup: Setup) -> None:
             _fsdp2_patches.add_reduction_listener(
                 group, before=marks.before_reduction, ended=functools.partial(marks.after_backward, name)
             )
-            _fsdp2_patches.before_backward(group, functools.partial(marks.before_backward, name))
+            fsdp2_units.call_before(group, "pre_backward", functools.partial(marks.before_backward, name))

@@ -318,7 +318,7 @@ class ExpertEntry(_Entry):
                 fix="save the state dict itself, or save with te_fsdp.checkpoint.save",
             )
         size = torch.Size((self.experts.total, self.shape[1]))
-        return torch_dcp.shard_item(fqn, self.as_subclass(torch.Tensor), self._chunk(), size)
+        return [torch_dcp.shard_item(fqn, self.as_subclass(torch.Tensor), self._chunk(), size)]
 
     def __create_chunk_list__(self) -> list[Any]:
         return [self._chunk()] if self.is_target else []

@@ -70,11 +70,6 @@ def add_reduction_listener(
             registered.append(new)
 
 
-def before_backward(group: Any, call: Callable[[], None]) -> None:
-    """Call a function before a parameter group is unsharded for backward (``FSDPParamGroup.pre_backward``)."""
-    _units.call_before(group, "pre_backward", call)
-
-
 # --- dtypes of gradients
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_fsdp.upstream.fsdp2_gradients import unreduced_gradients_of
 from te_fsdp.upstream.fsdp2_patches import add_reduction_listener
 from te_fsdp.upstream.fsdp2_reduce import ReducedRecord
 from te_fsdp.upstream.fsdp2_units import GROUP, record_of, record_of_group, replace_property
+from te_fsdp.upstream.torch_autograd import resume_accumulation_hooks, suspend_accumulation_hooks
 from te_fsdp.upstream.torch_dtensor import zero_gradient
 
 
@@ -99,7 +101,7 @@ class UseFlags(ReducedRecord):
         records = group.fsdp_params
         trained = [m for m in records if hasattr(m, "_unsharded_param") and m._unsharded_param.requires_grad]
         # FSDP2 frees gradients while it reduces them, so no reference to one may remain here.
-        dtype = next((dtype for dtype in map(_gradient_dtype, trained) if dtype is not None), None)
+        dtype = next((g.dtype for managed in trained for g in unreduced_gradients_of(managed)), None)
         if dtype is None:
             stock(*args)
             return
@@ -118,10 +120,7 @@ class UseFlags(ReducedRecord):
         # that no rank used. An optimizer step in a hook would then decay such a weight. With sums of HSDP, FSDP2
         # records only after the reduction that gradients are reduced.
         is_late = bool(filled) or group._partial_reduce_output is not None
-        hooked = [m.sharded_param for m in trained] if is_late else []
-        hooks = [(p, calls) for p in hooked if (calls := p._post_accumulate_grad_hooks)]
-        for parameter, _ in hooks:
-            parameter._post_accumulate_grad_hooks = None
+        hooks = suspend_accumulation_hooks([m.sharded_param for m in trained] if is_late else ())
         group.fsdp_params, self.unsharded_grad_dtype = [*records, self], dtype
         order = group.__dict__.get("_reduce_scatter_param_indices")  # torch 2.15: of the records to reduce
         if order is not None:
@@ -132,8 +131,7 @@ class UseFlags(ReducedRecord):
             group.fsdp_params = records
             if order is not None:
                 group._reduce_scatter_param_indices = order
-            for parameter, calls in hooks:
-                parameter._post_accumulate_grad_hooks = calls
+            resume_accumulation_hooks(list(hooks))
         reduced, self.sharded_param.grad = self.sharded_param.grad, None
         if reduced is None:
             return  # HSDP keeps the sums over dp_shard until it reduces them over dp_replicate
@@ -181,13 +179,6 @@ class UseFlags(ReducedRecord):
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of the reduced flags."""
         return tensor
-
-
-def _gradient_dtype(managed: Any) -> torch.dtype | None:
-    """Return the dtype of a record's unsharded gradient, or ``None`` without one."""
-    gradient = managed.unsharded_accumulated_grad
-    gradient = managed._unsharded_param.grad if gradient is None else gradient
-    return None if gradient is None else gradient.dtype
 
 
 def keep_zeros_unquantized(module: nn.Module, shard: torch.Tensor) -> None:

@@ -229,12 +229,11 @@ def zero_copy_input_of(
             size = managed.padded_sharded_param_size.numel() * ranks
             if size == 0:
                 continue
-            if (size >= LARGE or not packs) and not _reason_to_copy(managed, ranks):
-                parts.append(ReduceScatterPart(size, 1, is_alone=True))
-            elif parts and not parts[-1].is_alone:
-                parts[-1] = ReduceScatterPart(parts[-1].numel + size, parts[-1].count + 1, is_alone=False)
+            is_alone = (size >= LARGE or not packs) and not _reason_to_copy(managed, ranks)
+            if is_alone or not parts or parts[-1].is_alone:
+                parts.append(ReduceScatterPart(size, 1, is_alone))
             else:
-                parts.append(ReduceScatterPart(size, 1, is_alone=False))
+                parts[-1] = ReduceScatterPart(parts[-1].numel + size, parts[-1].count + 1, is_alone=False)
         cached = record.parts = key, ReduceScatterParts.of(ranks, parts)
     layout = cached[1]
     if layout.numel != numel or not layout.avoids_copies:

@@ -77,7 +77,7 @@ def byte_item(fqn: str) -> list[WriteItem]:
 def tensor_item(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
     """Return the plan to write an ordinary tensor."""
     full = ChunkStorageMetadata(torch.Size([0] * tensor.ndim), torch.Size(tensor.shape))
-    return shard_item(fqn, tensor, full, full.sizes, WriteItemType.TENSOR)
+    return [shard_item(fqn, tensor, full, full.sizes, WriteItemType.TENSOR)]
 
 
 def shard_item(
@@ -86,7 +86,11 @@ def shard_item(
     chunk: ChunkStorageMetadata,
     size: torch.Size,
     kind: WriteItemType = WriteItemType.SHARD,
-) -> list[WriteItem]:
+    *,
+    memory_format: torch.memory_format | None = None,
+) -> WriteItem:
     """Return the plan to write the shard ``chunk`` of a tensor of a size."""
-    data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(shard), size=size)
-    return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=kind, tensor_data=data)]
+    properties = TensorProperties.create_from_tensor(shard)
+    properties.memory_format = memory_format or properties.memory_format
+    data = TensorWriteData(chunk=chunk, properties=properties, size=size)
+    return WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=kind, tensor_data=data)

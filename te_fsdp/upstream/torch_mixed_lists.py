@@ -89,10 +89,8 @@ class MixedLists:
         return results if any(result is not None for result in results) else None
 
 
-@functools.cache
-def mixed_lists() -> MixedLists:
-    """Return the handlers of this process."""
-    return MixedLists()
+#: The handlers of this process.
+mixed_lists = functools.cache(MixedLists)
 
 
 @functools.cache
@@ -161,10 +159,8 @@ class ForeachWrites:
         return result
 
 
-@functools.cache
-def foreach_writes() -> ForeachWrites:
-    """Return the handlers of this process."""
-    return ForeachWrites()
+#: The handlers of this process.
+foreach_writes = functools.cache(ForeachWrites)
 
 
 def clipping_arguments() -> tuple[float, float] | None:

@@ -80,12 +80,9 @@ def keep_casts(unit: nn.Module) -> None:
 
 def kept_casts(unit: nn.Module) -> list[torch.Tensor]:
     """Return the memory of weights that :func:`keep_casts` keeps allocated."""
-    kept = [
-        managed
-        for managed in managed_fsdp_params(unit)
-        if vars(managed).get("free_unsharded_param") is _keep_cast
-    ]
-    return [tensor for managed in kept for tensor in managed.all_gather_outputs]
+    records = managed_fsdp_params(unit)
+    kept = [record for record in records if vars(record).get("free_unsharded_param") is _keep_cast]
+    return [tensor for record in kept for tensor in record.all_gather_outputs]
 
 
 #: Replaces ``FSDPParam.free_unsharded_param``. Does nothing, and is not the function of shards that are not cast.
