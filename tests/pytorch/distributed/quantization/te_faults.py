@@ -243,4 +243,4 @@ def gradients_under_torch_autocast(kind: str, recipe: str | None, bound: bool) -
         output.float().square().sum().backward()
     assert all(parameter.grad.any() for parameter in single.parameters())
     expected = dict(single.named_parameters())
-    return {n: harness.full(p.grad).equal(expected[n].grad) for n, p in sharded.named_parameters()}
+    return {n: harness.full(p.grad).equal(expected[n].grad.cpu()) for n, p in sharded.named_parameters()}
