@@ -102,16 +102,17 @@ def _wait_for_new_states(state: ShardedModel, call: str = "") -> None:
         dict[Any, tuple[str, DeviceMesh | None, bool]](),
     )
     if compared.calls is not None:
-        mesh = state.meshes.device_mesh["dp_shard"]
         made = shorten(list(compared.calls[1] or compared.calls[0]), 3) or "none"
-        new[call or mode, compared.calls] = (
-            f"{call or 'forward'}: a new order of manual calls, {made}",
-            mesh,
-            False,
-        )
+        label = f"{call or 'forward'}: a new order of manual calls, {made}"
+        key = call or mode, compared.calls
+        # Ranks may run different numbers of forwards while their units are unsharded.
+        gathers = key not in compared.states and (bool(call) or any(map(_is_sharded, state.modules.values())))
+        new[key] = label, state.meshes.device_mesh["dp_shard"] if gathers else None, False
         compared.calls = compared.calls if call else (compared.calls[1] or compared.calls[0], ())
-    if compared.setter and mode[1] and not call:
-        mesh = _ranks_of_order(state, any(state.units[name].gather == "pass" for name in state.modules))
+    # Ranks that keep weights for a step may run different numbers of forwards, of which the first all-gathers.
+    gathers = any(state.units[name].gather == "pass" for name in state.modules)
+    if compared.setter and mode[1] and not call and gathers:
+        mesh = _ranks_of_order(state, gathers)
         label = f"forward with new settings of FSDP2: {compared.setter} was called"
         # The end of the first forward compares settings.
         new[flags_of_backward(state.modules.values())] = label, mesh if compared.orders else None, True
@@ -122,7 +123,13 @@ def _wait_for_new_states(state: ShardedModel, call: str = "") -> None:
             with forward_rendezvous(label, mesh):
                 compared.checks_done[mesh.mesh_dim_names, "state"] += 1
             compared.reordered = mesh if has_new_settings else compared.reordered
-        compared.states.add(key)
+        if mesh is not None or not compared.orders:  # others are not compared, and may be new in each step
+            compared.states.add(key)
+
+
+def _is_sharded(unit: nn.Module) -> bool:
+    """Return whether the next forward of a unit all-gathers it from other ranks."""
+    return not _fsdp2.is_unit_unsharded(unit) and _fsdp2.all_gather_ranks(unit) is not None
 
 
 def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
@@ -175,7 +182,12 @@ def compare_unit_order(state: ShardedModel) -> None:
     """
     compared, mode = state.computed, state.computed.order_mode
     mine, known, compared.running = compared.running, compared.orders.get(mode), None
-    if mode[1]:
+    # Ranks may have different numbers of microbatches before the one that reduces, so it compares the settings.
+    if (
+        compared.setter
+        and mode[1]
+        and all(reduces_gradients(u, replicas=True) for u in state.modules.values())
+    ):
         compared.setter = ""
     if mine is None or not state.modules:
         return

@@ -388,3 +388,29 @@ def reshard_before_a_step() -> None:
         optimizer.step()
         optimizer.zero_grad()
     te_fsdp.set_collective_timeout(1800)
+
+
+def run_different_microbatches(kind: str) -> int:
+    """Run one or two microbatches in a step, depending on the rank. Return the number of states to compare."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device().type)
+    model = Layers()
+    te_fsdp.fully_shard(model, meshes, units=["layers.*"], strategy="optim")
+    te_fsdp.materialize(model, seed=0)
+    optimizer, state = make_sgd(model), te_fsdp.sharded_model.get_sharded_model(model)
+    assert state is not None
+    for layer in model.layers:  # Gloo has no sums with a factor
+        layer.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    for step in range(4):
+        if kind == "gather":
+            te_fsdp.start_param_gather(model)
+        for layer in model.layers if kind == "factor" else ():
+            layer.set_gradient_divide_factor(float(step + 2))  # type: ignore[operator]
+        count = 1 + (step > 0 and (step + dist.get_rank()) % 2)
+        for micro in range(count):
+            with te_fsdp.microbatch(model, is_last=micro == count - 1):
+                model(draw_batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(state.computed.states)

@@ -257,3 +257,11 @@ def test_manual_unshard_on_one_rank_raises(pool, case, begin):
 @pytest.mark.ranks(2)
 def test_one_rank_may_reshard_before_a_step(pool):
     pool.run(bodies.reshard_before_a_step, 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gather", "factor"])
+def test_different_microbatches_pass_after_manual_calls(pool, kind):
+    """A rank with more microbatches of kept weights waited for the others, which waited in the reduction."""
+    first, second = pool.run(bodies.run_different_microbatches, 2, timeout=20, kind=kind)
+    assert first == second
