@@ -96,11 +96,9 @@ def _wait_for_new_states(state: ShardedModel, call: str = "") -> None:
 
     Before a manual all-gather (``call``), or the first unit of a forward. Collective in a new state.
     """
-    compared, mode, new = (
-        state.computed,
-        state.computed.order_mode,
-        dict[Any, tuple[str, DeviceMesh | None, bool]](),
-    )
+    compared, mode = state.computed, state.computed.order_mode
+    #: State -> its label, the ranks that must have it too, and whether their settings are new
+    new: dict[Any, tuple[str, DeviceMesh | None, bool]] = {}
     if compared.calls is not None:
         made = shorten(list(compared.calls[1] or compared.calls[0]), 3) or "none"
         label = f"{call or 'forward'}: a new order of manual calls, {made}"

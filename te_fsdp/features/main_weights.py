@@ -81,10 +81,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """
     require_model(model, "check_optimizer(model, optimizer)")
     require_optimizer(optimizer, "check_optimizer(model, optimizer)")
-    for module in model.modules():
-        if fsdp2_units.is_fsdp_module(module):
-            # An unsharded unit has different parameter objects than the optimizer.
-            module.reshard()  # type: ignore[operator]
+    # An unsharded unit has different parameter objects than the optimizer.
+    fsdp2_units.wait_and_reshard(model)
     current = {id(p) for p in model.parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in params if id(p) not in current]

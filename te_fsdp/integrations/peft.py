@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError, PlacementError, require_kind, shorten
@@ -308,7 +309,7 @@ def merge(model: nn.Module) -> None:
         )
     # The shards are changed, so kept unsharded weights would be stale.
     for _, unit in state.gathered():
-        unit.reshard()  # type: ignore[operator]
+        FSDPModule.reshard(unit)  # type: ignore[bad-argument-type]  # not a call of the user
     # In the order of the model, which all ranks share: each layer is collective.
     for _, layer in layers:
         base: Any = layer.base_layer

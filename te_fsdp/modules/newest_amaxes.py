@@ -97,7 +97,7 @@ def wrap_full_state(stock: Any) -> Any:
             if binding_of(module) is not None
             and type(module).get_extra_state is not torch.nn.Module.get_extra_state
         }
-        if not any(isinstance(entry, torch.Tensor) and entry.numel() for entry in entries.values()):
+        if not entries:
             return state
         by_rank = gather_by_rank(newest_amaxes(entries), max(meshes, key=DeviceMesh.size))
         return _with_maxima(state, maxima(by_rank.values()))

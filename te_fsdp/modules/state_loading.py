@@ -201,12 +201,13 @@ def refuse_missing_states(planner: Any) -> None:
 
     DCP reads only what the given state dict has. That of a partly stepped optimizer lacks states.
     """
-    saved, problems = planner.metadata.state_dict_metadata, dict[str, None]()
+    lacking = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
+    parts = {key[:end] for key in lacking for end, letter in enumerate(key) if letter == "."}
+    problems = dict[str, None]()
     for key, value in planner.state_dict.items():
         own, names = _lacking.get(value, ("", ())) if isinstance(value, torch.Tensor) else ("", ())
         for name in names:
-            prefix = f"{key.removesuffix(own)}state.{name}."
-            if any(k.startswith(prefix) and k not in planner.state_dict for k in saved):
+            if f"{key.removesuffix(own)}state.{name}" in parts:
                 problems[name] = None
     if problems:
         raise CheckpointError(

@@ -281,10 +281,13 @@ def wait_for_reductions(root: nn.Module) -> None:
     # A backward does this at its end unless ``set_is_last_backward(False)`` disables it. On torch 2.15
     # ``FSDPState._end_backward_iteration``.
     if fsdp_state_of(root)._state_ctx.post_backward_final_callback_queued:
-        # An optimizer steps in a hook, within the backward, which still needs FSDP2's state.
-        for group in _groups(root):
-            if group._post_reduce_event is not None:
-                group.device_handle.current_stream().wait_event(group._post_reduce_event)
+        # An optimizer steps in a hook, within the backward, which still needs FSDP2's state. From torch 2.13 on FSDP2
+        # keeps the last event of each stream.
+        groups = _groups(root)
+        last = getattr(_comm(root), "_last_post_reduce_events", None)
+        events = [group._post_reduce_event for group in groups] if last is None else last.values()
+        for event in filter(None, events):
+            groups[0].device_handle.current_stream().wait_event(event)
         return
     end = getattr(fsdp_state_of(root), "_end_backward_iteration", None)
     if end is not None:  # torch 2.15: finalize_backward of its groups no longer waits for the reductions
