@@ -1,4 +1,4 @@
-"""Bodies: compiled blocks of a sharded model, or a compiled function with forward and backward."""
+"""Bodies: blocks or steps under ``torch.compile``, compared bit for bit with one process."""
 
 from __future__ import annotations
 
