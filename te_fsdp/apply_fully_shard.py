@@ -43,6 +43,7 @@ from te_fsdp.upstream import (
     fsdp2_settled as _fsdp2_settled,
     fsdp2_state as _fsdp2,
     fsdp2_units,
+    te_modules as _te_modules,
 )
 from te_fsdp.upstream.fsdp2_unused import complete_gradients
 from te_fsdp.upstream.torch_mixed_lists import support_foreach_copy
@@ -255,6 +256,9 @@ def prepare_units(setup: Setup) -> None:
                 sum_at_once(group)
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.fsdp.is_managed = True
+    for unit in filter(fsdp2_units.is_fsdp_module, state.model.modules()):
+        for module in unit.modules():
+            _te_modules.cache_is_fsdp2(module)
 
 
 def reduce_unused_parameters(setup: Setup) -> None:

@@ -342,6 +342,7 @@ class MeshModule(torch.nn.Module):
             mark_replaced(old, binding.label(name), "fully_shard")
         register_shard(binding, self, name, value)
         binding.fsdp.is_managed = True
+        _te_modules.cache_is_fsdp2(self)
         pair.shard, pair.release = value, release_function_of(pair.unsharded, value, binding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

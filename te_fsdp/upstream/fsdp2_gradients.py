@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, iter_fsdp_params, record_of_group
-from te_fsdp.upstream.torch_dtensor import dtensor, spec_of, with_dtype
+from te_fsdp.upstream.torch_dtensor import dtensor, runs_eagerly, spec_of, with_dtype
 
 
 def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
@@ -106,6 +106,8 @@ def leaves_of(groups: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tenso
 def add_unsharded_inputs() -> None:
     """Let ``backward(inputs=...)`` of sharded parameters reach the unsharded ones; once per process."""
     stock = torch.autograd.backward
+    # Called in a compiled function, it would trace each hook of a backward on the CPU.
+    eager = runs_eagerly(stock)
 
     @functools.wraps(stock)
     def backward(*args: Any, **options: Any) -> None:
@@ -118,7 +120,7 @@ def add_unsharded_inputs() -> None:
             options["inputs"] = inputs + [
                 leaf for leaf in leaves if leaf is not None and id(leaf) not in given
             ]
-        stock(*args, **options)
+        eager(*args, **options)
 
     torch.autograd.backward = backward
 

@@ -133,6 +133,13 @@ def keep_cast_weight(module: nn.Module) -> None:
     module._is_fsdp2 = False  # type: ignore[bad-argument-type]
 
 
+def cache_is_fsdp2(module: nn.Module) -> None:
+    """Set the answer of TE's ``is_fsdp2`` for a module in a unit of FSDP2."""
+    # TE's first forward searches all units. ``torch.compile`` would trace that, and fails if a unit is compiled.
+    if hasattr(type(module), "is_fsdp2"):
+        module.__dict__.setdefault("_is_fsdp2", True)
+
+
 def is_casting() -> bool:
     """Return whether ``torch.autocast`` is enabled and TE's modules compute without a recipe."""
     casts = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")

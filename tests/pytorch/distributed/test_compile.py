@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checkpointing.selection import is_full
-from strategies import compiled
+from strategies import compiled, compiled_parts
 
 ALL = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 MIXED = {"blocks.0": "optim", "blocks.1": "no_shard"}
@@ -32,3 +32,9 @@ def test_compiled_training_is_bitwise_equal(pool, axes, outer, backend, strategi
         compiled.trained, ranks, strategies=strategies, axes=axes, backend=backend, outer=outer, timeout=300
     ):
         assert all(graphs), graphs  # something was compiled: the head, between the units
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["before", "after", "torch", "step"])
+def test_compiled_parts_equal_one_process(pool, way):
+    assert pool.run(compiled_parts.equal_to_one_process, 2, way=way, timeout=300) == [10, 10]
