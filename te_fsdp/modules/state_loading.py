@@ -189,11 +189,11 @@ def record_missing_states(states: dict[str, Any], optimizers: Iterable[Optimizer
     """Record which parameters have no state when torch returns a state dict, nested or flattened. Local operation."""
     missing = {name: p for o in optimizers if _has_stepped(o) for name, p in _without_state(o, info).items()}
     missing = {name: p for name, p in missing.items() if get_record(p)}
-    nested = states.get("state", {}).items()
+    nested, names = states.get("state", {}).items(), [*missing]
     values = {f"state.{name}.{key}": value for name, state in nested for key, value in state.items()}
     for key, value in (values if "state" in states else states).items():
         if isinstance(value, torch.Tensor):
-            _lacking[value] = key, [*missing]
+            _lacking[value] = key, names
 
 
 def refuse_missing_states(planner: Any) -> None:
@@ -203,12 +203,12 @@ def refuse_missing_states(planner: Any) -> None:
     """
     lacking = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
     parts = {key[:end] for key in lacking for end, letter in enumerate(key) if letter == "."}
-    problems = dict[str, None]()
+    by_prefix: dict[str, list[str]] = {}  # of an optimizer's keys in the given state dict
     for key, value in planner.state_dict.items():
-        own, names = _lacking.get(value, ("", ())) if isinstance(value, torch.Tensor) else ("", ())
-        for name in names:
-            if f"{key.removesuffix(own)}state.{name}" in parts:
-                problems[name] = None
+        if isinstance(value, torch.Tensor) and value in _lacking:
+            own, names = _lacking[value]
+            by_prefix[key.removesuffix(own)] = names
+    problems = {n for prefix, names in by_prefix.items() for n in names if f"{prefix}state.{n}" in parts}
     if problems:
         raise CheckpointError(
             f"dcp.load: states of {len(problems)} parameters that have not stepped: {shorten(sorted(problems))}",
