@@ -19,10 +19,11 @@ from experts.model import Mixture
 from parity.runs import shards
 from torch import nn
 
-from matrix.bodies import SEED, Check, Cut, Seen, _dense, batch
+from matrix.bodies import SEED, Check, Cut, Seen, _dense, _rms, batch
 from matrix.configurations import MESHES, POLICIES, Configuration
 from matrix.search_models import Stack
 from matrix.search_oracle import CLIP, STEPS, Oracle, evaluate, optimizer_of, run, trained, uses_side, width
+from matrix.tolerances import MANTISSA, rounding
 
 
 class SearchCheck(Check):
@@ -101,7 +102,27 @@ def trial(drawn: Configuration, *, spoil: bool = False) -> dict[str, float]:
         optimizer.step()
         model.zero_grad()
     compare_updates(drawn, model, optimizer, check, before, alone)
-    return check.settle(drawn.ranks)["shares"]
+    try:
+        return check.settle(drawn.ranks)["shares"]
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{growth_of_noise(drawn, model, expected)}") from None
+
+
+def growth_of_noise(drawn: Configuration, model: nn.Module, expected: Seen) -> str:
+    """Describe what one more rounding of the inputs changes in one process. Collective.
+
+    A configuration in which it grows beyond the bounds deviates without a fault of the sharded model.
+    """
+    bits = {"fp32": 23}.get(drawn.weights, MANTISSA.get(drawn.recipe, (7,))[0])
+    alone = Oracle(drawn, noise=rounding(bits))
+    alone.start_from(*_initial_dtypes(model))
+    seen = alone.train()
+    if dist.get_rank():
+        return ""
+    pairs = [(name, seen[name].to(value.device), value) for name, value in expected.tensors.items()]
+    relative = {name: _rms(value - other) / (_rms(value) or 1.0) for name, other, value in pairs}
+    largest = max(relative, key=relative.__getitem__)
+    return f"one process with inputs rounded once more to {bits} bits: {largest} differs by {relative[largest]:.3g}"
 
 
 def _initial_dtypes(model: nn.Module) -> tuple[set[str], set[str]]:

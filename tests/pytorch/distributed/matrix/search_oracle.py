@@ -30,9 +30,14 @@ class Oracle:
 
     path: dict[str, float]
 
-    def __init__(self, drawn: Configuration) -> None:
-        """Build the model. Collective."""
-        self.drawn = drawn
+    def __init__(self, drawn: Configuration, *, noise: float = 0.0) -> None:
+        """Build the model. Collective.
+
+        Args:
+            drawn: The configuration.
+            noise: Standard deviation of a relative error of the inputs, to see how far it grows.
+        """
+        self.drawn, self.noise = drawn, noise
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         torch.manual_seed(SEED)
         weights = drawn.computes_in if drawn.weights == "fp32" else drawn.weights
@@ -112,6 +117,7 @@ class Oracle:
         for micro in range(drawn.microbatches):
             x, target = batch(hidden, f"{step}.{micro}")
             if trains:
+                x = x * (1 + self.noise * torch.randn_like(x)) if self.noise else x
                 x = run(drawn, self.model, x, target, drawn.microbatches, uses_side(drawn, step))
             seen[f"output {step}.{micro}"] = x.float()
 
