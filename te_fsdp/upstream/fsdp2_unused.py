@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from te_fsdp.upstream.fsdp2_gradients import unreduced_gradients_of
+from te_fsdp.upstream.fsdp2_hooks import current_stream
 from te_fsdp.upstream.fsdp2_patches import add_reduction_listener
 from te_fsdp.upstream.fsdp2_reduce import ReducedRecord
 from te_fsdp.upstream.fsdp2_units import GROUP, record_of, record_of_group, replace_property
@@ -35,7 +36,12 @@ def complete_gradients(group: Any) -> None:
 
 
 def _finalize(group: Any, flags: UseFlags, stock: Any, *args: Any) -> None:
-    reduced = group._post_reduce_event
+    """Run in place of ``FSDPParamGroup.finalize_backward``. Local operation."""
+    unused, reduced = group._all_gather_result, group._post_reduce_event
+    if unused is not None and unused.all_gather_event is not None:
+        # FSDP2 frees an all-gather that nothing used, as after an evaluation between two steps. Until torch 2.14 it
+        # waits for it on a `torch.Stream`, which ignores the event. Later all-gathers would get the memory too early.
+        current_stream(group).wait_event(unused.all_gather_event)
     stock(*args)
     if flags.undecided:
         if reduced is not None:  # torch 2.15 waits for the last reductions later

@@ -41,7 +41,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("pre_backward", "refuses `create_graph=True` before weights are gathered"),
         ("_init_mp_dtypes", "sharded gradients may have their own dtype", "torch 2.11 to 2.14"),
-        ("finalize_backward", "no gradient for parameters that no rank used"),
+        ("finalize_backward", "no gradient for parameters that no rank used; waits for an unused all-gather"),
         ("_to_unsharded, _to_sharded", "one loop per unit while parameters are unchanged"),
         ("_register_post_backward_hook", "one loop over flat arguments"),
         ("unshard, wait_for_unshard", "all-gathers with the sizes and views of the previous one"),

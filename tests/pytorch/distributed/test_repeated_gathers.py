@@ -30,3 +30,12 @@ def test_moved_shards_are_freed(pool):
     """A repeated all-gather keeps no reference to shards, whose memory a loop may free by moving them."""
     for freed in pool.run(repeated_gathers.freed_shards, 2):
         assert all(freed)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.gpu, id="control")])
+def test_memory_of_an_unused_gather_is_not_used_too_early(pool, waits):
+    """Check outputs after an evaluation against the same weights without one; FSDP2's own wait is the control."""
+    outputs = pool.run(repeated_gathers.outputs_after_evaluation, 2, waits=waits)
+    equal = [have.equal(want) for pair in outputs for have, want in zip(*pair, strict=True)]
+    assert all(equal) is waits, equal

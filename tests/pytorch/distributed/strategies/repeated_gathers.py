@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -11,12 +12,15 @@ import harness
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import te_fsdp
 from te_fsdp.upstream import fsdp2_gather
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
 from te_fsdp.upstream.torch_dtensor import local_of
 
 HIDDEN, TOKENS, STEPS = 256, 32, 5
+CYCLES = 100_000_000  # about 50 ms on an H100
 
 
 def _model(recipe: str, policy: Any) -> tuple[torch.nn.Module, Any]:
@@ -79,6 +83,35 @@ def train(recipe: str, casts: bool, stock: bool) -> dict[str, Any]:
             losses.append(loss.detach())
     weights = [harness.full(parameter).float() for parameter in model.parameters()]
     return {"losses": losses, "weights": weights, "gathers": len(seen)}
+
+
+def outputs_after_evaluation(waits: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return outputs of microbatches after an evaluation, whose all-gathers are late on a GPU, and of later forwards.
+
+    After the evaluation, FSDP2 prefetches a unit that the backward does not use. ``waits`` is false for FSDP2's own
+    end of a backward, which frees this all-gather.
+    """
+    model, _ = _model("none", MixedPrecisionPolicy())
+    x = torch.linspace(-1, 1, TOKENS * HIDDEN, device=harness.device()).view(TOKENS, HIDDEN).requires_grad_()
+    if not waits:
+        for unit in model:
+            for group in fsdp_parameter_groups(unit):
+                group.finalize_backward = functools.partial(type(group).finalize_backward, group)
+    outputs, gather = list[torch.Tensor](), _fsdp_collectives.DefaultAllGather.__call__
+
+    def late(self: Any, *args: Any, **options: Any) -> Any:
+        if harness.device_type() == "cuda":
+            torch.cuda._sleep(CYCLES)
+        return gather(self, *args, **options)
+
+    with mock.patch.object(_fsdp_collectives.DefaultAllGather, "__call__", late), te_fsdp.no_sync(model):
+        with torch.no_grad():
+            model(x)
+        for scale in (1, 2):
+            outputs.append(model(x * scale))
+            outputs[-1].square().mean().backward()
+    with torch.no_grad():
+        return [output.detach() for output in outputs], [model(x * scale) for scale in (1, 2)]
 
 
 def freed_shards() -> list[bool]:
