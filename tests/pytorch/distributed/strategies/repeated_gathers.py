@@ -23,15 +23,17 @@ HIDDEN, TOKENS, STEPS = 256, 32, 5
 CYCLES = 100_000_000  # about 50 ms on an H100
 
 
-def _model(recipe: str, policy: Any) -> tuple[torch.nn.Module, Any]:
-    """Return the sharded model and its recipe."""
+def _model(recipe: str, policy: Any, width: int = HIDDEN) -> tuple[torch.nn.Module, Any]:
+    """Return the sharded model, whose last unit has ``width`` features, and its recipe."""
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
 
     options = {"bias": True, "device": "meta", "params_dtype": torch.float32}
     made = None if recipe == "none" else recipe_of(recipe)
     with te.quantized_model_init(enabled=made is not None, recipe=made):
-        model = torch.nn.Sequential(*[te.LayerNormLinear(HIDDEN, HIDDEN, **options) for _ in range(3)])
+        model = torch.nn.Sequential(
+            *[te.LayerNormLinear(HIDDEN, n, **options) for n in (HIDDEN, HIDDEN, width)]
+        )
     if made is None and policy.param_dtype is not None:  # a unit with two dtypes
         model[1].bias = torch.nn.Parameter(model[1].bias.to(torch.bfloat16))
     units = [te.LayerNormLinear]
@@ -91,7 +93,8 @@ def outputs_after_evaluation(waits: bool) -> tuple[list[torch.Tensor], list[torc
     After the evaluation, FSDP2 prefetches a unit that the backward does not use. ``waits`` is false for FSDP2's own
     end of a backward, which frees this all-gather.
     """
-    model, _ = _model("none", MixedPrecisionPolicy())
+    # With equal sizes the second all-gather would send the same part of the memory, which no rank overwrites.
+    model, _ = _model("none", MixedPrecisionPolicy(), width=2 * HIDDEN)
     x = torch.linspace(-1, 1, TOKENS * HIDDEN, device=harness.device()).view(TOKENS, HIDDEN).requires_grad_()
     if not waits:
         for unit in model:
