@@ -40,15 +40,7 @@ from te_fsdp.checkpoint.model_state import (
     modules_of,
     stage_of,
 )
-from te_fsdp.checkpoint.optimizer_state import (
-    Optimizers,
-    class_of,
-    compare_optimizers,
-    optimizers_of,
-    prepare_loading,
-    restore_groups,
-    split,
-)
+from te_fsdp.checkpoint.optimizer_state import Optimizers, SavedOptimizer, split
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.shard_files import damaged_value, without_collector
 from te_fsdp.checkpoint.storage import absolute
@@ -133,10 +125,10 @@ def load(
     """
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     require_kind("load", "allow", allow, Iterable, expected="names", error=CheckpointError)
-    source, model, optimizers = absolute(path), joined_model(model), optimizers_of(optimizer)
+    source, model, optimizers = absolute(path), joined_model(model), Optimizers(optimizer)
     with _joint_load(model), without_collector():
         began = time.perf_counter()
-        opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
+        opened = open_source(source, model, optimizers.class_name, verify=verify, read=read)
         take_own_part(opened, model)
         state, diff = all_agree(lambda: _compare(opened, model, optimizers))
         diff = diff.over_all_ranks(convert=convert)
@@ -169,7 +161,7 @@ def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[
         for owned in state.members[name]:
             Conversion.of(owned, manifest.tensor(name), {})  # raises without values
     if optimizers:
-        compare_optimizers(diff, model, optimizers, manifest.optimizer, state.owned)
+        optimizers.compare(diff, model, manifest.optimizer, state.owned)
     return state, diff
 
 
@@ -211,8 +203,12 @@ class ModelLoader:
         taken = bool(optimizers) and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         saved_parts = {} if self.saved_optimizer is None else split(self.saved_optimizer)
-        #: The optimizers that are loaded, each with its part of the manifest
-        self.loaded_optimizers = [(optimizers[n], saved_parts[n]) for n in optimizers if n in saved_parts]
+        #: The optimizers that are loaded
+        self.loaded_optimizers = [
+            SavedOptimizer(own, saved_parts[n], state.owned)
+            for n, own in optimizers.items()
+            if n in saved_parts
+        ]
         self.left_states = differing | (state.members.keys() - set(self.names))
         self.mains: set[str] = set()  #: Parameters whose main weight is loaded
         self.others = optimizers_with_stale_main_weights(
@@ -263,9 +259,8 @@ class ModelLoader:
                 owned.drop_derived_state()
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
-        for optimizer, description in self.loaded_optimizers:
-            loaded = self.state.members.keys() - self.left_states
-            left = restore_groups(optimizer, description, self.state.owned, loaded)
+        for optimizer in self.loaded_optimizers:
+            left = optimizer.restore_groups(self.state.members.keys() - self.left_states)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
         for name in sorted({type(other).__name__ for other in self.others}):
             self.notes.append(
@@ -305,9 +300,8 @@ class ModelLoader:
     ) -> tuple[dict[str, TensorEntry], list[Rectangle]]:
         """Return entries to copy directly, allocated if the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
-        weights = self.manifest.parameters
-        for optimizer, saved in self.loaded_optimizers:
-            states, mains = prepare_loading(optimizer, saved, weights, self.state.owned, self.left_states)
+        for optimizer in self.loaded_optimizers:
+            states, mains = optimizer.prepare(self.manifest.parameters, self.left_states)
             entries, self.mains = entries | states, self.mains | mains
         planned = (conversion for members in conversions.values() for conversion in members)
         return entries, [rectangle for conversion in planned for rectangle in conversion.reads()]

@@ -35,15 +35,7 @@ from te_fsdp.checkpoint.model_state import (
     stage_of,
     tied_names,
 )
-from te_fsdp.checkpoint.optimizer_state import (
-    Optimizers,
-    States,
-    class_of,
-    describe_groups,
-    join_ranks_experts,
-    optimizer_state,
-    optimizers_of,
-)
+from te_fsdp.checkpoint.optimizer_state import Optimizers, States, join_ranks_experts
 from te_fsdp.checkpoint.original_layouts import original_layouts
 from te_fsdp.checkpoint.planner import (
     RankWriter,
@@ -129,7 +121,7 @@ def save(
     """
     require_flags("save", CheckpointError, asynchronous=asynchronous, progress=progress is None or progress)
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
-    model, optimizers, shared = joined_model(model), optimizers_of(optimizer), tuple(shared)
+    model, optimizers, shared = joined_model(model), Optimizers(optimizer), tuple(shared)
     with collective_call("checkpoint.save"), errors_interrupt():
         # One save at a time: two would compete for the disk, and their order decides which is the newest.
         background().wait()
@@ -227,7 +219,7 @@ class _Collected:
             self.cache = before
         else:
             self.state = model_state(model, shared=shared)
-            self.optimized = optimizer_state(model, self.optimizers, self.state.owned)
+            self.optimized = optimizers.state(model, self.state.owned)
             # Copies are compared in each save, which therefore reuses no description.
             if any([merge_copies(self.state.entries), merge_copies(self.optimized.entries)]):
                 fingerprint = None
@@ -250,12 +242,12 @@ class _Collected:
             # The description may have changed, for example a name of a tie, while the pieces are the same.
             if before is not None and before.plan is not None and before.plan.signature == self.signature:
                 self.cache.plan = before.plan
-        self.groups = describe_groups(optimizers, self.cache.names)
+        self.groups = optimizers.groups(self.cache.names)
         self.semantics = record(model)
 
     def seen(self, target: Path) -> _RankMessage:
         """Return this rank's message to rank 0, which compares the ranks."""
-        cache, stage, kind = self.cache, None, class_of(self.optimizers)
+        cache, stage, kind = self.cache, None, self.optimizers.class_name
         digests = {
             "path": os.fsencode(str(target)),
             **cache.digests,

@@ -20,7 +20,7 @@ from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint.extra import encode
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.model_state import OwnedTensor
-from te_fsdp.checkpoint.optimizer_state import restore_groups
+from te_fsdp.checkpoint.optimizer_state import SavedOptimizer
 from te_fsdp.checkpoint.planner import as_failed_save
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
@@ -173,7 +173,7 @@ def test_optimizer_steps_are_on_the_device_that_fused_requires() -> None:
         options = {**encode(optimizer.defaults)[0], "fused": fused}
         saved = {"groups": [{"parameters": ["x"], "options": options}]}
         owned = {id(parameter): OwnedTensor("x", nn.Module(), "x", parameter)}
-        assert restore_groups(optimizer, saved, owned, {"x"}) == []
+        assert SavedOptimizer(optimizer, saved, owned).restore_groups({"x"}) == []
         assert optimizer.state[parameter]["step"].device.type == device
         assert optimizer.state[parameter]["exp_avg"].shape == (2, 3)
 

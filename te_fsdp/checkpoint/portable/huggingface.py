@@ -23,7 +23,7 @@ from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.loading import ModelLoader
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
-from te_fsdp.checkpoint.optimizer_state import optimizers_of
+from te_fsdp.checkpoint.optimizer_state import Optimizers
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import ModelDescription, TeBlocks, TeNames, describe_model
@@ -196,7 +196,7 @@ def _model_loader(
         if isinstance(tensor, torch.Tensor):
             values = tensor.detach().reshape(-1)[tensor.numel() // 2 :][:256].view(torch.uint8)
             sums.append(digest(values.cpu().numpy().tobytes()))
-    return ModelLoader(opened, model, optimizers_of(optimizer), state, diff), absent, sums
+    return ModelLoader(opened, model, Optimizers(optimizer), state, diff), absent, sums
 
 
 def values_for_huggingface(
