@@ -27,7 +27,6 @@ from te_fsdp.checkpoint.manifest import (
     SUMS_PIECES,
     Manifest,
     Tick,
-    check_files,
     has_manifest,
     read_manifest,
 )
@@ -53,7 +52,7 @@ from te_fsdp.checkpoint.reading import (
 from te_fsdp.checkpoint.shard_files import crc32
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.storage import absolute, is_remote
-from te_fsdp.checkpoint.tensor_entries import TensorEntry, stacked_name
+from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, stacked_name
 from te_fsdp.collectives.agreement import (
     RankMessenger,
     all_agree,
@@ -86,7 +85,7 @@ class Source(Contents):
     #: The world, if data for several ranks are read once; otherwise each rank reads its own.
     ranks: RankMessenger | None = None
 
-    def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def described(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Return shape and dtype of every tensor in the files, by key. Local operation."""
         if self.index is not None:
             return self.index.tensors
@@ -140,7 +139,7 @@ class Source(Contents):
                 self.staged.parts[area] = [((0,) * len(area[2]), values)]
 
 
-def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+def _values(tensor: Lazy, offsets: Shape, shape: Shape) -> torch.Tensor:
     """Return a rectangle of a tensor, contiguous, on the host."""
     if not shape:
         return tensor.full().reshape(())
@@ -357,14 +356,14 @@ def verify(path: str | os.PathLike[str]) -> None:
     """
     source = absolute(path)
     manifest = open_checkpoint(source)
-    damaged(source, check_files(source, manifest, checksums=True))
+    damaged(source, manifest.check_files(source, checksums=True))
     read_index(source, manifest)
 
 
 def problems_of(path: Path, tick: Tick) -> list[str]:
     """Return all problems of a checkpoint as texts: manifest, files, and their consistency with DCP's metadata."""
     try:
-        problems = check_files(path, read_manifest(path), checksums=True, tick=tick)
+        problems = read_manifest(path).check_files(path, checksums=True, tick=tick)
         if not problems:
             read_index(path, open_checkpoint(path))
     except CheckpointError as error:
@@ -382,7 +381,7 @@ def _verify_together(path: Path, opened: Manifest | DcpContents) -> None:
     def problems() -> list[str]:
         if isinstance(opened, Manifest):
             names = sorted(opened.files, key=lambda name: (-opened.files[name][0], name))
-            return check_files(path, opened, names[share], checksums=True)
+            return opened.check_files(path, names[share], checksums=True)
         records = sorted(opened.records, key=lambda record: -record.length)[share]
         changed = [record for record in records if record.has_changed()]
         return [f"{r.key} in {r.file.name}: its contents have changed (CRC-32)" for r in changed]

@@ -255,6 +255,61 @@ class Manifest:
                 f"got {mark}"
             )
 
+    def check_files(
+        self,
+        path: Path,
+        names: Iterable[str] | None = None,
+        *,
+        checksums: bool = False,
+        tick: Tick = no_progress,
+    ) -> list[str]:
+        """Return the problems of listed files, or of those in ``names``: missing, of a wrong size, changed. Local.
+
+        Changes are found only with ``checksums``.
+        """
+        problems, folder = [], self.data_folder(path)
+        listed_files = listing(folder)  # one request for a thousand files
+        for name in self.files if names is None else names:
+            listed, file = self.files[name], listed_files.get(name) or folder / name
+            try:
+                status = file.stat()
+                if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
+                    problems.append(f"{name} is not a file")
+                elif checksums:
+                    with open_checked(file, listed, self.save_id) as opened:
+                        opened.check(listed[1], tick)
+                elif status.st_size != listed[0]:
+                    problems.append(f"{name}: expected {listed[0]} bytes, got {status.st_size}")
+            except FileNotFoundError:
+                problems.append(f"{name} is missing")
+            except (DamagedFileError, OSError) as error:
+                problems.append(f"{name}: {getattr(error, 'strerror', None) or error}")
+        return problems
+
+    def problems_shown(self, path: Path) -> list[str]:
+        """Return the problems of a checkpoint that are visible without reading its tensors. Local operation."""
+        problems, folder = self.check_files(path), self.data_folder(path)
+        if problems:
+            return problems
+        try:
+            data = self.metadata_in(path)
+            if INDEX in self.files:
+                # The index is read instead of the metadata, so the mark is checked here. It is near the end.
+                mark = MARK.search(data, max(0, len(data) - 4096))
+                self.check_identity(mark and mark[0].decode())
+            elif (folder / INDEX).is_file():
+                return [f"{INDEX}: not listed in the manifest"]
+        except (DamagedFileError, OSError) as error:
+            return [f"{DCP_METADATA}: {getattr(error, 'strerror', None) or error}"]
+        return []
+
+    def metadata_in(self, path: Path) -> bytes:
+        """Return DCP's metadata, a pickle, as it was written; else raise DamagedFileError or OSError. Local."""
+        data = (self.data_folder(path) / DCP_METADATA).read_bytes()
+        if self.files.get(DCP_METADATA) != [len(data), crc32(data)]:
+            raise DamagedFileError("its contents have changed (CRC-32)")
+        return data
+
 
 def main_weight_of(weight: dict[str, Any], states: dict[str, Any]) -> dict[str, Any]:
     """Return the description of a saved weight's main weight, empty without one.
@@ -274,7 +329,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest, synced to disk; raise CheckpointError if it could not be read back. Local operation."""
     path = directory / FILE_NAME
     with unreadable(path, "manifest", "use plain values in extra and in the optimizer's options"):
-        body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
+        body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where next_number looks
         lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
         encoded = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
         # Thousands of tensors would make the collector traverse all objects of the process.
@@ -351,74 +406,6 @@ def has_manifest(path: Path) -> bool:
     except OSError as error:
         text = f"{path}: cannot be read ({error.strerror or error})"
         raise CheckpointError(text, fix="check the path and the permissions") from error
-
-
-def save_number(directory: Path) -> int:
-    """Return the number of the save from the first lines of its manifest; 0 without one. Local operation."""
-    try:
-        with (directory / FILE_NAME).open("rb") as file:
-            match = re.search(rb'"number": (\d{1,18}),', file.read(120))
-    except OSError:  # another job has removed it
-        return 0
-    return int(match[1]) if match else 0
-
-
-def check_files(
-    directory: Path,
-    manifest: Manifest,
-    names: Iterable[str] | None = None,
-    *,
-    checksums: bool = False,
-    tick: Tick = no_progress,
-) -> list[str]:
-    """Return the problems of listed files: missing, of a wrong size or, with ``checksums``, changed. Local operation.
-
-    ``names`` selects some of them.
-    """
-    problems, folder = [], manifest.data_folder(directory)
-    listed_files = listing(folder)  # one request for a thousand files
-    for name in manifest.files if names is None else names:
-        listed, path = manifest.files[name], listed_files.get(name) or folder / name
-        try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
-                problems.append(f"{name} is not a file")
-            elif checksums:
-                with open_checked(path, listed, manifest.save_id) as file:
-                    file.check(listed[1], tick)
-            elif status.st_size != listed[0]:
-                problems.append(f"{name}: expected {listed[0]} bytes, got {status.st_size}")
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except (DamagedFileError, OSError) as error:
-            problems.append(f"{name}: {getattr(error, 'strerror', None) or error}")
-    return problems
-
-
-def problems_shown(path: Path, manifest: Manifest) -> list[str]:
-    """Return the problems of a checkpoint that are visible without reading its tensors. Local operation."""
-    problems, folder = check_files(path, manifest), manifest.data_folder(path)
-    if problems:
-        return problems
-    try:
-        data = metadata_of(path, manifest)
-        if INDEX in manifest.files:
-            # The index is read instead of the metadata, so the mark is checked here. It is near the end.
-            mark = MARK.search(data, max(0, len(data) - 4096))
-            manifest.check_identity(mark and mark[0].decode())
-        elif (folder / INDEX).is_file():
-            return [f"{INDEX}: not listed in the manifest"]
-    except (DamagedFileError, OSError) as error:
-        return [f"{DCP_METADATA}: {getattr(error, 'strerror', None) or error}"]
-    return []
-
-
-def metadata_of(path: Path, manifest: Manifest) -> bytes:
-    """Return DCP's metadata, a pickle, as it was written; else raise DamagedFileError or OSError. Local operation."""
-    data = (manifest.data_folder(path) / DCP_METADATA).read_bytes()
-    if manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
-        raise DamagedFileError("its contents have changed (CRC-32)")
-    return data
 
 
 def _digest(data: bytes) -> str:

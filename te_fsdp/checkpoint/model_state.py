@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checkpoint.manifest import dtype_name
-from te_fsdp.checkpoint.original_layouts import original_layouts
 from te_fsdp.checkpoint.tensor_entries import (
     GROUPED,
     ExpertPlace,
     Piece,
+    Shape,
     TensorEntry,
     add_entry,
     as_grouped_entry,
@@ -36,9 +36,10 @@ from te_fsdp.checkpoint.tensor_entries import (
 )
 from te_fsdp.collectives.agreement import maximum, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
-from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
+from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index, mlp_rules
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.extra_state import local_experts
+from te_fsdp.modules.plan import fused_layouts
 from te_fsdp.quantized.components import (
     Component,
     components_of,
@@ -160,7 +161,7 @@ class OwnedPart(NamedTuple):
     expert: ExpertPlace | None  #: Place in the tensor of all experts, ``None`` for a tensor by itself
     index: int | None  #: Index of the expert in the local tensor; ``None``: it has this weight only
     boxes: tuple[Box, ...]  #: Boxes of the original
-    original: tuple[int, ...]  #: Shape of the original
+    original: Shape  #: Shape of the original
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,30 @@ def tied_names(model: nn.Module) -> dict[str, str]:
             if first.setdefault(id(tensor), name) != name:
                 tied[_torch.without_wrappers(name)] = _torch.without_wrappers(first[id(tensor)])
     return tied
+
+
+def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
+    """Return the layouts of TE modules' direct parameters by ``id`` of the module, for any mesh. Local operation.
+
+    The rows of a fused projection are query, key and value on top of each other, or interleaved by heads. This
+    does not depend on the mesh. Rules contain it only if tp shards the rows.
+    """
+    fused: dict[int, Layout] = {}
+    by_module: dict[int, dict[str, Layout]] = {}
+    modules: list[Any] = list(root.modules())
+    for module in modules:
+        kind = _te.kind_of(module)
+        if kind == "MultiheadAttention":
+            fused.update(fused_layouts(module))
+        if kind not in (None, "unknown"):
+            # Everything else of a module, such as the weight of a norm, is one matrix or vector.
+            layouts = by_module[id(module)] = dict.fromkeys(module._parameters, PLAIN)
+            if kind in ("Linear", "LayerNormLinear"):
+                names = (*module.weight_names, *module.bias_names)
+                layouts.update(dict.fromkeys(names, fused.get(id(module), PLAIN)))
+            elif kind == "LayerNormMLP":
+                layouts.update({name: rule.layout for name, rule in mlp_rules(module.activation).items()})
+    return by_module
 
 
 @dataclass

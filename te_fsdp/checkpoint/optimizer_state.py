@@ -23,6 +23,7 @@ from te_fsdp.checkpoint.extra import decode, encode_numbers
 from te_fsdp.checkpoint.manifest import dtype_name, main_weight_of
 from te_fsdp.checkpoint.model_state import OwnedTensor, check_names
 from te_fsdp.checkpoint.tensor_entries import (
+    Shape,
     TensorEntry,
     add_entry,
     as_grouped_entry,
@@ -132,7 +133,7 @@ def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _slot(
-    optimizer: Optimizer, parameter: torch.Tensor, present: Any, shape: tuple[int, ...], dtype: torch.dtype
+    optimizer: Optimizer, parameter: torch.Tensor, present: Any, shape: Shape, dtype: torch.dtype
 ) -> Any:
     """Return the existing value if it fits, else a new one."""
     if isinstance(present, torch.Tensor) and tuple(present.shape) == shape and present.dtype == dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
@@ -31,12 +30,12 @@ from te_fsdp.checkpoint.model_state import (
     mesh_sizes,
     model_state,
     modules_with_extra_state,
+    original_layouts,
     share_newest_amax,
     stage_of,
     tied_names,
 )
 from te_fsdp.checkpoint.optimizer_state import Optimizers, States, join_ranks_experts
-from te_fsdp.checkpoint.original_layouts import original_layouts
 from te_fsdp.checkpoint.planner import (
     RankWriter,
     WritePlan,
@@ -51,7 +50,7 @@ from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.shard_files import Listed, explain_os_errors, without_collector
 from te_fsdp.checkpoint.storage import absolute, listing
 from te_fsdp.checkpoint.tensor_entries import TensorEntry, merge_copies, views_of
-from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, world_size
+from te_fsdp.collectives.agreement import RankMessenger, digest, rank, rank_messenger, world_size
 from te_fsdp.collectives.rendezvous import collective_call, errors_interrupt
 from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_flags, shorten
 from te_fsdp.features.main_params import main_parameters_of
@@ -73,7 +72,7 @@ _log = logging.getLogger("te_fsdp")
 #: Message of a rank to rank 0: digests of values that must be identical on all ranks of a stage, values per rank,
 #: states of experts, token of the plan that it can reuse, and the number of its stage with the fields of one rank.
 _RankMessage = tuple[
-    dict[str, bytes], Any, dict[str, States], str | None, tuple[int, dict[str, Any] | None] | None
+    dict[str, Any], Any, dict[str, States], str | None, tuple[int, dict[str, Any] | None] | None
 ]
 
 
@@ -180,7 +179,7 @@ class _SaveCache:
     fields: dict[str, Any]  #: Fields of the manifest, except the optimizer's groups
     #: Names of the files' tensors, by ``id`` of the parameters in the optimizer's groups
     names: dict[int, str]
-    digests: dict[str, bytes]  #: Digests of values that must be identical on all ranks
+    digests: dict[str, Any]  #: Digests of values that must be identical on all ranks
     #: Result of :func:`_fingerprint`; with ``None`` the next save describes everything again
     fingerprint: list[Any] | None
     #: Index of each stored tensor in those of :func:`_fingerprint`, and shape, strides and offset of a part of it
@@ -231,8 +230,8 @@ class _Collected:
                 "tied": tied_names(model),
                 "optimizer": self.optimized.described if self.optimizers else None,
             }
-            digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
-            digests["optimizer"] = _digest(self.optimized.described["state"])
+            digests = {name: digest(repr(fields[name])) for name in ("parameters", "buffers")}
+            digests["optimizer"] = digest(repr(self.optimized.described["state"]))
             names = {id(o.parameter): o.key for o in self.state.owned.values()}
             views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
             fingerprint = None if views is None else fingerprint
@@ -249,15 +248,15 @@ class _Collected:
         """Return this rank's message to rank 0, which compares the ranks."""
         cache, stage, kind = self.cache, None, self.optimizers.class_name
         digests = {
-            "path": os.fsencode(str(target)),
+            "path": str(target),
             **cache.digests,
-            "optimizer": cache.digests["optimizer"] + _digest((kind, self.groups)),
-            "delayed-scaling state": _digest(self.delayed),
+            "optimizer": digest(repr((cache.digests["optimizer"], kind, self.groups))),
+            "delayed-scaling state": digest(repr(self.delayed)),
             # A rank's experts may not have run, and a user's modules may store their rank.
-            "settings of modules": _digest(to_json(from_json(self.semantics))),
+            "settings of modules": digest(repr(to_json(from_json(self.semantics)))),
         }
         components = [state.components.get(UnreducedGradients) for state in self.sharded]
-        digests[PROGRESS] = ", ".join(str(c.progress) for c in components if c is not None).encode()
+        digests[PROGRESS] = ", ".join(str(c.progress) for c in components if c is not None)
         if self.stage is not None:
             # One rank of each stage sends its fields: the others of the stage have the same.
             speaks = int(self.stage.mesh.mesh.min()) == rank()
@@ -289,10 +288,6 @@ class _Collected:
 
 def _stored(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return {key: entry for key, entry in entries.items() if not entry.is_empty}
-
-
-def _digest(part: Any) -> bytes:
-    return hashlib.blake2b(repr(part).encode(), digest_size=8).digest()
 
 
 def _fingerprint(

@@ -26,10 +26,12 @@ from te_fsdp.upstream import te as _te
 
 #: Layout of a grouped tensor in the manifest.
 GROUPED = "grouped"
+#: Shape of a tensor, or an offset in it.
+Shape = tuple[int, ...]
 #: A rectangle of a tensor, as offsets and sizes.
-Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+Chunk = tuple[Shape, Shape]
 #: A rank's tensors: key, shape, dtype and chunks of its pieces. Pieces are numbered from 0 over all tensors.
-RankTensors = list[tuple[str, tuple[int, ...], torch.dtype, list[Chunk]]]
+RankTensors = list[tuple[str, Shape, torch.dtype, list[Chunk]]]
 #: An array of int64 with a row for each piece.
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -38,7 +40,7 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 class Piece:
     """A rectangle of the original: its offsets there, and the view of the rank's local tensor with its elements."""
 
-    offsets: tuple[int, ...]
+    offsets: Shape
     tensor: torch.Tensor
 
 
@@ -49,7 +51,7 @@ class TensorEntry:
     Pieces of several ranks must be equal, which is checked before they are written once.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
@@ -171,7 +173,7 @@ def pieces_held_by_rank(entries: Mapping[str, TensorEntry]) -> RankTensors:
 class Holders(NamedTuple):
     """An unsharded tensor and the ranks that have its pieces."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     pieces: dict[Chunk, list[tuple[int, int]]]  #: Ranks with each, in order, and the piece's number there
     boxes: Rows  #: The chunks in the same order: (pieces, 2, dims)
@@ -182,7 +184,7 @@ def holders_of(call: str, ranks: Iterable[RankTensors]) -> dict[str, Holders]:
 
     Raise CheckpointError, which names ``call``, if the pieces do not cover a tensor, each element once.
     """
-    described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    described: dict[str, tuple[Shape, torch.dtype]] = {}
     pieces: dict[str, dict[Chunk, list[tuple[int, int]]]] = {}
     for rank, rank_pieces in enumerate(ranks):
         number = 0

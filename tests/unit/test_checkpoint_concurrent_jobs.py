@@ -204,7 +204,7 @@ def test_latest_is_correct_after_the_clock_is_set_back(
     )  # a run that was rolled back
     assert names(tmp_path) == ["step-100", "step-50"] and checkpoint.latest(tmp_path) == tmp_path / "step-50"
     assert [manifest.read_manifest(tmp_path / name).number for name in names(tmp_path)] == [3, 4]
-    assert manifest.save_number(tmp_path / "step-50") == 4
+    assert directory.next_number(tmp_path) == 5
 
 
 def test_latest_orders_checkpoints_with_missing_or_equal_numbers(

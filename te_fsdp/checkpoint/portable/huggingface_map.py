@@ -34,6 +34,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     layer_differences,
 )
 from te_fsdp.checkpoint.reader import rounded
+from te_fsdp.checkpoint.tensor_entries import Shape
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import GROUPED, PLAIN, Layout
 from te_fsdp.upstream import te as _te
@@ -42,7 +43,6 @@ _log = logging.getLogger("te_fsdp")
 
 #: Tensors by name, in memory or yet to be read.
 Tensors = Mapping[str, torch.Tensor | Lazy]
-Shape = tuple[int, ...]
 
 # Causal masks and frequencies that older versions of transformers saved; recomputed there, not needed here.
 _IGNORED_HUGGINGFACE = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"

@@ -27,7 +27,7 @@ from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeNames
 from te_fsdp.checkpoint.reader import with_remainders
-from te_fsdp.checkpoint.tensor_entries import TensorEntry, cut_entry, holders_of, lightest
+from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, cut_entry, holders_of, lightest
 from te_fsdp.collectives.agreement import all_agree, are_equal, digest, gather, rank, result_of, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
@@ -45,11 +45,11 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 class Share(NamedTuple):
     """A rank's part of one tensor of the unsharded model."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype  #: Dtype of the parameter
     values: torch.dtype  #: Dtype of the sent values
     #: Offsets of each piece, and its values, which are read when they are sent; in messages its shape
-    pieces: Sequence[tuple[tuple[int, ...], Any]] = ()
+    pieces: Sequence[tuple[Shape, Any]] = ()
     is_component: bool = False  #: Whether these are FP8 bytes or scales (:func:`block_shares`)
 
     @classmethod
@@ -233,8 +233,8 @@ class SentPiece(NamedTuple):
     holder: int  #: Global rank that sends it
     number: int  #: Index among the pieces of all tensors that the holder sends
     tensor: str  #: Name in :attr:`TransferPlan.described`
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
 
 
 class TransferPlan(NamedTuple):
