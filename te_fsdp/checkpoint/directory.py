@@ -29,14 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from te_fsdp.checkpoint.manifest import (
-    DCP_METADATA,
-    FILE_NAME,
-    Manifest,
-    has_manifest,
-    read_manifest,
-    unreadable,
-)
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, has_manifest, unreadable
 from te_fsdp.checkpoint.shard_files import explain_os_errors, sync
 from te_fsdp.checkpoint.storage import RemotePath, is_remote, last_written, resolve_path
 from te_fsdp.errors import CheckpointError
@@ -141,7 +134,7 @@ def discard(temporary: Path) -> None:
     if is_remote(temporary):
         target = temporary.parent
         try:
-            if (target / FILE_NAME).exists() and read_manifest(target).folder == temporary.name:
+            if (target / FILE_NAME).exists() and Manifest.read(target).folder == temporary.name:
                 return
         except (CheckpointError, OSError) as error:
             _log.warning("%s: not removed, since %s cannot be read: %s", temporary, target / FILE_NAME, error)
@@ -346,7 +339,7 @@ def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
     readable = []
     for path in checkpoints:
         try:
-            readable.append((path, read_manifest(path)))
+            readable.append((path, Manifest.read(path)))
         except CheckpointError as error:
             if path.exists():  # otherwise another job has removed it
                 _log.warning("%s is skipped: %s", path, error)
@@ -414,7 +407,7 @@ def open_checkpoint(path: Path) -> Manifest:
     """Return the manifest of a checkpoint whose files exist with the written sizes; else raise CheckpointError."""
     if not has_manifest(path):
         raise why_no_checkpoint(path)
-    manifest = read_manifest(path)
+    manifest = Manifest.read(path)
     damaged(path, manifest.problems_shown(path))
     return manifest
 

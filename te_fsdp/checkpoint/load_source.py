@@ -21,26 +21,10 @@ from torch import nn
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.index import Index, read_index
 from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Stack
-from te_fsdp.checkpoint.manifest import (
-    DCP_METADATA,
-    FILE_NAME,
-    SUMS_PIECES,
-    Manifest,
-    Tick,
-    has_manifest,
-    read_manifest,
-)
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, SUMS_PIECES, Manifest, Tick, has_manifest
 from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
 from te_fsdp.checkpoint.plain_dcp import DcpContents, open_dcp
-from te_fsdp.checkpoint.reader import (
-    CHECKPOINT,
-    DCP_KIND,
-    Choices,
-    Contents,
-    key_ends,
-    open_checkpoint_contents,
-    stack_experts,
-)
+from te_fsdp.checkpoint.reader import CHECKPOINT, DCP_KIND, Choices, Contents, key_ends
 from te_fsdp.checkpoint.reading import (
     ReadShare,
     Rectangle,
@@ -222,7 +206,7 @@ def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified
         return Source(path, CHECKPOINT, manifest, index=index)
     if not is_verified:  # lazy tensors are not compared with the table of checksums
         _verify_together(path, manifest)
-    contents = all_agree(lambda: open_checkpoint_contents(path))
+    contents = all_agree(lambda: Contents.of_checkpoint(path))
     _fit(contents, changes)
     return Source(**vars(contents))
 
@@ -280,7 +264,7 @@ def _changes(manifest: Manifest, model: nn.Module) -> list[_Change]:
 def _fit(contents: Contents, changes: list[_Change]) -> None:
     """Change names and stack experts; rank 0 compares the values of ties. Collective over the world."""
     if experts := {name for name, first in changes if first is None}:
-        all_agree(lambda: stack_experts(contents, experts))
+        all_agree(lambda: contents.stack_experts(experts))
     ties = [(name, first) for name, first in changes if first is not None and name in contents.names]
     # Where the value of a first name is stored: files may have only further names of a tied tensor.
     stored_name = {first: first if first in contents.names else name for name, first in reversed(ties)}
@@ -363,7 +347,7 @@ def verify(path: str | os.PathLike[str]) -> None:
 def problems_of(path: Path, tick: Tick) -> list[str]:
     """Return all problems of a checkpoint as texts: manifest, files, and their consistency with DCP's metadata."""
     try:
-        problems = read_manifest(path).check_files(path, checksums=True, tick=tick)
+        problems = Manifest.read(path).check_files(path, checksums=True, tick=tick)
         if not problems:
             read_index(path, open_checkpoint(path))
     except CheckpointError as error:

@@ -224,6 +224,54 @@ class Manifest:
     #: Name of the folder with the other files, next to the manifest; empty: the files are next to it
     folder: Annotated[str, _FOLDER] = ""
 
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read the manifest; raise CheckpointError if it is unreadable, changed, or of a newer te_fsdp. Local."""
+        path = directory / FILE_NAME
+        with unreadable(path, "manifest"):
+            encoded = path.read_bytes()
+            body = json.loads(encoded)
+            if type(body) is not dict or type(body.get("format_version")) is not int:
+                raise DamagedFileError("not an object with a format_version")
+            if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
+                raise CheckpointError(
+                    f"{path}: written by a different version of te_fsdp, {body.get('versions')!a:.200}",
+                    expected=f"format version {FIRST_FORMAT} to {HAS_FOLDER}",
+                    got=str(body["format_version"])[:40],
+                    fix="update te_fsdp; load a checkpoint of an older format with the te_fsdp that wrote it",
+                )
+            # A digest of the text: "1e-5" and "1E-5" are one number, and one of them is damage.
+            digest = str(body.pop("digest", None))
+            computed = _digest(encoded.replace(digest.encode(), _NO_DIGEST.encode(), 1))
+            if digest != computed:
+                raise DamagedFileError(f"expected digest {digest!a:.40}, got {computed}")
+            manifest = parse_manifest(body)
+            exempt = (DCP_METADATA, INDEX)  # their readers check them
+            unlisted = [n for n, listed in manifest.files.items() if len(listed) != 3 and n not in exempt]
+            if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
+                raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
+            if unlisted and manifest.save_id:
+                raise DamagedFileError(
+                    f"files.{unlisted[0]}: expected the offset of its table of checksums, got none"
+                )
+            return manifest
+
+    def write(self, directory: Path) -> None:
+        """Write the manifest, synced to disk; raise CheckpointError if it could not be read back. Local operation."""
+        path = directory / FILE_NAME
+        with unreadable(path, "manifest", "use plain values in extra and in the optimizer's options"):
+            body = {"digest": _NO_DIGEST, "number": self.number} | self.body  # where next_number looks
+            lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
+            encoded = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+            # Thousands of tensors would make the collector traverse all objects of the process.
+            with without_collector():
+                body = json.loads(encoded)
+                del body["digest"]
+                parse_manifest(body)
+                del body
+        with synced(path) as file:
+            file.write(encoded.replace(_NO_DIGEST.encode(), _digest(encoded).encode(), 1))
+
     def data_folder(self, path: Path) -> Path:
         """Return the folder with the files of the checkpoint at a path."""
         return path / self.folder if self.folder else path
@@ -323,55 +371,6 @@ def main_weight_of(weight: dict[str, Any], states: dict[str, Any]) -> dict[str, 
 def is_ours(mark: Any) -> bool:
     """Return whether a mark in DCP's metadata is te_fsdp's, written from :data:`SUMS_PIECES` on."""
     return str(mark).startswith(_OURS)
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, synced to disk; raise CheckpointError if it could not be read back. Local operation."""
-    path = directory / FILE_NAME
-    with unreadable(path, "manifest", "use plain values in extra and in the optimizer's options"):
-        body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where next_number looks
-        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
-        encoded = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
-        # Thousands of tensors would make the collector traverse all objects of the process.
-        with without_collector():
-            body = json.loads(encoded)
-            del body["digest"]
-            parse_manifest(body)
-            del body
-    with synced(path) as file:
-        file.write(encoded.replace(_NO_DIGEST.encode(), _digest(encoded).encode(), 1))
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest; raise CheckpointError if it is unreadable, changed, or of a newer te_fsdp. Local operation."""
-    path = directory / FILE_NAME
-    with unreadable(path, "manifest"):
-        encoded = path.read_bytes()
-        body = json.loads(encoded)
-        if type(body) is not dict or type(body.get("format_version")) is not int:
-            raise DamagedFileError("not an object with a format_version")
-        if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
-            raise CheckpointError(
-                f"{path}: written by a different version of te_fsdp, {body.get('versions')!a:.200}",
-                expected=f"format version {FIRST_FORMAT} to {HAS_FOLDER}",
-                got=str(body["format_version"])[:40],
-                fix="update te_fsdp; load a checkpoint of an older format with the te_fsdp that wrote it",
-            )
-        # A digest of the text: "1e-5" and "1E-5" are one number, and one of them is damage.
-        digest = str(body.pop("digest", None))
-        computed = _digest(encoded.replace(digest.encode(), _NO_DIGEST.encode(), 1))
-        if digest != computed:
-            raise DamagedFileError(f"expected digest {digest!a:.40}, got {computed}")
-        manifest = parse_manifest(body)
-        exempt = (DCP_METADATA, INDEX)  # their readers check them
-        unlisted = [n for n, listed in manifest.files.items() if len(listed) != 3 and n not in exempt]
-        if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
-            raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
-        if unlisted and manifest.save_id:
-            raise DamagedFileError(
-                f"files.{unlisted[0]}: expected the offset of its table of checksums, got none"
-            )
-        return manifest
 
 
 def parse_manifest(body: dict[str, Any]) -> Manifest:

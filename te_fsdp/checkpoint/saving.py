@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -22,7 +23,7 @@ from te_fsdp.checkpoint.async_save import SaveHandle, background
 from te_fsdp.checkpoint.compare import PROGRESS, check_same_model, check_spans_world, join
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
 from te_fsdp.checkpoint.host_memory import Block
-from te_fsdp.checkpoint.manifest import Manifest, write_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
     JoinedModules,
     delayed_state,
@@ -36,16 +37,7 @@ from te_fsdp.checkpoint.model_state import (
     tied_names,
 )
 from te_fsdp.checkpoint.optimizer_state import Optimizers, States, join_ranks_experts
-from te_fsdp.checkpoint.planner import (
-    RankWriter,
-    WritePlan,
-    as_failed_save,
-    check_replicas,
-    file_of,
-    plan_entries,
-    signature_of,
-    tensors_of,
-)
+from te_fsdp.checkpoint.planner import RankWriter, WritePlan, file_of, plan_entries, signature_of, tensors_of
 from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.shard_files import Listed, explain_os_errors, without_collector
 from te_fsdp.checkpoint.storage import absolute, listing
@@ -388,7 +380,7 @@ def _prepare(
         plan = cache.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         tensors = collected.tensors()
         # Before the copy: an asynchronous save must raise in the call, not in its thread.
-        check_replicas(ranks, plan, tensors)
+        plan.check_replicas(ranks, tensors)
         own = [Block(numbers, [tensors[number] for number in numbers]) for numbers in plan.blocks]
         writer = RankWriter(ranks, temporary, manifest, plan, own)
         # After the checks: a save that raised leaves no plan behind.
@@ -451,7 +443,7 @@ def _complete(
             # As late as possible, so that concurrent saves rarely choose the same number.
             manifest.number = directories.next_number(target.parent)
             writer.finish(written)
-            write_manifest(writer.path, manifest)
+            manifest.write(writer.path)
             directories.commit(writer.path, target)
         if keep_last is not None:
             old_checkpoints.extend(directories.hide_old(target, manifest, keep_last))
@@ -469,3 +461,16 @@ def _complete(
         directories.remove(path)
     _log.info("saved %s in %.2f s", target, time.perf_counter() - began)
     handle.finish()
+
+
+def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:
+    """Return the error of a save that failed while or after writing."""
+    why = "No checkpoint appeared at the path; earlier checkpoints are unchanged"
+    with suppress(CheckpointError):  # there is none
+        if Manifest.read(path).save_id == save_id:  # a rank died after it had written
+            why = "The checkpoint was complete by then, and exists"
+    return CheckpointError(
+        f"{path}: save failed {error}",
+        why=why,
+        fix="see the cause above; check that all ranks reach the directory, and its free space",
+    )

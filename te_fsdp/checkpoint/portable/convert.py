@@ -29,28 +29,10 @@ from te_fsdp.checkpoint.lazy_tensors import (
     write_file,
     write_folder,
 )
-from te_fsdp.checkpoint.manifest import (
-    DCP_METADATA,
-    Tick,
-    dtype_name,
-    has_manifest,
-    unreadable,
-    write_manifest,
-)
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import cut_by_tp, open_dcp, with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
-from te_fsdp.checkpoint.reader import (
-    CHECKPOINT,
-    MANIFEST_KEY,
-    Choices,
-    Contents,
-    describe,
-    open_checkpoint_contents,
-    portable_name,
-    rounded,
-    split_experts,
-    stack_experts,
-)
+from te_fsdp.checkpoint.reader import CHECKPOINT, MANIFEST_KEY, OTHER, Choices, Contents, describe, rounded
 from te_fsdp.checkpoint.state_dicts import (
     open_dcp_contents,
     open_safetensors_contents,
@@ -130,7 +112,7 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
     choices = choices or Choices()
     where, kind = resolve(path)
     if kind == CHECKPOINT:
-        return open_checkpoint_contents(where)
+        return Contents.of_checkpoint(where)
     refuse_other_files(where)
     if kind == "safetensors":
         contents = open_safetensors_contents(where, choices)
@@ -140,7 +122,7 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
         contents = open_dcp_contents(where, open_dcp(where), choices)
         # A plain DCP directory does not record how tensor parallelism has ordered the rows of fused weights.
         refuse_scrambled(contents)
-    stack_experts(contents)
+    contents.stack_experts()
     return contents
 
 
@@ -163,7 +145,7 @@ def check_written(target: Path, contents: Contents) -> None:
 
     def tensors_of(contents: Contents) -> dict[str, str]:
         # A file of torch.save has a weight for each expert.
-        tensors = {key: t for key, t in split_experts(contents).tensors.items() if math.prod(t.shape)}
+        tensors = {key: t for key, t in contents.split_experts().tensors.items() if math.prod(t.shape)}
         return {key: f"{dtype_name(t.dtype)} {tuple(t.shape)}" for key, t in tensors.items()}
 
     try:
@@ -267,8 +249,13 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick) -> list[str]:
     """
     with new_directory(target, needed=contents.bytes, is_checkpoint=True) as folder:
         manifest = write_tensors(folder, contents.tensors, tick, contents.manifest)
-        write_manifest(folder, manifest)
+        manifest.write(folder)
     return sorted(manifest.files)
+
+
+def portable_name(key: str) -> str:
+    """Return the name in portable files of a tensor with a te_fsdp key: weights have their own name."""
+    return key.removeprefix("model.") if key.startswith("model.") else f"{OTHER}{key}"
 
 
 def write_safetensors(target: Path, contents: Contents, tick: Tick, *, shard_bytes: int) -> list[str]:
@@ -291,7 +278,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
     are in memory at once. Raise as :func:`write_checkpoint`.
     """
     # A stock GroupedLinear has one weight for each expert, and loads them by name.
-    contents = split_experts(contents)
+    contents = contents.split_experts()
     optimizer, tensors = contents.manifest.optimizer, contents.tensors
     objects: dict[str, Any] = {portable_name(k): t for k, t in tensors.items() if k.startswith("model.")}
     for name, first in contents.manifest.tied.items():

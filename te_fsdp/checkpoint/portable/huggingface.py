@@ -29,7 +29,7 @@ from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import ModelDescription, TeBlocks, TeNames, describe_model
 from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
 from te_fsdp.checkpoint.portable.weight_transfer import check_fits, check_model, require_same_model
-from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
+from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest
 from te_fsdp.checkpoint.shard_files import no_progress
 from te_fsdp.checkpoint.state_dicts import refuse_other_files
 from te_fsdp.checkpoint.storage import absolute, expanded
@@ -179,7 +179,7 @@ def _model_loader(
     keys = {f"model.{name}": tensor for name, tensor in converted.items()}
     opened = Source(folder, "Hugging Face model", manifest, keys)
     # As in a checkpoint: one tensor for all experts of a layer, and the first name alone of a tied weight.
-    stack_experts(opened)
+    opened.stack_experts()
     for name in tied_names(model) if weights.architecture.tied else ():
         manifest.parameters.pop(name, None)
     # Hugging Face's files have no buffers of these models.
@@ -207,7 +207,7 @@ def values_for_huggingface(
     The settings of its modules are in its manifest; ``blocks`` are options of layers that it lacks. Raise
     CheckpointError for tensors that do not fit, or layers that compute a different function.
     """
-    notes, contents = contents.notes, split_experts(contents)
+    notes, contents = contents.notes, contents.split_experts()
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
     frequencies = frequencies_of(contents.names, lambda name: contents.value(name).full())
