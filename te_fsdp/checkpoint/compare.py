@@ -127,6 +127,24 @@ class Differences:
             lines.append(f"{text} ({shorten(sorted(names))})" if names else text)
         return lines + format_differences(s for s in self.settings.values() if s.effect != "note")
 
+    def refuse(self, source: Source) -> None:
+        """Raise CheckpointError if there are differences. Local operation, after :meth:`over_all_ranks`."""
+        if not self:
+            return
+        mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
+        origin = f"saved on {mesh} by te_fsdp {source.manifest.versions.get('te_fsdp')}"
+        if SETTINGS in self.settings:
+            fix = f'load(..., allow=["{SETTINGS}"]) if the modules were built with these settings'
+        else:
+            fix = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
+        if all(setting.effect == "strict" for setting in self.settings.values()):
+            fix += ", or load(..., strict=False) to load the parts that fit"
+        raise CheckpointError(
+            f"{source.source} does not fit: {'; '.join(self.texts())}",
+            why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
+            fix=fix,
+        )
+
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
 

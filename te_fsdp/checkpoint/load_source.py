@@ -25,14 +25,7 @@ from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, SUMS_PIECES, Ma
 from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
 from te_fsdp.checkpoint.plain_dcp import DcpContents, open_dcp
 from te_fsdp.checkpoint.reader import CHECKPOINT, DCP_KIND, Choices, Contents, key_ends
-from te_fsdp.checkpoint.reading import (
-    ReadShare,
-    Rectangle,
-    Staged,
-    read_stored,
-    reading_threads,
-    rectangle_of,
-)
+from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, reading_threads
 from te_fsdp.checkpoint.shard_files import crc32
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.storage import absolute, is_remote
@@ -81,7 +74,7 @@ class Source(Contents):
         Collective over the world. The entries' own memory is not changed. Raise CheckpointError on all ranks if one
         rank failed. A rank reads only stored pieces that contain its own rows.
         """
-        pieces = [rectangle_of(key, piece) for key, entry in entries.items() for piece in entry.pieces]
+        pieces = [(key, *piece.chunk) for key, entry in entries.items() for piece in entry.pieces]
         # The same rectangle may be needed twice, by a weight and as the source of a main weight.
         required = [area for area in dict.fromkeys([*pieces, *rectangles]) if math.prod(area[2])]
         self.staged.parts.update({area: [] for area in required})

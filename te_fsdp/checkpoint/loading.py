@@ -19,14 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.async_save import background
-from te_fsdp.checkpoint.compare import (
-    SETTINGS,
-    WHOLE_OPTIMIZER,
-    Differences,
-    check_spans_world,
-    compare,
-    take_own_part,
-)
+from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences, check_spans_world, compare, take_own_part
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.load_source import Source, open_source
 from te_fsdp.checkpoint.model_state import (
@@ -44,7 +37,7 @@ from te_fsdp.checkpoint.optimizer_state import Optimizers, SavedOptimizer, split
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.shard_files import damaged_value, without_collector
 from te_fsdp.checkpoint.storage import absolute
-from te_fsdp.checkpoint.tensor_entries import TensorEntry, replicated_entry
+from te_fsdp.checkpoint.tensor_entries import TensorEntry
 from te_fsdp.collectives.agreement import all_agree, gather, rank, through_rank_0, world_size
 from te_fsdp.collectives.rendezvous import collective_call, errors_interrupt
 from te_fsdp.errors import CheckpointError, require_flags, require_kind, shorten
@@ -132,7 +125,7 @@ def load(
         take_own_part(opened, model)
         state, diff = all_agree(lambda: _compare(opened, model, optimizers))
         diff = diff.over_all_ranks(convert=convert)
-        _refuse(opened, diff.without(allow, strict=strict))
+        diff.without(allow, strict=strict).refuse(opened)
         loaded = ModelLoader(opened, model, optimizers, state, diff).result()
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
@@ -163,25 +156,6 @@ def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[
     if optimizers:
         optimizers.compare(diff, model, manifest.optimizer, state.owned)
     return state, diff
-
-
-def _refuse(source: Source, diff: Differences) -> None:
-    # No agreement is needed: ``over_all_ranks`` has given all ranks the same differences.
-    if not diff:
-        return
-    mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
-    origin = f"saved on {mesh} by te_fsdp {source.manifest.versions.get('te_fsdp')}"
-    if SETTINGS in diff.settings:
-        fix = f'load(..., allow=["{SETTINGS}"]) if the modules were built with these settings'
-    else:
-        fix = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
-    if all(setting.effect == "strict" for setting in diff.settings.values()):
-        fix += ", or load(..., strict=False) to load the parts that fit"
-    raise CheckpointError(
-        f"{source.source} does not fit: {'; '.join(diff.texts())}",
-        why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
-        fix=fix,
-    )
 
 
 class ModelLoader:
@@ -360,7 +334,7 @@ class ModelLoader:
                     expected = f"a history of {steps} steps for as many tensors as there are scales"
                     raise damaged_value(f"{self.source.source}: {keys[1]}", expected, f"shape {history}")
                 for key, (shape, dtype) in zip(keys, kinds, strict=True):
-                    slots[key] = replicated_entry(torch.empty(shape, dtype=dtype, device="cpu"))
+                    slots[key] = TensorEntry.replicated(torch.empty(shape, dtype=dtype, device="cpu"))
         if foreign:
             self.notes.append(
                 f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have a different format "

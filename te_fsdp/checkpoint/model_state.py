@@ -28,10 +28,7 @@ from te_fsdp.checkpoint.tensor_entries import (
     Shape,
     TensorEntry,
     add_entry,
-    as_grouped_entry,
-    cut_entry,
     refuse_equal_names,
-    replicated_entry,
     stacked_name,
 )
 from te_fsdp.collectives.agreement import maximum, world_size
@@ -181,7 +178,7 @@ class OwnedTensor:
 
     def entry(self, local: torch.Tensor) -> TensorEntry:
         """Return the entry of the files' tensor: views of ``local``, a plain tensor of the local shape."""
-        return as_grouped_entry(cut_entry(local, self.info.original_shape, self.info.boxes), self.expert)
+        return TensorEntry.cut(local, self.info.original_shape, self.info.boxes).grouped(self.expert)
 
     @property
     def local(self) -> torch.Tensor:
@@ -320,6 +317,58 @@ class ModelState:
     #: Quantized parameters whose blocks this rank's rectangles cut through, if that was allowed: without entries.
     cut_blocks: set[str] = field(default_factory=set)
 
+    def add(self, owned: OwnedTensor, layout: Layout | None, may_cut_blocks: bool) -> None:
+        """Add a parameter, whose original has a layout. Raise as :func:`model_state`."""
+        local: Any = owned.local
+        name, shape = owned.key, owned.info.original_shape
+        is_grouped = owned.expert is not None or owned.is_grouped
+        described: dict[str, Any] = {
+            "shape": [*shape] if owned.expert is None else [owned.expert.total, *shape],
+            "dtype": dtype_name(owned.parameter.dtype),
+            "layout": GROUPED if is_grouped else str(layout) if layout is not None else None,
+            "format": None,
+        }
+        entries: dict[str, TensorEntry] = {}
+        if not _te.is_quantized(local):
+            entries[f"model.{name}"] = owned.entry(local)
+        else:
+            weight = local
+            if owned.is_grouped:
+                # A rank without experts has none to describe.
+                empty = (1, *shape[1:]), _te.quantizer_of(local), local.dtype, local.device
+                weight = (local.experts or empty_experts(*empty).experts)[0]
+            names = sorted(component.name for component in components_of(weight, owned.fqn))
+            format_ = describe_format(weight, owned.fqn)
+            assert format_ is not None
+            needed_components(format_, names, owned.fqn)  # raises for values whose bytes are not saved
+            described |= {"format": format_, "components": names}
+            try:
+                for part in owned.parts():
+                    weight = local if part.index is None else local.experts[part.index]
+                    for component in components_of(weight, owned.fqn):
+                        entry = component_entry(component, part, owned.fqn).grouped(part.expert)
+                        add_entry(entries, f"model.{name}:{component.name}", entry)
+            except PlacementError:
+                # A load may convert such a weight through high precision. A save has no form for half a block.
+                if not may_cut_blocks:
+                    raise
+                self.cut_blocks.add(name)
+                entries = {}
+        for key, entry in entries.items():
+            add_entry(self.entries, key, entry)
+        self.keys[name] = list(entries)
+        first = self.described.setdefault(name, described)
+        # All experts of a layer are one tensor, with one entry in the manifest.
+        if first != described:
+            differing = [key for key in first if first[key] != described.get(key)]
+            raise CheckpointError(
+                f"{name}: {owned.fqn} differs from the tensors of the other experts",
+                expected=", ".join(f"{key} {first[key]}" for key in differing),
+                got=", ".join(f"{key} {described.get(key)}" for key in differing),
+                why="A checkpoint stores the weights of all experts of a layer as one tensor",
+                fix="build all experts of one layer with the same options",
+            )
+
 
 def model_state(
     model: nn.Module, *, may_cut_blocks: bool = False, shared: tuple[str, ...] | None = None
@@ -350,7 +399,7 @@ def model_state(
         layout = layouts.get(id(owned.module), {}).get(owned.name)
         if layout is None and binding_of(owned.module) is not None:
             layout = PLAIN
-        _add_parameter(state, owned, layout, may_cut_blocks)
+        state.add(owned, layout, may_cut_blocks)
     for owned in buffers:
         key, buffer = f"model.{owned.fqn}", owned.parameter
         state.buffers[owned.fqn] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
@@ -359,67 +408,13 @@ def model_state(
     return state
 
 
-def _add_parameter(
-    state: ModelState, owned: OwnedTensor, layout: Layout | None, may_cut_blocks: bool
-) -> None:
-    local: Any = owned.local
-    name, shape = owned.key, owned.info.original_shape
-    is_grouped = owned.expert is not None or owned.is_grouped
-    described: dict[str, Any] = {
-        "shape": [*shape] if owned.expert is None else [owned.expert.total, *shape],
-        "dtype": dtype_name(owned.parameter.dtype),
-        "layout": GROUPED if is_grouped else str(layout) if layout is not None else None,
-        "format": None,
-    }
-    entries: dict[str, TensorEntry] = {}
-    if not _te.is_quantized(local):
-        entries[f"model.{name}"] = owned.entry(local)
-    else:
-        weight = local
-        if owned.is_grouped:
-            # A rank without experts has none to describe.
-            empty = (1, *shape[1:]), _te.quantizer_of(local), local.dtype, local.device
-            weight = (local.experts or empty_experts(*empty).experts)[0]
-        names = sorted(component.name for component in components_of(weight, owned.fqn))
-        format_ = describe_format(weight, owned.fqn)
-        assert format_ is not None
-        needed_components(format_, names, owned.fqn)  # raises for values whose bytes are not saved
-        described |= {"format": format_, "components": names}
-        try:
-            for part in owned.parts():
-                weight = local if part.index is None else local.experts[part.index]
-                for component in components_of(weight, owned.fqn):
-                    entry = as_grouped_entry(component_entry(component, part, owned.fqn), part.expert)
-                    add_entry(entries, f"model.{name}:{component.name}", entry)
-        except PlacementError:
-            # A load may convert such a weight through high precision. A save has no form for half a block.
-            if not may_cut_blocks:
-                raise
-            state.cut_blocks.add(name)
-            entries = {}
-    for key, entry in entries.items():
-        add_entry(state.entries, key, entry)
-    state.keys[name] = list(entries)
-    first = state.described.setdefault(name, described)
-    # All experts of a layer are one tensor, with one entry in the manifest.
-    if first != described:
-        differing = [key for key in first if first[key] != described.get(key)]
-        raise CheckpointError(
-            f"{name}: {owned.fqn} differs from the tensors of the other experts",
-            expected=", ".join(f"{key} {first[key]}" for key in differing),
-            got=", ".join(f"{key} {described.get(key)}" for key in differing),
-            why="A checkpoint stores the weights of all experts of a layer as one tensor",
-            fix="build all experts of one layer with the same options",
-        )
-
-
 def component_entry(component: Component, part: OwnedPart, label: str) -> TensorEntry:
     """Return the entry of a component of one weight; PlacementError, which names ``label``, for cut blocks."""
     # Without a block a component belongs to the full weight (a scale per tensor). Every shard has it.
     if component.block is None:
-        return replicated_entry(component.tensor)
+        return TensorEntry.replicated(component.tensor)
     rectangles = component.boxes(part.boxes, label, part.original)
-    return cut_entry(component.tensor, component.shape(part.original), rectangles)
+    return TensorEntry.cut(component.tensor, component.shape(part.original), rectangles)
 
 
 # --- delayed scaling's state: plain tensors of all GEMMs of a module; in a file, of all experts

@@ -22,17 +22,7 @@ from te_fsdp.checkpoint.compare import GROUPS, Differences
 from te_fsdp.checkpoint.extra import decode, encode_numbers
 from te_fsdp.checkpoint.manifest import dtype_name, main_weight_of
 from te_fsdp.checkpoint.model_state import OwnedTensor, check_names
-from te_fsdp.checkpoint.tensor_entries import (
-    Shape,
-    TensorEntry,
-    add_entry,
-    as_grouped_entry,
-    cut_entry,
-    join_experts,
-    of_all_experts,
-    per_expert,
-    replicated_entry,
-)
+from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, add_entry, join_experts, per_expert
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.features.main_params import MAIN, is_low_precision, optimizer_shard_in, rows_of_state
 from te_fsdp.features.main_weights import check_optimizer, initialize_fused_adam, unwrap_optimizer
@@ -66,7 +56,7 @@ class OptimizerState:
                 dtype, device = getattr(torch, described["dtype"]), owned.local.device
                 if described["scalar"]:
                     number = torch.zeros(described["shape"][1:], dtype=dtype, device="cpu")
-                    entry = as_grouped_entry(replicated_entry(number), owned.expert)
+                    entry = TensorEntry.replicated(number).grouped(owned.expert)
                 else:
                     entry = owned.entry(torch.zeros(owned.info.local_shape, dtype=dtype, device=device))
                 add_entry(self.entries, f"optimizer.state.{name}.{key}", entry)
@@ -93,7 +83,7 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
     described: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
     # The step count. A parameter with one element has state of that shape, too, which is its own.
     if value.numel() == 1 and value.ndim <= 1 and value.shape != full_shape:
-        return described, replicated_entry(local)
+        return described, TensorEntry.replicated(local)
     if value.shape != full_shape or _te.is_quantized(local):
         format_ = f" in {_te.format_of(local)}" if _te.is_quantized(local) else ""
         raise CheckpointError(
@@ -112,7 +102,7 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
         got, fix = tuple(local.shape), "shard the state like its parameter"
         raise CheckpointError(f"{key}: local shape", expected=shape, got=got, fix=fix)
     described["shape"] = list(info.original_shape)
-    return described, cut_entry(local, info.original_shape, boxes)
+    return described, TensorEntry.cut(local, info.original_shape, boxes)
 
 
 def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -245,9 +235,7 @@ class SavedOptimizer(NamedTuple):
             k: dtype_name(v.dtype) if isinstance(v := present.get(k), torch.Tensor) else None for k in saved
         }
 
-    def prepare(
-        self, weights: dict[str, dict[str, Any]], excluded: set[str]
-    ) -> tuple[dict[str, TensorEntry], set[str]]:
+    def prepare(self, weights: States, excluded: set[str]) -> tuple[dict[str, TensorEntry], set[str]]:
         """Allocate missing state, after a comparison, and drop other state. Local operation.
 
         No step is made. ``weights`` are the saved parameters. The state of the tensors in ``excluded`` stays. Return
@@ -274,7 +262,7 @@ class SavedOptimizer(NamedTuple):
                 label = f"optimizer.state.{target.key}.{key}"
                 entry = describe_state(label, value, target)[1]
                 if entry is not None:
-                    add_entry(entries, label, as_grouped_entry(entry, states[key].get("expert")))
+                    add_entry(entries, label, entry.grouped(states[key].get("expert")))
         return entries, mains
 
     def _fresh_state(self, owned: OwnedTensor, states: States, weight_dtype: str) -> dict[str, Any]:
@@ -429,10 +417,10 @@ class Optimizers(dict[str, Optimizer]):
                     if target.expert is None:
                         states.setdefault(target.key, {})[key] = described
                     else:
-                        described = of_all_experts(described, target.expert, target.info.original_shape)
+                        described = target.expert.of_all_experts(described, target.info.original_shape)
                         join_experts(result.experts.setdefault(target.key, {}), {key: described}, target.key)
                     if entry is not None:
-                        add_entry(result.entries, label, as_grouped_entry(entry, target.expert))
+                        add_entry(result.entries, label, entry.grouped(target.expert))
         return result
 
     def groups(self, names: dict[int, str]) -> list[dict[str, Any]]:

@@ -18,14 +18,7 @@ from te_fsdp.checkpoint.index import described_tensors, problems_of_tensors, rea
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, Stack, dequantized, mapped, total_bytes
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, main_weight_of, parse_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import Quantized, tensors_of
-from te_fsdp.checkpoint.tensor_entries import (
-    GROUPED,
-    ExpertPlace,
-    join_experts,
-    of_all_experts,
-    per_expert,
-    stacked_name,
-)
+from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, per_expert, stacked_name
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
 from te_fsdp.version import VERSION
@@ -282,7 +275,7 @@ def _stack_states(
     joined: dict[str, dict[str, Any]] = {}
     for index, name in enumerate(members):
         expert, states = ExpertPlace(index, len(members)), saved.get(name, {})
-        join_experts(joined, {k: of_all_experts(d, expert, shape) for k, d in states.items()}, stacked)
+        join_experts(joined, {k: expert.of_all_experts(d, shape) for k, d in states.items()}, stacked)
     for key, described in joined.items():
         if "dtype" in described:
             # For an expert without the state: one expanded zero.

@@ -25,7 +25,7 @@ from te_fsdp.checkpoint.lazy_tensors import DcpRecord
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, main_weight_of
 from te_fsdp.checkpoint.model_state import OwnedPart, OwnedTensor
 from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, open_checked
-from te_fsdp.checkpoint.tensor_entries import Piece, Shape, TensorEntry, per_expert
+from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, per_expert
 from te_fsdp.collectives.agreement import RankMessenger, digest, rank_messenger
 from te_fsdp.errors import CheckpointError
 from te_fsdp.features.main_params import MAIN
@@ -50,11 +50,6 @@ _MOST_RANKS = 64
 _COMMON = ("model.", "optimizer.", "delayed.")
 
 
-def rectangle_of(key: str, piece: Piece) -> Rectangle:
-    """Return the rectangle of the files' tensor that a piece covers."""
-    return key, tuple(piece.offsets), tuple(piece.tensor.shape)
-
-
 @dataclass
 class Staged:
     """Data that were read for a load, on the host, until everything is copied to its destination."""
@@ -77,7 +72,7 @@ class Staged:
         """Copy the data of entries into their memory. Local operation."""
         for key, entry in entries.items():
             for piece in entry.pieces:
-                self.copy(rectangle_of(key, piece), piece.tensor)
+                self.copy((key, *piece.chunk), piece.tensor)
 
 
 # --- from the files of a DCP directory

@@ -29,6 +29,7 @@ from te_fsdp.checkpoint.plain_dcp import (
     Quantized,
     as_lazy,
     cut_by_tp,
+    open_dcp,
     quantized_or_plain,
     with_leaves,
 )
@@ -67,16 +68,20 @@ def refuse_other_files(path: Path) -> None:
         )
 
 
-def open_torch_contents(path: Path, choices: Choices) -> Contents:
-    """Return the model's state dict in a ``torch.save`` file, which is mapped; raise CheckpointError for others."""
-    with unreadable(path, "file of torch.save", "the file is damaged, truncated or of a different kind"):
-        # An object that contains itself raises RecursionError here.
-        tree = with_leaves(load_weights_only(path, str(path)), as_lazy)
-    return _from_tree(path, "torch.save", tree, choices)
+def open_state_dicts(path: Path, kind: str, choices: Choices) -> Contents:
+    """Return the contents of files of a kind: safetensors (te_fsdp's too), ``torch.save``, or a plain DCP directory.
 
-
-def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
-    """Open safetensors files: te_fsdp's, as :meth:`Contents.from_portable`, or a state dict. Local operation."""
+    The kinds are those of :func:`te_fsdp.checkpoint.portable.convert.resolve`. Raise CheckpointError for other files.
+    Local operation.
+    """
+    refuse_other_files(path)
+    if kind == "torch":
+        with unreadable(path, "file of torch.save", "the file is damaged, truncated or of a different kind"):
+            # Mapped. An object that contains itself raises RecursionError here.
+            tree = with_leaves(load_weights_only(path, str(path)), as_lazy)
+        return _from_tree(path, "torch.save", tree, choices)
+    if kind != "safetensors":
+        return open_dcp_contents(path, open_dcp(path), choices)
     tensors, metadata = open_safetensors(path)
     # A file of te_fsdp describes its layout. Without the description, a key with OTHER is a part of one.
     if MANIFEST_KEY in metadata:

@@ -20,25 +20,12 @@ import torch
 
 from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint, refuse_text, remove, visible
 from te_fsdp.checkpoint.extra import decode
-from te_fsdp.checkpoint.lazy_tensors import (
-    BLOCK_BYTES,
-    InMemory,
-    Lazy,
-    is_safetensors,
-    mapped,
-    write_file,
-    write_folder,
-)
+from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, is_safetensors, mapped, write_file, write_folder
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, unreadable
-from te_fsdp.checkpoint.plain_dcp import cut_by_tp, open_dcp, with_leaves
+from te_fsdp.checkpoint.plain_dcp import cut_by_tp, with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
 from te_fsdp.checkpoint.reader import CHECKPOINT, MANIFEST_KEY, OTHER, Choices, Contents, describe, rounded
-from te_fsdp.checkpoint.state_dicts import (
-    open_dcp_contents,
-    open_safetensors_contents,
-    open_torch_contents,
-    refuse_other_files,
-)
+from te_fsdp.checkpoint.state_dicts import open_state_dicts
 from te_fsdp.checkpoint.storage import is_remote, resolve_path
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import differences, format_differences, from_json, user_differences
@@ -113,15 +100,9 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
     where, kind = resolve(path)
     if kind == CHECKPOINT:
         return Contents.of_checkpoint(where)
-    refuse_other_files(where)
-    if kind == "safetensors":
-        contents = open_safetensors_contents(where, choices)
-    elif kind == "torch":
-        contents = open_torch_contents(where, choices)
-    else:
-        contents = open_dcp_contents(where, open_dcp(where), choices)
-        # A plain DCP directory does not record how tensor parallelism has ordered the rows of fused weights.
-        refuse_scrambled(contents)
+    contents = open_state_dicts(where, kind, choices)
+    # A plain DCP directory does not record how tensor parallelism has ordered the rows of fused weights.
+    refuse_scrambled(contents)
     contents.stack_experts()
     return contents
 
@@ -417,8 +398,8 @@ def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: floa
     if a.dtype != b.dtype:
         report.differences.append(Difference(name, "dtype", f"{dtype_name(a.dtype)} / {dtype_name(b.dtype)}"))
     difference = Difference(name, "values")
-    # In fp64 a block takes eight times the bytes of an fp8 one.
-    for first, last in a.blocks(BLOCK_BYTES // 4):
+    # Small ones, because in fp64 a block takes eight times the bytes of an fp8 one.
+    for first, last in a.blocks(2 << 20):
         _add_block(difference, a.rows(first, last), b.rows(first, last), rtol, atol)
         tick(a.bytes // a.height * (last - first))
     report.compared += 1

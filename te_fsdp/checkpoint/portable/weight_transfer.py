@@ -27,7 +27,7 @@ from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeNames
 from te_fsdp.checkpoint.reader import with_remainders
-from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, cut_entry, holders_of, lightest
+from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, holders_of, lightest
 from te_fsdp.collectives.agreement import all_agree, are_equal, digest, gather, rank, result_of, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
@@ -104,7 +104,7 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
         assert entry is not None
         return Share.of(entry, dtype)
     if main is None and not _te.is_quantized(local):
-        return Share.of(cut_entry(local, info.original_shape, info.boxes), dtype)
+        return Share.of(TensorEntry.cut(local, info.original_shape, info.boxes), dtype)
 
     def piece(box: Box) -> Lazy:
         if main is not None:  # FusedAdam's remainders of bf16 weights
