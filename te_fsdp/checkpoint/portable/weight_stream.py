@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.host_memory import batches
 from te_fsdp.checkpoint.lazy_tensors import Lazy, assign_files, total_bytes, write_header, write_index
-from te_fsdp.checkpoint.model_state import owned_parameters
+from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
 from te_fsdp.checkpoint.portable.huggingface_config import write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, describe_model
@@ -131,7 +131,10 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         check_model("iter_weights", model, optimizer)
         self.weights = WeightMap.build(config, blocks, names, describe_model(model))
         check_fits("save_huggingface", model, self.weights, [])
-        self._shares = shares_of(model, optimizer, self.weights)
+        self._shares, names_in_map = shares_of(model, optimizer), self.weights.shapes(te=True)
+        for name, first in tied_names(model).items():  # under the name that the map has
+            if first in self._shares and first not in names_in_map and name in names_in_map:
+                self._shares[name] = self._shares.pop(first)
         self._owned = owned = owned_parameters(model)
         foreach_writes().count(self)
         self._versions = versions_of(tensor.parameter for tensor in owned)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from te_fsdp.checkpoint.compare import check_spans_world
 from te_fsdp.checkpoint.host_memory import aligned
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
-from te_fsdp.checkpoint.model_state import OwnedTensor, component_entry, owned_parameters, tied_names
+from te_fsdp.checkpoint.model_state import OwnedTensor, component_entry, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeNames
@@ -71,11 +71,11 @@ def check_model(call: str, model: nn.Module, optimizer: Optimizer | None) -> Non
     check_spans_world(model, None)
 
 
-def shares_of(model: nn.Module, optimizer: Optimizer | None, weights: WeightMap) -> dict[str, Share]:
-    """Return this rank's share of every parameter, by name in the map. Local operation.
+def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]:
+    """Return this rank's share of every parameter, by name in the unsharded model. Local operation.
 
     FSDP2 units are resharded. Values are those of an fp32 main weight if the optimizer has one, else the parameter's. A
-    stacked parameter of experts becomes one for each, with global indices.
+    tied parameter has its first name; a stacked parameter of experts becomes one for each, with global indices.
     """
     result: dict[str, Share] = {}
     for owned in owned_parameters(model):
@@ -87,10 +87,6 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None, weights: WeightMap)
             own = [(first, p) for first, p in share.pieces if first[0] <= n < first[0] + p.shape[0]]
             pieces = [(first[1:], p.select(n - first[0])) for first, p in own]
             result[f"{owned.fqn}{n}"] = share._replace(shape=share.shape[1:], pieces=pieces)
-    te_names = weights.shapes(te=True)
-    for name, first in tied_names(model).items():  # a tied parameter has its first name until here
-        if first in result and first not in te_names and name in te_names:
-            result[name] = result.pop(first)
     return result
 
 
