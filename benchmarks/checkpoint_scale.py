@@ -274,7 +274,7 @@ def read(model: str, directory: Path, ranks: int) -> list[float]:
     """Measure the load plan of a middle rank among this number of ranks: CPU seconds, peak MiB, pieces."""
     manifest, rank = pickle.loads((directory / "manifest").read_bytes()), ranks // 2 + 1
     own = entries(MODELS[model](), rank, ranks)
-    wanted = [reading.rectangle_of(key, piece) for key, entry in own.items() for piece in entry.pieces]
+    wanted = [(key, *piece.chunk) for key, entry in own.items() for piece in entry.pieces]
     memory()
     before = memory()
     spent, result = timed(

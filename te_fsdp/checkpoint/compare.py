@@ -7,7 +7,6 @@ of no stage stay, and are a difference on all stages.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -127,6 +126,24 @@ class Differences:
             names = {name for other, name in self.optimizer if other == text} - {WHOLE_OPTIMIZER, GROUPS}
             lines.append(f"{text} ({shorten(sorted(names))})" if names else text)
         return lines + format_differences(s for s in self.settings.values() if s.effect != "note")
+
+    def refuse(self, source: Source) -> None:
+        """Raise CheckpointError if there are differences. Local operation, after :meth:`over_all_ranks`."""
+        if not self:
+            return
+        mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
+        origin = f"saved on {mesh} by te_fsdp {source.manifest.versions.get('te_fsdp')}"
+        if SETTINGS in self.settings:
+            fix = f'load(..., allow=["{SETTINGS}"]) if the modules were built with these settings'
+        else:
+            fix = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
+        if all(setting.effect == "strict" for setting in self.settings.values()):
+            fix += ", or load(..., strict=False) to load the parts that fit"
+        raise CheckpointError(
+            f"{source.source} does not fit: {'; '.join(self.texts())}",
+            why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
+            fix=fix,
+        )
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
@@ -279,13 +296,13 @@ def check_spans_world(model: nn.Module, stage: Stage | None) -> None:
 PROGRESS = "progress"
 
 
-def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) -> None:
+def check_same_model(digests: list[dict[str, Any]], stages: list[int | None]) -> None:
     """Check that all ranks of a stage describe the same model and optimizer, and all ranks one path.
 
     Rank 0 alone calls this; raise CheckpointError otherwise.
     """
     # Taken out first: all ranks have one path, while the other digests are compared within a stage.
-    paths = [os.fsdecode(seen.pop("path")) for seen in digests]
+    paths = [seen.pop("path") for seen in digests]
     if differing := [f"{path} on rank {r}" for r, path in enumerate(paths) if path != paths[0]]:
         raise CheckpointError(
             "save: the ranks passed different paths",
@@ -304,9 +321,7 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
                 raise CheckpointError(
                     "save: the ranks are in different steps",
                     expected="the same numbers of steps and backwards on all ranks",
-                    got="; ".join(
-                        f"{digests[r][name].decode()} on rank {r}" for r in [*references, *others][:8]
-                    ),
+                    got="; ".join(f"{digests[r][name]} on rank {r}" for r in [*references, *others][:8]),
                     why="The shards of a weight have different updates",
                     fix="restart from an earlier checkpoint, and skip a step on all ranks or none",
                 )

@@ -29,16 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from te_fsdp.checkpoint.manifest import (
-    DCP_METADATA,
-    FILE_NAME,
-    Manifest,
-    has_manifest,
-    problems_shown,
-    read_manifest,
-    save_number,
-    unreadable,
-)
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, has_manifest, unreadable
 from te_fsdp.checkpoint.shard_files import explain_os_errors, sync
 from te_fsdp.checkpoint.storage import RemotePath, is_remote, last_written, resolve_path
 from te_fsdp.errors import CheckpointError
@@ -143,7 +134,7 @@ def discard(temporary: Path) -> None:
     if is_remote(temporary):
         target = temporary.parent
         try:
-            if (target / FILE_NAME).exists() and read_manifest(target).folder == temporary.name:
+            if (target / FILE_NAME).exists() and Manifest.read(target).folder == temporary.name:
                 return
         except (CheckpointError, OSError) as error:
             _log.warning("%s: not removed, since %s cannot be read: %s", temporary, target / FILE_NAME, error)
@@ -203,17 +194,11 @@ def in_place_of(target: Path) -> Iterator[Path]:
     A job that is killed between the two renames leaves both in ``NAME.new``. Raise CheckpointError on object storage,
     or for errors of the system.
     """
-    if is_remote(target):
+    if is_remote(target) or not (target.is_symlink() or target.is_file() or target.is_dir()):
         raise CheckpointError(
-            f"{target}: cannot be replaced on object storage",
-            expected="a path that does not exist",
-            fix="choose another path",
-        )
-    if not (target.is_symlink() or target.is_file() or target.is_dir()):
-        raise CheckpointError(
-            f"{target}: cannot be replaced",
-            expected="a file or a directory",
-            got="a device, a pipe or a socket",
+            f"{target}: cannot be replaced{' on object storage' if is_remote(target) else ''}",
+            expected="a file or a directory on disk",
+            got="an object" if is_remote(target) else "a device, a pipe or a socket",
             fix="choose another path",
         )
     # A folder, in which the replacement and the old target can both have the target's own name.
@@ -325,7 +310,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         checkpoints = visible(folder) or [folder] * has_manifest(folder)
         newest = None
         for path, manifest in reversed(in_order(checkpoints)):
-            problems = problems_shown(path, manifest)
+            problems = manifest.problems_shown(path)
             if not problems:
                 newest = path
                 break
@@ -354,7 +339,7 @@ def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
     readable = []
     for path in checkpoints:
         try:
-            readable.append((path, read_manifest(path)))
+            readable.append((path, Manifest.read(path)))
         except CheckpointError as error:
             if path.exists():  # otherwise another job has removed it
                 _log.warning("%s is skipped: %s", path, error)
@@ -362,8 +347,16 @@ def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
 
 
 def next_number(directory: Path) -> int:
-    """Return the number of the next save into a directory, one more than the largest there. Local operation."""
-    return 1 + max((save_number(path) for path in visible(directory)), default=0)
+    """Return the number of the next save into a directory, one more than the largest there. Local operation.
+
+    The numbers are in the first lines of the manifests; early ones have none.
+    """
+    largest = 0
+    for path in visible(directory):
+        with suppress(OSError), (path / FILE_NAME).open("rb") as file:  # another job may have removed it
+            match = re.search(rb'"number": (\d{1,18}),', file.read(120))
+            largest = max(largest, int(match[1]) if match else 0)
+    return 1 + largest
 
 
 def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
@@ -414,8 +407,8 @@ def open_checkpoint(path: Path) -> Manifest:
     """Return the manifest of a checkpoint whose files exist with the written sizes; else raise CheckpointError."""
     if not has_manifest(path):
         raise why_no_checkpoint(path)
-    manifest = read_manifest(path)
-    damaged(path, problems_shown(path, manifest))
+    manifest = Manifest.read(path)
+    damaged(path, manifest.problems_shown(path))
     return manifest
 
 
@@ -424,20 +417,16 @@ def refused_files(problems: list[str]) -> list[str]:
     return [p for p in problems if os.strerror(errno.EACCES) in p or os.strerror(errno.EPERM) in p]
 
 
-def damaged(path: Path, problems: list[str]) -> None:
+def damaged(path: Path, problems: list[str], why: str = "Nothing was loaded") -> None:
     """Raise one CheckpointError with all problems of a checkpoint's files, if there are any. Local operation."""
+    fix, kind = "load an earlier checkpoint, or copy this one again", "damaged checkpoint"
     if refused := refused_files(problems):
-        raise CheckpointError(
-            f"{path}: files that this user may not read: {'; '.join(sorted(refused))}",
-            why="Nothing was loaded",
-            fix="check the permissions of the directory and its files",
+        fix, kind = (
+            "check the permissions of the directory and its files",
+            "files that this user may not read",
         )
     if problems:
-        raise CheckpointError(
-            f"{path}: damaged checkpoint: {'; '.join(sorted(problems))}",
-            why="Nothing was loaded",
-            fix="load an earlier checkpoint, or copy this one again",
-        )
+        raise CheckpointError(f"{path}: {kind}: {'; '.join(sorted(refused or problems))}", why=why, fix=fix)
 
 
 def refuse_text(path: Path) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checkpoint.shard_files import damaged_value
-from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry, replicated_entry
+from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry
 from te_fsdp.errors import CheckpointError
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -125,7 +125,7 @@ def encode(
             and value.layout == torch.strided
             and not (value.is_nested or value.is_quantized)  # torch's own quantization
         ):
-            entry = replicated_entry(value.resolve_conj().resolve_neg())
+            entry = TensorEntry.replicated(value.resolve_conj().resolve_neg())
         if entry is not None:
             entries[where] = entry
             mark = {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
@@ -337,7 +337,9 @@ def tensor_slots(encoded: Any) -> dict[str, TensorEntry]:
     for described in references(encoded):
         # On the CPU, wherever the tensor was at the save: the load may have fewer or different devices.
         dtype = getattr(torch, described["dtype"].removeprefix("torch."))
-        slots[described["key"]] = replicated_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))
+        slots[described["key"]] = TensorEntry.replicated(
+            torch.empty(described["shape"], dtype=dtype, device="cpu")
+        )
     return slots
 
 

@@ -33,8 +33,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
+from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.extra import references
-from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, unreadable
 from te_fsdp.checkpoint.shard_files import (
     DamagedFileError,
     SummedFile,
@@ -44,7 +45,7 @@ from te_fsdp.checkpoint.shard_files import (
     view_of,
     without_collector,
 )
-from te_fsdp.checkpoint.tensor_entries import Rows
+from te_fsdp.checkpoint.tensor_entries import Rows, Shape
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.unpickling import TableUnpickler
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -54,7 +55,7 @@ FIXED = 3
 #: Number of pieces at which a block is full.
 _ROWS = 1 << 16
 #: Key, shape, dtype and number of pieces of a tensor.
-_Head = tuple[str, tuple[int, ...], torch.dtype, int]
+_Head = tuple[str, Shape, torch.dtype, int]
 
 
 # ------------------------------------------------------------------------------------------------------- writing
@@ -64,7 +65,7 @@ _Head = tuple[str, tuple[int, ...], torch.dtype, int]
 class Stored:
     """A tensor and its pieces."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     boxes: Rows  #: (pieces, 2, dims): offset and shape of each
     writers: Rows  #: (pieces, 2): rank that writes it, and its number on that rank
@@ -177,7 +178,7 @@ def _unpack(data: memoryview, heads: list[_Head]) -> Iterator[tuple[str, Rows]]:
 class Index:
     """Locations of all pieces of a directory."""
 
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  #: Shape and dtype by key
+    tensors: dict[str, tuple[Shape, torch.dtype]]  #: Shape and dtype by key
     files: list[str]  #: Names, indexed by the numbers in rows
     #: Yield the rows of the given keys that exist: an int64 array (pieces, 3 + 2 * dims), as above. The bytes are
     #: compared with their checksums; raise CheckpointError
@@ -242,12 +243,8 @@ def read_index(path: Path, manifest: Manifest) -> Index:
             blocks = list(zip(packed, heads, strict=True))
             files = list(body["files"])
             index = Index({k: (s, d) for block in heads for k, s, d, _ in block}, files, rows)
-    if problems := problems_of_tensors(manifest, index.tensors):
-        raise CheckpointError(
-            f"{path}: damaged checkpoint: {shorten(problems)}",
-            why="Its manifest and its tensors are from different saves",
-            fix="load an earlier checkpoint, or copy this one again",
-        )
+    problems = problems_of_tensors(manifest, index.tensors)
+    damaged(path, problems and [shorten(problems)], "Its manifest and its tensors are from different saves")
     return index
 
 
@@ -268,9 +265,7 @@ def files_in(path: Path) -> Callable[[str], Path]:
     return file_of
 
 
-def problems_of_tensors(
-    manifest: Manifest, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> list[str]:
+def problems_of_tensors(manifest: Manifest, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> list[str]:
     """Return the manifest's tensors that ``tensors`` lacks, or has with a different shape or dtype. Local."""
     problems = []
     for key, shape, dtype in described_tensors(manifest):
@@ -314,7 +309,7 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
     Raise CheckpointError if it is unreadable, has changed, or is of another save.
     """
     with unreadable(path, DCP_METADATA):
-        data = (path / DCP_METADATA).read_bytes() if manifest is None else metadata_of(path, manifest)
+        data = (path / DCP_METADATA).read_bytes() if manifest is None else manifest.metadata_in(path)
         metadata = unpickle_metadata(data)
         if manifest is not None:
             manifest.check_identity(getattr(metadata.storage_meta, "save_id", None))

@@ -26,7 +26,7 @@ from te_fsdp.checkpoint.host_memory import batches, host_memory
 from te_fsdp.checkpoint.manifest import Tick, unreadable
 from te_fsdp.checkpoint.shard_files import DamagedFileError, damaged_value, elements_of
 from te_fsdp.checkpoint.storage import is_remote
-from te_fsdp.checkpoint.tensor_entries import boxes_of, is_tiling
+from te_fsdp.checkpoint.tensor_entries import Shape, boxes_of, is_tiling
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.quantized.components import covering, dequantize_box, needed_components
@@ -62,9 +62,7 @@ _DTYPES = {
 class Lazy:
     """A tensor of known shape and dtype whose rows are read or computed on demand. A scalar has one row."""
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, int], torch.Tensor]
-    ) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, read: Callable[[int, int], torch.Tensor]) -> None:
         self.shape, self.dtype, self._read = shape, dtype, read
 
     def rows(self, first: int, last: int) -> torch.Tensor:
@@ -126,7 +124,7 @@ class Stack(Lazy):
 
     def __init__(self, parts: Sequence[Lazy]) -> None:
         self.parts, self.dtype = parts, parts[0].dtype
-        self.shape: tuple[int, ...] = (len(parts), *parts[0].shape)
+        self.shape: Shape = (len(parts), *parts[0].shape)
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
@@ -169,7 +167,7 @@ class DcpRecord(Lazy):
     key: str
     offset: int
     length: int
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
     dtype: torch.dtype = torch.uint8
     check: bool = False
 
@@ -290,9 +288,9 @@ class Chunked(Lazy):
     """A tensor in rectangular pieces, given with their offsets in it. They cover it once."""
 
     key: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
-    chunks: Sequence[tuple[tuple[int, ...], Lazy]]
+    chunks: Sequence[tuple[Shape, Lazy]]
     #: Whether the directory says that rows are in the order of the unsharded module (:mod:`te_fsdp.boxed_dtensor`)
     in_original_order: bool = False
 
@@ -329,7 +327,7 @@ def mapped(function: Callable[..., torch.Tensor], dtype: torch.dtype, *bases: La
 
 
 def dequantized(
-    key: str, shape: tuple[int, ...], dtype: torch.dtype, format: str, components: Mapping[str, Lazy]
+    key: str, shape: Shape, dtype: torch.dtype, format: str, components: Mapping[str, Lazy]
 ) -> Lazy:
     """Return the values of a quantized weight of a manifest's format, such as ``"mxfp8 kFloat8E4M3"``.
 

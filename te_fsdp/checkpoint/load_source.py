@@ -21,39 +21,15 @@ from torch import nn
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.index import Index, read_index
 from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Stack
-from te_fsdp.checkpoint.manifest import (
-    DCP_METADATA,
-    FILE_NAME,
-    SUMS_PIECES,
-    Manifest,
-    Tick,
-    check_files,
-    has_manifest,
-    read_manifest,
-)
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, SUMS_PIECES, Manifest, Tick, has_manifest
 from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
 from te_fsdp.checkpoint.plain_dcp import DcpContents, open_dcp
-from te_fsdp.checkpoint.reader import (
-    CHECKPOINT,
-    DCP_KIND,
-    Choices,
-    Contents,
-    key_ends,
-    open_checkpoint_contents,
-    stack_experts,
-)
-from te_fsdp.checkpoint.reading import (
-    ReadShare,
-    Rectangle,
-    Staged,
-    read_stored,
-    reading_threads,
-    rectangle_of,
-)
+from te_fsdp.checkpoint.reader import CHECKPOINT, DCP_KIND, Choices, Contents, key_ends
+from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, reading_threads
 from te_fsdp.checkpoint.shard_files import crc32
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.storage import absolute, is_remote
-from te_fsdp.checkpoint.tensor_entries import TensorEntry, stacked_name
+from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, stacked_name
 from te_fsdp.collectives.agreement import (
     RankMessenger,
     all_agree,
@@ -86,7 +62,7 @@ class Source(Contents):
     #: The world, if data for several ranks are read once; otherwise each rank reads its own.
     ranks: RankMessenger | None = None
 
-    def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def described(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Return shape and dtype of every tensor in the files, by key. Local operation."""
         if self.index is not None:
             return self.index.tensors
@@ -98,7 +74,7 @@ class Source(Contents):
         Collective over the world. The entries' own memory is not changed. Raise CheckpointError on all ranks if one
         rank failed. A rank reads only stored pieces that contain its own rows.
         """
-        pieces = [rectangle_of(key, piece) for key, entry in entries.items() for piece in entry.pieces]
+        pieces = [(key, *piece.chunk) for key, entry in entries.items() for piece in entry.pieces]
         # The same rectangle may be needed twice, by a weight and as the source of a main weight.
         required = [area for area in dict.fromkeys([*pieces, *rectangles]) if math.prod(area[2])]
         self.staged.parts.update({area: [] for area in required})
@@ -140,7 +116,7 @@ class Source(Contents):
                 self.staged.parts[area] = [((0,) * len(area[2]), values)]
 
 
-def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+def _values(tensor: Lazy, offsets: Shape, shape: Shape) -> torch.Tensor:
     """Return a rectangle of a tensor, contiguous, on the host."""
     if not shape:
         return tensor.full().reshape(())
@@ -223,7 +199,7 @@ def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified
         return Source(path, CHECKPOINT, manifest, index=index)
     if not is_verified:  # lazy tensors are not compared with the table of checksums
         _verify_together(path, manifest)
-    contents = all_agree(lambda: open_checkpoint_contents(path))
+    contents = all_agree(lambda: Contents.of_checkpoint(path))
     _fit(contents, changes)
     return Source(**vars(contents))
 
@@ -281,7 +257,7 @@ def _changes(manifest: Manifest, model: nn.Module) -> list[_Change]:
 def _fit(contents: Contents, changes: list[_Change]) -> None:
     """Change names and stack experts; rank 0 compares the values of ties. Collective over the world."""
     if experts := {name for name, first in changes if first is None}:
-        all_agree(lambda: stack_experts(contents, experts))
+        all_agree(lambda: contents.stack_experts(experts))
     ties = [(name, first) for name, first in changes if first is not None and name in contents.names]
     # Where the value of a first name is stored: files may have only further names of a tied tensor.
     stored_name = {first: first if first in contents.names else name for name, first in reversed(ties)}
@@ -357,14 +333,14 @@ def verify(path: str | os.PathLike[str]) -> None:
     """
     source = absolute(path)
     manifest = open_checkpoint(source)
-    damaged(source, check_files(source, manifest, checksums=True))
+    damaged(source, manifest.check_files(source, checksums=True))
     read_index(source, manifest)
 
 
 def problems_of(path: Path, tick: Tick) -> list[str]:
     """Return all problems of a checkpoint as texts: manifest, files, and their consistency with DCP's metadata."""
     try:
-        problems = check_files(path, read_manifest(path), checksums=True, tick=tick)
+        problems = Manifest.read(path).check_files(path, checksums=True, tick=tick)
         if not problems:
             read_index(path, open_checkpoint(path))
     except CheckpointError as error:
@@ -382,7 +358,7 @@ def _verify_together(path: Path, opened: Manifest | DcpContents) -> None:
     def problems() -> list[str]:
         if isinstance(opened, Manifest):
             names = sorted(opened.files, key=lambda name: (-opened.files[name][0], name))
-            return check_files(path, opened, names[share], checksums=True)
+            return opened.check_files(path, names[share], checksums=True)
         records = sorted(opened.records, key=lambda record: -record.length)[share]
         changed = [record for record in records if record.has_changed()]
         return [f"{r.key} in {r.file.name}: its contents have changed (CRC-32)" for r in changed]

@@ -19,14 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from te_fsdp.checkpoint.async_save import background
-from te_fsdp.checkpoint.compare import (
-    SETTINGS,
-    WHOLE_OPTIMIZER,
-    Differences,
-    check_spans_world,
-    compare,
-    take_own_part,
-)
+from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences, check_spans_world, compare, take_own_part
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.load_source import Source, open_source
 from te_fsdp.checkpoint.model_state import (
@@ -40,19 +33,11 @@ from te_fsdp.checkpoint.model_state import (
     modules_of,
     stage_of,
 )
-from te_fsdp.checkpoint.optimizer_state import (
-    Optimizers,
-    class_of,
-    compare_optimizers,
-    optimizers_of,
-    prepare_loading,
-    restore_groups,
-    split,
-)
+from te_fsdp.checkpoint.optimizer_state import Optimizers, SavedOptimizer, split
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.shard_files import damaged_value, without_collector
 from te_fsdp.checkpoint.storage import absolute
-from te_fsdp.checkpoint.tensor_entries import TensorEntry, replicated_entry
+from te_fsdp.checkpoint.tensor_entries import TensorEntry
 from te_fsdp.collectives.agreement import all_agree, gather, rank, through_rank_0, world_size
 from te_fsdp.collectives.rendezvous import collective_call, errors_interrupt
 from te_fsdp.errors import CheckpointError, require_flags, require_kind, shorten
@@ -133,14 +118,14 @@ def load(
     """
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     require_kind("load", "allow", allow, Iterable, expected="names", error=CheckpointError)
-    source, model, optimizers = absolute(path), joined_model(model), optimizers_of(optimizer)
+    source, model, optimizers = absolute(path), joined_model(model), Optimizers(optimizer)
     with _joint_load(model), without_collector():
         began = time.perf_counter()
-        opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
+        opened = open_source(source, model, optimizers.class_name, verify=verify, read=read)
         take_own_part(opened, model)
         state, diff = all_agree(lambda: _compare(opened, model, optimizers))
         diff = diff.over_all_ranks(convert=convert)
-        _refuse(opened, diff.without(allow, strict=strict))
+        diff.without(allow, strict=strict).refuse(opened)
         loaded = ModelLoader(opened, model, optimizers, state, diff).result()
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
@@ -169,27 +154,8 @@ def _compare(source: Source, model: nn.Module, optimizers: Optimizers) -> tuple[
         for owned in state.members[name]:
             Conversion.of(owned, manifest.tensor(name), {})  # raises without values
     if optimizers:
-        compare_optimizers(diff, model, optimizers, manifest.optimizer, state.owned)
+        optimizers.compare(diff, model, manifest.optimizer, state.owned)
     return state, diff
-
-
-def _refuse(source: Source, diff: Differences) -> None:
-    # No agreement is needed: ``over_all_ranks`` has given all ranks the same differences.
-    if not diff:
-        return
-    mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
-    origin = f"saved on {mesh} by te_fsdp {source.manifest.versions.get('te_fsdp')}"
-    if SETTINGS in diff.settings:
-        fix = f'load(..., allow=["{SETTINGS}"]) if the modules were built with these settings'
-    else:
-        fix = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
-    if all(setting.effect == "strict" for setting in diff.settings.values()):
-        fix += ", or load(..., strict=False) to load the parts that fit"
-    raise CheckpointError(
-        f"{source.source} does not fit: {'; '.join(diff.texts())}",
-        why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
-        fix=fix,
-    )
 
 
 class ModelLoader:
@@ -211,8 +177,12 @@ class ModelLoader:
         taken = bool(optimizers) and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         saved_parts = {} if self.saved_optimizer is None else split(self.saved_optimizer)
-        #: The optimizers that are loaded, each with its part of the manifest
-        self.loaded_optimizers = [(optimizers[n], saved_parts[n]) for n in optimizers if n in saved_parts]
+        #: The optimizers that are loaded
+        self.loaded_optimizers = [
+            SavedOptimizer(own, saved_parts[n], state.owned)
+            for n, own in optimizers.items()
+            if n in saved_parts
+        ]
         self.left_states = differing | (state.members.keys() - set(self.names))
         self.mains: set[str] = set()  #: Parameters whose main weight is loaded
         self.others = optimizers_with_stale_main_weights(
@@ -263,9 +233,8 @@ class ModelLoader:
                 owned.drop_derived_state()
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
-        for optimizer, description in self.loaded_optimizers:
-            loaded = self.state.members.keys() - self.left_states
-            left = restore_groups(optimizer, description, self.state.owned, loaded)
+        for optimizer in self.loaded_optimizers:
+            left = optimizer.restore_groups(self.state.members.keys() - self.left_states)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
         for name in sorted({type(other).__name__ for other in self.others}):
             self.notes.append(
@@ -305,9 +274,8 @@ class ModelLoader:
     ) -> tuple[dict[str, TensorEntry], list[Rectangle]]:
         """Return entries to copy directly, allocated if the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
-        weights = self.manifest.parameters
-        for optimizer, saved in self.loaded_optimizers:
-            states, mains = prepare_loading(optimizer, saved, weights, self.state.owned, self.left_states)
+        for optimizer in self.loaded_optimizers:
+            states, mains = optimizer.prepare(self.manifest.parameters, self.left_states)
             entries, self.mains = entries | states, self.mains | mains
         planned = (conversion for members in conversions.values() for conversion in members)
         return entries, [rectangle for conversion in planned for rectangle in conversion.reads()]
@@ -366,7 +334,7 @@ class ModelLoader:
                     expected = f"a history of {steps} steps for as many tensors as there are scales"
                     raise damaged_value(f"{self.source.source}: {keys[1]}", expected, f"shape {history}")
                 for key, (shape, dtype) in zip(keys, kinds, strict=True):
-                    slots[key] = replicated_entry(torch.empty(shape, dtype=dtype, device="cpu"))
+                    slots[key] = TensorEntry.replicated(torch.empty(shape, dtype=dtype, device="cpu"))
         if foreign:
             self.notes.append(
                 f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have a different format "

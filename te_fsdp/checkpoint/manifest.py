@@ -224,6 +224,54 @@ class Manifest:
     #: Name of the folder with the other files, next to the manifest; empty: the files are next to it
     folder: Annotated[str, _FOLDER] = ""
 
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read the manifest; raise CheckpointError if it is unreadable, changed, or of a newer te_fsdp. Local."""
+        path = directory / FILE_NAME
+        with unreadable(path, "manifest"):
+            encoded = path.read_bytes()
+            body = json.loads(encoded)
+            if type(body) is not dict or type(body.get("format_version")) is not int:
+                raise DamagedFileError("not an object with a format_version")
+            if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
+                raise CheckpointError(
+                    f"{path}: written by a different version of te_fsdp, {body.get('versions')!a:.200}",
+                    expected=f"format version {FIRST_FORMAT} to {HAS_FOLDER}",
+                    got=str(body["format_version"])[:40],
+                    fix="update te_fsdp; load a checkpoint of an older format with the te_fsdp that wrote it",
+                )
+            # A digest of the text: "1e-5" and "1E-5" are one number, and one of them is damage.
+            digest = str(body.pop("digest", None))
+            computed = _digest(encoded.replace(digest.encode(), _NO_DIGEST.encode(), 1))
+            if digest != computed:
+                raise DamagedFileError(f"expected digest {digest!a:.40}, got {computed}")
+            manifest = parse_manifest(body)
+            exempt = (DCP_METADATA, INDEX)  # their readers check them
+            unlisted = [n for n, listed in manifest.files.items() if len(listed) != 3 and n not in exempt]
+            if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
+                raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
+            if unlisted and manifest.save_id:
+                raise DamagedFileError(
+                    f"files.{unlisted[0]}: expected the offset of its table of checksums, got none"
+                )
+            return manifest
+
+    def write(self, directory: Path) -> None:
+        """Write the manifest, synced to disk; raise CheckpointError if it could not be read back. Local operation."""
+        path = directory / FILE_NAME
+        with unreadable(path, "manifest", "use plain values in extra and in the optimizer's options"):
+            body = {"digest": _NO_DIGEST, "number": self.number} | self.body  # where next_number looks
+            lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
+            encoded = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+            # Thousands of tensors would make the collector traverse all objects of the process.
+            with without_collector():
+                body = json.loads(encoded)
+                del body["digest"]
+                parse_manifest(body)
+                del body
+        with synced(path) as file:
+            file.write(encoded.replace(_NO_DIGEST.encode(), _digest(encoded).encode(), 1))
+
     def data_folder(self, path: Path) -> Path:
         """Return the folder with the files of the checkpoint at a path."""
         return path / self.folder if self.folder else path
@@ -255,6 +303,61 @@ class Manifest:
                 f"got {mark}"
             )
 
+    def check_files(
+        self,
+        path: Path,
+        names: Iterable[str] | None = None,
+        *,
+        checksums: bool = False,
+        tick: Tick = no_progress,
+    ) -> list[str]:
+        """Return the problems of listed files, or of those in ``names``: missing, of a wrong size, changed. Local.
+
+        Changes are found only with ``checksums``.
+        """
+        problems, folder = [], self.data_folder(path)
+        listed_files = listing(folder)  # one request for a thousand files
+        for name in self.files if names is None else names:
+            listed, file = self.files[name], listed_files.get(name) or folder / name
+            try:
+                status = file.stat()
+                if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
+                    problems.append(f"{name} is not a file")
+                elif checksums:
+                    with open_checked(file, listed, self.save_id) as opened:
+                        opened.check(listed[1], tick)
+                elif status.st_size != listed[0]:
+                    problems.append(f"{name}: expected {listed[0]} bytes, got {status.st_size}")
+            except FileNotFoundError:
+                problems.append(f"{name} is missing")
+            except (DamagedFileError, OSError) as error:
+                problems.append(f"{name}: {getattr(error, 'strerror', None) or error}")
+        return problems
+
+    def problems_shown(self, path: Path) -> list[str]:
+        """Return the problems of a checkpoint that are visible without reading its tensors. Local operation."""
+        problems, folder = self.check_files(path), self.data_folder(path)
+        if problems:
+            return problems
+        try:
+            data = self.metadata_in(path)
+            if INDEX in self.files:
+                # The index is read instead of the metadata, so the mark is checked here. It is near the end.
+                mark = MARK.search(data, max(0, len(data) - 4096))
+                self.check_identity(mark and mark[0].decode())
+            elif (folder / INDEX).is_file():
+                return [f"{INDEX}: not listed in the manifest"]
+        except (DamagedFileError, OSError) as error:
+            return [f"{DCP_METADATA}: {getattr(error, 'strerror', None) or error}"]
+        return []
+
+    def metadata_in(self, path: Path) -> bytes:
+        """Return DCP's metadata, a pickle, as it was written; else raise DamagedFileError or OSError. Local."""
+        data = (self.data_folder(path) / DCP_METADATA).read_bytes()
+        if self.files.get(DCP_METADATA) != [len(data), crc32(data)]:
+            raise DamagedFileError("its contents have changed (CRC-32)")
+        return data
+
 
 def main_weight_of(weight: dict[str, Any], states: dict[str, Any]) -> dict[str, Any]:
     """Return the description of a saved weight's main weight, empty without one.
@@ -268,55 +371,6 @@ def main_weight_of(weight: dict[str, Any], states: dict[str, Any]) -> dict[str, 
 def is_ours(mark: Any) -> bool:
     """Return whether a mark in DCP's metadata is te_fsdp's, written from :data:`SUMS_PIECES` on."""
     return str(mark).startswith(_OURS)
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, synced to disk; raise CheckpointError if it could not be read back. Local operation."""
-    path = directory / FILE_NAME
-    with unreadable(path, "manifest", "use plain values in extra and in the optimizer's options"):
-        body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
-        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
-        encoded = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
-        # Thousands of tensors would make the collector traverse all objects of the process.
-        with without_collector():
-            body = json.loads(encoded)
-            del body["digest"]
-            parse_manifest(body)
-            del body
-    with synced(path) as file:
-        file.write(encoded.replace(_NO_DIGEST.encode(), _digest(encoded).encode(), 1))
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest; raise CheckpointError if it is unreadable, changed, or of a newer te_fsdp. Local operation."""
-    path = directory / FILE_NAME
-    with unreadable(path, "manifest"):
-        encoded = path.read_bytes()
-        body = json.loads(encoded)
-        if type(body) is not dict or type(body.get("format_version")) is not int:
-            raise DamagedFileError("not an object with a format_version")
-        if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
-            raise CheckpointError(
-                f"{path}: written by a different version of te_fsdp, {body.get('versions')!a:.200}",
-                expected=f"format version {FIRST_FORMAT} to {HAS_FOLDER}",
-                got=str(body["format_version"])[:40],
-                fix="update te_fsdp; load a checkpoint of an older format with the te_fsdp that wrote it",
-            )
-        # A digest of the text: "1e-5" and "1E-5" are one number, and one of them is damage.
-        digest = str(body.pop("digest", None))
-        computed = _digest(encoded.replace(digest.encode(), _NO_DIGEST.encode(), 1))
-        if digest != computed:
-            raise DamagedFileError(f"expected digest {digest!a:.40}, got {computed}")
-        manifest = parse_manifest(body)
-        exempt = (DCP_METADATA, INDEX)  # their readers check them
-        unlisted = [n for n, listed in manifest.files.items() if len(listed) != 3 and n not in exempt]
-        if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
-            raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
-        if unlisted and manifest.save_id:
-            raise DamagedFileError(
-                f"files.{unlisted[0]}: expected the offset of its table of checksums, got none"
-            )
-        return manifest
 
 
 def parse_manifest(body: dict[str, Any]) -> Manifest:
@@ -351,74 +405,6 @@ def has_manifest(path: Path) -> bool:
     except OSError as error:
         text = f"{path}: cannot be read ({error.strerror or error})"
         raise CheckpointError(text, fix="check the path and the permissions") from error
-
-
-def save_number(directory: Path) -> int:
-    """Return the number of the save from the first lines of its manifest; 0 without one. Local operation."""
-    try:
-        with (directory / FILE_NAME).open("rb") as file:
-            match = re.search(rb'"number": (\d{1,18}),', file.read(120))
-    except OSError:  # another job has removed it
-        return 0
-    return int(match[1]) if match else 0
-
-
-def check_files(
-    directory: Path,
-    manifest: Manifest,
-    names: Iterable[str] | None = None,
-    *,
-    checksums: bool = False,
-    tick: Tick = no_progress,
-) -> list[str]:
-    """Return the problems of listed files: missing, of a wrong size or, with ``checksums``, changed. Local operation.
-
-    ``names`` selects some of them.
-    """
-    problems, folder = [], manifest.data_folder(directory)
-    listed_files = listing(folder)  # one request for a thousand files
-    for name in manifest.files if names is None else names:
-        listed, path = manifest.files[name], listed_files.get(name) or folder / name
-        try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
-                problems.append(f"{name} is not a file")
-            elif checksums:
-                with open_checked(path, listed, manifest.save_id) as file:
-                    file.check(listed[1], tick)
-            elif status.st_size != listed[0]:
-                problems.append(f"{name}: expected {listed[0]} bytes, got {status.st_size}")
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except (DamagedFileError, OSError) as error:
-            problems.append(f"{name}: {getattr(error, 'strerror', None) or error}")
-    return problems
-
-
-def problems_shown(path: Path, manifest: Manifest) -> list[str]:
-    """Return the problems of a checkpoint that are visible without reading its tensors. Local operation."""
-    problems, folder = check_files(path, manifest), manifest.data_folder(path)
-    if problems:
-        return problems
-    try:
-        data = metadata_of(path, manifest)
-        if INDEX in manifest.files:
-            # The index is read instead of the metadata, so the mark is checked here. It is near the end.
-            mark = MARK.search(data, max(0, len(data) - 4096))
-            manifest.check_identity(mark and mark[0].decode())
-        elif (folder / INDEX).is_file():
-            return [f"{INDEX}: not listed in the manifest"]
-    except (DamagedFileError, OSError) as error:
-        return [f"{DCP_METADATA}: {getattr(error, 'strerror', None) or error}"]
-    return []
-
-
-def metadata_of(path: Path, manifest: Manifest) -> bytes:
-    """Return DCP's metadata, a pickle, as it was written; else raise DamagedFileError or OSError. Local operation."""
-    data = (manifest.data_folder(path) / DCP_METADATA).read_bytes()
-    if manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
-        raise DamagedFileError("its contents have changed (CRC-32)")
-    return data
 
 
 def _digest(data: bytes) -> str:

@@ -21,24 +21,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checkpoint.manifest import dtype_name
-from te_fsdp.checkpoint.original_layouts import original_layouts
 from te_fsdp.checkpoint.tensor_entries import (
     GROUPED,
     ExpertPlace,
     Piece,
+    Shape,
     TensorEntry,
     add_entry,
-    as_grouped_entry,
-    cut_entry,
     refuse_equal_names,
-    replicated_entry,
     stacked_name,
 )
 from te_fsdp.collectives.agreement import maximum, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
-from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
+from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index, mlp_rules
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.extra_state import local_experts
+from te_fsdp.modules.plan import fused_layouts
 from te_fsdp.quantized.components import (
     Component,
     components_of,
@@ -160,7 +158,7 @@ class OwnedPart(NamedTuple):
     expert: ExpertPlace | None  #: Place in the tensor of all experts, ``None`` for a tensor by itself
     index: int | None  #: Index of the expert in the local tensor; ``None``: it has this weight only
     boxes: tuple[Box, ...]  #: Boxes of the original
-    original: tuple[int, ...]  #: Shape of the original
+    original: Shape  #: Shape of the original
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ class OwnedTensor:
 
     def entry(self, local: torch.Tensor) -> TensorEntry:
         """Return the entry of the files' tensor: views of ``local``, a plain tensor of the local shape."""
-        return as_grouped_entry(cut_entry(local, self.info.original_shape, self.info.boxes), self.expert)
+        return TensorEntry.cut(local, self.info.original_shape, self.info.boxes).grouped(self.expert)
 
     @property
     def local(self) -> torch.Tensor:
@@ -281,6 +279,30 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
+def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
+    """Return the layouts of TE modules' direct parameters by ``id`` of the module, for any mesh. Local operation.
+
+    The rows of a fused projection are query, key and value on top of each other, or interleaved by heads. This
+    does not depend on the mesh. Rules contain it only if tp shards the rows.
+    """
+    fused: dict[int, Layout] = {}
+    by_module: dict[int, dict[str, Layout]] = {}
+    modules: list[Any] = list(root.modules())
+    for module in modules:
+        kind = _te.kind_of(module)
+        if kind == "MultiheadAttention":
+            fused.update(fused_layouts(module))
+        if kind not in (None, "unknown"):
+            # Everything else of a module, such as the weight of a norm, is one matrix or vector.
+            layouts = by_module[id(module)] = dict.fromkeys(module._parameters, PLAIN)
+            if kind in ("Linear", "LayerNormLinear"):
+                names = (*module.weight_names, *module.bias_names)
+                layouts.update(dict.fromkeys(names, fused.get(id(module), PLAIN)))
+            elif kind == "LayerNormMLP":
+                layouts.update({name: rule.layout for name, rule in mlp_rules(module.activation).items()})
+    return by_module
+
+
 @dataclass
 class ModelState:
     """A model's contribution to a checkpoint, or the target of a load."""
@@ -294,6 +316,58 @@ class ModelState:
     keys: dict[str, list[str]] = field(default_factory=dict)  #: Keys of each tensor
     #: Quantized parameters whose blocks this rank's rectangles cut through, if that was allowed: without entries.
     cut_blocks: set[str] = field(default_factory=set)
+
+    def add(self, owned: OwnedTensor, layout: Layout | None, may_cut_blocks: bool) -> None:
+        """Add a parameter, whose original has a layout. Raise as :func:`model_state`."""
+        local: Any = owned.local
+        name, shape = owned.key, owned.info.original_shape
+        is_grouped = owned.expert is not None or owned.is_grouped
+        described: dict[str, Any] = {
+            "shape": [*shape] if owned.expert is None else [owned.expert.total, *shape],
+            "dtype": dtype_name(owned.parameter.dtype),
+            "layout": GROUPED if is_grouped else str(layout) if layout is not None else None,
+            "format": None,
+        }
+        entries: dict[str, TensorEntry] = {}
+        if not _te.is_quantized(local):
+            entries[f"model.{name}"] = owned.entry(local)
+        else:
+            weight = local
+            if owned.is_grouped:
+                # A rank without experts has none to describe.
+                empty = (1, *shape[1:]), _te.quantizer_of(local), local.dtype, local.device
+                weight = (local.experts or empty_experts(*empty).experts)[0]
+            names = sorted(component.name for component in components_of(weight, owned.fqn))
+            format_ = describe_format(weight, owned.fqn)
+            assert format_ is not None
+            needed_components(format_, names, owned.fqn)  # raises for values whose bytes are not saved
+            described |= {"format": format_, "components": names}
+            try:
+                for part in owned.parts():
+                    weight = local if part.index is None else local.experts[part.index]
+                    for component in components_of(weight, owned.fqn):
+                        entry = component_entry(component, part, owned.fqn).grouped(part.expert)
+                        add_entry(entries, f"model.{name}:{component.name}", entry)
+            except PlacementError:
+                # A load may convert such a weight through high precision. A save has no form for half a block.
+                if not may_cut_blocks:
+                    raise
+                self.cut_blocks.add(name)
+                entries = {}
+        for key, entry in entries.items():
+            add_entry(self.entries, key, entry)
+        self.keys[name] = list(entries)
+        first = self.described.setdefault(name, described)
+        # All experts of a layer are one tensor, with one entry in the manifest.
+        if first != described:
+            differing = [key for key in first if first[key] != described.get(key)]
+            raise CheckpointError(
+                f"{name}: {owned.fqn} differs from the tensors of the other experts",
+                expected=", ".join(f"{key} {first[key]}" for key in differing),
+                got=", ".join(f"{key} {described.get(key)}" for key in differing),
+                why="A checkpoint stores the weights of all experts of a layer as one tensor",
+                fix="build all experts of one layer with the same options",
+            )
 
 
 def model_state(
@@ -325,7 +399,7 @@ def model_state(
         layout = layouts.get(id(owned.module), {}).get(owned.name)
         if layout is None and binding_of(owned.module) is not None:
             layout = PLAIN
-        _add_parameter(state, owned, layout, may_cut_blocks)
+        state.add(owned, layout, may_cut_blocks)
     for owned in buffers:
         key, buffer = f"model.{owned.fqn}", owned.parameter
         state.buffers[owned.fqn] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
@@ -334,67 +408,13 @@ def model_state(
     return state
 
 
-def _add_parameter(
-    state: ModelState, owned: OwnedTensor, layout: Layout | None, may_cut_blocks: bool
-) -> None:
-    local: Any = owned.local
-    name, shape = owned.key, owned.info.original_shape
-    is_grouped = owned.expert is not None or owned.is_grouped
-    described: dict[str, Any] = {
-        "shape": [*shape] if owned.expert is None else [owned.expert.total, *shape],
-        "dtype": dtype_name(owned.parameter.dtype),
-        "layout": GROUPED if is_grouped else str(layout) if layout is not None else None,
-        "format": None,
-    }
-    entries: dict[str, TensorEntry] = {}
-    if not _te.is_quantized(local):
-        entries[f"model.{name}"] = owned.entry(local)
-    else:
-        weight = local
-        if owned.is_grouped:
-            # A rank without experts has none to describe.
-            empty = (1, *shape[1:]), _te.quantizer_of(local), local.dtype, local.device
-            weight = (local.experts or empty_experts(*empty).experts)[0]
-        names = sorted(component.name for component in components_of(weight, owned.fqn))
-        format_ = describe_format(weight, owned.fqn)
-        assert format_ is not None
-        needed_components(format_, names, owned.fqn)  # raises for values whose bytes are not saved
-        described |= {"format": format_, "components": names}
-        try:
-            for part in owned.parts():
-                weight = local if part.index is None else local.experts[part.index]
-                for component in components_of(weight, owned.fqn):
-                    entry = as_grouped_entry(component_entry(component, part, owned.fqn), part.expert)
-                    add_entry(entries, f"model.{name}:{component.name}", entry)
-        except PlacementError:
-            # A load may convert such a weight through high precision. A save has no form for half a block.
-            if not may_cut_blocks:
-                raise
-            state.cut_blocks.add(name)
-            entries = {}
-    for key, entry in entries.items():
-        add_entry(state.entries, key, entry)
-    state.keys[name] = list(entries)
-    first = state.described.setdefault(name, described)
-    # All experts of a layer are one tensor, with one entry in the manifest.
-    if first != described:
-        differing = [key for key in first if first[key] != described.get(key)]
-        raise CheckpointError(
-            f"{name}: {owned.fqn} differs from the tensors of the other experts",
-            expected=", ".join(f"{key} {first[key]}" for key in differing),
-            got=", ".join(f"{key} {described.get(key)}" for key in differing),
-            why="A checkpoint stores the weights of all experts of a layer as one tensor",
-            fix="build all experts of one layer with the same options",
-        )
-
-
 def component_entry(component: Component, part: OwnedPart, label: str) -> TensorEntry:
     """Return the entry of a component of one weight; PlacementError, which names ``label``, for cut blocks."""
     # Without a block a component belongs to the full weight (a scale per tensor). Every shard has it.
     if component.block is None:
-        return replicated_entry(component.tensor)
+        return TensorEntry.replicated(component.tensor)
     rectangles = component.boxes(part.boxes, label, part.original)
-    return cut_entry(component.tensor, component.shape(part.original), rectangles)
+    return TensorEntry.cut(component.tensor, component.shape(part.original), rectangles)
 
 
 # --- delayed scaling's state: plain tensors of all GEMMs of a module; in a file, of all experts

@@ -21,13 +21,14 @@ from te_fsdp.checkpoint.lazy_tensors import Chunked, DcpRecord, InMemory, Lazy, 
 from te_fsdp.checkpoint.manifest import DCP_METADATA, is_ours, unreadable
 from te_fsdp.checkpoint.shard_files import frame_of
 from te_fsdp.checkpoint.storage import listing
+from te_fsdp.checkpoint.tensor_entries import Shape
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.layout import Box
 from te_fsdp.quantized.components import components_of, describe_format
 from te_fsdp.upstream import te as _te
 
 #: A rectangle of a weight: its offsets and its tensor, of TE or plain.
-_WeightChunk: TypeAlias = tuple[tuple[int, ...], Any]
+_WeightChunk: TypeAlias = tuple[Shape, Any]
 
 
 def with_leaves(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
@@ -148,7 +149,7 @@ class Quantized:
 
     format: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     components: dict[str, Lazy]
 
     def values(self, key: str) -> Lazy:
@@ -228,7 +229,7 @@ def _stack(key: str, tensor: Chunked, parts: Sequence[_WeightChunk]) -> Any:
     return replace(experts[0], shape=tensor.shape, components=stacked)
 
 
-def _join(key: str, tensor: Chunked, shape: tuple[int, ...], parts: Sequence[_WeightChunk]) -> Any:
+def _join(key: str, tensor: Chunked, shape: Shape, parts: Sequence[_WeightChunk]) -> Any:
     """Return a weight from its pieces: the stored components, or FP32 values if these do not fit together.
 
     Pieces that were quantized separately need not have one scale.
@@ -238,7 +239,7 @@ def _join(key: str, tensor: Chunked, shape: tuple[int, ...], parts: Sequence[_We
         components = _join_components(key, shape, parts) if len(formats) == 1 else None
         if components is not None:
             return Quantized(str(formats.pop()), parts[0][1].dtype, shape, components)
-    plain: list[tuple[tuple[int, ...], Lazy]] = []
+    plain: list[tuple[Shape, Lazy]] = []
     for offsets, part in parts:
         # FP32 contains the values of every format exactly, whatever the scales of the pieces.
         value = part.full().float() if isinstance(part, Lazy) else part.dequantize(dtype=torch.float32)
@@ -246,9 +247,7 @@ def _join(key: str, tensor: Chunked, shape: tuple[int, ...], parts: Sequence[_We
     return Chunked(key, shape, torch.float32, plain, in_original_order=tensor.in_original_order)
 
 
-def _join_components(
-    key: str, shape: tuple[int, ...], parts: Sequence[_WeightChunk]
-) -> dict[str, Lazy] | None:
+def _join_components(key: str, shape: Shape, parts: Sequence[_WeightChunk]) -> dict[str, Lazy] | None:
     """Return the components of a weight; ``None`` if pieces split blocks or have different scales per weight."""
     joined: dict[str, torch.Tensor] = {}
     for offsets, part in parts:

@@ -12,7 +12,6 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.host_memory import Block, Staging, blocks_of, flat_rows
 from te_fsdp.checkpoint.index import Encoded, Stored, encode
 from te_fsdp.checkpoint.lazy_tensors import Lazy
-from te_fsdp.checkpoint.manifest import HAS_FOLDER, SUMS_PIECES, Manifest, read_manifest
+from te_fsdp.checkpoint.manifest import HAS_FOLDER, SUMS_PIECES, Manifest
 from te_fsdp.checkpoint.shard_files import Listed, SummedFile, Tick, crc32, synced, view_of, without_collector
 from te_fsdp.checkpoint.storage import is_remote
 from te_fsdp.checkpoint.tensor_entries import (
@@ -38,7 +37,7 @@ from te_fsdp.checkpoint.tensor_entries import (
     pieces_held_by_rank,
 )
 from te_fsdp.collectives.agreement import RankMessenger, digest
-from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.tensor_checksums import row_checksums
 
 
@@ -58,6 +57,49 @@ class WritePlan:
     names: list[str] = field(default_factory=list)
     tensors: dict[str, Stored] | None = None  #: All tensors, until index and metadata exist
     encoded: Encoded | None = None  #: Index and metadata
+
+    def check_replicas(self, ranks: RankMessenger, tensors: list[torch.Tensor]) -> None:
+        """Raise CheckpointError on all ranks unless replicated pieces have the same bytes on all of their ranks.
+
+        It names the tensors and the ranks. Collective over the ranks: one round with a checksum of each set of
+        replicas, and a second one with a checksum of each piece if they differ.
+        """
+        if ranks.size == 1:
+            return
+
+        def of_groups() -> dict[int, int]:
+            return {group: checksum(tensors[i] for i in own.values()) for group, own in self.groups.items()}
+
+        def of_pieces() -> dict[int, int]:
+            return {
+                number: checksum([tensors[i]]) for own in self.groups.values() for number, i in own.items()
+            }
+
+        def refuse(seen: list[dict[int, int]]) -> list[None]:
+            differing: dict[str, set[tuple[int, int]]] = {}
+            for number, pairs in _differing_ranks(seen).items():
+                differing.setdefault(self.names[number], set()).update(pairs)
+            formatted = []
+            for name, pairs in sorted(differing.items()):
+                deviations = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
+                formatted.append(
+                    f"{name} ({', '.join(deviations[:2])}{', ...' if len(deviations) > 2 else ''})"
+                )
+            raise CheckpointError(
+                f"save: {len(formatted)} tensor(s) differ between ranks that must have the same: {shorten(formatted)}",
+                expected="equal values on all ranks",
+                got="different values",
+                why="The files contain one copy, and the others would be lost",
+                fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
+                "te_fsdp.broadcast_params(model, optimizer) makes differing copies of a sharded model equal again; "
+                "buffers that each rank makes from its own data (BatchNorm) must be made equal before, or not "
+                "persistent; experts that every rank numbers from 0 get global indices by "
+                "te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
+            )
+
+        # One number for each set of replicas. The pieces are compared only to name the ones that differ.
+        if ranks.round(of_groups, lambda seen: [bool(_differing_ranks(seen))] * len(seen)):
+            ranks.round(of_pieces, refuse)
 
 
 def file_of(rank: int) -> str:
@@ -223,58 +265,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     writer = RankWriter(alone, path, manifest, plan, [], copies)
     writer.finish([writer.write(tick)])
     return manifest
-
-
-def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:
-    """Return the error of a save that failed while or after writing."""
-    why = "No checkpoint appeared at the path; earlier checkpoints are unchanged"
-    with suppress(CheckpointError):  # there is none
-        if read_manifest(path).save_id == save_id:  # a rank died after it had written
-            why = "The checkpoint was complete by then, and exists"
-    return CheckpointError(
-        f"{path}: save failed {error}",
-        why=why,
-        fix="see the cause above; check that all ranks reach the directory, and its free space",
-    )
-
-
-def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Tensor]) -> None:
-    """Raise CheckpointError on all ranks unless replicated pieces have the same bytes on all of their ranks.
-
-    It names the tensors and the ranks. Collective over the ranks: one round with a checksum of each set of replicas,
-    and a second one with a checksum of each piece if they differ.
-    """
-    if ranks.size == 1:
-        return
-
-    def of_groups() -> dict[int, int]:
-        return {group: checksum(tensors[i] for i in own.values()) for group, own in plan.groups.items()}
-
-    def of_pieces() -> dict[int, int]:
-        return {number: checksum([tensors[i]]) for own in plan.groups.values() for number, i in own.items()}
-
-    def refuse(seen: list[dict[int, int]]) -> list[None]:
-        differing: dict[str, set[tuple[int, int]]] = {}
-        for number, pairs in _differing_ranks(seen).items():
-            differing.setdefault(plan.names[number], set()).update(pairs)
-        formatted = []
-        for name, pairs in sorted(differing.items()):
-            deviations = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
-            formatted.append(f"{name} ({', '.join(deviations[:2])}{', ...' if len(deviations) > 2 else ''})")
-        raise CheckpointError(
-            f"save: {len(formatted)} tensor(s) differ between ranks that must have the same: {shorten(formatted)}",
-            expected="equal values on all ranks",
-            got="different values",
-            why="The files contain one copy, and the others would be lost",
-            fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
-            "te_fsdp.broadcast_params(model, optimizer) makes differing copies of a sharded model equal again; buffers "
-            "that each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts "
-            "that every rank numbers from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
-        )
-
-    # One number for each set of replicas. The pieces are compared only to name the ones that differ.
-    if ranks.round(of_groups, lambda seen: [bool(_differing_ranks(seen))] * len(seen)):
-        ranks.round(of_pieces, refuse)
 
 
 def _differing_ranks(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:

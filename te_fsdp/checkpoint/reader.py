@@ -18,14 +18,7 @@ from te_fsdp.checkpoint.index import described_tensors, problems_of_tensors, rea
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, Stack, dequantized, mapped, total_bytes
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, main_weight_of, parse_manifest, unreadable
 from te_fsdp.checkpoint.plain_dcp import Quantized, tensors_of
-from te_fsdp.checkpoint.tensor_entries import (
-    GROUPED,
-    ExpertPlace,
-    join_experts,
-    of_all_experts,
-    per_expert,
-    stacked_name,
-)
+from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, per_expert, stacked_name
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
 from te_fsdp.version import VERSION
@@ -40,13 +33,20 @@ OTHER = "te_fsdp:"
 _OF_EXPERT = re.compile(r"(|.*\.)(weight|bias)(0|[1-9]\d*)")
 
 
+def empty_manifest() -> Manifest:
+    """Return an empty manifest, written now by one process."""
+    versions = {"te_fsdp": VERSION, "torch": torch.__version__}
+    return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {}, semantics=dict(NOTHING))
+
+
 @dataclass
 class Contents:
     """Contents of a checkpoint of any kind."""
 
     source: Path
     kind: str  #: Kind of the source, as text
-    manifest: Manifest  #: Its ``files`` are empty unless it is a checkpoint of te_fsdp
+    #: Its ``files`` are empty unless it is a checkpoint of te_fsdp
+    manifest: Manifest = field(default_factory=empty_manifest)
     tensors: dict[str, Lazy] = field(default_factory=dict)  #: By te_fsdp's keys (``model.<name>``, ...)
     notes: list[str] = field(default_factory=list)  #: Data that were taken or left, as texts
 
@@ -99,6 +99,112 @@ class Contents:
             )
         return self.value(name), "dequantized" if quantized else "stored"
 
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> Contents:
+        """Open a checkpoint of te_fsdp; raise CheckpointError if it is incomplete or damaged. Local operation."""
+        manifest = open_checkpoint(path)
+        tensors = tensors_of(manifest.data_folder(path), read_index(path, manifest))
+        return cls(path, CHECKPOINT, manifest, tensors | _empty(manifest))
+
+    @classmethod
+    def from_portable(cls, path: Path, tensors: Mapping[str, Lazy], description: str) -> Contents:
+        """Return the contents of safetensors with te_fsdp's manifest; CheckpointError for missing tensors or damage."""
+        with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
+            manifest = parse_manifest(json.loads(description))
+        keys = {
+            name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
+            for name, tensor in tensors.items()
+            # torch.save and safetensors write a tied tensor under each of its names, a checkpoint under the first.
+            if name.partition(":")[0] not in manifest.tied
+        }
+        if problems := problems_of_tensors(manifest, {key: (t.shape, t.dtype) for key, t in keys.items()}):
+            raise CheckpointError(
+                f"{path}: its tensors differ from its description: {shorten(problems)}",
+                fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
+            )
+        return cls(path, "safetensors", manifest, keys | _empty(manifest))
+
+    def stack_experts(self, wanted: Collection[str] | None = None) -> None:
+        """Stack the experts' weights (``weight0``, ``weight1``, ...) and optimizer state in place.
+
+        A module's tensors belong to experts if they are numbered from 0 without gaps and are of one kind. In addition,
+        the model must have the stacked name (``wanted``). Without a model, the module must be TE's: te_fsdp's manifest
+        or an ``_extra_state`` entry shows this. A plain module may number its parameters as well.
+        """
+        manifest, tensors = self.manifest, self.tensors
+        layers = _layers(manifest, wanted)
+        stacked_of = {name: stacked for stacked, members in layers.items() for name in members}
+        if not layers:
+            return
+        parameters: dict[str, dict[str, Any]] = {}
+        for name, described in manifest.parameters.items():
+            stacked = stacked_of.get(name, name)
+            if stacked in layers and stacked not in parameters:
+                members = layers[stacked]
+                described = {**described, "shape": [len(members), *described["shape"]], "layout": GROUPED}
+                for suffix in key_ends(described):
+                    parts = [tensors.pop(f"model.{n}{suffix}") for n in members]
+                    tensors[f"model.{stacked}{suffix}"] = Stack(parts)
+            parameters.setdefault(stacked, described)
+        manifest.parameters = parameters
+        if manifest.optimizer is not None:
+            groups = [
+                {**group, "parameters": [*dict.fromkeys(stacked_of.get(n, n) for n in group["parameters"])]}
+                for group in manifest.optimizer["groups"]
+            ]
+            saved = manifest.optimizer["state"]
+            states = {name: own for name, own in saved.items() if name not in stacked_of}
+            for stacked, members in layers.items():
+                shape = manifest.parameters[stacked]["shape"][1:]
+                if joined := _stack_states(tensors, stacked, members, saved, shape):
+                    states[stacked] = joined
+            manifest.optimizer = {**manifest.optimizer, "state": states, "groups": groups}
+        modules = {stacked.rpartition(".")[0] for stacked in layers}
+        self.notes.append(f"experts: the weights of {len(modules)} layer(s) taken as one tensor each")
+
+    def split_experts(self) -> Contents:
+        """Return the same contents with weights and optimizer state for each expert, under TE's names."""
+        totals = {n: d["shape"][0] for n, d in self.manifest.parameters.items() if d.get("layout") == GROUPED}
+        if not totals:
+            return self
+        manifest = replace(self.manifest, parameters={})
+        split = Contents(self.source, self.kind, manifest, dict(self.tensors), list(self.notes))
+        for name, described in self.manifest.parameters.items():
+            if name not in totals:
+                manifest.parameters[name] = described
+                continue
+            for suffix in key_ends(described):
+                weights = split.tensors.pop(f"model.{name}{suffix}")
+                split.tensors |= {f"model.{name}{i}{suffix}": weights.select(i) for i in range(totals[name])}
+            for index in range(totals[name]):
+                manifest.parameters[f"{name}{index}"] = {**described, "shape": described["shape"][1:]}
+        if (optimizer := manifest.optimizer) is None:
+            return split
+        states = {name: own for name, own in optimizer["state"].items() if name not in totals}
+        for name in totals.keys() & optimizer["state"].keys():
+            for key, described in optimizer["state"][name].items():
+                stacked = split.tensors.pop(f"optimizer.state.{name}.{key}", None)
+                for index in range(totals[name]):
+                    if (own := per_expert(described, ExpertPlace(index, totals[name]))) is None:
+                        continue
+                    states.setdefault(f"{name}{index}", {})[key] = own
+                    if stacked is not None:
+                        tensor = stacked.select(index) if own["expert"] is not None else stacked
+                        split.tensors[f"optimizer.state.{name}{index}.{key}"] = tensor
+        groups = []
+        for group in optimizer["groups"]:
+            # TE registers the weight and the bias of one expert after the other.
+            first, names = dict[str, int](), list[tuple[int, int, str]]()
+            for number, name in enumerate(group["parameters"]):
+                if name not in totals:
+                    names.append((number, 0, name))
+                    continue
+                number = first.setdefault(name.rpartition(".")[0], number)
+                names += [(number, index, f"{name}{index}") for index in range(totals[name])]
+            groups.append({**group, "parameters": [name for *_, name in sorted(names, key=lambda n: n[:2])]})
+        manifest.optimizer = {**optimizer, "state": states, "groups": groups}
+        return split
+
 
 def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
     """Return fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 missing bits as int16.
@@ -148,22 +254,9 @@ class Choices:
     optimizer_class: str | None = None  #: Class of the optimizer if its options do not determine it
 
 
-def empty_manifest() -> Manifest:
-    """Return an empty manifest, written now by one process."""
-    versions = {"te_fsdp": VERSION, "torch": torch.__version__}
-    return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {}, semantics=dict(NOTHING))
-
-
 def describe(tensor: Lazy | Quantized) -> dict[str, Any]:
     """Return the manifest's description of a parameter of unknown layout, as one in high precision."""
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "layout": None, "format": None}
-
-
-def open_checkpoint_contents(path: Path) -> Contents:
-    """Open a checkpoint of te_fsdp; raise CheckpointError if it is incomplete or damaged. Local operation."""
-    manifest = open_checkpoint(path)
-    tensors = tensors_of(manifest.data_folder(path), read_index(path, manifest))
-    return Contents(path, CHECKPOINT, manifest, tensors | _empty(manifest))
 
 
 def _empty(manifest: Manifest) -> dict[str, Lazy]:
@@ -175,71 +268,6 @@ def _empty(manifest: Manifest) -> dict[str, Lazy]:
     }
 
 
-def portable_name(key: str) -> str:
-    """Return the name in portable files of a tensor with a te_fsdp key: weights have their own name."""
-    return key.removeprefix("model.") if key.startswith("model.") else f"{OTHER}{key}"
-
-
-def from_portable(path: Path, tensors: Mapping[str, Lazy], description: str) -> Contents:
-    """Return the contents of safetensors with te_fsdp's manifest; CheckpointError for missing tensors or damage."""
-    with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
-        manifest = parse_manifest(json.loads(description))
-    keys = {
-        name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
-        for name, tensor in tensors.items()
-        # torch.save and safetensors write a tied tensor under each of its names, a checkpoint under the first.
-        if name.partition(":")[0] not in manifest.tied
-    }
-    if problems := problems_of_tensors(manifest, {key: (t.shape, t.dtype) for key, t in keys.items()}):
-        raise CheckpointError(
-            f"{path}: its tensors differ from its description: {shorten(problems)}",
-            fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
-        )
-    return Contents(path, "safetensors", manifest, keys | _empty(manifest))
-
-
-# ------------------------------------------------------- experts: a tensor for each, as in TE, or one stacked tensor
-
-
-def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> None:
-    """Stack the experts' weights (``weight0``, ``weight1``, ...) and optimizer state in place.
-
-    A module's tensors belong to experts if they are numbered from 0 without gaps and are of one kind. In addition, the
-    model must have the stacked name (``wanted``). Without a model, the module must be TE's: te_fsdp's manifest or an
-    ``_extra_state`` entry shows this. A plain module may number its parameters as well, so names alone do not decide.
-    """
-    manifest, tensors = contents.manifest, contents.tensors
-    layers = _layers(manifest, wanted)
-    stacked_of = {name: stacked for stacked, members in layers.items() for name in members}
-    if not layers:
-        return
-    parameters: dict[str, dict[str, Any]] = {}
-    for name, described in manifest.parameters.items():
-        stacked = stacked_of.get(name, name)
-        if stacked in layers and stacked not in parameters:
-            members = layers[stacked]
-            described = {**described, "shape": [len(members), *described["shape"]], "layout": GROUPED}
-            for suffix in key_ends(described):
-                parts = [tensors.pop(f"model.{n}{suffix}") for n in members]
-                tensors[f"model.{stacked}{suffix}"] = Stack(parts)
-        parameters.setdefault(stacked, described)
-    manifest.parameters = parameters
-    if manifest.optimizer is not None:
-        groups = [
-            {**group, "parameters": [*dict.fromkeys(stacked_of.get(n, n) for n in group["parameters"])]}
-            for group in manifest.optimizer["groups"]
-        ]
-        saved = manifest.optimizer["state"]
-        states = {name: own for name, own in saved.items() if name not in stacked_of}
-        for stacked, members in layers.items():
-            shape = manifest.parameters[stacked]["shape"][1:]
-            if joined := _stack_states(tensors, stacked, members, saved, shape):
-                states[stacked] = joined
-        manifest.optimizer = {**manifest.optimizer, "state": states, "groups": groups}
-    modules = {stacked.rpartition(".")[0] for stacked in layers}
-    contents.notes.append(f"experts: the weights of {len(modules)} layer(s) taken as one tensor each")
-
-
 def _stack_states(
     tensors: dict[str, Lazy], stacked: str, members: list[str], saved: Mapping[str, Any], shape: list[int]
 ) -> dict[str, dict[str, Any]]:
@@ -247,7 +275,7 @@ def _stack_states(
     joined: dict[str, dict[str, Any]] = {}
     for index, name in enumerate(members):
         expert, states = ExpertPlace(index, len(members)), saved.get(name, {})
-        join_experts(joined, {k: of_all_experts(d, expert, shape) for k, d in states.items()}, stacked)
+        join_experts(joined, {k: expert.of_all_experts(d, shape) for k, d in states.items()}, stacked)
     for key, described in joined.items():
         if "dtype" in described:
             # For an expert without the state: one expanded zero.
@@ -284,58 +312,3 @@ def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, lis
         if is_layer and len(kinds[0]["shape"]) == dims and all(kind == kinds[0] for kind in kinds):
             layers[stacked] = members
     return layers
-
-
-def split_experts(contents: Contents) -> Contents:
-    """Return the same contents with weights and optimizer state for each expert, under TransformerEngine's names."""
-    totals = {n: d["shape"][0] for n, d in contents.manifest.parameters.items() if d.get("layout") == GROUPED}
-    if not totals:
-        return contents
-    manifest = replace(contents.manifest, parameters={})
-    split = Contents(contents.source, contents.kind, manifest, dict(contents.tensors), list(contents.notes))
-    for name, described in contents.manifest.parameters.items():
-        if name not in totals:
-            manifest.parameters[name] = described
-            continue
-        for suffix in key_ends(described):
-            weights = split.tensors.pop(f"model.{name}{suffix}")
-            split.tensors |= {f"model.{name}{i}{suffix}": weights.select(i) for i in range(totals[name])}
-        for index in range(totals[name]):
-            manifest.parameters[f"{name}{index}"] = {**described, "shape": described["shape"][1:]}
-    if (optimizer := manifest.optimizer) is None:
-        return split
-    states = {name: own for name, own in optimizer["state"].items() if name not in totals}
-    for name in totals.keys() & optimizer["state"].keys():
-        for key, described in optimizer["state"][name].items():
-            stacked = split.tensors.pop(f"optimizer.state.{name}.{key}", None)
-            for index in range(totals[name]):
-                if (own := per_expert(described, ExpertPlace(index, totals[name]))) is None:
-                    continue
-                states.setdefault(f"{name}{index}", {})[key] = own
-                if stacked is not None:
-                    tensor = stacked.select(index) if own["expert"] is not None else stacked
-                    split.tensors[f"optimizer.state.{name}{index}.{key}"] = tensor
-    groups = []
-    for group in optimizer["groups"]:
-        # TE registers the weight and the bias of one expert after the other.
-        first, names = dict[str, int](), list[tuple[int, int, str]]()
-        for number, name in enumerate(group["parameters"]):
-            if name not in totals:
-                names.append((number, 0, name))
-                continue
-            number = first.setdefault(name.rpartition(".")[0], number)
-            names += [(number, index, f"{name}{index}") for index in range(totals[name])]
-        groups.append({**group, "parameters": [name for *_, name in sorted(names, key=lambda n: n[:2])]})
-    manifest.optimizer = {**optimizer, "state": states, "groups": groups}
-    return split
-
-
-def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
-    """Add the experts of other ranks to param groups: DCP writes the lists of names of rank 0 only."""
-    present = {name for group in groups for name in group["params"]}
-    groups = [{**group, "params": list(group["params"])} for group in groups]
-    for name in (n for n in manifest.parameters if n in states and n not in present and stacked_name(n) != n):
-        matches = [g for g in groups if stacked_name(name) in {stacked_name(str(n)) for n in g["params"]}]
-        if len(matches) == 1:
-            matches[0]["params"].append(name)
-    return groups

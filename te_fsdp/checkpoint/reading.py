@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from te_fsdp.checkpoint.lazy_tensors import DcpRecord
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, main_weight_of
 from te_fsdp.checkpoint.model_state import OwnedPart, OwnedTensor
 from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, open_checked
-from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry, per_expert
+from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, per_expert
 from te_fsdp.collectives.agreement import RankMessenger, digest, rank_messenger
 from te_fsdp.errors import CheckpointError
 from te_fsdp.features.main_params import MAIN
@@ -36,7 +36,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import Block
 
 #: A part of a tensor of the files: key, offsets, shape.
-Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
+Rectangle = tuple[str, Shape, Shape]
 
 #: Stored pieces up to which a loop is faster than arrays.
 _FEW = 8
@@ -50,17 +50,12 @@ _MOST_RANKS = 64
 _COMMON = ("model.", "optimizer.", "delayed.")
 
 
-def rectangle_of(key: str, piece: Piece) -> Rectangle:
-    """Return the rectangle of the files' tensor that a piece covers."""
-    return key, tuple(piece.offsets), tuple(piece.tensor.shape)
-
-
 @dataclass
 class Staged:
     """Data that were read for a load, on the host, until everything is copied to its destination."""
 
     #: Offsets and values of the parts of each rectangle.
-    parts: dict[Rectangle, list[tuple[tuple[int, ...], torch.Tensor]]] = field(default_factory=dict)
+    parts: dict[Rectangle, list[tuple[Shape, torch.Tensor]]] = field(default_factory=dict)
 
     def copy(self, rectangle: Rectangle, target: torch.Tensor) -> None:
         """Copy the data of a rectangle into memory of its shape. Local operation."""
@@ -77,23 +72,14 @@ class Staged:
         """Copy the data of entries into their memory. Local operation."""
         for key, entry in entries.items():
             for piece in entry.pieces:
-                self.copy(rectangle_of(key, piece), piece.tensor)
+                self.copy((key, *piece.chunk), piece.tensor)
 
 
 # --- from the files of a DCP directory
 
 
-class _PieceOverlap(NamedTuple):
-    """Overlap of a stored piece and a rectangle: its shape, and its offsets in both."""
-
-    rectangle: Rectangle
-    shape: tuple[int, ...]
-    in_piece: tuple[int, ...]
-    in_rectangle: tuple[int, ...]
-
-
-#: A stored piece, and the overlaps to read.
-_PieceReads = tuple[DcpRecord, list[_PieceOverlap]]
+#: A stored piece, and the boxes of it (``local``) to read for parts of rectangles (``original``).
+_PieceReads = tuple[DcpRecord, list[tuple[Rectangle, Box]]]
 
 
 # The index has the locations (:mod:`te_fsdp.checkpoint.index`). DCP's reader is not used: it reads a piece
@@ -148,13 +134,13 @@ def pieces_to_read(
         covered, (shape, dtype) = 0, index.tensors[key]
         # A rectangle with a different number of dims overlaps nothing, and stays in the count of missing elements.
         for rectangle in (rectangle for rectangle in unread[key] if len(rectangle[1]) == len(shape)):
-            for (number, begin, length), sizes, part in _overlapping(rows, rectangle):
+            for (number, begin, length), sizes, box in _overlapping(rows, rectangle):
                 in_file = by_file.setdefault(index.files[number], {})
                 if begin not in in_file:
                     file = file_of(index.files[number])
                     in_file[begin] = DcpRecord(file, key, begin, length, sizes, dtype), []
-                in_file[begin][1].append(part)
-                covered += math.prod(part.shape)
+                in_file[begin][1].append((rectangle, box))
+                covered += math.prod(box.sizes)
         # Stored pieces do not overlap (`is_tiling`), so a count of elements is enough.
         if covered == sum(math.prod(sizes) for _, _, sizes in unread[key]):
             del unread[key]
@@ -164,10 +150,8 @@ def pieces_to_read(
     return {name: [pieces[offset] for offset in sorted(pieces)] for name, pieces in by_file.items()}
 
 
-def _overlapping(
-    rows: Rows, rectangle: Rectangle
-) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _PieceOverlap]]:
-    """Yield the stored pieces that overlap a rectangle: location, shape, and overlap."""
+def _overlapping(rows: Rows, rectangle: Rectangle) -> Iterator[tuple[tuple[int, int, int], Shape, Box]]:
+    """Yield the stored pieces that overlap a rectangle: location, shape, and the box of both."""
     _, offsets, sizes = rectangle
     # A row has the file, the first byte, the length, then the offsets and the sizes of the piece.
     dims = len(offsets)
@@ -182,7 +166,7 @@ def _overlapping(
         if all(count > 0 for count in own):
             in_piece = tuple(a - b for a, b in zip(low, begins, strict=True))
             in_rectangle = tuple(a - b for a, b in zip(low, offsets, strict=True))
-            yield (number, first, length), piece_shape, _PieceOverlap(rectangle, own, in_piece, in_rectangle)
+            yield (number, first, length), piece_shape, Box(in_rectangle, in_piece, own)
 
 
 def _runs(pieces: list[_PieceReads]) -> Iterator[tuple[list[_PieceReads], int]]:
@@ -205,11 +189,11 @@ def _read(file: CheckedFile, run: list[_PieceReads], into: Staged, data: torch.T
         piece_data = piece_data if len(run) == 1 else piece_data.clone()
         # A file without a table of checksums may have checksums of torch.save.
         tensor = piece.tensor_in(piece_data, check=file.pieces is None)
-        is_kept = 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
-        for part in parts:
-            values = tensor[slices(part.in_piece, part.shape)]
+        is_kept = 2 * sum(math.prod(box.sizes) for _, box in parts) >= math.prod(piece.shape)
+        for rectangle, box in parts:
+            values = tensor[box.local_slices()]
             # A view keeps all of the piece in memory.
-            into.parts[part.rectangle].append((part.in_rectangle, values if is_kept else values.clone()))
+            into.parts[rectangle].append((box.original, values if is_kept else values.clone()))
 
 
 # --- from other ranks

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -23,7 +23,7 @@ from te_fsdp.checkpoint.async_save import SaveHandle, background
 from te_fsdp.checkpoint.compare import PROGRESS, check_same_model, check_spans_world, join
 from te_fsdp.checkpoint.extra import encode_extra, join_ranks
 from te_fsdp.checkpoint.host_memory import Block
-from te_fsdp.checkpoint.manifest import Manifest, write_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
     JoinedModules,
     delayed_state,
@@ -31,35 +31,18 @@ from te_fsdp.checkpoint.model_state import (
     mesh_sizes,
     model_state,
     modules_with_extra_state,
+    original_layouts,
     share_newest_amax,
     stage_of,
     tied_names,
 )
-from te_fsdp.checkpoint.optimizer_state import (
-    Optimizers,
-    States,
-    class_of,
-    describe_groups,
-    join_ranks_experts,
-    optimizer_state,
-    optimizers_of,
-)
-from te_fsdp.checkpoint.original_layouts import original_layouts
-from te_fsdp.checkpoint.planner import (
-    RankWriter,
-    WritePlan,
-    as_failed_save,
-    check_replicas,
-    file_of,
-    plan_entries,
-    signature_of,
-    tensors_of,
-)
+from te_fsdp.checkpoint.optimizer_state import Optimizers, States, join_ranks_experts
+from te_fsdp.checkpoint.planner import RankWriter, WritePlan, file_of, plan_entries, signature_of, tensors_of
 from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.shard_files import Listed, explain_os_errors, without_collector
 from te_fsdp.checkpoint.storage import absolute, listing
 from te_fsdp.checkpoint.tensor_entries import TensorEntry, merge_copies, views_of
-from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, world_size
+from te_fsdp.collectives.agreement import RankMessenger, digest, rank, rank_messenger, world_size
 from te_fsdp.collectives.rendezvous import collective_call, errors_interrupt
 from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_flags, shorten
 from te_fsdp.features.main_params import main_parameters_of
@@ -81,7 +64,7 @@ _log = logging.getLogger("te_fsdp")
 #: Message of a rank to rank 0: digests of values that must be identical on all ranks of a stage, values per rank,
 #: states of experts, token of the plan that it can reuse, and the number of its stage with the fields of one rank.
 _RankMessage = tuple[
-    dict[str, bytes], Any, dict[str, States], str | None, tuple[int, dict[str, Any] | None] | None
+    dict[str, Any], Any, dict[str, States], str | None, tuple[int, dict[str, Any] | None] | None
 ]
 
 
@@ -129,7 +112,7 @@ def save(
     """
     require_flags("save", CheckpointError, asynchronous=asynchronous, progress=progress is None or progress)
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
-    model, optimizers, shared = joined_model(model), optimizers_of(optimizer), tuple(shared)
+    model, optimizers, shared = joined_model(model), Optimizers(optimizer), tuple(shared)
     with collective_call("checkpoint.save"), errors_interrupt():
         # One save at a time: two would compete for the disk, and their order decides which is the newest.
         background().wait()
@@ -188,7 +171,7 @@ class _SaveCache:
     fields: dict[str, Any]  #: Fields of the manifest, except the optimizer's groups
     #: Names of the files' tensors, by ``id`` of the parameters in the optimizer's groups
     names: dict[int, str]
-    digests: dict[str, bytes]  #: Digests of values that must be identical on all ranks
+    digests: dict[str, Any]  #: Digests of values that must be identical on all ranks
     #: Result of :func:`_fingerprint`; with ``None`` the next save describes everything again
     fingerprint: list[Any] | None
     #: Index of each stored tensor in those of :func:`_fingerprint`, and shape, strides and offset of a part of it
@@ -227,7 +210,7 @@ class _Collected:
             self.cache = before
         else:
             self.state = model_state(model, shared=shared)
-            self.optimized = optimizer_state(model, self.optimizers, self.state.owned)
+            self.optimized = optimizers.state(model, self.state.owned)
             # Copies are compared in each save, which therefore reuses no description.
             if any([merge_copies(self.state.entries), merge_copies(self.optimized.entries)]):
                 fingerprint = None
@@ -239,8 +222,8 @@ class _Collected:
                 "tied": tied_names(model),
                 "optimizer": self.optimized.described if self.optimizers else None,
             }
-            digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
-            digests["optimizer"] = _digest(self.optimized.described["state"])
+            digests = {name: digest(repr(fields[name])) for name in ("parameters", "buffers")}
+            digests["optimizer"] = digest(repr(self.optimized.described["state"]))
             names = {id(o.parameter): o.key for o in self.state.owned.values()}
             views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
             fingerprint = None if views is None else fingerprint
@@ -250,22 +233,22 @@ class _Collected:
             # The description may have changed, for example a name of a tie, while the pieces are the same.
             if before is not None and before.plan is not None and before.plan.signature == self.signature:
                 self.cache.plan = before.plan
-        self.groups = describe_groups(optimizers, self.cache.names)
+        self.groups = optimizers.groups(self.cache.names)
         self.semantics = record(model)
 
     def seen(self, target: Path) -> _RankMessage:
         """Return this rank's message to rank 0, which compares the ranks."""
-        cache, stage, kind = self.cache, None, class_of(self.optimizers)
+        cache, stage, kind = self.cache, None, self.optimizers.class_name
         digests = {
-            "path": os.fsencode(str(target)),
+            "path": str(target),
             **cache.digests,
-            "optimizer": cache.digests["optimizer"] + _digest((kind, self.groups)),
-            "delayed-scaling state": _digest(self.delayed),
+            "optimizer": digest(repr((cache.digests["optimizer"], kind, self.groups))),
+            "delayed-scaling state": digest(repr(self.delayed)),
             # A rank's experts may not have run, and a user's modules may store their rank.
-            "settings of modules": _digest(to_json(from_json(self.semantics))),
+            "settings of modules": digest(repr(to_json(from_json(self.semantics)))),
         }
         components = [state.components.get(UnreducedGradients) for state in self.sharded]
-        digests[PROGRESS] = ", ".join(str(c.progress) for c in components if c is not None).encode()
+        digests[PROGRESS] = ", ".join(str(c.progress) for c in components if c is not None)
         if self.stage is not None:
             # One rank of each stage sends its fields: the others of the stage have the same.
             speaks = int(self.stage.mesh.mesh.min()) == rank()
@@ -297,10 +280,6 @@ class _Collected:
 
 def _stored(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return {key: entry for key, entry in entries.items() if not entry.is_empty}
-
-
-def _digest(part: Any) -> bytes:
-    return hashlib.blake2b(repr(part).encode(), digest_size=8).digest()
 
 
 def _fingerprint(
@@ -401,7 +380,7 @@ def _prepare(
         plan = cache.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         tensors = collected.tensors()
         # Before the copy: an asynchronous save must raise in the call, not in its thread.
-        check_replicas(ranks, plan, tensors)
+        plan.check_replicas(ranks, tensors)
         own = [Block(numbers, [tensors[number] for number in numbers]) for numbers in plan.blocks]
         writer = RankWriter(ranks, temporary, manifest, plan, own)
         # After the checks: a save that raised leaves no plan behind.
@@ -464,7 +443,7 @@ def _complete(
             # As late as possible, so that concurrent saves rarely choose the same number.
             manifest.number = directories.next_number(target.parent)
             writer.finish(written)
-            write_manifest(writer.path, manifest)
+            manifest.write(writer.path)
             directories.commit(writer.path, target)
         if keep_last is not None:
             old_checkpoints.extend(directories.hide_old(target, manifest, keep_last))
@@ -482,3 +461,16 @@ def _complete(
         directories.remove(path)
     _log.info("saved %s in %.2f s", target, time.perf_counter() - began)
     handle.finish()
+
+
+def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:
+    """Return the error of a save that failed while or after writing."""
+    why = "No checkpoint appeared at the path; earlier checkpoints are unchanged"
+    with suppress(CheckpointError):  # there is none
+        if Manifest.read(path).save_id == save_id:  # a rank died after it had written
+            why = "The checkpoint was complete by then, and exists"
+    return CheckpointError(
+        f"{path}: save failed {error}",
+        why=why,
+        fix="see the cause above; check that all ranks reach the directory, and its free space",
+    )

@@ -29,6 +29,7 @@ from zlib_ng.zlib_ng import crc32  # the same sums as zlib's in a fifth of the t
 
 from te_fsdp.checkpoint.host_memory import flat_rows
 from te_fsdp.checkpoint.storage import is_remote, random_access
+from te_fsdp.checkpoint.tensor_entries import Shape
 from te_fsdp.errors import CheckpointError
 
 _log = logging.getLogger("te_fsdp")
@@ -153,7 +154,7 @@ class _Gaps(io.BytesIO):
 
 
 @functools.lru_cache(maxsize=4096)
-def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+def frame_of(dtype: torch.dtype, shape: Shape) -> Frame:
     """Return the frame of a plain tensor on the host as this torch writes it. Local operation; takes 0.1 ms once."""
     file, size = _Gaps(), math.prod(shape) * dtype.itemsize
     with torch.serialization.skip_data():  # of this thread alone
@@ -165,7 +166,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 
 def elements_of(
-    data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, check: bool = False
+    data: torch.Tensor, dtype: torch.dtype, shape: Shape, *, check: bool = False
 ) -> torch.Tensor | None:
     """Return a view of the tensor in a stored piece (uint8, on the host); ``None`` for bytes of a different frame.
 

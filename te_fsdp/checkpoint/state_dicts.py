@@ -29,22 +29,13 @@ from te_fsdp.checkpoint.plain_dcp import (
     Quantized,
     as_lazy,
     cut_by_tp,
+    open_dcp,
     quantized_or_plain,
     with_leaves,
 )
-from te_fsdp.checkpoint.reader import (
-    DCP_KIND,
-    MANIFEST_KEY,
-    OTHER,
-    Choices,
-    Contents,
-    describe,
-    empty_manifest,
-    from_portable,
-    with_other_experts,
-)
+from te_fsdp.checkpoint.reader import DCP_KIND, MANIFEST_KEY, OTHER, Choices, Contents, describe
 from te_fsdp.checkpoint.storage import is_remote
-from te_fsdp.checkpoint.tensor_entries import GROUPED
+from te_fsdp.checkpoint.tensor_entries import GROUPED, stacked_name
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.extra_state import (
     DELAYED,
@@ -77,26 +68,30 @@ def refuse_other_files(path: Path) -> None:
         )
 
 
-def open_torch_contents(path: Path, choices: Choices) -> Contents:
-    """Return the model's state dict in a ``torch.save`` file, which is mapped; raise CheckpointError for others."""
-    with unreadable(path, "file of torch.save", "the file is damaged, truncated or of a different kind"):
-        # An object that contains itself raises RecursionError here.
-        tree = with_leaves(load_weights_only(path, str(path)), as_lazy)
-    return _from_tree(path, "torch.save", tree, choices)
+def open_state_dicts(path: Path, kind: str, choices: Choices) -> Contents:
+    """Return the contents of files of a kind: safetensors (te_fsdp's too), ``torch.save``, or a plain DCP directory.
 
-
-def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
-    """Open safetensors files: te_fsdp's with everything, or a state dict; as :func:`from_portable`. Local operation."""
+    The kinds are those of :func:`te_fsdp.checkpoint.portable.convert.resolve`. Raise CheckpointError for other files.
+    Local operation.
+    """
+    refuse_other_files(path)
+    if kind == "torch":
+        with unreadable(path, "file of torch.save", "the file is damaged, truncated or of a different kind"):
+            # Mapped. An object that contains itself raises RecursionError here.
+            tree = with_leaves(load_weights_only(path, str(path)), as_lazy)
+        return _from_tree(path, "torch.save", tree, choices)
+    if kind != "safetensors":
+        return open_dcp_contents(path, open_dcp(path), choices)
     tensors, metadata = open_safetensors(path)
     # A file of te_fsdp describes its layout. Without the description, a key with OTHER is a part of one.
     if MANIFEST_KEY in metadata:
-        return from_portable(path, tensors, metadata[MANIFEST_KEY])
+        return Contents.from_portable(path, tensors, metadata[MANIFEST_KEY])
     if te_fsdp_names := [name for name in tensors if name.startswith(OTHER)]:
         raise CheckpointError(
             f"{path}: no description by te_fsdp, although it has tensors such as {te_fsdp_names[0]}",
             fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
-    contents = Contents(path, "safetensors", empty_manifest())
+    contents = Contents(path, "safetensors")
     _add_model(contents, tensors, choices)
     # safetensors' save_model stores a tied tensor once, and its further names here.
     tied = {name: first for name, first in metadata.items() if first in tensors and name not in tensors}
@@ -138,7 +133,7 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
         # One object under its own name, such as {"app": AppState(...)} in torch's tutorials.
         return _from_tree(path, kind, inner[0], choices)
     model_key, state = _find_model(path, tree, choices.key)
-    contents = Contents(path, kind, empty_manifest())
+    contents = Contents(path, kind)
     _add_model(contents, state, choices)
     taken = state.keys() if model_key is None else {model_key.partition(".")[0]}
     unread_keys = [str(key) for key in tree if str(key) not in taken]
@@ -359,8 +354,7 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
         state = _nested(state)
         if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
             raise CheckpointError("not a torch optimizer's state_dict()")
-        groups = with_other_experts(contents.manifest, state["param_groups"], state.get("state", {}))
-        names = _names(contents, groups)
+        groups, names = _names(contents, state)
         # DCP converts numbers to text in the keys of dicts.
         by_text = {str(number): number for number in names}
         tensors: dict[str, Lazy] = {}
@@ -419,8 +413,16 @@ def _nested(state: Any) -> Any:
     return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
 
 
-def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
-    """Return the name of each parameter of the groups, by number or by name."""
+def _names(contents: Contents, state: Mapping[str, Any]) -> tuple[list[Any], dict[Any, str]]:
+    """Return the param groups with the experts of all ranks, and each parameter's name, by number or by name."""
+    groups = [{**group, "params": list(group["params"])} for group in state["param_groups"]]
+    # DCP writes the lists of names of rank 0 only.
+    present, saved = {name for group in groups for name in group["params"]}, state.get("state", {})
+    others = (n for n in contents.manifest.parameters if n in saved and n not in present)
+    for name in (name for name in others if stacked_name(name) != name):
+        matches = [g for g in groups if stacked_name(name) in {stacked_name(str(n)) for n in g["params"]}]
+        if len(matches) == 1:
+            matches[0]["params"].append(name)
     numbers = [number for group in groups for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
         names = dict(zip(numbers, numbers, strict=True))
@@ -433,7 +435,7 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
         )
     if unknown := [name for name in names.values() if name not in contents.manifest.parameters]:
         raise CheckpointError(f"it names {unknown[0]}, which the state dict lacks")
-    return names
+    return groups, names
 
 
 def _class_of(groups: list[Any]) -> str | None:

@@ -26,10 +26,12 @@ from te_fsdp.upstream import te as _te
 
 #: Layout of a grouped tensor in the manifest.
 GROUPED = "grouped"
+#: Shape of a tensor, or an offset in it.
+Shape = tuple[int, ...]
 #: A rectangle of a tensor, as offsets and sizes.
-Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+Chunk = tuple[Shape, Shape]
 #: A rank's tensors: key, shape, dtype and chunks of its pieces. Pieces are numbered from 0 over all tensors.
-RankTensors = list[tuple[str, tuple[int, ...], torch.dtype, list[Chunk]]]
+RankTensors = list[tuple[str, Shape, torch.dtype, list[Chunk]]]
 #: An array of int64 with a row for each piece.
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -38,8 +40,13 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 class Piece:
     """A rectangle of the original: its offsets there, and the view of the rank's local tensor with its elements."""
 
-    offsets: tuple[int, ...]
+    offsets: Shape
     tensor: torch.Tensor
+
+    @property
+    def chunk(self) -> Chunk:
+        """Return the rectangle."""
+        return self.offsets, tuple(self.tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class TensorEntry:
     Pieces of several ranks must be equal, which is checked before they are written once.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
@@ -58,22 +65,31 @@ class TensorEntry:
         """Return whether the original has no elements, so that nothing is stored."""
         return math.prod(self.shape) == 0
 
+    @classmethod
+    def replicated(cls, tensor: torch.Tensor) -> TensorEntry:
+        """Return the entry of a tensor that is replicated on every rank."""
+        shape = tuple(tensor.shape)
+        return cls(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),))
 
-def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> TensorEntry:
-    """Return the entry of an unsharded tensor of a shape; a plain local tensor contains the given boxes of it."""
-    assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
-    if local.shape == torch.Size(shape):
-        return replicated_entry(local)
-    local, full = local.detach(), tuple(local.shape)
-    # Most shards are one box and need no view.
-    pieces = tuple(Piece(b.original, local if b.sizes == full else local[b.local_slices()]) for b in boxes)
-    return TensorEntry(tuple(shape), local.dtype, pieces)
+    @classmethod
+    def cut(cls, local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> TensorEntry:
+        """Return the entry of an unsharded tensor of a shape; a plain local tensor contains the given boxes of it."""
+        assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
+        if local.shape == torch.Size(shape):
+            return cls.replicated(local)
+        local, full = local.detach(), tuple(local.shape)
+        # Most shards are one box and need no view.
+        pieces = tuple(
+            Piece(b.original, local if b.sizes == full else local[b.local_slices()]) for b in boxes
+        )
+        return cls(tuple(shape), local.dtype, pieces)
 
-
-def replicated_entry(tensor: torch.Tensor) -> TensorEntry:
-    """Return the entry of a tensor that is replicated on every rank."""
-    shape = tuple(tensor.shape)
-    return TensorEntry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),))
+    def grouped(self, expert: ExpertPlace | None) -> TensorEntry:
+        """Return the entry of an expert as an entry of the stacked tensor; unchanged for ``None``."""
+        if expert is None:
+            return self
+        pieces = tuple(Piece((expert.index, *p.offsets), p.tensor.unsqueeze(0)) for p in self.pieces)
+        return TensorEntry((expert.total, *self.shape), self.dtype, pieces)
 
 
 def add_entry(entries: dict[str, TensorEntry], key: str, entry: TensorEntry) -> None:
@@ -140,12 +156,12 @@ def merge_copies(entries: dict[str, TensorEntry]) -> bool:
     """
     has_copies = False
     for key, entry in entries.items():
-        by_chunk = {(piece.offsets, piece.tensor.shape): piece for piece in reversed(entry.pieces)}
+        by_chunk = {piece.chunk: piece for piece in reversed(entry.pieces)}
         if len(by_chunk) == len(entry.pieces):
             continue
         has_copies = True
         for piece in entry.pieces:
-            copies = [piece.tensor, by_chunk[piece.offsets, piece.tensor.shape].tensor]
+            copies = [piece.tensor, by_chunk[piece.chunk].tensor]
             first, second = (tensor.contiguous().flatten().view(torch.uint8) for tensor in copies)
             if not torch.equal(first, second):
                 raise CheckpointError(
@@ -162,16 +178,13 @@ def merge_copies(entries: dict[str, TensorEntry]) -> bool:
 
 def pieces_held_by_rank(entries: Mapping[str, TensorEntry]) -> RankTensors:
     """Return the description of a rank's entries for rank 0. Local operation."""
-    return [
-        (key, entry.shape, entry.dtype, [(p.offsets, tuple(p.tensor.shape)) for p in entry.pieces])
-        for key, entry in entries.items()
-    ]
+    return [(key, e.shape, e.dtype, [piece.chunk for piece in e.pieces]) for key, e in entries.items()]
 
 
 class Holders(NamedTuple):
     """An unsharded tensor and the ranks that have its pieces."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     pieces: dict[Chunk, list[tuple[int, int]]]  #: Ranks with each, in order, and the piece's number there
     boxes: Rows  #: The chunks in the same order: (pieces, 2, dims)
@@ -182,7 +195,7 @@ def holders_of(call: str, ranks: Iterable[RankTensors]) -> dict[str, Holders]:
 
     Raise CheckpointError, which names ``call``, if the pieces do not cover a tensor, each element once.
     """
-    described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    described: dict[str, tuple[Shape, torch.dtype]] = {}
     pieces: dict[str, dict[Chunk, list[tuple[int, int]]]] = {}
     for rank, rank_pieces in enumerate(ranks):
         number = 0
@@ -274,13 +287,13 @@ class ExpertPlace:
     index: int
     total: int
 
-
-def as_grouped_entry(entry: TensorEntry, expert: ExpertPlace | None) -> TensorEntry:
-    """Return an expert's entry as an entry of the stacked tensor; unchanged for ``None``."""
-    if expert is None:
-        return entry
-    pieces = tuple(Piece((expert.index, *p.offsets), p.tensor.unsqueeze(0)) for p in entry.pieces)
-    return TensorEntry((expert.total, *entry.shape), entry.dtype, pieces)
+    def of_all_experts(self, described: dict[str, Any], weight: Sequence[int]) -> dict[str, Any]:
+        """Invert :func:`per_expert` for a state of this expert; ``weight`` is the shape of its weight."""
+        result = {**described, "experts": [self.index]}
+        if "dtype" in described:
+            shape = described["shape"]
+            result |= {"shape": [self.total, *shape], "scalar": shape in ([], [1]) and shape != [*weight]}
+        return result
 
 
 def stacked_name(name: str) -> str:
@@ -307,15 +320,6 @@ def per_expert(described: dict[str, Any], expert: ExpertPlace | None) -> dict[st
         # A number saved by a module with one parameter belongs to all experts.
         state_expert = expert if experts is not None or len(shape) > 1 else None
     return {**described, "shape": shape if state_expert is None else shape[1:], "expert": state_expert}
-
-
-def of_all_experts(described: dict[str, Any], expert: ExpertPlace, weight: Sequence[int]) -> dict[str, Any]:
-    """Invert :func:`per_expert` for a state of one expert; ``weight`` is the shape of that expert's weight."""
-    result = {**described, "experts": [expert.index]}
-    if "dtype" in described:
-        shape = described["shape"]
-        result |= {"shape": [expert.total, *shape], "scalar": shape in ([], [1]) and shape != [*weight]}
-    return result
 
 
 def join_experts(states: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]], label: str) -> None:

@@ -19,7 +19,7 @@ from te_fsdp.checkpoint.directory import damaged, in_place_of, refused_files
 from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.lazy_tensors import check_zip, total_bytes
 from te_fsdp.checkpoint.load_source import problems_of
-from te_fsdp.checkpoint.manifest import check_files, dtype_name, read_manifest, unreadable
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name, unreadable
 from te_fsdp.checkpoint.portable.convert import (
     check_apart,
     check_written,
@@ -216,7 +216,7 @@ def _verify_source(contents: Contents, as_json: bool) -> None:
     if contents.kind != CHECKPOINT:
         return
     with bytes_bar(f"verifying {path.name}", _sum(files), _show_bar(as_json)) as tick:
-        problems = check_files(path, contents.manifest, sorted(files), checksums=True, tick=tick)
+        problems = contents.manifest.check_files(path, sorted(files), checksums=True, tick=tick)
     damaged(path, problems)
 
 
@@ -409,7 +409,7 @@ def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
             got=kind,
             fix="convert it to a checkpoint: te-fsdp ckpt convert SOURCE TARGET --to checkpoint",
         )
-    files = read_manifest(where).files
+    files = Manifest.read(where).files
     total = _sum(files)
     with bytes_bar(f"verifying {where.name}", total, _show_bar(as_json)) as tick:
         problems = problems_of(where, tick)

@@ -242,7 +242,7 @@ def _call(call: Callable[[], T], where: str = "") -> tuple[T | None, TeFsdpError
         return None, converted
 
 
-def result_of(result: Any, error: TeFsdpError | None) -> Any:
+def result_of(result: Any, error: Exception | None) -> Any:
     """Return the result of :func:`_call`, or raise its error."""
     if error is not None:
         raise error

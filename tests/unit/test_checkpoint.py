@@ -157,9 +157,9 @@ def test_load_rejects_a_manifest_of_a_different_save(tmp_path: Path) -> None:
     small, large = Model(), nn.Sequential(nn.Linear(3, 3))
     checkpoint.save(tmp_path / "a", small)
     checkpoint.save(tmp_path / "b", large)
-    wrong = manifest.read_manifest(tmp_path / "a")
-    wrong.files = manifest.read_manifest(tmp_path / "b").files
-    manifest.write_manifest(tmp_path / "b", wrong)
+    wrong = manifest.Manifest.read(tmp_path / "a")
+    wrong.files = manifest.Manifest.read(tmp_path / "b").files
+    wrong.write(tmp_path / "b")
     with pytest.raises(CheckpointError, match="from different saves"):
         checkpoint.load(tmp_path / "b", Model())
 
@@ -167,9 +167,9 @@ def test_load_rejects_a_manifest_of_a_different_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [1, 99])
 def test_load_rejects_unknown_format_versions(tmp_path: Path, number: int) -> None:
     checkpoint.save(tmp_path / "a", Model())
-    newer = manifest.read_manifest(tmp_path / "a")
+    newer = manifest.Manifest.read(tmp_path / "a")
     newer.format_version = number
-    manifest.write_manifest(tmp_path / "a", newer)
+    newer.write(tmp_path / "a")
     told = rf"written by a different version of te_fsdp.*expected format version 2 to 4, got {number}\."
     with pytest.raises(CheckpointError, match=told):
         checkpoint.load(tmp_path / "a", Model())

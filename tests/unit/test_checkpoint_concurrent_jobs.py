@@ -203,8 +203,8 @@ def test_latest_is_correct_after_the_clock_is_set_back(
         tmp_path / "step-50", model(), extra={"step": 50}, keep_last=2
     )  # a run that was rolled back
     assert names(tmp_path) == ["step-100", "step-50"] and checkpoint.latest(tmp_path) == tmp_path / "step-50"
-    assert [manifest.read_manifest(tmp_path / name).number for name in names(tmp_path)] == [3, 4]
-    assert manifest.save_number(tmp_path / "step-50") == 4
+    assert [manifest.Manifest.read(tmp_path / name).number for name in names(tmp_path)] == [3, 4]
+    assert directory.next_number(tmp_path) == 5
 
 
 def test_latest_orders_checkpoints_with_missing_or_equal_numbers(
@@ -231,15 +231,15 @@ def test_latest_finds_a_checkpoint_saved_during_the_listing(
 ) -> None:
     """Between listing names and reading files, a newer checkpoint appears and the listed ones are removed."""
     checkpoint.save(tmp_path / "step-1", model())
-    read = manifest.read_manifest
+    read = manifest.Manifest.read
 
     def late(path: Path) -> Any:
         if not (tmp_path / "step-2").exists():
-            monkeypatch.setattr(directory, "read_manifest", read)
+            monkeypatch.setattr(manifest.Manifest, "read", read)
             checkpoint.save(tmp_path / "step-2", model(), keep_last=1)
         return read(path)
 
-    monkeypatch.setattr(directory, "read_manifest", late)
+    monkeypatch.setattr(manifest.Manifest, "read", late)
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
     assert not caplog.records, "nothing was damaged"

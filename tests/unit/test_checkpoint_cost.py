@@ -22,7 +22,7 @@ from te_fsdp.checkpoint import index, lazy_tensors, planner, saving
 from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.host_memory import Block, Staging
 from te_fsdp.checkpoint.index import unpickle_metadata
-from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.tensor_entries import Piece, TensorEntry
 from te_fsdp.errors import CheckpointError
 
@@ -252,7 +252,7 @@ def test_repeated_save_equals_a_first_save(
     assert len(described) == count + (not is_known)
     background().plans.pop(model)
     checkpoint.save(tmp_path / "anew", model, optimizer, extra=extra)
-    one, other = (read_manifest(tmp_path / name) for name in ("known", "anew"))
+    one, other = (Manifest.read(tmp_path / name) for name in ("known", "anew"))
     of_each_save = {"files": {}, "number": 0, "saved_at": 0, "save_id": ""}
     assert replace(one, **of_each_save) == replace(other, **of_each_save)
     assert_equal(read_plainly(tmp_path / "known"), read_plainly(tmp_path / "anew"))

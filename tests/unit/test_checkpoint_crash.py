@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.errors import CheckpointError
 from tests.unit.commands import python_path
 
@@ -111,7 +111,8 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import directory, saving
+from te_fsdp.checkpoint import directory
+from te_fsdp.checkpoint.manifest import Manifest
 
 where, instants = Path(sys.argv[1]), sys.argv[2:]
 for instant in instants:
@@ -119,7 +120,7 @@ for instant in instants:
         checkpoint.save(where / instant / f"step-{step}", torch.nn.Linear(2, 2), extra={"step": step})
     if os.fork() == 0:
         module, name = {
-            "before the manifest": (saving, "write_manifest"),
+            "before the manifest": (Manifest, "write"),
             "before the rename": (directory, "commit"),
             "before the files go": (directory, "remove"),
         }[instant]
@@ -157,4 +158,4 @@ def test_keep_last_does_not_remove_corrupted_checkpoints(tmp_path: Path) -> None
     checkpoint.save(tmp_path / "step-3", nn.Linear(2, 2), keep_last=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
     with pytest.raises(CheckpointError):
-        read_manifest(tmp_path / "step-1")
+        Manifest.read(tmp_path / "step-1")

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint.extra import encode
-from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import OwnedTensor
-from te_fsdp.checkpoint.optimizer_state import restore_groups
-from te_fsdp.checkpoint.planner import as_failed_save
+from te_fsdp.checkpoint.optimizer_state import SavedOptimizer
+from te_fsdp.checkpoint.saving import as_failed_save
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
@@ -127,7 +127,7 @@ def test_failed_save_reports_whether_the_checkpoint_is_complete(tmp_path: Path) 
     lost = CheckpointError("on rank(s) 1: the rank has ended")
     assert "No checkpoint appeared at the path" in str(as_failed_save(tmp_path / "a", lost, "0" * 32))
     checkpoint.save(tmp_path / "a", model())
-    ours = read_manifest(tmp_path / "a").save_id
+    ours = Manifest.read(tmp_path / "a").save_id
     assert "was complete by then, and exists" in str(as_failed_save(tmp_path / "a", lost, ours))
     assert "by then" not in str(as_failed_save(tmp_path / "a", lost, "0" * 32)), (
         "the checkpoint of another job exists"
@@ -173,7 +173,7 @@ def test_optimizer_steps_are_on_the_device_that_fused_requires() -> None:
         options = {**encode(optimizer.defaults)[0], "fused": fused}
         saved = {"groups": [{"parameters": ["x"], "options": options}]}
         owned = {id(parameter): OwnedTensor("x", nn.Module(), "x", parameter)}
-        assert restore_groups(optimizer, saved, owned, {"x"}) == []
+        assert SavedOptimizer(optimizer, saved, owned).restore_groups({"x"}) == []
         assert optimizer.state[parameter]["step"].device.type == device
         assert optimizer.state[parameter]["exp_avg"].shape == (2, 3)
 

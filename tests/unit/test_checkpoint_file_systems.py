@@ -89,7 +89,7 @@ def test_verify_reports_missing_permissions_instead_of_corruption(
 def test_load_rejects_an_index_without_files(tmp_path: Path) -> None:
     """The error names the tensor instead of an IndexError. Negative numbers would select files from the end."""
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
-    manifest = manifests.read_manifest(tmp_path / "a")
+    manifest = manifests.Manifest.read(tmp_path / "a")
     good = read_index(tmp_path / "a", manifest)
     assert len(dict(good.rows(["model.weight"]))) == 1, "the control"
     file = tmp_path / "a" / "te_fsdp.index"

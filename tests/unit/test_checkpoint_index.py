@@ -100,13 +100,11 @@ def test_load_reads_only_shards_that_overlap_the_rectangle(
                         if (row[0], row[1]) == (piece.file.name, piece.offset)
                     ]
                     assert piece.shape == tuple(own)
-                    for part in parts:
-                        assert 0 not in part.shape, "it does not touch the rectangle only"
-                        covered[
-                            tuple(map(slice, part.in_rectangle, np.add(part.in_rectangle, part.shape)))
-                        ] += 1
-                        there = np.add(begin, part.in_piece).tolist()
-                        assert there == np.add(low, part.in_rectangle).tolist()
+                    for _, box in parts:
+                        assert 0 not in box.sizes, "it does not touch the rectangle only"
+                        covered[tuple(map(slice, box.original, np.add(box.original, box.sizes)))] += 1
+                        there = np.add(begin, box.local).tolist()
+                        assert there == np.add(low, box.original).tolist()
             assert bool((covered == 1).all())
 
 

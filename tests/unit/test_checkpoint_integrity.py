@@ -200,7 +200,7 @@ def test_load_reads_each_required_byte_once(
     monkeypatch.setattr(os, "preadv", lambda f, b, at: read.append(preadv(f, b, at)) or read[-1])
     model, optimizer = training(1)
     stored = dcp.FileSystemReader(saves[0]).read_metadata().storage_data
-    index, data = (manifests.read_manifest(saves[0]).files[name] for name in (INDEX, DATA))
+    index, data = (manifests.Manifest.read(saves[0]).files[name] for name in (INDEX, DATA))
     known = index[0] + data[0] - data[2]  # the index, and both tables of checksums
     for what, prefixes in ((optimizer, ("model.", "optimizer.", "extra/")), (None, ("model.", "extra/"))):
         read.clear()
@@ -210,7 +210,7 @@ def test_load_reads_each_required_byte_once(
 
 def test_checksum_table_has_12_bytes_per_tensor(saves: tuple[Path, Path]) -> None:
     stored = dcp.FileSystemReader(saves[0]).read_metadata().storage_data
-    size, _, begin = manifests.read_manifest(saves[0]).files[DATA]
+    size, _, begin = manifests.Manifest.read(saves[0]).files[DATA]
     assert size - begin == 12 * len(stored) + 42 + len(DATA)
 
 
@@ -300,7 +300,7 @@ def test_only_the_current_torch_save_layout_is_read_without_unpickling(
 
 def test_reading_rows_does_not_keep_the_full_shard_in_memory(saves: tuple[Path, Path]) -> None:
     """A rank that needs one row of a large shard keeps only this row."""
-    path, manifest = saves[0], manifests.read_manifest(saves[0])
+    path, manifest = saves[0], manifests.Manifest.read(saves[0])
     index = read_index(path, manifest)
     for rows, most in ((1, 1), (5, 5000)):
         staged, place = reading.Staged(), ("model.0.weight", (0, 0), (rows, 6))

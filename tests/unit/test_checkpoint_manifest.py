@@ -204,7 +204,7 @@ def test_save_rejects_too_deeply_nested_extra(tmp_path: Path) -> None:
 
 def test_shared_values_are_validated_once(saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference in one of them is still detected: ``True`` is not a number, although it equals 1."""
-    manifest, looks, check = manifests.read_manifest(saves[0]), [], manifests._check
+    manifest, looks, check = manifests.Manifest.read(saves[0]), [], manifests._check
     manifest.parameters = {f"{n}.weight": {**_WEIGHT, "shape": [n % 3, 1]} for n in range(1000)}
 
     def counted(value: Any, rule: Any, where: str, depth: int = 0) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
 
@@ -75,7 +75,7 @@ def test_named_models_and_optimizers_resume_exactly(tmp_path: Path) -> None:
     job.step(2)
     other.step(2)
     assert differing(job.values(), other.values()) == []
-    manifest = read_manifest(tmp_path / "a")
+    manifest = Manifest.read(tmp_path / "a")
     assert sorted(manifest.parameters) == [
         "actor.0.bias", "actor.0.weight", "actor.1.bias", "actor.1.weight", "critic.0.bias", "critic.0.weight",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory
 from te_fsdp.checkpoint.directory import Owner
-from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.shard_files import DamagedFileError, open_checked
 from te_fsdp.checkpoint.storage import RemotePath, absolute, resolve_path
 from te_fsdp.cli import main
@@ -87,7 +87,7 @@ def save_and_load(root: str) -> None:
 
 def test_remote_checkpoints_are_saved_loaded_listed_and_removed(memory: str, tmp_path: Path) -> None:
     save_and_load(memory)
-    manifest = read_manifest(resolve_path(f"{memory}/step-3"))
+    manifest = Manifest.read(resolve_path(f"{memory}/step-3"))
     assert (manifest.format_version, manifest.folder[:13]) == (4, "te_fsdp-data.")
     names = {path.name for path in manifest.data_folder(resolve_path(f"{memory}/step-3")).iterdir()}
     assert names == {".metadata", "te_fsdp.index", "__0_0.distcp"}
@@ -150,7 +150,7 @@ def test_ckpt_commands_accept_remote_paths(
 def test_remote_load_detects_corruption(memory: str) -> None:
     path = resolve_path(f"{memory}/a")
     checkpoint.save(path, trained()[0])
-    file = read_manifest(path).data_folder(path) / "__0_0.distcp"
+    file = Manifest.read(path).data_folder(path) / "__0_0.distcp"
     contents = file.read_bytes()
     at = contents.index(trained()[0].weight.detach().numpy().tobytes())
     for data, text in (

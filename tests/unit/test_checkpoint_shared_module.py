@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 
 
 @pytest.mark.parametrize("kind", ["plain", "ours"])
@@ -33,7 +33,7 @@ def test_delayed_scaling_state_of_a_shared_module_loads(te: Any, tmp_path: Path,
         dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
     else:
         checkpoint.save(tmp_path / "a", saved)
-        assert [*read_manifest(tmp_path / "a").delayed] == ["first"]
+        assert [*Manifest.read(tmp_path / "a").delayed] == ["first"]
     weights = [item.first.weight.dequantize() for item in (saved, target)]
     assert not torch.equal(*weights)
     checkpoint.load(tmp_path / "a", target)

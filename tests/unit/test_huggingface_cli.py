@@ -15,7 +15,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import plain_dcp
 from te_fsdp.checkpoint.index import Index, read_metadata
 from te_fsdp.checkpoint.lazy_tensors import InMemory, open_safetensors, write_folder
-from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.planner import write_tensors
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.reader import empty_manifest
@@ -211,7 +211,7 @@ def test_export_writes_experts(te: Any, tmp_path: Path) -> None:
     model = TeModel(te, hf.read_config(config), config=top, params_dtype=torch.bfloat16).to(torch.bfloat16)
     checkpoint.load_huggingface(folder, model)
     checkpoint.save(tmp_path / "step-0", model)
-    parameters = read_manifest(tmp_path / "step-0").parameters
+    parameters = Manifest.read(tmp_path / "step-0").parameters
     assert parameters["layers.1.experts.fc1.weight"]["shape"] == [3, 128, 32]
     assert ckpt("export", tmp_path / "step-0", tmp_path / "back", "--like", folder) == 0
     before, after = open_safetensors(folder)[0], open_safetensors(tmp_path / "back")[0]

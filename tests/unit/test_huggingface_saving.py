@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from te_fsdp.checkpoint.lazy_tensors import InMemory
-from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
+from te_fsdp.checkpoint.portable.huggingface_map import Form, Group, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import TeNames
 from te_fsdp.checkpoint.portable.weight_transfer import Share, describe_shares, make_plan
 from te_fsdp.checkpoint.tensor_entries import holders_of
 from te_fsdp.errors import CheckpointError
+
+ARCHITECTURE: Any = None  # a plan does not depend on it
 
 
 def told(shape, *places, dtype=torch.float32):
@@ -59,7 +61,7 @@ def component(*shape, dtype):
 
 def test_name_with_a_colon_is_not_an_fp8_component():
     shares = {name: share(8, 4) for name in ("layers:0.weight", "layers.weight")}
-    plan = make_plan(shares, SimpleNamespace(groups=()), TeNames())
+    plan = make_plan(shares, WeightMap(ARCHITECTURE, (), TeNames()))
     assert [*plan.pieces] == [*shares]
 
 
@@ -71,7 +73,7 @@ def test_ranks_number_shards_in_the_same_order():
     for name in names:
         shares |= {f"{name}:data": component(128, 128, dtype=torch.uint8)}
         shares |= {f"{name}:scale": component(1, 1, dtype=torch.float32)}
-    plan = make_plan(shares, SimpleNamespace(groups=groups), TeNames())
+    plan = make_plan(shares, WeightMap(ARCHITECTURE, tuple(groups), TeNames()))
     in_order = [f"{name}:{kind}" for name in names for kind in ("data", "scale")]
     assert [*plan.own] == [*plan.pieces] == in_order
     assert [piece.number for pieces in plan.pieces.values() for piece in pieces] == [*range(24)]

@@ -425,7 +425,7 @@ def test_settings_of_newer_te_versions_have_defaults(te: Any, saved: Any) -> Non
     """A missing setting has the value that the older version implies. An unknown one is logged."""
     needs_2_20(te)
     path = saved(layer, {})[1]
-    old = manifest.read_manifest(path)
+    old = manifest.Manifest.read(path)
     for item in old.semantics["kinds"]:
         item["settings"].pop("softcap", None)
     here = semantics_of(layer(te))

@@ -20,43 +20,12 @@ import torch
 
 from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint, refuse_text, remove, visible
 from te_fsdp.checkpoint.extra import decode
-from te_fsdp.checkpoint.lazy_tensors import (
-    BLOCK_BYTES,
-    InMemory,
-    Lazy,
-    is_safetensors,
-    mapped,
-    write_file,
-    write_folder,
-)
-from te_fsdp.checkpoint.manifest import (
-    DCP_METADATA,
-    Tick,
-    dtype_name,
-    has_manifest,
-    unreadable,
-    write_manifest,
-)
-from te_fsdp.checkpoint.plain_dcp import cut_by_tp, open_dcp, with_leaves
+from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, is_safetensors, mapped, write_file, write_folder
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, unreadable
+from te_fsdp.checkpoint.plain_dcp import cut_by_tp, with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
-from te_fsdp.checkpoint.reader import (
-    CHECKPOINT,
-    MANIFEST_KEY,
-    Choices,
-    Contents,
-    describe,
-    open_checkpoint_contents,
-    portable_name,
-    rounded,
-    split_experts,
-    stack_experts,
-)
-from te_fsdp.checkpoint.state_dicts import (
-    open_dcp_contents,
-    open_safetensors_contents,
-    open_torch_contents,
-    refuse_other_files,
-)
+from te_fsdp.checkpoint.reader import CHECKPOINT, MANIFEST_KEY, OTHER, Choices, Contents, describe, rounded
+from te_fsdp.checkpoint.state_dicts import open_state_dicts
 from te_fsdp.checkpoint.storage import is_remote, resolve_path
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import differences, format_differences, from_json, user_differences
@@ -130,17 +99,11 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
     choices = choices or Choices()
     where, kind = resolve(path)
     if kind == CHECKPOINT:
-        return open_checkpoint_contents(where)
-    refuse_other_files(where)
-    if kind == "safetensors":
-        contents = open_safetensors_contents(where, choices)
-    elif kind == "torch":
-        contents = open_torch_contents(where, choices)
-    else:
-        contents = open_dcp_contents(where, open_dcp(where), choices)
-        # A plain DCP directory does not record how tensor parallelism has ordered the rows of fused weights.
-        refuse_scrambled(contents)
-    stack_experts(contents)
+        return Contents.of_checkpoint(where)
+    contents = open_state_dicts(where, kind, choices)
+    # A plain DCP directory does not record how tensor parallelism has ordered the rows of fused weights.
+    refuse_scrambled(contents)
+    contents.stack_experts()
     return contents
 
 
@@ -163,7 +126,7 @@ def check_written(target: Path, contents: Contents) -> None:
 
     def tensors_of(contents: Contents) -> dict[str, str]:
         # A file of torch.save has a weight for each expert.
-        tensors = {key: t for key, t in split_experts(contents).tensors.items() if math.prod(t.shape)}
+        tensors = {key: t for key, t in contents.split_experts().tensors.items() if math.prod(t.shape)}
         return {key: f"{dtype_name(t.dtype)} {tuple(t.shape)}" for key, t in tensors.items()}
 
     try:
@@ -267,8 +230,13 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick) -> list[str]:
     """
     with new_directory(target, needed=contents.bytes, is_checkpoint=True) as folder:
         manifest = write_tensors(folder, contents.tensors, tick, contents.manifest)
-        write_manifest(folder, manifest)
+        manifest.write(folder)
     return sorted(manifest.files)
+
+
+def portable_name(key: str) -> str:
+    """Return the name in portable files of a tensor with a te_fsdp key: weights have their own name."""
+    return key.removeprefix("model.") if key.startswith("model.") else f"{OTHER}{key}"
 
 
 def write_safetensors(target: Path, contents: Contents, tick: Tick, *, shard_bytes: int) -> list[str]:
@@ -291,7 +259,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
     are in memory at once. Raise as :func:`write_checkpoint`.
     """
     # A stock GroupedLinear has one weight for each expert, and loads them by name.
-    contents = split_experts(contents)
+    contents = contents.split_experts()
     optimizer, tensors = contents.manifest.optimizer, contents.tensors
     objects: dict[str, Any] = {portable_name(k): t for k, t in tensors.items() if k.startswith("model.")}
     for name, first in contents.manifest.tied.items():
@@ -430,8 +398,8 @@ def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: floa
     if a.dtype != b.dtype:
         report.differences.append(Difference(name, "dtype", f"{dtype_name(a.dtype)} / {dtype_name(b.dtype)}"))
     difference = Difference(name, "values")
-    # In fp64 a block takes eight times the bytes of an fp8 one.
-    for first, last in a.blocks(BLOCK_BYTES // 4):
+    # Small ones, because in fp64 a block takes eight times the bytes of an fp8 one.
+    for first, last in a.blocks(2 << 20):
         _add_block(difference, a.rows(first, last), b.rows(first, last), rtol, atol)
         tick(a.bytes // a.height * (last - first))
     report.compared += 1

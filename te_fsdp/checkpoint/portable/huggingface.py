@@ -16,27 +16,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from te_fsdp.checkpoint.compare import Differences, check_spans_world, compare_model
+from te_fsdp.checkpoint.compare import Differences, compare_model
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy, open_safetensors, total_bytes, write_folder
 from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.loading import ModelLoader
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
-from te_fsdp.checkpoint.optimizer_state import optimizers_of
+from te_fsdp.checkpoint.optimizer_state import Optimizers
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import ModelDescription, TeBlocks, TeNames, describe_model
 from te_fsdp.checkpoint.portable.weight_stream import save_huggingface
-from te_fsdp.checkpoint.portable.weight_transfer import check_fits, require_same_model
-from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
+from te_fsdp.checkpoint.portable.weight_transfer import check_fits, check_model, require_same_model
+from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest
 from te_fsdp.checkpoint.shard_files import no_progress
 from te_fsdp.checkpoint.state_dicts import refuse_other_files
 from te_fsdp.checkpoint.storage import absolute, expanded
 from te_fsdp.collectives.agreement import all_agree, digest, rank, world_size
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError, require_kind, shorten
-from te_fsdp.features.main_weights import check_optimizer
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.rotary import frequencies_of
 from te_fsdp.modules.semantics import from_json
 
@@ -172,12 +171,7 @@ def _model_loader(
     blocks: TeBlocks | None,
 ) -> tuple[ModelLoader, set[str], list[int]]:
     """Return the load of a model that fits, the biases that it lacks, and checksums of a sample. Local operation."""
-    require_kind(
-        "load_huggingface", "model", model, torch.nn.Module, expected="a model", error=CheckpointError
-    )
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-    check_spans_world(model, None)
+    check_model("load_huggingface", model, optimizer)
     (tensors, described, folder), state = _opened(source, config), model_state(model, may_cut_blocks=True)
     weights = WeightMap.build(described, blocks, names, describe_model(model))
     converted, layouts, manifest = weights.lazily(tensors, to_te=True), weights.layouts(), empty_manifest()
@@ -185,7 +179,7 @@ def _model_loader(
     keys = {f"model.{name}": tensor for name, tensor in converted.items()}
     opened = Source(folder, "Hugging Face model", manifest, keys)
     # As in a checkpoint: one tensor for all experts of a layer, and the first name alone of a tied weight.
-    stack_experts(opened)
+    opened.stack_experts()
     for name in tied_names(model) if weights.architecture.tied else ():
         manifest.parameters.pop(name, None)
     # Hugging Face's files have no buffers of these models.
@@ -202,7 +196,7 @@ def _model_loader(
         if isinstance(tensor, torch.Tensor):
             values = tensor.detach().reshape(-1)[tensor.numel() // 2 :][:256].view(torch.uint8)
             sums.append(digest(values.cpu().numpy().tobytes()))
-    return ModelLoader(opened, model, optimizers_of(optimizer), state, diff), absent, sums
+    return ModelLoader(opened, model, Optimizers(optimizer), state, diff), absent, sums
 
 
 def values_for_huggingface(
@@ -213,7 +207,7 @@ def values_for_huggingface(
     The settings of its modules are in its manifest; ``blocks`` are options of layers that it lacks. Raise
     CheckpointError for tensors that do not fit, or layers that compute a different function.
     """
-    notes, contents = contents.notes, split_experts(contents)
+    notes, contents = contents.notes, contents.split_experts()
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
     frequencies = frequencies_of(contents.names, lambda name: contents.value(name).full())

@@ -34,6 +34,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     layer_differences,
 )
 from te_fsdp.checkpoint.reader import rounded
+from te_fsdp.checkpoint.tensor_entries import Shape
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import GROUPED, PLAIN, Layout
 from te_fsdp.upstream import te as _te
@@ -42,13 +43,12 @@ _log = logging.getLogger("te_fsdp")
 
 #: Tensors by name, in memory or yet to be read.
 Tensors = Mapping[str, torch.Tensor | Lazy]
-Shape = tuple[int, ...]
 
 # Causal masks and frequencies that older versions of transformers saved; recomputed there, not needed here.
 _IGNORED_HUGGINGFACE = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
 # Extra state of TransformerEngine's modules, and the frequencies of its RotaryPositionEmbedding.
 _IGNORED_TE = r"(.*\.)?(_extra_state|inv_freq)"
-ROUNDED = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
+_ROUNDED = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
 
 
 # [Note: groups, parts and forms] Two naming schemes store the same tensors in different forms. A *group* is
@@ -293,10 +293,12 @@ class WeightMap:
 
     architecture: Architecture
     groups: tuple[Group, ...]
+    names: TeNames  #: Of the TransformerEngine model
     #: Pattern of names in the TransformerEngine model's state dict that are not weights
     ignored_te: str = _IGNORED_TE
     #: Differences between the functions of the model's layers and Hugging Face's, as texts
     differences: tuple[str, ...] = ()
+    _rounded: list[Group] = field(default_factory=list)  #: A group that a conversion has rounded, if any
 
     @classmethod
     def build(
@@ -341,7 +343,15 @@ class WeightMap:
                 "TeNames(head=None) and a config.json that ties them",
             )
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(a, groups, ignored, tuple(layer_differences(model, a, names)))
+        return cls(a, groups, names, ignored, tuple(layer_differences(model, a, names)))
+
+    def is_linear(self, group: Group) -> bool:
+        """Return whether a group is weights of linear layers, not of embeddings or routers."""
+        names = self.names
+        others, suffixes = (names.embedding, names.positions, names.head), (names.router, names.shared_gate)
+        return len(group.parts[0]) == 2 and not any(
+            name in others or name.endswith(suffixes) for name in group.te.names
+        )
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Return every tensor's shape, of the unsharded TransformerEngine model or of the Hugging Face model."""
@@ -350,6 +360,16 @@ class WeightMap:
     def layouts(self) -> dict[str, str]:
         """Return the layout of every tensor of the TransformerEngine model, as in a checkpoint's manifest."""
         return {n: str(group.te.layout) for group in self.groups for n in group.names(te=True, tied=True)}
+
+    def convert(
+        self, group: Group, tensors: Mapping[str, torch.Tensor], *, to_te: bool, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return the other side's tensors of a group, as :meth:`Group.convert`; log the first inexact conversion."""
+        converted = group.convert(tensors, to_te=to_te, dtype=dtype)
+        if not self._rounded and group.rounds(tensors, converted):
+            self._rounded.append(group)
+            _log.warning(_ROUNDED, ", ".join(converted))
+        return converted
 
     def lazily(self, source: Tensors, *, to_te: bool, dtype: torch.dtype | None = None) -> dict[str, Lazy]:
         """Return the other side's tensors, converted on demand. Local operation.
@@ -376,21 +396,15 @@ class WeightMap:
             name for one, every in both for name in one if source.keys().isdisjoint({*every} - {*one})
         ]
         _check(source, expected, required, re.compile(_IGNORED_HUGGINGFACE if to_te else self.ignored_te))
-        warned = False
 
         def rows(
             group: Group, tensors: dict[str, Lazy], kind: torch.dtype, name: str, first: int, last: int
         ) -> torch.Tensor:
-            nonlocal warned
             # Tensors are read in order, each in blocks of rows, so the group of the last call is enough.
             if not cache or cache[0] is not group:
                 cache.clear()
                 read = {key: tensor.full() for key, tensor in tensors.items()}
-                converted = group.convert(read, to_te=to_te, dtype=kind)
-                if not warned and group.rounds(read, converted):
-                    warned = True
-                    _log.warning(ROUNDED, ", ".join(converted))
-                cache[:] = group, converted
+                cache[:] = group, self.convert(group, read, to_te=to_te, dtype=kind)
             return cache[1][name][first:last].clone()
 
         for group in self.groups:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,35 +18,32 @@ from torch.optim import Optimizer
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.host_memory import batches
 from te_fsdp.checkpoint.lazy_tensors import Lazy, assign_files, total_bytes, write_header, write_index
-from te_fsdp.checkpoint.model_state import owned_parameters
+from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
 from te_fsdp.checkpoint.portable.huggingface_config import write_config
-from te_fsdp.checkpoint.portable.huggingface_map import ROUNDED, Group
-from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, given_or_default
+from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
+from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, describe_model
 from te_fsdp.checkpoint.portable.weight_transfer import (
     BLOCK,
-    assemble,
     block_shares,
+    check_fits,
+    check_model,
     checksums_of,
-    is_linear,
     make_plan,
     quantization_config,
     quantize_blocks,
-    raise_error,
     repack,
     require_same_model,
     scale_name,
-    shares_to_write,
-    tensors_of,
+    shares_of,
 )
 from te_fsdp.checkpoint.shard_files import sync
 from te_fsdp.checkpoint.storage import absolute
-from te_fsdp.collectives.agreement import all_agree, from_rank_0, gather, rank, world_size
+from te_fsdp.collectives.agreement import all_agree, from_rank_0, gather, rank, result_of, world_size
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError, OrderError, require_kind, shorten
+from te_fsdp.errors import CheckpointError, OrderError, shorten
 from te_fsdp.upstream.torch_dtensor import versions_of
 from te_fsdp.upstream.torch_mixed_lists import foreach_writes
 
-_log = logging.getLogger("te_fsdp")
 #: Least bytes of a file that is started only to let more ranks write at once.
 _SMALLEST_FILE = 256 << 20
 #: Limit in bytes of a rank's allocations on its device, except for a larger group.
@@ -124,22 +120,26 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         comparable: bool = True,
     ) -> None:
         """See :func:`iter_weights`; ``dtype`` of format ``"native"``; only ``comparable`` streams work as ``since``."""
-        require_kind("iter_weights", "model", model, nn.Module, expected="a model", error=CheckpointError)
         _check_options(format, receiver, bucket_bytes, since)
         self._dtype, self._comparable = dtype if format == "native" else torch.bfloat16, comparable
         self.format, self.bucket_bytes, self.since = format, bucket_bytes, since
         #: Receivers of the buckets in turn; empty: all ranks receive each bucket.
         self.receivers = [receiver] if isinstance(receiver, int) else list(receiver or ())
-        self.names = given_or_default(names, TeNames)
         #: Checksums of the pieces that this rank stores, by tensor, which ``since`` compares.
         self.checksums: dict[str, list[list[int]]] = {}
-        self.ended = self._warned = False
-        self._shares, self._weights = shares_to_write(model, optimizer, config, names, blocks)
+        self.ended = False
+        check_model("iter_weights", model, optimizer)
+        self.weights = WeightMap.build(config, blocks, names, describe_model(model))
+        check_fits("save_huggingface", model, self.weights, [])
+        self._shares, names_in_map = shares_of(model, optimizer), self.weights.shapes(te=True)
+        for name, first in tied_names(model).items():  # under the name that the map has
+            if first in self._shares and first not in names_in_map and name in names_in_map:
+                self._shares[name] = self._shares.pop(first)
         self._owned = owned = owned_parameters(model)
         foreach_writes().count(self)
         self._versions = versions_of(tensor.parameter for tensor in owned)
         if format == "fp8-block":
-            if self._weights.architecture.style == "gpt2":
+            if self.weights.architecture.style == "gpt2":
                 raise CheckpointError(
                     "iter_weights: format='fp8-block' of a GPT-2 model",
                     expected="a model whose projections are nn.Linear",
@@ -153,14 +153,14 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
     def start(self) -> None:
         """Agree on the plan and on the groups to send. Collective over the world."""
-        self._plan = make_plan(self._shares, self._weights, self.names)
+        self._plan = make_plan(self._shares, self.weights)
         #: Shape and dtype of each tensor of the model, by name, in order.
         self.tensors = all_agree(self._describe)
         require_same_model("iter_weights", [(n, t.shape, t.dtype) for n, t in self.tensors.items()])
         pieces = self._plan.own
 
         def sums() -> dict[str, list[list[int]]]:
-            for group in self._weights.groups:
+            for group in self.weights.groups:
                 for name, piece in ((n, piece) for n in group.zeros for piece in pieces.get(n, ())):
                     group.check_zeros({name: piece.on_device()})
             compared = pieces.items() if self._comparable else ()
@@ -168,13 +168,13 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
         # Also without ``since``: this stream may be the ``since`` of a later call.
         self.checksums = all_agree(sums)
-        self._groups = list(self._weights.groups)
+        self._groups = list(self.weights.groups)
         if self.since is not None:
             before = self.since.checksums
             own_changes = {name for name, sums in self.checksums.items() if sums != before.get(name)}
             # A group is sent if any rank has changed a part of it, so all ranks need one list.
             changed = set[str]().union(*gather(own_changes))
-            self._groups = [g for g in self._groups if changed.intersection(tensors_of(g, self._plan))]
+            self._groups = [g for g in self._groups if changed.intersection(self._plan.tensors_of(g))]
         # Half of the limit for the assembled tensors, half for a message, or for a group's converted tensors.
         self.buckets = [*batches(self._groups, self._bytes, self.bucket_bytes // 2)]
         self._tensors = self._run()
@@ -203,8 +203,8 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         parameters = {name: share for name, share in self._plan.described.items() if not share.is_component}
         shapes = {name: described(share.shape, share.dtype) for name, share in parameters.items()}
         # The map checks names and shapes of tensors that are never read here.
-        plain, result = self._weights.lazily(shapes, to_te=False, dtype=self._dtype), {}
-        for group in self._weights.groups:
+        plain, result = self.weights.lazily(shapes, to_te=False, dtype=self._dtype), {}
+        for group in self.weights.groups:
             for name in group.names(te=False, tied=False):
                 result[name] = plain[name]
                 if self._is_fp8(group):
@@ -214,7 +214,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         return result
 
     def _is_fp8(self, group: Group) -> bool:
-        return self.format == "fp8-block" and is_linear(group, self.names)
+        return self.format == "fp8-block" and self.weights.is_linear(group)
 
     def __next__(self) -> tuple[str, torch.Tensor | None]:
         """Return the next name and tensor; ``None`` for a tensor that another rank receives."""
@@ -226,7 +226,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         return [rename(name) for name in group.names(te=False, tied=False) for rename in named]
 
     def _bytes(self, group: Group) -> int:
-        return sum(self._plan.described[name].bytes for name in tensors_of(group, self._plan))
+        return sum(self._plan.described[name].bytes for name in self._plan.tensors_of(group))
 
     @torch.no_grad()
     def _run(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -239,11 +239,11 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
             failed = failed or self._written()
             receiver = self.receivers[number % len(self.receivers)] if self.receivers else None
             receives = receiver in (None, rank())
-            names = [name for group in groups for name in tensors_of(group, plan)]
-            tensors = assemble(plan, names, self._device, receiver, failed)
+            names = [name for group in groups for name in plan.tensors_of(group)]
+            tensors = plan.assemble(names, self._device, receiver, failed)
             for group in groups:
                 # Popped, so that the memory of a group is free once its tensors are yielded.
-                own = {name: tensors.pop(name) for name in tensors_of(group, plan)} if receives else {}
+                own = {name: tensors.pop(name) for name in plan.tensors_of(group)} if receives else {}
                 remaining = self.names_of(group)
                 try:
                     for name, tensor in self._converted(group, own) if receives else ():
@@ -254,7 +254,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                     failed = failed or error
                 del own
                 yield from ((name, None) for name in remaining)
-        all_agree(lambda: raise_error(failed))
+        all_agree(lambda: result_of(None, failed))
         # Without a reference to the previous stream: a chain of streams would keep all their checksums.
         self.since, self.ended = None, True
 
@@ -288,10 +288,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         # FP8 is computed from the most precise values, so these are not rounded to bf16 before.
         kinds = [tensor.dtype for name, tensor in tensors.items() if name not in group.zeros]
         dtype = reduce(torch.promote_types, kinds) if is_fp8 else self.tensors[names[0]].dtype
-        converted = group.convert(tensors, to_te=False, dtype=dtype)
-        if not self._warned and group.rounds(tensors, converted):
-            self._warned = True
-            _log.warning(ROUNDED, ", ".join(converted))
+        converted = self.weights.convert(group, tensors, to_te=False, dtype=dtype)
         for name in names:
             tensor = converted.pop(name)
             if not is_fp8:
@@ -432,12 +429,12 @@ def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: 
         folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
         failed = _write_files(stream, folder, files)
         # After the end of the stream: a rank that cannot write still sends its parts to the others.
-        all_agree(lambda: raise_error(failed))
+        all_agree(lambda: result_of(None, failed))
 
         def finish() -> None:
             write_index(folder, stream.tensors, {file: names for file, (_, names) in files.items()})
             is_fp8 = stream.format == "fp8-block"
-            quantization = quantization_config(config, names=stream.names) if is_fp8 else None
+            quantization = quantization_config(config, names=stream.weights.names) if is_fp8 else None
             write_config(folder, config, stream.tensors, quantization)
             stack.close()
 

@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from te_fsdp.checkpoint.compare import check_spans_world
 from te_fsdp.checkpoint.host_memory import aligned
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
-from te_fsdp.checkpoint.model_state import OwnedTensor, component_entry, owned_parameters, tied_names
+from te_fsdp.checkpoint.model_state import OwnedTensor, component_entry, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_model import TeBlocks, TeNames, describe_model, given_or_default
+from te_fsdp.checkpoint.portable.huggingface_model import TeNames
 from te_fsdp.checkpoint.reader import with_remainders
-from te_fsdp.checkpoint.tensor_entries import TensorEntry, cut_entry, holders_of, lightest
-from te_fsdp.collectives.agreement import all_agree, are_equal, digest, gather, rank, world_size
-from te_fsdp.errors import CheckpointError, PlacementError, shorten
+from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, holders_of, lightest
+from te_fsdp.collectives.agreement import all_agree, are_equal, digest, gather, rank, result_of, world_size
+from te_fsdp.errors import CheckpointError, PlacementError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
 from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import components_of
@@ -45,11 +45,11 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 class Share(NamedTuple):
     """A rank's part of one tensor of the unsharded model."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype  #: Dtype of the parameter
     values: torch.dtype  #: Dtype of the sent values
     #: Offsets of each piece, and its values, which are read when they are sent; in messages its shape
-    pieces: Sequence[tuple[tuple[int, ...], Any]] = ()
+    pieces: Sequence[tuple[Shape, Any]] = ()
     is_component: bool = False  #: Whether these are FP8 bytes or scales (:func:`block_shares`)
 
     @classmethod
@@ -58,14 +58,17 @@ class Share(NamedTuple):
         return cls(entry.shape, dtype, entry.dtype, [(p.offsets, InMemory(p.tensor)) for p in entry.pieces])
 
     @property
-    def about(self) -> Share:
-        """Return the description for other ranks."""
-        return self._replace(pieces=[(offsets, piece.shape) for offsets, piece in self.pieces])
-
-    @property
     def bytes(self) -> int:
         """Return the size in bytes of the unsharded tensor."""
         return math.prod(self.shape) * self.values.itemsize
+
+
+def check_model(call: str, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Check that all ranks have parts of one model, which has the optimizer's parameters; raise otherwise."""
+    require_kind(call, "model", model, nn.Module, expected="a model", error=CheckpointError)
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+    check_spans_world(model, None)
 
 
 def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]:
@@ -87,17 +90,6 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
     return result
 
 
-class _Dequantized(Lazy):
-    """The values of a rectangle of a quantized tensor."""
-
-    def __init__(self, local: Any, box: Box, dtype: torch.dtype) -> None:
-        super().__init__(box.sizes, dtype, lambda first, last: InMemory(self.on_device()).rows(first, last))
-        self._local, self._box = local, box
-
-    def on_device(self) -> torch.Tensor:
-        return self._local.dequantize()[self._box.local_slices()]
-
-
 def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
     info, dtype, main = owned.info, owned.parameter.dtype, main_weight(optimizer, owned.parameter)
     local: Any = owned.local
@@ -108,12 +100,13 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
         assert entry is not None
         return Share.of(entry, dtype)
     if main is None and not _te.is_quantized(local):
-        return Share.of(cut_entry(local, info.original_shape, info.boxes), dtype)
+        return Share.of(TensorEntry.cut(local, info.original_shape, info.boxes), dtype)
 
     def piece(box: Box) -> Lazy:
         if main is not None:  # FusedAdam's remainders of bf16 weights
             return with_remainders(*(InMemory(tensor[box.local_slices()]) for tensor in (local, main)))
-        return _Dequantized(local, box, dtype)
+        # Its rows are on the device, unlike those of other lazy tensors: a message is assembled there.
+        return Lazy(box.sizes, dtype, lambda low, high: local.dequantize()[box.local_slices()][low:high])
 
     pieces = [(box.original, piece(box)) for box in info.boxes]
     return Share(info.original_shape, dtype, dtype if main is None else torch.float32, pieces)
@@ -176,12 +169,12 @@ def quantization_config(config: Any, *, names: TeNames | None = None) -> dict[st
 
     ``config`` is the model's description, as for :func:`te_fsdp.checkpoint.save_huggingface`.
     """
-    weights, names = WeightMap.build(config, names=names), given_or_default(names, TeNames)
+    weights = WeightMap.build(config, names=names)
     unquantized = [
         name.removesuffix(".weight")
         for group in weights.groups
         for name, shape in group.shapes(te=False).items()
-        if len(shape) == 2 and not is_linear(group, names) and names.embedding not in group.te.names
+        if len(shape) == 2 and not weights.is_linear(group) and weights.names.embedding not in group.te.names
     ]
     return {
         "quant_method": "fp8",
@@ -190,15 +183,6 @@ def quantization_config(config: Any, *, names: TeNames | None = None) -> dict[st
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": unquantized or ["lm_head"],
     }
-
-
-def is_linear(group: Group, names: TeNames) -> bool:
-    """Return whether a group is weights of linear layers that ``fp8-block`` quantizes."""
-    others = (names.embedding, names.positions, names.head)
-    suffixes = (names.router, names.shared_gate)
-    return len(group.parts[0]) == 2 and not any(
-        name in others or name.endswith(suffixes) for name in group.te.names
-    )
 
 
 def has_full_blocks(group: Group) -> bool:
@@ -245,8 +229,8 @@ class SentPiece(NamedTuple):
     holder: int  #: Global rank that sends it
     number: int  #: Index among the pieces of all tensors that the holder sends
     tensor: str  #: Name in :attr:`TransferPlan.described`
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
 
 
 class TransferPlan(NamedTuple):
@@ -257,25 +241,62 @@ class TransferPlan(NamedTuple):
     exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
     own: dict[str, list[Lazy]]  #: This rank's pieces of the tensors, in the order of their numbers
 
+    def tensors_of(self, group: Group) -> list[str]:
+        """Return the names of the tensors that are sent for a group."""
+        result = []
+        for name in group.names(te=True, tied=True):
+            if name in self.exact:
+                result += [f"{name}:data", f"{name}:scale"]
+            elif name in self.pieces:
+                result.append(name)
+        return result
 
-def shares_to_write(
-    model: nn.Module, optimizer: Optimizer | None, config: Any, names: TeNames | None, blocks: TeBlocks | None
-) -> tuple[dict[str, Share], WeightMap]:
-    """Return this rank's shares of a model's parameters, and the map to Hugging Face's tensors. Local operation.
+    def assemble(
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        receiver: int | None,
+        failed: Exception | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the unsharded tensors of a bucket on the receivers. Collective over the world.
 
-    Raises CheckpointError for a model that is not supported or differs from ``config``, OrderError for an optimizer of
-    a different model.
-    """
-    check_spans_world(model, None)
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-    weights = WeightMap.build(config, blocks, names, describe_model(model))
-    check_fits("save_huggingface", model, weights, [])
-    shares, te_names = shares_of(model, optimizer), weights.shapes(te=True)
-    for name, first in tied_names(model).items():  # under the name that the map has
-        if first in shares and first not in te_names and name in te_names:
-            shares[name] = shares.pop(first)
-    return shares, weights
+        ``failed`` is an earlier error of this rank. All ranks raise it here.
+        """
+        receives, own = receiver in (None, rank()), [*chain(*self.own.values())]
+        messages: dict[int, list[SentPiece]] = {}
+        for piece in (piece for name in names for piece in self.pieces[name]):
+            messages.setdefault(piece.holder, []).append(piece)
+        result: dict[str, torch.Tensor] = {}
+        for name in names if receives else ():
+            share = self.described[name]
+            result[name] = torch.empty(share.shape, dtype=share.values, device=device)
+        for holder, pieces in sorted(messages.items()):
+            sizes = [aligned(math.prod(p.sizes) * self.described[p.tensor].values.itemsize) for p in pieces]
+            if holder != rank() and not receives and receiver is not None:
+                continue
+            message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            if holder == rank():
+                try:
+                    for piece, part in zip(pieces, message.split(sizes), strict=True):
+                        data = own[piece.number].on_device().to(device).contiguous().reshape(-1)
+                        part[: data.nbytes] = data.view(torch.uint8)
+                except Exception as error:  # the other ranks wait for the message
+                    failed = failed or error
+            if world_size() > 1 and holder != receiver:
+                if receiver is None:
+                    dist.broadcast(message, src=holder)
+                elif holder == rank():
+                    dist.send(message, receiver)
+                else:
+                    dist.recv(message, holder)
+            if receives:
+                for piece, data in zip(pieces, message.split(sizes), strict=True):
+                    dtype = self.described[piece.tensor].values
+                    values = data[: math.prod(piece.sizes) * dtype.itemsize].view(dtype).view(piece.sizes)
+                    result[piece.tensor][slices(piece.offsets, piece.sizes)] = values
+            del message
+        all_agree(lambda: result_of(None, failed))
+        return result
 
 
 def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:
@@ -318,12 +339,13 @@ def require_same_model(call: str, description: object) -> None:
         )
 
 
-def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -> TransferPlan:
+def make_plan(shares: Mapping[str, Share], weights: WeightMap) -> TransferPlan:
     """Choose the rank that sends each piece. Collective over the world: one gather of descriptions.
 
     ``shares`` may have FP8 bytes and scales of weights in addition to their values.
     """
-    by_rank = gather({name: share.about for name, share in shares.items()})
+    shapes = ([(offsets, p.shape) for offsets, p in share.pieces] for share in shares.values())
+    by_rank = gather({n: s._replace(pieces=own) for (n, s), own in zip(shares.items(), shapes, strict=True)})
     # Bytes are sent if every rank with a part of the weight has them in whole blocks, for all weights of a group.
     stored = [
         {n for n, share in own.items() if any(math.prod(sizes) for _, sizes in share.pieces)}
@@ -332,7 +354,7 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
     fits = {
         name
         for group in weights.groups
-        if is_linear(group, names) and has_full_blocks(group)
+        if weights.is_linear(group) and has_full_blocks(group)
         for name in group.te.names
         if all(f"{name}:data" in own or name not in held for own, held in zip(by_rank, stored, strict=True))
         and any(f"{name}:data" in own for own in by_rank)
@@ -358,17 +380,6 @@ def make_plan(shares: Mapping[str, Share], weights: WeightMap, names: TeNames) -
     return TransferPlan(described, pieces, chosen, own)
 
 
-def tensors_of(group: Group, plan: TransferPlan) -> list[str]:
-    """Return the names of the tensors that are sent for a group."""
-    result = []
-    for name in group.names(te=True, tied=True):
-        if name in plan.exact:
-            result += [f"{name}:data", f"{name}:scale"]
-        elif name in plan.pieces:
-            result.append(name)
-    return result
-
-
 def checksums_of(piece: Lazy, bytes_at_once: int) -> list[int]:
     """Return checksums of a piece's bytes, which allocate at most ``bytes_at_once``. Local operation.
 
@@ -381,57 +392,3 @@ def checksums_of(piece: Lazy, bytes_at_once: int) -> list[int]:
     if data.numel() > even:
         parts.append(row_checksums(data[None, even:]))
     return torch.cat(parts).tolist() if parts else []
-
-
-def assemble(
-    plan: TransferPlan,
-    names: Sequence[str],
-    device: torch.device,
-    receiver: int | None,
-    failed: Exception | None = None,
-) -> dict[str, torch.Tensor]:
-    """Return the unsharded tensors of a bucket on the receivers. Collective over the world.
-
-    ``failed`` is an earlier error of this rank. All ranks raise it here.
-    """
-    receives, own = receiver in (None, rank()), [*chain(*plan.own.values())]
-    messages: dict[int, list[SentPiece]] = {}
-    for piece in (piece for name in names for piece in plan.pieces[name]):
-        messages.setdefault(piece.holder, []).append(piece)
-    result: dict[str, torch.Tensor] = {}
-    for name in names if receives else ():
-        share = plan.described[name]
-        result[name] = torch.empty(share.shape, dtype=share.values, device=device)
-    for holder, pieces in sorted(messages.items()):
-        sizes = [aligned(math.prod(p.sizes) * plan.described[p.tensor].values.itemsize) for p in pieces]
-        if holder != rank() and not receives and receiver is not None:
-            continue
-        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        if holder == rank():
-            try:
-                for piece, part in zip(pieces, message.split(sizes), strict=True):
-                    data = own[piece.number].on_device().to(device).contiguous().reshape(-1)
-                    part[: data.nbytes] = data.view(torch.uint8)
-            except Exception as error:  # the other ranks wait for the message
-                failed = failed or error
-        if world_size() > 1 and holder != receiver:
-            if receiver is None:
-                dist.broadcast(message, src=holder)
-            elif holder == rank():
-                dist.send(message, receiver)
-            else:
-                dist.recv(message, holder)
-        if receives:
-            for piece, data in zip(pieces, message.split(sizes), strict=True):
-                dtype = plan.described[piece.tensor].values
-                data = data[: math.prod(piece.sizes) * dtype.itemsize]
-                result[piece.tensor][slices(piece.offsets, piece.sizes)] = data.view(dtype).view(piece.sizes)
-        del message
-    all_agree(lambda: raise_error(failed))
-    return result
-
-
-def raise_error(error: Exception | None) -> None:
-    """Raise an error, if there is one."""
-    if error is not None:
-        raise error

@@ -211,8 +211,8 @@ def test_mxfp8_with_one_plane(pool, saved, pair):
 
 def _quantized_bytes(path: str) -> int:
     """Return the bytes of the components of quantized weights in a checkpoint."""
-    from te_fsdp.checkpoint.reader import open_checkpoint_contents
+    from te_fsdp.checkpoint.reader import Contents
 
-    contents = open_checkpoint_contents(Path(path))
+    contents = Contents.of_checkpoint(Path(path))
     components = [(contents.components(name) or {}).values() for name in contents.manifest.parameters]
     return sum(math.prod(one.shape) * one.dtype.itemsize for found in components for one in found)

@@ -198,7 +198,7 @@ def bytes_on_disk(directory: str, axes: dict[str, int], case: Case) -> dict[str,
         ranks wrote; ``files``: bytes of the data files; ``chunks``; ``overlap``: tensors not tiled exactly once.
     """
     import te_fsdp
-    from te_fsdp.checkpoint.manifest import read_manifest
+    from te_fsdp.checkpoint.manifest import Manifest
 
     run = Run(case, axes, seed=0)
     run.steps(1)
@@ -216,7 +216,7 @@ def bytes_on_disk(directory: str, axes: dict[str, int], case: Case) -> dict[str,
         if parts != math.prod(tensor.size):
             wrong.append(key)
     files = {p.name: p.stat().st_size for p in Path(directory, "a").glob("*.distcp")}
-    manifest = read_manifest(Path(directory, "a"))
+    manifest = Manifest.read(Path(directory, "a"))
     parameters = sum(
         math.prod(d["shape"]) * getattr(torch, d["dtype"]).itemsize for d in manifest.parameters.values()
     )

@@ -73,7 +73,7 @@ def compare_reads(case: Case, axes: dict[str, int], to: dict[str, int], director
 def errors_of_damaged_files(axes: dict[str, int], directory: str) -> tuple[list[str], list[str], int]:
     """Damage that a rank meets, also where ranks name several ways, and a word that is none: texts, changes, count."""
     import te_fsdp
-    from te_fsdp.checkpoint.manifest import read_manifest
+    from te_fsdp.checkpoint.manifest import Manifest
     from te_fsdp.checkpoint.reading import Rectangle, Staged
     from te_fsdp.errors import CheckpointError
 
@@ -95,7 +95,7 @@ def errors_of_damaged_files(axes: dict[str, int], directory: str) -> tuple[list[
         te_fsdp.checkpoint.load(path, other.model, other.optimizer, read="once")
     dist.barrier()
     if dist.get_rank() == 0:
-        file = read_manifest(path).data_folder(path) / "__0_0.distcp"
+        file = Manifest.read(path).data_folder(path) / "__0_0.distcp"
         name = Path(str(file).removeprefix("slow://"))
         data = bytearray(name.read_bytes())
         data[len(data) // 4] ^= 1

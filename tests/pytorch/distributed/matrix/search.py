@@ -183,13 +183,13 @@ def saved_mains(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     from pathlib import Path
 
     import te_fsdp
-    from te_fsdp.checkpoint.reader import open_checkpoint_contents
+    from te_fsdp.checkpoint.reader import Contents
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, 0)
     path = Path(folder[0], "saved")
     te_fsdp.checkpoint.save(path, model, optimizer)
-    contents = open_checkpoint_contents(path)
+    contents = Contents.of_checkpoint(path)
     results = {}
     for name, described in contents.manifest.parameters.items():
         value, origin = contents.best_value(name, "auto")
