@@ -102,11 +102,12 @@ def join_ranks_experts(by_rank: list[dict[str, States]]) -> dict[str, States]:
 
 
 def optimizer_state(
-    model: nn.Module, optimizers: Optimizers, owned: dict[int, OwnedTensor]
+    model: nn.Module, optimizers: Optimizers, owned: dict[int, OwnedTensor], mains: dict[int, torch.Tensor]
 ) -> OptimizerState:
     """Return entries and description of the optimizers' states, given the model's parameters. Local operation.
 
-    Raise CheckpointError for state without a place in the original parameter, and for a parameter of two optimizers.
+    ``mains`` replace main weights, by ``id`` of the parameter. Raise CheckpointError for state without a place in the
+    original parameter, and for a parameter of two optimizers.
     """
     result, holders = OptimizerState({"state": {}, "class": class_of(optimizers)}, {}), dict[str, str]()
     states: dict[str, States] = result.described["state"]
@@ -137,6 +138,7 @@ def optimizer_state(
             for key, value in state.items():
                 if value is None:
                     continue
+                value = mains.get(id(parameter), value) if key == MAIN else value
                 label = f"optimizer.state.{target.key}.{key}"
                 described, entry = describe_state(label, value, target)
                 if target.expert is None:

@@ -17,7 +17,7 @@ from te_fsdp.boxed_dtensor import rows_for
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
 from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, shorten
-from te_fsdp.quantized.amax import MAIN
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, MAIN
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import get_record, module_record
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
@@ -167,6 +167,44 @@ def create_missing_states(optimizer: Optimizer, entries: set[Sequence[str]], inf
             fix="call optimizer.zero_grad() first",
         )
     create_states(optimizer, missing.values())
+
+
+def fit_main_weight(optimizer: Any, parameter: torch.Tensor, state: Any, form: torch.dtype) -> Any:
+    """Return a loaded state with the main weight that FusedAdam needs, or without one that it would never update.
+
+    ``form`` is the dtype of main weights; int16 for remainders. Local operation.
+    """
+    is_known = type(optimizer).__module__.startswith(("torch.", "transformer_engine."))
+    main_params, keeps = (
+        getattr(optimizer, KEEPS_MAIN_WEIGHTS, None),
+        getattr(optimizer, "master_weights", False),
+    )
+    by_te_fsdp = main_params is not None and not (
+        main_params.kept_by_fused_adam and not main_params.shards_state
+    )
+    if get_record(parameter) is None or not is_known or by_te_fsdp or keeps == (MAIN in state):
+        return state
+    if not keeps:
+        return {key: value for key, value in state.items() if key != MAIN}
+    local: Any = _torch.local_of(parameter).detach()
+    if parameter.dtype == torch.float32 and not _te.is_quantized(local):  # FusedAdam does not use it
+        return state
+    value = local.dequantize(dtype=torch.float32) if _te.is_quantized(local) else local.float()
+    return {**state, MAIN: torch.zeros_like(local, dtype=form) if form == torch.int16 else value}
+
+
+def drop_main_weights(optimizer: Any, entries: set[Sequence[str]], info: Any) -> None:
+    """Drop FusedAdam's main weights of parameters whose loaded states have none. Local operation.
+
+    ``entries`` are (name, key) of the state dict. torch would keep these main weights, which are of other weights.
+    """
+    main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if not getattr(optimizer, "master_weights", False) or getattr(main_params, "shards_state", False):
+        return
+    names = {name for name, _ in entries} - {name for name, key in entries if key == MAIN}
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        if get_record(parameter) and not names.isdisjoint(info.fqn_param_mapping[parameter]):
+            optimizer.state.get(parameter, {}).pop(MAIN, None)
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
