@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from te_fsdp.boxed_dtensor import rows_for
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
@@ -25,6 +25,7 @@ from te_fsdp.upstream.fsdp2_units import wait_and_reshard
 from te_fsdp.upstream.torch_dcp import is_called_by
 
 _ASSIGN = "assign_to_params_buffers"
+_STATE = re.compile(r"(?<![^.])state\.")
 
 
 def watch_loading(model: nn.Module) -> None:
@@ -219,19 +220,25 @@ def _without_state(optimizer: Optimizer, info: Any) -> dict[str, torch.Tensor]:
     return {name: p for p in missing for name in info.fqn_param_mapping[p]}
 
 
-#: Tensor in the state dict of a partly stepped optimizer -> its key, and names of parameters without state
-_lacking = WeakIdKeyDictionary()
+#: Names with state in the state dict of a partly stepped optimizer -> names without. A copy has the same names.
+_lacking: dict[frozenset[str], set[str]] = {}
 
 
 def record_missing_states(states: dict[str, Any], optimizers: Iterable[Optimizer], info: Any) -> None:
     """Record which parameters have no state when torch returns a state dict, nested or flattened. Local operation."""
     missing = {name: p for o in optimizers if _has_stepped(o) for name, p in _without_state(o, info).items()}
-    missing = {name: p for name, p in missing.items() if get_record(p)}
-    nested, names = states.get("state", {}).items(), [*missing]
-    values = {f"state.{name}.{key}": value for name, state in nested for key, value in state.items()}
-    for key, value in (values if "state" in states else states).items():
-        if isinstance(value, torch.Tensor):
-            _lacking[value] = key, names
+    names = {name for name, state in states.get("state", {}).items() if state} or _named_states(states)[""]
+    if names:  # else of a rank that does not keep the full state dict
+        _lacking[frozenset(names)] = {name for name, p in missing.items() if get_record(p)}
+
+
+def _named_states(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return the names of parameters in flat keys of optimizer states, by the prefix of ``state.<name>.<key>``."""
+    found: dict[str, set[str]] = {"": set()}
+    for key in keys:
+        for place in [m.start() for m in _STATE.finditer(key)]:
+            found.setdefault(key[:place], set()).add(key[place + len("state.") :].rpartition(".")[0])
+    return found
 
 
 def refuse_missing_states(planner: Any) -> None:
@@ -239,13 +246,10 @@ def refuse_missing_states(planner: Any) -> None:
 
     DCP reads only what the given state dict has. That of a partly stepped optimizer lacks states.
     """
-    lacking = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
+    given = _named_states(planner.state_dict) if any(_lacking.values()) else {}
+    by_prefix = {prefix: names for prefix, own in given.items() if (names := _lacking.get(frozenset(own)))}
+    lacking = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys() if by_prefix else ()
     parts = {key[:end] for key in lacking for end, letter in enumerate(key) if letter == "."}
-    by_prefix: dict[str, list[str]] = {}  # of an optimizer's keys in the given state dict
-    for key, value in planner.state_dict.items():
-        if isinstance(value, torch.Tensor) and value in _lacking:
-            own, names = _lacking[value]
-            by_prefix[key.removesuffix(own)] = names
     problems = {n for prefix, names in by_prefix.items() for n in names if f"{prefix}state.{n}" in parts}
     if problems:
         raise CheckpointError(
