@@ -118,7 +118,8 @@ def load(axes: dict[str, int], optimizer: str, *, by: str, form: str) -> dict[st
 def load_by_dcp(directory: str, *, flat: bool, prefix: str, form: str) -> tuple[str, str, int]:
     """Load states that the given state dict lacks by ``dcp.load``; return two errors, and the number of states.
 
-    ``form`` is that of the given state dict: ``own``, or a ``deepcopy`` or ``clone`` of its tensors. The second error is that of a checkpoint without these states, which loads.
+    ``form`` is that of the given state dict: ``own``, or a ``deepcopy`` or ``clone`` of its tensors. The second
+    error is that of a checkpoint without these states, which loads.
     """
     saved, run = (Training({"dp_shard": 2}, "AdamW", seed, by="te_fsdp") for seed in (0, 1))
     saved.steps(2)
