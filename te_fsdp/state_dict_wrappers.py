@@ -33,8 +33,11 @@ from te_fsdp.upstream.torch_redistribution import (
 from te_fsdp.upstream.torch_rows import after_copies
 
 
-def place_full_tensors(record: str) -> None:
-    """Let torch place rows in full state dicts and results; ``record`` marks parameters. Later calls do nothing."""
+def place_full_tensors(record: str, fit: Callable[..., Any]) -> None:
+    """Let torch place rows in full state dicts and results; ``record`` marks parameters. Later calls do nothing.
+
+    ``fit`` returns the state of a parameter that an optimizer loads, given those and the dtype of its main weights.
+    """
 
     def place_states(stock: Any) -> Any:
         @functools.wraps(stock)
@@ -76,7 +79,7 @@ def place_full_tensors(record: str) -> None:
     for owner, name, wrap in (
         (_state_dict_utils, "_distribute_tensors", place_pairs),
         (state_dict, "_distribute_state_dict", place_states),
-        (torch.optim.Optimizer, "load_state_dict", _order_loaded),
+        (torch.optim.Optimizer, "load_state_dict", _order_loaded(fit)),
         (DTensor, "full_tensor", _refuse_order_of_ranks),
         (DTensor, "__create_write_items__", _refuse_order_of_ranks),
     ):
@@ -150,20 +153,27 @@ def _refuse_order_of_ranks(stock: Any) -> Any:
     return method
 
 
-def _order_loaded(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        if (remainders := getattr(self, "store_param_remainders", None)) is not None:  # TE's FusedAdam
+def _order_loaded(fit: Callable[..., Any]) -> Callable[[Any], Any]:
+    def wrap(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            remainders = getattr(self, "store_param_remainders", None)  # of TE's FusedAdam
             keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
             params = chain.from_iterable(group["params"] for group in self.param_groups)
             for key, parameter in zip(keys, params, strict=False):
-                own = torch.int16 if remainders and parameter.dtype == torch.bfloat16 else torch.float32
-                if (main := state_dict["state"].get(key, {}).get("master_param")) is not None:
-                    require_same_form(f"{key}.master_param", main.dtype, torch.empty(0, dtype=own))
-        order_states(self, state_dict)
-        stock(self, state_dict)
+                state = state_dict["state"].get(key) or {}
+                main, is_bf16 = state.get("master_param"), parameter.dtype == torch.bfloat16
+                form = torch.int16 if remainders and is_bf16 else torch.float32
+                if remainders is not None and main is not None:
+                    require_same_form(f"{key}.master_param", main.dtype, torch.empty(0, dtype=form))
+                if state:
+                    state_dict["state"][key] = fit(self, parameter, state, form)
+            order_states(self, state_dict)
+            stock(self, state_dict)
 
-    return load_state_dict
+        return load_state_dict
+
+    return wrap
 
 
 def wrap_dcp(narrow: Callable[[Any], Any], load: Callable[[Any], Any], write: Callable[[Any], Any]) -> None:

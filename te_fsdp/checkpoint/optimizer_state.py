@@ -379,10 +379,13 @@ class Optimizers(dict[str, Optimizer]):
                     fix="leave exp_avg_dtype, exp_avg_sq_dtype and master_weight_dtype at float32 (or bfloat16)",
                 )
 
-    def state(self, model: nn.Module, owned: dict[int, OwnedTensor]) -> OptimizerState:
+    def state(
+        self, model: nn.Module, owned: dict[int, OwnedTensor], mains: dict[int, torch.Tensor]
+    ) -> OptimizerState:
         """Return entries and description of the states, given the model's parameters. Local operation.
 
-        Raise CheckpointError for state without a place in the original parameter, or a parameter of two optimizers.
+        ``mains`` replace main weights, by ``id`` of the parameter. Raise CheckpointError for state without a place in
+        the original parameter, or a parameter of two optimizers.
         """
         result, holders = OptimizerState({"state": {}, "class": self.class_name}, {}), dict[str, str]()
         states: dict[str, States] = result.described["state"]
@@ -412,6 +415,7 @@ class Optimizers(dict[str, Optimizer]):
                 for key, value in state.items():
                     if value is None:
                         continue
+                    value = mains.get(id(parameter), value) if key == MAIN else value
                     label = f"optimizer.state.{target.key}.{key}"
                     described, entry = describe_state(label, value, target)
                     if target.expert is None:

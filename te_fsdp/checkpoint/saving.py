@@ -47,6 +47,7 @@ from te_fsdp.collectives.rendezvous import collective_call, errors_interrupt
 from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_flags, shorten
 from te_fsdp.features.main_params import main_parameters_of
 from te_fsdp.features.unreduced_gradients import UnreducedGradients
+from te_fsdp.features.written_weights import written_main_weights
 from te_fsdp.layout import SyncMode
 from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.records import binding_of
@@ -205,12 +206,17 @@ class _Collected:
         self.others = _stored({**self.delayed_entries, **extra_entries})
         # Includes the tensors of ``extra`` and of delayed scaling: their pieces are in the plan.
         fingerprint, self.leaves = _fingerprint(model, optimizers, self.others) or (None, [])
+        # A load that converts dtypes reads main weights in place of the weights.
+        mains: dict[int, torch.Tensor] = {}
+        for optimizer in optimizers.values():
+            mains |= written_main_weights(optimizer)
+        fingerprint = None if mains else fingerprint
         self.is_cached = before is not None and fingerprint is not None and before.fingerprint == fingerprint
         if before is not None and self.is_cached:
             self.cache = before
         else:
             self.state = model_state(model, shared=shared)
-            self.optimized = optimizers.state(model, self.state.owned)
+            self.optimized = optimizers.state(model, self.state.owned, mains)
             # Copies are compared in each save, which therefore reuses no description.
             if any([merge_copies(self.state.entries), merge_copies(self.optimized.entries)]):
                 fingerprint = None

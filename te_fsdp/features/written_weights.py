@@ -68,32 +68,63 @@ def update_main_weights_since(optimizer: Optimizer, recorded: WeightVersions | N
     Return the current versions. Local operation.
     """
     now = weight_versions(optimizer, recorded)
-    before = recorded.versions if recorded is not None and recorded.parameters is now.parameters else None
-    if before != now.versions:
-        for index, parameter in enumerate(now.parameters):
-            if before is None or before[index] != now.versions[index]:
-                _update_main_weight(optimizer, parameter)
+    for parameter in _written_since(now, recorded):
+        _update_main_weight(optimizer, parameter)
     return now
+
+
+def _written_since(now: WeightVersions, recorded: WeightVersions | None) -> list[torch.Tensor]:
+    """Return the parameters whose versions differ from the recorded ones; all without records. Local operation."""
+    before = recorded.versions if recorded is not None and recorded.parameters is now.parameters else None
+    if before == now.versions:
+        return []
+    return [p for n, p in enumerate(now.parameters) if before is None or before[n] != now.versions[n]]
 
 
 # A function of its own, because tests replace it.
 @torch.no_grad()
 def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
     """Replace the values of a main weight that do not round to its parameter's values."""
-    main = optimizer.state.get(parameter, {}).get(MAIN)
-    main = None if main is None else _torch.local_of(main)
-    # Remainders (int16) complete the parameter's own bits, so they need no update.
-    if main is None or not main.numel() or main.dtype == torch.int16:
+    main, value = _new_main_weight(optimizer, parameter)
+    if main is None or value is None:
         return
+    if main.dtype == torch.float32:
+        _torch.local_of(main).copy_(value)
+    else:  # a scaled main weight of FusedAdam
+        optimizer.set_scaled_state(parameter, MAIN, value)
+
+
+def _new_main_weight(optimizer: Any, parameter: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+    """Return a main weight, and its fp32 values for the parameter's present ones; ``None`` if it needs no update."""
+    main = optimizer.state.get(parameter, {}).get(MAIN)
+    # Remainders (int16) complete the parameter's own bits.
+    if main is None or not _torch.local_of(main).numel() or main.dtype == torch.int16:
+        return main, None
     rounded = rounded_values(_torch.local_of(parameter).detach())
     shard = optimizer_shard_in(optimizer, parameter)
     if shard is not None:
         rounded = RoundedValues(*map(shard.of, rounded))
-    if main.dtype == torch.float32:
-        main.copy_(rounded.keep(main))
-    else:  # a scaled main weight of FusedAdam
-        exact = optimizer.get_unscaled_state(parameter, MAIN)
-        optimizer.set_scaled_state(parameter, MAIN, rounded.keep(_torch.local_of(exact).float()))
+    exact = main if main.dtype == torch.float32 else optimizer.get_unscaled_state(parameter, MAIN)
+    return main, rounded.keep(_torch.local_of(exact).float())
+
+
+@torch.no_grad()
+def written_main_weights(optimizer: Any) -> dict[int, torch.Tensor]:
+    """Return copies of the main weights that the next step would update, with new values. Local operation.
+
+    They are found by ``id`` of the parameter. The optimizer keeps its main weights, because a parameter may get its
+    previous values back before the step, for example after a save of averaged weights.
+    """
+    main_parameters: MainParameters | None = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    recorded, copies = (
+        None if main_parameters is None else main_parameters.versions,
+        dict[int, torch.Tensor](),
+    )
+    for parameter in _written_since(weight_versions(optimizer, recorded), recorded):
+        main, value = _new_main_weight(optimizer, parameter)
+        if value is not None and not torch.equal(value, _torch.local_of(main).float()):
+            copies[id(parameter)] = _torch.placed_like(value.to(main.dtype), main)
+    return copies
 
 
 # --- values that round to those of a low-precision tensor

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import from_rank_0, gather, rank, world_size
 from te_fsdp.modules.extra_state import ExpertEntry
-from te_fsdp.modules.state_loading import create_missing_states
+from te_fsdp.modules.state_loading import create_missing_states, drop_main_weights
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_dcp import loaded_entries, nested_states
@@ -208,7 +208,9 @@ def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any
         for optimizer in optimizers if info.full_state_dict or "state" not in state_dict else ():
             find = functools.partial(loaded_entries, model, optimizer, state_dict, info)
             # Only rank 0 has a state dict. Other ranks would wait if it raised alone.
-            create_missing_states(optimizer, from_rank_0(find) if info.broadcast_from_rank0 else find(), info)
+            entries = from_rank_0(find) if info.broadcast_from_rank0 else find()
+            create_missing_states(optimizer, entries, info)
+            drop_main_weights(optimizer, entries, info)
         tokens = _loads.set(True), loads_shards.set(not info.full_state_dict and "state" in state_dict)
         # torch would look for nested states in the optimizer's flattened ones.
         is_flat = info.full_state_dict and info.flatten_optimizer_state_dict

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import gather_by_rank
 from te_fsdp.modules.extra_state import Amaxes, newest_amaxes, with_newest_amaxes
-from te_fsdp.records import binding_of
+from te_fsdp.records import binding_of, get_record
 from te_fsdp.upstream import torch_dtensor as _torch
 
 
@@ -88,16 +88,20 @@ def wrap_full_state(stock: Any) -> Any:
     @functools.wraps(stock)
     def get_model_state(model: torch.nn.Module, *args: Any) -> dict[str, Any]:
         state = stock(model, *args)
-        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        if not meshes or not args[-1].full_state_dict:
+        if not args[-1].full_state_dict:
             return state
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        # That of the sharded model also has the axes over which its parameters are replicated.
+        records = filter(None, map(get_record, model.parameters()))
+        sharded = [r.state() for r in records if r.state is not None]
+        meshes += [state.meshes.device_mesh for state in sharded if state is not None]
         entries = {
             f"{_torch.without_wrappers(path)}._extra_state".lstrip("."): module.get_extra_state()
             for path, module in model.named_modules()
             if binding_of(module) is not None
             and type(module).get_extra_state is not torch.nn.Module.get_extra_state
         }
-        if not entries:
+        if not entries or not meshes:
             return state
         by_rank = gather_by_rank(newest_amaxes(entries), max(meshes, key=DeviceMesh.size))
         return _with_maxima(state, maxima(by_rank.values()))

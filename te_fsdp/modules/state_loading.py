@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,13 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from te_fsdp.boxed_dtensor import rows_for
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
 from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, shorten
-from te_fsdp.quantized.amax import MAIN
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, MAIN
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import get_record, module_record
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
@@ -25,6 +25,7 @@ from te_fsdp.upstream.fsdp2_units import wait_and_reshard
 from te_fsdp.upstream.torch_dcp import is_called_by
 
 _ASSIGN = "assign_to_params_buffers"
+_STATE = re.compile(r"(?<![^.])state\.")
 
 
 def watch_loading(model: nn.Module) -> None:
@@ -169,6 +170,44 @@ def create_missing_states(optimizer: Optimizer, entries: set[Sequence[str]], inf
     create_states(optimizer, missing.values())
 
 
+def fit_main_weight(optimizer: Any, parameter: torch.Tensor, state: Any, form: torch.dtype) -> Any:
+    """Return a loaded state with the main weight that FusedAdam needs, or without one that it would never update.
+
+    ``form`` is the dtype of main weights; int16 for remainders. Local operation.
+    """
+    is_known = type(optimizer).__module__.startswith(("torch.", "transformer_engine."))
+    main_params, keeps = (
+        getattr(optimizer, KEEPS_MAIN_WEIGHTS, None),
+        getattr(optimizer, "master_weights", False),
+    )
+    by_te_fsdp = main_params is not None and not (
+        main_params.kept_by_fused_adam and not main_params.shards_state
+    )
+    if get_record(parameter) is None or not is_known or by_te_fsdp or keeps == (MAIN in state):
+        return state
+    if not keeps:
+        return {key: value for key, value in state.items() if key != MAIN}
+    local: Any = _torch.local_of(parameter).detach()
+    if parameter.dtype == torch.float32 and not _te.is_quantized(local):  # FusedAdam does not use it
+        return state
+    value = local.dequantize(dtype=torch.float32) if _te.is_quantized(local) else local.float()
+    return {**state, MAIN: torch.zeros_like(local, dtype=form) if form == torch.int16 else value}
+
+
+def drop_main_weights(optimizer: Any, entries: set[Sequence[str]], info: Any) -> None:
+    """Drop FusedAdam's main weights of parameters whose loaded states have none. Local operation.
+
+    ``entries`` are (name, key) of the state dict. torch would keep these main weights, which are of other weights.
+    """
+    main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if not getattr(optimizer, "master_weights", False) or getattr(main_params, "shards_state", False):
+        return
+    names = {name for name, _ in entries} - {name for name, key in entries if key == MAIN}
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        if get_record(parameter) and not names.isdisjoint(info.fqn_param_mapping[parameter]):
+            optimizer.state.get(parameter, {}).pop(MAIN, None)
+
+
 def _has_stepped(optimizer: Optimizer) -> bool:
     """Return whether a parameter has a state. Main weights exist before the first step of their parameters."""
     return any(set(state) - {MAIN} for state in optimizer.state.values())
@@ -181,19 +220,25 @@ def _without_state(optimizer: Optimizer, info: Any) -> dict[str, torch.Tensor]:
     return {name: p for p in missing for name in info.fqn_param_mapping[p]}
 
 
-#: Tensor in the state dict of a partly stepped optimizer -> its key, and names of parameters without state
-_lacking = WeakIdKeyDictionary()
+#: Names with state in the state dict of a partly stepped optimizer -> names without. A copy has the same names.
+_lacking: dict[frozenset[str], set[str]] = {}
 
 
 def record_missing_states(states: dict[str, Any], optimizers: Iterable[Optimizer], info: Any) -> None:
     """Record which parameters have no state when torch returns a state dict, nested or flattened. Local operation."""
     missing = {name: p for o in optimizers if _has_stepped(o) for name, p in _without_state(o, info).items()}
-    missing = {name: p for name, p in missing.items() if get_record(p)}
-    nested, names = states.get("state", {}).items(), [*missing]
-    values = {f"state.{name}.{key}": value for name, state in nested for key, value in state.items()}
-    for key, value in (values if "state" in states else states).items():
-        if isinstance(value, torch.Tensor):
-            _lacking[value] = key, names
+    names = {name for name, state in states.get("state", {}).items() if state} or _named_states(states)[""]
+    if names:  # else of a rank that does not keep the full state dict
+        _lacking[frozenset(names)] = {name for name, p in missing.items() if get_record(p)}
+
+
+def _named_states(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return the names of parameters in flat keys of optimizer states, by the prefix of ``state.<name>.<key>``."""
+    found: dict[str, set[str]] = {"": set()}
+    for key in keys:
+        for place in [m.start() for m in _STATE.finditer(key)]:
+            found.setdefault(key[:place], set()).add(key[place + len("state.") :].rpartition(".")[0])
+    return found
 
 
 def refuse_missing_states(planner: Any) -> None:
@@ -201,13 +246,10 @@ def refuse_missing_states(planner: Any) -> None:
 
     DCP reads only what the given state dict has. That of a partly stepped optimizer lacks states.
     """
-    lacking = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
+    given = _named_states(planner.state_dict) if any(_lacking.values()) else {}
+    by_prefix = {prefix: names for prefix, own in given.items() if (names := _lacking.get(frozenset(own)))}
+    lacking = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys() if by_prefix else ()
     parts = {key[:end] for key in lacking for end, letter in enumerate(key) if letter == "."}
-    by_prefix: dict[str, list[str]] = {}  # of an optimizer's keys in the given state dict
-    for key, value in planner.state_dict.items():
-        if isinstance(value, torch.Tensor) and value in _lacking:
-            own, names = _lacking[value]
-            by_prefix[key.removesuffix(own)] = names
     problems = {n for prefix, names in by_prefix.items() for n in names if f"{prefix}state.{n}" in parts}
     if problems:
         raise CheckpointError(

@@ -31,6 +31,7 @@ from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, holders_of, li
 from te_fsdp.collectives.agreement import all_agree, are_equal, digest, gather, rank, result_of, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
+from te_fsdp.features.written_weights import written_main_weights
 from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import components_of
 from te_fsdp.tensor_checksums import row_checksums
@@ -78,8 +79,10 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
     tied parameter has its first name; a stacked parameter of experts becomes one for each, with global indices.
     """
     result: dict[str, Share] = {}
-    for owned in owned_parameters(model):
-        share = _share(owned, optimizer)
+    parameters = owned_parameters(model)
+    mains = {} if optimizer is None else written_main_weights(optimizer)
+    for owned in parameters:
+        share = _share(owned, optimizer, mains)
         if not owned.is_grouped:
             result[owned.fqn] = share
             continue
@@ -90,12 +93,12 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
     return result
 
 
-def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
+def _share(owned: OwnedTensor, optimizer: Optimizer | None, mains: Mapping[int, torch.Tensor]) -> Share:
     info, dtype, main = owned.info, owned.parameter.dtype, main_weight(optimizer, owned.parameter)
     local: Any = owned.local
     if main is not None and main.dtype != torch.int16:
         assert optimizer is not None
-        state = optimizer.state[owned.parameter]["master_param"]
+        state = mains.get(id(owned.parameter), optimizer.state[owned.parameter]["master_param"])
         entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
         assert entry is not None
         return Share.of(entry, dtype)

@@ -31,3 +31,12 @@ def test_experts_resume(pool, tmp_path, axes, form):
     where = {"axes": axes, "form": form, "directory": str(tmp_path)}
     for found in pool.run(newest_amaxes.resume, 2, evaluate=True, experts=True, **where):
         assert found["unequal"] and found["newest"] and found["differ"] == [], found
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axes", [DP, {"dp_shard": 2, "tp": 2}], ids=["dp", "dp-tp"])
+def test_full_state_dicts_of_replicated_models_resume(pool, tmp_path, axes):
+    """They had the newest amaxes of rank 0, or of its ``tp`` ranks."""
+    where = {"axes": axes, "form": "full", "directory": str(tmp_path), "strategy": "no_shard"}
+    for found in pool.run(newest_amaxes.resume, 2 * axes.get("tp", 1), evaluate=True, **where):
+        assert found["unequal"] and found["newest"] and found["differ"] == [], found

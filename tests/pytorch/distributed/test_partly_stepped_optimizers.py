@@ -39,11 +39,19 @@ def test_state_dict_has_states_that_the_optimizer_lacks(pool, axes, optimizer, b
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("flat", "prefix"), [(False, "optimizer"), (True, "a.state.of")])
-def test_dcp_refuses_states_that_the_optimizer_lacks(pool, tmp_path, flat, prefix):
+@pytest.mark.parametrize(
+    ("flat", "prefix", "form"),
+    [
+        (False, "optimizer", "own"),
+        (True, "a.state.of", "own"),
+        (True, "optimizer", "deepcopy"),
+        (False, "b", "clone"),
+    ],
+)
+def test_dcp_refuses_states_that_the_optimizer_lacks(pool, tmp_path, flat, prefix, form):
     """They were lost without an error. Negative control: a checkpoint without these states loads."""
     for text, control, states in pool.run(
-        partly_stepped.load_by_dcp, 2, directory=str(tmp_path), flat=flat, prefix=prefix
+        partly_stepped.load_by_dcp, 2, directory=str(tmp_path), flat=flat, prefix=prefix, form=form
     ):
         assert (
             "dcp.load: states of 3 parameters that have not stepped: 0.fc1_weight, 1.bias, 1.weight" in text

@@ -48,30 +48,37 @@ class Model(nn.Module):
 
 
 class Job:
-    """A sharded layer in BF16, and its optimizer."""
+    """A sharded layer in BF16, a ``GroupedLinear`` for ``experts``, and its optimizer."""
 
-    def __init__(self, axes: dict[str, int], seed: int, *, experts: bool) -> None:
+    def __init__(
+        self,
+        axes: dict[str, int],
+        seed: int,
+        *,
+        experts: bool = False,
+        strategy: str = "optim_grads_params",
+    ) -> None:
         import te_fsdp
 
         self.meshes = meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
         tp = {} if meshes.tp is None else {"tp_size": meshes.tp.size(), "tp_group": meshes.tp.get_group()}
         self.model = Model(4 // axes.get("ep", 1) if experts else 0, **tp)
-        te_fsdp.fully_shard(self.model, meshes)
+        te_fsdp.fully_shard(self.model, meshes, strategy=strategy)
         te_fsdp.materialize(self.model, seed=seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
-    def forward(self, position: int, scale: float = 1.0) -> torch.Tensor:
+    def forward(self, position: int, power: int = 1) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * position + self.meshes.data_rank)
         rows = 16 * max(1, self.model.experts)
         batch = torch.randn(rows, HIDDEN, generator=generator).to(harness.device(), torch.bfloat16)
-        return self.model(batch * scale)
+        return self.model(batch**power)
 
     def step(self, position: int) -> dict[str, torch.Tensor]:
         """Return the weights and histories after a step."""
         self.forward(position).float().pow(2).mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        found = {name: p.full_tensor() for name, p in self.model.named_parameters()}
+        found = {name: harness.full(p.detach()) for name, p in self.model.named_parameters()}
         return found | continued.histories(self.model)
 
     def state(self, options: StateDictOptions) -> dict[str, Any]:
@@ -83,7 +90,7 @@ class Job:
 
 
 def resume(
-    axes: dict[str, int], form: str, directory: str, *, evaluate: bool, experts: bool = False
+    axes: dict[str, int], form: str, directory: str, *, evaluate: bool, **model: Any
 ) -> dict[str, Any]:
     """Save, take two more steps, and compare with the steps of a job that loads.
 
@@ -92,7 +99,7 @@ def resume(
         form: ``dcp``, ``async`` and ``cached`` save by DCP; ``full`` keeps rank 0's unsharded state dict.
         directory: Of the checkpoints.
         evaluate: Whether an evaluation precedes the save, whose amaxes TE has not reduced yet.
-        experts: Whether the layer is a ``GroupedLinear``.
+        model: Further arguments of :class:`Job`.
 
     Returns:
         How many histories have a newest row that differs between ranks ("unequal"), or that is not zero ("newest"), and
@@ -100,7 +107,7 @@ def resume(
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    job = Job(axes, 1, experts=experts)
+    job = Job(axes, 1, **model)
     job.step(0)
     options = StateDictOptions(full_state_dict=form == "full")
     caching = DefaultSavePlanner(enable_plan_caching=True)
@@ -109,7 +116,7 @@ def resume(
     job.step(1)
     if evaluate:
         with torch.no_grad():
-            job.forward(2, scale=8.0)
+            job.forward(2, power=3 + 2 * job.meshes.data_rank)  # the last rank has the largest values
     rows = {k: v[0] for k, v in continued.histories(job.model).items() if k.endswith("history")}
     own = [row.tolist() for row in rows.values()]
     by_rank: list[Any] = [None] * dist.get_world_size()
@@ -123,7 +130,7 @@ def resume(
         dcp.save(state, checkpoint_id=f"{directory}/it", planner=planner)
     expected = [job.step(3), job.step(4)]
     FP8GlobalStateManager.reset()  # models would roll each other's amax histories
-    job = Job(axes, 5, experts=experts)
+    job = Job(axes, 5, **model)
     if form != "full":
         state = job.state(options)
         dcp.load(state, checkpoint_id=f"{directory}/it")

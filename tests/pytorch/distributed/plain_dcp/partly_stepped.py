@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import harness
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map_only
 
 
 class Model(torch.nn.Sequential):
@@ -113,10 +115,11 @@ def load(axes: dict[str, int], optimizer: str, *, by: str, form: str) -> dict[st
     }
 
 
-def load_by_dcp(directory: str, *, flat: bool, prefix: str) -> tuple[str, str, int]:
+def load_by_dcp(directory: str, *, flat: bool, prefix: str, form: str) -> tuple[str, str, int]:
     """Load states that the given state dict lacks by ``dcp.load``; return two errors, and the number of states.
 
-    The second error is that of a checkpoint without these states, which loads.
+    ``form`` is that of the given state dict: ``own``, or a ``deepcopy`` or ``clone`` of its tensors. The second
+    error is that of a checkpoint without these states, which loads.
     """
     saved, run = (Training({"dp_shard": 2}, "AdamW", seed, by="te_fsdp") for seed in (0, 1))
     saved.steps(2)
@@ -129,6 +132,10 @@ def load_by_dcp(directory: str, *, flat: bool, prefix: str) -> tuple[str, str, i
             for job in (source, run)
         )
         dcp.save(there, checkpoint_id=f"{directory}/{number}")
+        if form == "deepcopy":
+            here = copy.deepcopy(here)
+        elif form == "clone":
+            here = tree_map_only(torch.Tensor, torch.clone, here)
         try:
             dcp.load(here, checkpoint_id=f"{directory}/{number}")
             errors.append("")
