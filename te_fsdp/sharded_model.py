@@ -50,11 +50,13 @@ class ForwardRecord:
     units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
     #: Units that the running forward has called; ``None`` outside of forwards of the model.
     running: list[str] | None = None
-    #: Whether the running forward trains, records gradients, and reduces them over ``dp_replicate`` in its backward
-    order_mode: tuple[bool, ...] = (False, False, False)
+    #: Whether the running forward trains and records gradients, and the extent of the reductions of its backward
+    order_mode: tuple[bool, bool, int] = (False, False, 0)
     #: ``order_mode`` -> units of the last forward whose order was compared over ranks
-    orders: dict[tuple[bool, ...], list[str]] = field(default_factory=dict)
-    has_replicas: bool | None = None  #: Whether ``dp_replicate`` has several ranks
+    orders: dict[tuple[bool, bool, int], list[str]] = field(default_factory=dict)
+    #: Mode of synchronization -> extent of the reductions (:func:`te_fsdp.checks.forward.extent_of_reductions`);
+    #: ``None``: after setters of FSDP2
+    extents: dict[SyncMode | None, int] = field(default_factory=dict)
     over_ep: dict[str, bool] = field(
         default_factory=dict
     )  #: Name of a unit -> whether it has experts over ``ep``

@@ -45,8 +45,8 @@ def check_backward_start(state: ShardedModel, trained: Sequence[torch.Tensor]) -
         if component.checked == _torch.backward_id():
             return  # checked for another output; an optimizer may have stepped in backward since
         component.checked = _torch.backward_id()
-        if component.progress is not None and state.sync.mode in component.progress.modes:
-            component.progress.backwards += 1
+        if component.progress is not None:
+            component.progress.count(state)
         _check_adds_gradients(state)
         now = _versions(state)
         if now != versions and not is_capturing():

@@ -34,7 +34,6 @@ from te_fsdp.errors import (
     PrecisionError,
     shorten,
 )
-from te_fsdp.layout import SyncMode
 from te_fsdp.records import iter_param_owners
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, versions_of
 from te_fsdp.upstream import (
@@ -43,6 +42,7 @@ from te_fsdp.upstream import (
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
+from te_fsdp.upstream.fsdp2_units import reduces_gradients
 
 # Cap on cross-rank checks per mesh, so that scripts that alternate train and eval do not pay for one per step.
 _MOST = 64
@@ -159,11 +159,7 @@ def compare_computation(state: ShardedModel) -> None:
     """
     compared, every = state.computed, state.checks.level == "full"
     mode = state.model.training, torch.is_grad_enabled()
-    # HFSDP averages gradients in an order of its own.
-    replicas = mode[1] and state.sync.mode is SyncMode.LAST and state.outer == "no_shard"
-    if compared.has_replicas is None:
-        compared.has_replicas = state.meshes.size("dp_replicate") > 1
-    compared.order_mode = *mode, replicas and compared.has_replicas
+    compared.order_mode = *mode, extent_of_reductions(state) if mode[1] else 0
     compared.running, compared.reordered = [], None
     if mode != compared.mode or every:
         with _with_peers(state, mode):
@@ -250,6 +246,20 @@ def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: boo
     if is_first or changed:  # one comparison covers all units with the same change
         compared.pairs.append((before, recipe))
         _compare(state, (recipe, compared.under[1]), None, unit=name)
+
+
+def extent_of_reductions(state: ShardedModel) -> int:
+    """Return whether backwards reduce the gradients of all units: 1 over ``dp_shard``, 2 also over ``dp_replicate``."""
+    # Without calls of the user's setters, the mode of synchronization determines the flags of all units.
+    known, mode = state.computed.extents, None if state.computed.setter else state.sync.mode
+    if mode is None or mode not in known:
+        units = state.modules.values()
+        # HFSDP averages gradients in an order of its own.
+        replicas = state.outer == "no_shard" and state.meshes.size("dp_replicate") > 1
+        known[mode] = int(all(map(reduces_gradients, units)))
+        if replicas and all(reduces_gradients(unit, replicas=True) for unit in units):
+            known[mode] = 2
+    return known[mode]
 
 
 def _trained(state: ShardedModel) -> list[bool]:

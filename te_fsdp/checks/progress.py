@@ -7,6 +7,8 @@
 # step it counts the ranks that have written the same. In between it has run a backward, and no rank joins the
 # reductions of that one before its own step. HFSDP reduces over the replicas in the step, so that a rank counts only
 # if all have written.
+# Replicas may run different numbers of microbatches before the last one, so the ranks of one replica compare these
+# numbers. A rank that differs from them writes a digest of its own, which all ranks of the model detect.
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.checks.forward import extent_of_reductions
 from te_fsdp.checks.gradients import compare_gradient_shapes
 from te_fsdp.checks.optimizer import compare_options, format_options
 from te_fsdp.checks.weights import compare_copies_of_step
@@ -49,6 +52,7 @@ class _Written(NamedTuple):
     step: int
     backwards: int
     values: int  #: Digest of values that must be equal on all ranks
+    of_replica: str  #: Key that counts the ranks of this replica with the same number of microbatches
 
     @property
     def key(self) -> str:
@@ -61,11 +65,15 @@ class Progress:
 
     def __init__(self, state: ShardedModel, rendezvous: Rendezvous) -> None:
         self.steps = 0  #: Steps of optimizers of the model that have begun
-        self.backwards = 0  #: Backwards that have begun, in the modes below
+        self.backwards = 0  #: Backwards that have begun and communicate with all ranks
+        self.microbatches = 0  #: Backwards that have begun and communicate, in the modes below
         rows = state.units.values()
+        self._gathers = any(row.gather == "pass" for row in rows)
+        replicas = "dp_replicate" if state.meshes.size("dp_replicate") > 1 else ""
+        self._replica = state.meshes.device_mesh.get_local_rank(replicas) if replicas else None
         #: The modes in which a backward or its forward communicates. In the others ranks may run different numbers.
         self.modes = tuple(
-            mode for mode in SyncMode if any(row.gather == "pass" or row.reduces(mode) for row in rows)
+            mode for mode in SyncMode if self._gathers or any(row.reduces(mode) for row in rows)
         )
         self._ranks = sorted(state.meshes.device_mesh.mesh.flatten().tolist())
         self._rank, store, first = rendezvous.own_rank, rendezvous.store, f"alive/{rendezvous.ranks[0]}"
@@ -80,6 +88,15 @@ class Progress:
         """Return the progress as text, which a save compares over the ranks."""
         return f"{self.steps} steps after {self.backwards} backwards"
 
+    def count(self, state: ShardedModel) -> None:
+        """Count a backward that begins. Local operation."""
+        mode, extent = state.sync.mode, extent_of_reductions(state)
+        communicates = self._gathers or extent > 0 if state.computed.setter else mode in self.modes
+        self.microbatches += communicates
+        # HFSDP reduces over the replicas in the step.
+        joins = mode is SyncMode.LAST and extent >= (1 if state.outer == "optim" else 2)
+        self.backwards += communicates and (self._replica is None or joins)
+
     def compare(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> None:
         """Read the progress that all ranks have written, and write this rank's if it is due."""
         written, is_due = self._written, self.steps <= 2 or self.steps % EVERY == 0
@@ -89,7 +106,8 @@ class Progress:
                     self._raise_unless_same(step, state, written)
                 if (read := self._read) is not None:  # no rank needs its keys any more
                     counters = (read.key, f"{read.step}/all") if self._rank == self._ranks[0] else ()
-                    for key in (f"{read.step}/{self._rank}", *counters):
+                    replica = read.of_replica, f"{read.step}/replica/{self._replica}/all"
+                    for key in (f"{read.step}/{self._rank}", *replica, *counters):
                         self._store.delete_key(key)
                 self._written, self._read = None, written
             # Under HFSDP a rank may not have read the last message, while others wait for its next one.
@@ -97,8 +115,15 @@ class Progress:
                 self._written = self._write(step, state, parameters)
 
     def _write(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> _Written:
-        written = _Written(self.steps, self.backwards, _digest_of_values(step, state, parameters))
-        self._store.set(f"{self.steps}/{self._rank}", str(self.backwards))
+        values, number = _digest_of_values(step, state, parameters), str(self.backwards)
+        of_replica = f"{self.steps}/replica/{self._replica}/{self.microbatches}"
+        if self._replica is not None:
+            self._store.add(of_replica, 1)
+            all_of_replica = f"{self.steps}/replica/{self._replica}/all"
+            if self._store.add(all_of_replica, 1) > self._store.add(of_replica, 0):
+                values, number = values + 1, f"{number} last of {self.microbatches}"
+        written = _Written(self.steps, self.backwards, values, of_replica)
+        self._store.set(f"{self.steps}/{self._rank}", number)
         self._store.add(written.key, 1)
         # Each rank is counted here after it was counted there.
         is_different = self._store.add(f"{self.steps}/all", 1) > self._store.add(written.key, 0)

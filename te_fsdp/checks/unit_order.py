@@ -4,7 +4,8 @@
 # calls a unit at a new position, or ends before one, waits for the others there. If all change, they compare again at
 # the end. A rank that changes alone logs the unit, and gives up as in [Note: when ranks compare].
 # The ranks are those that all-gather units, reduce their gradients or split them together in this mode. So ranks may
-# differ while they keep weights and gradients unsharded, and replicas until the last microbatch.
+# run different numbers of microbatches while they keep weights and gradients unsharded, and replicas until the last
+# one. Therefore the all-gathers of the first forward and the first reductions are compared separately.
 #
 # Manual calls of unshard and reshard, and setters, change collectives too. Loops may repeat them in each step. So a
 # rank waits before a manual all-gather or a forward only if it has never made the same calls since a step, or had the
@@ -12,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from itertools import zip_longest
 from typing import Any
@@ -75,7 +77,7 @@ def watch_setters(state: ShardedModel) -> None:
         if _torch.in_backward() or is_unsharded is (method == "unshard") or _is_over_ep(state, name):
             return
         if compared.calls is None:  # as the forwards so far
-            compared.states |= {(mode, ((), ())) for mode in compared.orders}
+            compared.states |= {(mode[:2], ((), ())) for mode in compared.orders}
         before, since = compared.calls or ((), ())
         # Loops without a step repeat the last calls.
         since = (*since, f"{method} of {name or 'the model'}")[-2 * len(state.modules) :]
@@ -102,7 +104,7 @@ def _wait_for_new_states(state: ShardedModel, call: str = "") -> None:
     if compared.calls is not None:
         made = shorten(list(compared.calls[1] or compared.calls[0]), 3) or "none"
         label = f"{call or 'forward'}: a new order of manual calls, {made}"
-        key = call or mode, compared.calls
+        key = call or mode[:2], compared.calls  # backwards do not matter
         # Ranks may run different numbers of forwards while their units are unsharded.
         gathers = key not in compared.states and (bool(call) or any(map(_is_sharded, state.modules.values())))
         new[key] = label, state.meshes.device_mesh["dp_shard"] if gathers else None, False
@@ -160,8 +162,7 @@ def _ranks_of_order(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
         state.units[name].gather == "pass" or (trains and reduces_gradients(unit))
         for name, unit in units.items()
     )
-    replicas = replicas and all(reduces_gradients(unit, replicas=True) for unit in units.values())
-    return peer_ranks(state, gathers or joint, replicas=replicas)
+    return peer_ranks(state, gathers or joint, replicas=replicas == 2)
 
 
 def _wait_for_new_order(state: ShardedModel, unit: str, label: str, started: bool = False) -> None:
@@ -189,23 +190,35 @@ def compare_unit_order(state: ShardedModel) -> None:
         compared.setter = ""
     if mine is None or not state.modules:
         return
+    over = [(compared.reordered, False)]
     if known is None:
         # The first forward, and the first with gradients, all-gather all units.
         gathers = not any(key[1] or not mode[1] for key in compared.orders)
-        compared.reordered = _ranks_of_order(state, gathers)
+        over = [(peer_ranks(state, True), True)] if gathers else []
+        over += [(_ranks_of_order(state, False), False)] if mode[2] or not gathers else []
     elif compared.reordered is None and len(mine) < len(known) and mine == known[: len(mine)]:
         missing = known[len(mine)]
         where = f"end of forward without {missing or 'the model'}"
         _wait_for_new_order(state, missing, f"{where}: the last forward called it")
+        over = [(compared.reordered, False)]
     if known is None or compared.reordered is not None:
         compared.orders[mode] = mine
-    if (mesh := compared.reordered) is None or not should_check(state, mesh, always=True):
-        return
+    for mesh, of_gathers in over:
+        if mesh is None or not should_check(state, mesh, always=True):
+            continue
+        # Ranks may reach their first reductions after different numbers of microbatches.
+        is_first = known is None and not of_gathers
+        with forward_rendezvous("first reductions", mesh) if is_first else contextlib.nullcontext():
+            require_same_order(state, mine, mesh, of_gathers)
+
+
+def require_same_order(state: ShardedModel, mine: list[str], mesh: DeviceMesh, of_gathers: bool) -> None:
+    """Raise CollectiveError if the ranks of a mesh have different orders or settings. Collective over them."""
     names = {id(module): name or "the root unit" for name, module in state.modules.items()}
     settings = [
         f"{names[id(unit)]} with {setting}"
         for unit in state.modules.values()
-        for setting in _fsdp2.collective_settings(unit, names)
+        for setting in _fsdp2.collective_settings(unit, names, of_gathers=of_gathers)
     ]
     same = are_equal([digest(repr(mine)), digest(repr(settings))], mesh).tolist()
     if all(same):

@@ -424,10 +424,11 @@ def has_forward_prefetch(unit: nn.Module) -> bool:
     return bool(fsdp_state_of(unit)._states_to_forward_prefetch)
 
 
-def collective_settings(unit: nn.Module, names: dict[int, str]) -> list[str]:
+def collective_settings(unit: nn.Module, names: dict[int, str], *, of_gathers: bool = False) -> list[str]:
     """Return a unit's settings that affect its collectives, as calls of FSDP2's setters.
 
-    ``names`` maps the id of a unit to its name.
+    ``names`` maps the id of a unit to its name. With ``of_gathers``, the settings of a backward without collectives are
+    those of a last backward.
     """
     state = fsdp_state_of(unit)
     prefetched = {
@@ -438,17 +439,21 @@ def collective_settings(unit: nn.Module, names: dict[int, str]) -> list[str]:
         f"{setter}({[names.get(id(module)) for state in states for module in state._modules]})"
         for setter, states in prefetched.items()
     ]
+    is_last = state._state_ctx.is_last_backward
     for group in fsdp_parameter_groups(unit):
+        reshards = group.post_forward_mesh_info is not None
+        kept = of_gathers and not (reshards or group.reshard_after_backward or group.reduce_grads)
+        is_last = kept or is_last
         settings += [
-            f"set_reshard_after_forward({group.post_forward_mesh_info is not None})",
-            f"set_requires_gradient_sync({group.reduce_grads})",
-            f"set_requires_all_reduce({group.all_reduce_grads})",
-            f"set_reshard_after_backward({group.reshard_after_backward})",
+            f"set_reshard_after_forward({reshards})",
+            f"set_requires_gradient_sync({kept or group.reduce_grads})",
+            f"set_requires_all_reduce({kept or group.all_reduce_grads})",
+            f"set_reshard_after_backward({kept or group.reshard_after_backward})",
             f"set_unshard_in_backward({group.unshard_in_backward})",
             f"set_gradient_divide_factor({group.gradient_divide_factor})",
             f"set_force_sum_reduction_for_comms({group.force_sum_reduction_for_comms})",
         ]
-    return [*settings, f"set_is_last_backward({state._state_ctx.is_last_backward})"]
+    return [*settings, f"set_is_last_backward({is_last})"]
 
 
 def start_gather(unit: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -414,3 +415,42 @@ def run_different_microbatches(kind: str) -> int:
         optimizer.step()
         optimizer.zero_grad()
     return len(state.computed.states)
+
+
+def train_different_microbatches(
+    axes: dict[str, int], counts: list[list[int]], setter: bool, **options: Any
+) -> dict[str, Any]:
+    """Compare steps with numbers of microbatches by step and data-parallel rank with one process.
+
+    With `setter`, a setter of FSDP2 leaves out the reductions of microbatches, instead of `te_fsdp.microbatch`.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device().type)
+    model, reference = Layers(), Layers(harness.device())
+    te_fsdp.fully_shard(model, meshes, units=["layers.*"], **options)
+    te_fsdp.materialize(model, seed=0)
+    with torch.no_grad():
+        for parameter, sharded in zip(reference.parameters(), model.parameters(), strict=True):
+            parameter.copy_(harness.full(sharded))
+    optimizers, checks = [make_sgd(model), make_sgd(reference)], harness.Comparisons()
+    if options.get("outer_strategy") == "optim":
+        te_fsdp.shard_optimizer(optimizers[0])
+    for by_rank in counts:
+        count = by_rank[meshes.data_rank]
+        for micro in range(count):
+            is_last = micro == count - 1
+            for layer in model.layers if setter else ():
+                layer.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            with contextlib.nullcontext() if setter else te_fsdp.microbatch(model, is_last=is_last):
+                model(draw_batch(meshes.data_rank + 8 * micro)).square().mean().backward()
+        for rank, of_rank in enumerate(by_rank):
+            for micro in range(of_rank):
+                loss = reference(draw_batch(rank + 8 * micro)).square().mean()
+                (loss / meshes.data_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, have), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        checks.close(name, have, want, 1e-5, "fp32: sums in a different order")
+    return checks.require(6)

@@ -265,3 +265,31 @@ def test_different_microbatches_pass_after_manual_calls(pool, kind):
     """A rank with more microbatches of kept weights waited for the others, which waited in the reduction."""
     first, second = pool.run(bodies.run_different_microbatches, 2, timeout=20, kind=kind)
     assert first == second
+
+
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+#: Axes, numbers of microbatches by step and rank, and options of :func:`bodies.train_different_microbatches`.
+MICROBATCHES = {
+    "kept weights": (DP2, [[1, 3], [2, 1]], {"strategy": "optim"}),
+    "kept weights over replicas": (HSDP, [[1, 2, 3, 1], [2, 1, 1, 2]], {"strategy": "optim"}),
+    "replicas": (HSDP, [[1, 1, 2, 2], [2, 2, 1, 1], [1, 1, 2, 2]], {"strategy": "optim_grads"}),
+    "hfsdp": (HSDP, [[1, 1, 2, 2], [2, 2, 1, 1], [1, 1, 2, 2]], {"outer_strategy": "optim"}),
+    "setters of replicas": (REPLICATE2, [[1, 2], [2, 1], [1, 2]], {"setter": True}),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", MICROBATCHES)
+def test_different_microbatches_in_the_first_step_pass(pool, case):
+    """Comparisons of the first step raised or waited, although torch's FSDP2 runs these loops."""
+    axes, counts, options = MICROBATCHES[case]
+    size = math.prod(axes.values())
+    options = {"setter": False, **options}
+    pool.run(bodies.train_different_microbatches, size, timeout=20, axes=axes, counts=counts, **options)
+
+
+@pytest.mark.ranks(2)
+def test_different_microbatches_with_reductions_raise(pool):
+    options = {"axes": DP2, "counts": [[1, 2]], "strategy": "optim_grads", "setter": False}
+    for error in pool.run_expect_error(bodies.train_different_microbatches, 2, **options):
+        assert "Layers.forward: units with different settings of FSDP2" in error.message
