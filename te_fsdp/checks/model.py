@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.backward import refuse_second_derivatives
 from te_fsdp.checks.weights import find_equal_shards, has_device_parameters, refuse_equal_shards
-from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, maximum, raised_on_all_ranks
-from te_fsdp.collectives.rendezvous import format_ranks
+from te_fsdp.collectives.agreement import are_equal, digest, format_differences, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialized
 from te_fsdp.mesh import Meshes
@@ -63,8 +62,11 @@ def compare_models(plan: ModelPlan) -> None:
     for label, module, name, p in iter_param_owners(model):
         row = plan.parameters[id(module), name]
         kind = f"{tuple(p.shape)} in {p.dtype}{'' if p.requires_grad else ', frozen'}{', on meta' if p.is_meta else ''}"
-        if row.rule is not None and (row.rule.partial_grad or row.rule.shard_dim is not None):
-            kind += f", {'a sum' if row.rule.partial_grad else f'Shard({row.rule.shard_dim})'} over tp"
+        if (quantizer := _te.weight_quantizer(module, name)) is not None:
+            kind += f", for {type(quantizer).__name__}"
+        rule = row.rule if meshes.tp_or_none is not None else None
+        if rule is not None and (rule.partial_grad or rule.shard_dim is not None):
+            kind += f", {'a sum' if rule.partial_grad else f'Shard({rule.shard_dim})'} over tp"
         # A DTensor's shape is that of all experts, the same on all ranks.
         described[row.experts and not isinstance(p, DTensor)][label] = kind
     settings = {
@@ -83,7 +85,7 @@ def compare_models(plan: ModelPlan) -> None:
     # So that all ranks raise if the ranks of one expert detect a difference.
     maximum(differs, world)
     models, others, options, experts_of_one = differs.tolist()
-    found = _differences(described[False] if models else settings, world) if models or options else []
+    found = format_differences(described[False] if models else settings, world) if models or options else []
     # A module without parameters may exist on one rank only, for example to log.
     if models or experts_of_one or any("missing on" not in line for line in found):
         shown = found if models else [line for line in found if "missing on" not in line]
@@ -98,21 +100,9 @@ def compare_models(plan: ModelPlan) -> None:
         raise MeshError(
             "fully_shard: the ranks of the mesh were given different arguments",
             expected="the same units, strategies and dtypes on all ranks",
-            got=shorten(_differences(by_name, world), 3, "; "),
+            got=shorten(format_differences(by_name, world), 3, "; "),
             fix="call it with the same arguments on all ranks",
         )
-
-
-def _differences(rows: dict[str, str], mesh: DeviceMesh) -> list[str]:
-    """Return texts that name the rows that differ between ranks. Collective over ``mesh``."""
-    by_rank, lines = sorted(gather_by_rank(rows, mesh).items()), []
-    for name in dict.fromkeys(chain.from_iterable(of_rank for _, of_rank in by_rank)):
-        ranks: dict[str, list[int]] = {}
-        for rank, of_rank in by_rank:
-            ranks.setdefault(of_rank.get(name, "missing"), []).append(rank)
-        if len(ranks) > 1:
-            lines.append(f"{name} {' and '.join(f'{t} on {format_ranks(on)}' for t, on in ranks.items())}")
-    return lines
 
 
 def compare_initial_values(plan: ModelPlan) -> None:
